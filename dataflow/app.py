@@ -1,0 +1,115 @@
+"""`main(build)`: makes a command of a function that builds a graph."""
+
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+
+from dataflow.errors import DataflowError, GraphError
+from dataflow.graph import Graph
+from dataflow.run import inline, make_plan, run
+
+
+def main(build: Callable[..., Graph], *, steps: int | None = None, args: list[str] | None = None) -> None:
+    """Run the graph that `build` makes; its keyword arguments become flags, beside those of the run.
+
+    steps: the default of --steps. args: the command line, sys.argv's when None. Ends the process with status 1
+    when the graph is refused or the run fails, 2 for wrong flags, 130 after Ctrl-C.
+    """
+    chosen: dict[str, Any] = {}
+    command = _command(build, steps, chosen)
+    tyro.cli(command, args=args, prog=_program(build))
+    flags = {name: chosen.pop(name) for name in _RUN_FLAGS}
+    try:
+        _act(build(**chosen), flags)
+    except DataflowError as error:
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+_RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
+    "steps": (int | None, None, "optimiser steps to make; until the prompts end when left out"),
+    "seed": (int, 0, "of the prompts' order, sampling and everything else that is random"),
+    "gpus": (str, "", "accelerators by node, as in generator=6,trainer=2 or generator=8,trainer=generator"),
+    "replicas": (str, "", "copies of a node on the CPU, as in generator=2"),
+    "runs": (Path, Path("runs"), "where the run folder goes"),
+    "inline": (bool, False, "one process, one thread, bit-exact"),
+    "explain": (bool, False, "print the plan and stop"),
+    "draw": (Path | None, None, "draw the graph (.svg, .dot, .mmd or .html) and stop"),
+    "quiet": (bool, False, "no live view"),
+}
+
+
+def _act(graph: Graph, flags: dict[str, Any]) -> None:
+    gpus, replicas = _assignments("gpus", flags["gpus"]), _assignments("replicas", flags["replicas"])
+    counts = {name: value for name, value in replicas.items() if isinstance(value, int)}
+    if flags["explain"] or flags["draw"]:
+        planned = make_plan(graph, gpus=gpus, replicas=counts, steps=flags["steps"])
+        if flags["explain"]:
+            print(planned.explain())
+        if flags["draw"]:
+            print(f"drew {graph.draw(flags['draw'], planned)}")
+        return
+    run(
+        graph, on=inline() if flags["inline"] else None, gpus=gpus, replicas=counts, steps=flags["steps"],
+        seed=flags["seed"], runs=flags["runs"], quiet=flags["quiet"],
+    )  # fmt: skip
+
+
+def _command(build: Callable[..., Graph], steps: int | None, chosen: dict[str, Any]) -> Callable[..., None]:
+    """A function with the parameters of `build` and those of the run, that puts what it gets into `chosen`."""
+    hints = typing.get_type_hints(build, include_extras=True)
+    parameters = []
+    for name, parameter in inspect.signature(build).parameters.items():
+        if name in _RUN_FLAGS:
+            raise GraphError(
+                f"'{build.__name__}' has a parameter '{name}', which is a flag of every run; call it otherwise"
+            )
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise GraphError(
+                f"'{build.__name__}' takes *{name}, which cannot become a flag; name each parameter"
+            )
+        parameters.append(
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(name, str))
+        )
+    for name, (kind, default, text) in _RUN_FLAGS.items():
+        annotation = Annotated[kind, tyro.conf.arg(help=text), tyro.conf.FlagCreatePairsOff]
+        parameters.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation,
+                default=steps if name == "steps" else default,
+            )
+        )  # fmt: skip
+
+    def command(**values: Any) -> None:
+        chosen.update(values)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = build.__doc__ or inspect.getdoc(inspect.getmodule(build)) or "Run a graph."
+    command.__name__ = build.__name__
+    return command
+
+
+def _program(build: Callable[..., Graph]) -> str:
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return f"python -m {spec.name}" if spec is not None and spec.name else Path(sys.argv[0]).name
+
+
+def _assignments(flag: str, text: str) -> dict[str, int | str]:
+    """`generator=6,trainer=generator` as a mapping."""
+    found: dict[str, int | str] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals or not value:
+            raise GraphError(f"--{flag} is {text!r}, which cannot be read at {part!r}; write it as generator=6,trainer=2")
+        found[name.strip()] = int(value) if value.strip().isdigit() else value.strip()
+    return found

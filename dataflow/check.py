@@ -1,0 +1,221 @@
+"""Every reason to refuse a graph, one function each."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import networkx as nx
+
+from dataflow.errors import GraphError
+from dataflow.graph import Graph, nearest
+from dataflow.node import Generate, Learn, Operator, Source
+from dataflow.records import arrow_type
+from dataflow.stream import Stream
+
+
+def check(graph: Graph) -> None:
+    """Raise GraphError with the first fault found."""
+    for fault in faults(graph):
+        raise GraphError(fault)
+
+
+def faults(graph: Graph) -> Iterator[str]:
+    """All faults of the finished graph, each in three parts: what is wrong, what was found, what to do."""
+    for reason in _REASONS:
+        yield from reason(graph)
+
+
+def empty(graph: Graph) -> Iterator[str]:
+    """A graph without a source does nothing."""
+    if not any(isinstance(operator, Source) for operator in graph.operators.values()):
+        yield (
+            f"graph '{graph.name}' has no source, only {list(graph.operators)}; "
+            f"start it with g.source(Prompts(...)) or another Source"
+        )
+
+
+def unread_streams(graph: Graph) -> Iterator[str]:
+    """Rows that go nowhere would fill their queue and stop the run."""
+    read = {(s.node, s.lane) for call in graph.calls for s in call.inputs}
+    for call in graph.calls:
+        if call.operator.kind != "sink" and (call.output.node, call.output.lane) not in read:
+            yield (
+                f"nobody reads the stream of '{call.output.node}' (rows of '{call.output.lane}' with columns "
+                f"{list(call.output.columns)}); apply a trainer, Evaluate or another operator to it, or drop it"
+            )
+
+
+def two_trainers(graph: Graph) -> Iterator[str]:
+    """One model has one trainer."""
+    seen: dict[Any, str] = {}
+    for name, operator in graph.operators.items():
+        if operator.trains and operator.uses is not None:
+            other = seen.setdefault(operator.uses, name)
+            if other != name:
+                yield (
+                    f"'{other}' and '{name}' both train '{operator.uses.name}', and would overwrite each other; "
+                    f"join their streams into one trainer, or give one another Model(..., name=...)"
+                )
+
+
+def frozen_trainer(graph: Graph) -> Iterator[str]:
+    """A frozen model cannot be trained."""
+    for name, operator in graph.operators.items():
+        if operator.trains and operator.uses is not None and operator.uses.is_frozen:
+            yield f"'{name}' trains '{operator.uses.name}', which is frozen(); give it the model without frozen()"
+
+
+def missing_feedback(graph: Graph) -> Iterator[str]:
+    """A reader of a trained model must see what is learned."""
+    trained = {op.uses: name for name, op in graph.operators.items() if op.trains and op.uses is not None}
+    fed = {feedback.reader.name for feedback in graph.feedbacks}
+    for name, operator in graph.operators.items():
+        if operator.uses in trained and not operator.trains and name not in fed:
+            yield (
+                f"'{trained[operator.uses]}' trains '{operator.uses.name}' but '{name}' would never see the new "
+                f"weights; add g.feedback({trained[operator.uses]}.weights, {name}, max_staleness=...) "
+                f"or give it a frozen() model"
+            )
+
+
+def unknown_feedback(graph: Graph) -> Iterator[str]:
+    """Both ends of a feedback must be in the graph."""
+    for feedback in graph.feedbacks:
+        for operator in (feedback.weights.trainer, feedback.reader):
+            if graph.operators.get(operator.name) is not operator:
+                yield (
+                    f"a feedback names '{operator.name}', but the graph only has {list(graph.operators)}"
+                    f"{nearest(operator.name, graph.operators)}; apply '{operator.name}' to a stream first"
+                )
+
+
+def mixed_lanes(graph: Graph) -> Iterator[str]:
+    """A trainer takes groups in the order of one source."""
+    for name, operator in graph.operators.items():
+        lanes = lanes_of(graph, name)
+        if operator.trains and len(lanes) > 1:
+            yield (
+                f"'{name}' would train on rows of {len(lanes)} sources, {lanes}, which have no common order; "
+                f"mix them in one Prompts(...), or train on one of them"
+            )
+
+
+def evaluated_and_trained(graph: Graph) -> Iterator[str]:
+    """Held-out prompts must stay held out."""
+    for lane in graph.operators:
+        sinks = sinks_of(graph, lane)
+        trainers = [s.name for s in sinks if s.trains]
+        others = [s.name for s in sinks if getattr(s, "every_steps", None)]
+        if trainers and others:
+            yield (
+                f"rows of '{lane}' are trained by '{trainers[0]}' and evaluated by '{others[0]}'; "
+                f"evaluate prompts of their own: g.source(Prompts(..., name=\"held_out\"))"
+            )
+
+
+def lonely_groups(graph: Graph) -> Iterator[str]:
+    """A rule that compares siblings needs some."""
+    for call in graph.calls:
+        if getattr(call.operator, "per", "row") != "group":
+            continue
+        lane = call.output.lane
+        size = group_size(graph, lane)
+        if size == 1:
+            yield (
+                f"'{call.operator.name}' compares the rollouts of a group, but the groups of '{lane}' have 1 rollout; "
+                f"raise group_size to 2 or more, or use a rule per row"
+            )
+
+
+def too_little_in_flight(graph: Graph) -> Iterator[str]:
+    """A step whose prompts cannot all be in flight at once never happens."""
+    for name, operator in graph.operators.items():
+        if not isinstance(operator, Learn):
+            continue
+        wanted = operator.step_prompts
+        limit = getattr(operator, "queue_prompts", None)
+        if limit is not None and limit < wanted:
+            yield (
+                f"'{name}' may queue {limit} prompts but one of its steps needs {wanted}: this graph would "
+                f"deadlock; raise queue_prompts to {wanted} or more, or lower prompts_per_step"
+            )
+        for generator in generators_of(graph, name):
+            limit = getattr(generator, "in_flight", None)
+            if limit is not None and limit < wanted:
+                yield (
+                    f"'{generator.name}' may hold {limit} prompts in flight but one step of '{name}' needs "
+                    f"{wanted}: this graph would deadlock; raise in_flight to {wanted} or more, "
+                    f"or lower prompts_per_step"
+                )
+
+
+def too_few_prompts(graph: Graph) -> Iterator[str]:
+    """A source that ends before the first step."""
+    for name, operator in graph.operators.items():
+        if not isinstance(operator, Learn):
+            continue
+        for lane in lanes_of(graph, name):
+            source = graph.operators[lane]
+            rows, epochs = (source.rows() if isinstance(source, Source) else None), getattr(source, "epochs", None)
+            if rows is not None and epochs is not None and rows * epochs < operator.step_prompts:
+                yield (
+                    f"'{lane}' ends after {rows * epochs} prompts ({rows} rows, {epochs} epochs) but one step of "
+                    f"'{name}' needs {operator.step_prompts}; give more prompts or epochs, or lower prompts_per_step"
+                )
+
+
+_REASONS = (
+    empty, unread_streams, two_trainers, frozen_trainer, missing_feedback, unknown_feedback, mixed_lanes,
+    evaluated_and_trained, lonely_groups, too_little_in_flight, too_few_prompts,
+)  # fmt: skip
+
+
+def missing_column(graph: Graph, operator: Operator, column: str, stream: Stream[Any]) -> str:
+    """The message for a column that is read but not there, with who could provide it."""
+    could = [
+        name for name, other in graph.operators.items()
+        if other is not operator and column in other.provides({}) and not isinstance(other, Source)
+    ]  # fmt: skip
+    if could:
+        do = f"'{could[0]}' provides it: apply '{operator.name}' behind it, or join the two streams"
+    elif column in ("completion", "tokens", "logprobs", "versions", "mask"):
+        do = "a Generator provides it: apply one first"
+    else:
+        do = f'add it to Prompts(columns=...), or apply a @scorer called "{column}" first'
+    close = nearest(column, stream.columns)
+    return f"'{operator.name}' reads column '{column}', but '{stream.node}' provides {list(stream.columns)}{close}; {do}"
+
+
+def wrong_type(operator: Operator, column: str, stream: Stream[Any], annotation: Any) -> str:
+    """The message for a column whose type does not fit the reader's annotation."""
+    wanted = getattr(annotation, "__name__", str(annotation))
+    return (
+        f"'{operator.name}' reads column '{column}' as {wanted} ({arrow_type(annotation) or 'numbers'}), but "
+        f"'{stream.node}' provides it as {stream.columns[column]}; change the annotation, or convert the column"
+    )
+
+
+def lanes_of(graph: Graph, node: str) -> list[str]:
+    """The sources whose rows reach a node."""
+    return [call.output.lane for call in graph.calls if call.operator.name == node]
+
+
+def sinks_of(graph: Graph, lane: str) -> list[Operator]:
+    """The sinks in which rows of a source end."""
+    return [c.operator for c in graph.calls if c.output.lane == lane and c.operator.kind == "sink"]
+
+
+def generators_of(graph: Graph, node: str) -> list[Generate]:
+    """The generators upstream of a node."""
+    lanes = set(lanes_of(graph, node))
+    found = {c.operator.name: c.operator for c in graph.calls if c.output.lane in lanes and isinstance(c.operator, Generate)}
+    reach = nx.ancestors(nx.DiGraph((u, v) for u, v, d in graph.nx.edges(data=True) if d["plane"] == "data"), node) if found else set()
+    return [operator for name, operator in found.items() if name in reach]
+
+
+def group_size(graph: Graph, lane: str) -> int | None:
+    """Rollouts in a group of a lane: the source's own wish, else its generator's; None without a generator."""
+    asked = getattr(graph.operators[lane], "group_size", None)
+    for call in graph.calls:
+        if call.output.lane == lane and isinstance(call.operator, Generate):
+            return int(asked or call.operator.rollouts_per_prompt)
+    return None

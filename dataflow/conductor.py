@@ -1,0 +1,154 @@
+"""What the scheduler says to whom, and when: decisions as a state machine without sockets or clocks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dataflow.check import lanes_of
+from dataflow.graph import Graph
+from dataflow.plan import Plan
+
+
+@dataclass(frozen=True)
+class Word:
+    """A message for the runtime of `node`; {"pause": bool} is for the loop around it."""
+
+    node: str
+    message: Mapping[str, Any]
+
+
+@dataclass
+class _Evaluation:
+    """One Evaluate sink and where its rounds stand."""
+
+    every_steps: int
+    sources: tuple[str, ...]
+    asked: int | None = None
+    """Step of the last round that was asked for."""
+    finished: int | None = None
+    """Step of the last round that is complete."""
+
+    @property
+    def open(self) -> bool:
+        return self.asked is not None and self.asked != self.finished
+
+
+@dataclass
+class Conductor:
+    """Evaluates before the first step, every so many steps and after the last, and knows when the run is over.
+
+    consumes: what nodes report of themselves (`hear`), end of streams (`ended`), the user's wish to stop (`drain`)
+    produces: words for nodes
+    waits for: the first evaluation before training starts; the trainers; the last evaluation
+    unblocked by: the reports
+    """
+
+    graph: Graph
+    plan: Plan
+    phase: str = "first_evaluation"
+    """first_evaluation | training | last_evaluation | over"""
+    draining: bool = False
+    _trainers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _evaluations: dict[str, _Evaluation] = field(default_factory=dict)
+    _open_sinks: set[str] = field(default_factory=set)
+    _dropped: int = 0
+
+    def __post_init__(self) -> None:
+        for name, operator in self.graph.operators.items():
+            if operator.trains:
+                self._trainers[name] = {}
+            every = getattr(operator, "every_steps", None)
+            if operator.kind == "sink" and every:
+                self._evaluations[name] = _Evaluation(every, tuple(lanes_of(self.graph, name)))
+            elif operator.kind == "sink":
+                self._open_sinks.add(name)
+
+    @property
+    def step(self) -> int:
+        """Steps that every trainer has made."""
+        return min((int(status.get("step", 0)) for status in self._trainers.values()), default=0)
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has done what it was for."""
+        return self.phase == "over"
+
+    def start(self) -> list[Word]:
+        """The first words, once all workers are ready."""
+        words = [Word(source, {"pause": bool(self._evaluations)}) for source in self._training_sources()]
+        words += self._ask(0)
+        return words + self._advance()
+
+    def hear(self, node: str, status: Mapping[str, Any]) -> list[Word]:
+        """Take in what a node says of itself."""
+        words: list[Word] = []
+        if node in self._trainers:
+            self._trainers[node] = status
+            dropped = max(int(s.get("dropped", 0)) for s in self._trainers.values())
+            if dropped > self._dropped:
+                self._dropped = dropped
+                words += [Word(source, {"dropped": dropped}) for source in self._training_sources()]
+        elif node in self._evaluations and "round" in status:
+            self._evaluations[node].finished = int(status["round"])
+        return words + self._advance()
+
+    def ended(self, node: str) -> list[Word]:
+        """A node's inputs have ended and it has nothing more to do."""
+        self._open_sinks.discard(node)
+        return self._advance()
+
+    def drain(self) -> list[Word]:
+        """The user wants to stop: finish the step under way, write a checkpoint, end."""
+        self.draining = True
+        if not self._trainers:
+            self.phase = "over"
+        return [Word(name, {"drain": True}) for name in [*self._training_sources(), *self._trainers]] + self._advance()
+
+    def _training_sources(self) -> list[str]:
+        return [n for n, op in self.graph.operators.items() if op.kind == "source" and n not in self.plan.on_demand]
+
+    def _ask(self, step: int) -> list[Word]:
+        words = []
+        for evaluation in self._evaluations.values():
+            if not evaluation.open and evaluation.asked != step:
+                evaluation.asked = step
+                words += [Word(source, {"evaluate": step}) for source in evaluation.sources]
+        return words
+
+    def _advance(self) -> list[Word]:
+        """Move on as far as what is known allows."""
+        words: list[Word] = []
+        if self.phase == "first_evaluation" and (self.draining or not self._waiting()):
+            self.phase = "training"
+            words += [Word(source, {"pause": False}) for source in self._training_sources() if self._evaluations]
+        if self.phase == "training":
+            if self._finished_training():
+                self.phase = "last_evaluation"
+                if not self.draining:
+                    words += self._ask(self.step)
+            else:
+                words += self._due()
+        if self.phase == "last_evaluation":
+            if not self.draining and not self._waiting():
+                words += self._ask(self.step)
+            if self.draining or not self._waiting():
+                self.phase = "over"
+        return words
+
+    def _waiting(self) -> bool:
+        return any(evaluation.open for evaluation in self._evaluations.values())
+
+    def _finished_training(self) -> bool:
+        if self._trainers:
+            return all(status.get("done") for status in self._trainers.values())
+        return not self._open_sinks
+
+    def _due(self) -> list[Word]:
+        """Rounds whose step has come; one that is still running is not asked for again."""
+        words = []
+        for evaluation in self._evaluations.values():
+            due = self.step - self.step % evaluation.every_steps
+            if not evaluation.open and due > (evaluation.asked or 0):
+                evaluation.asked = due
+                words += [Word(source, {"evaluate": due}) for source in evaluation.sources]
+        return words

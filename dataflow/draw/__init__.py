@@ -1,0 +1,51 @@
+"""Pictures of graphs: SVG, DOT, Mermaid and a page to look around in, with no system package."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataflow.draw import html, svg, text
+from dataflow.draw.curve import reward_curve_svg
+from dataflow.draw.picture import Frame, Picture, read
+from dataflow.errors import GraphError
+
+_FORMATS: Mapping[str, Callable[[Picture], str]] = {
+    ".svg": svg.render,
+    ".dot": text.to_dot,
+    ".mmd": text.to_mermaid,
+    ".html": html.render,
+}
+
+
+def draw(graph: Any, path: str | Path, frames: Sequence[Frame] | None = None, title: str | None = None) -> Path:
+    """Write the picture of a NetworkX MultiDiGraph (`Graph.nx`) in the format that the suffix names; the path.
+
+    Raises GraphError for a suffix other than .svg, .dot, .mmd and .html, and where the folder does not exist.
+    """
+    path = Path(path)
+    form = _FORMATS.get(path.suffix.lower())
+    if form is None:
+        raise GraphError(
+            f"a picture has the suffix .svg, .dot, .mmd or .html, but got '{path.name}'; "
+            f"name one of the four, such as '{path.stem or 'graph'}.svg'"
+        )
+    if not path.parent.is_dir():
+        raise GraphError(
+            f"the picture '{path.name}' is to go into the folder '{path.parent}', which does not exist; make it first"
+        )
+    path.write_text(form(read(graph, frames, title)), encoding="utf-8")
+    return path
+
+
+def render_svg(graph: Any, frames: Sequence[Frame] | None = None, title: str | None = None) -> str:
+    """The picture of a NetworkX MultiDiGraph (`Graph.nx`) as SVG."""
+    return svg.render(read(graph, frames, title))
+
+
+def mimebundle(graph: Any, frames: Sequence[Frame] | None = None, title: str | None = None) -> dict[str, str]:
+    """What a notebook shows of a graph: the SVG, and a few lines of text where it cannot show that."""
+    picture = read(graph, frames, title)
+    return {"image/svg+xml": svg.render(picture), "text/plain": text.to_plain(picture)}
+
+
+__all__ = ["Frame", "draw", "mimebundle", "render_svg", "reward_curve_svg"]

@@ -1,0 +1,152 @@
+"""The learning curve of a run as one SVG: mean reward by step, and accuracy on held-out prompts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dataflow.draw import theme
+from dataflow.draw.words import xml
+
+WIDTH, HEIGHT = 760.0, 400.0
+LEFT, RIGHT, TOP, BOTTOM = 64.0, 30.0, 64.0, 52.0
+MOST_POINTS = 1_500
+SMOOTHED = 20
+"""From so many steps on, a running mean is drawn."""
+REWARD_NAMES = ("reward_mean", "reward")
+ACCURACY_NAME = "eval_accuracy"
+
+
+def reward_curve_svg(metrics: Sequence[Mapping[str, Any]], title: str = "Learning curve") -> str:
+    """The curve of the lines of metrics.jsonl; lines that lack a number are passed over.
+
+    Reward: each step thin, the running mean over about a twentieth of the steps bold. Accuracy: a dot per evaluation.
+    """
+    reward = _series(metrics, REWARD_NAMES)
+    accuracy = _series(metrics, (ACCURACY_NAME,))
+    body = [f'<text class="heading" x="{LEFT:g}" y="28">{xml(title)}</text>']
+    if not reward and not accuracy:
+        body.append(f'<text class="axis" x="{LEFT:g}" y="{HEIGHT / 2:g}">no step was finished</text>')
+        return _document(title, body)
+    values = [value for _, value in (*reward, *accuracy)]
+    ys = _ticks(min(0.0, min(values)), max(values), 5)
+    xs = _ticks(0, max(step for step, _ in (*reward, *accuracy)) or 1, 8, whole=True)
+    last = max([step for step, _ in (*reward, *accuracy)] + [1.0])
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        x = LEFT + (WIDTH - LEFT - RIGHT) * step / last
+        y = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - ys[0]) / (ys[-1] - ys[0])
+        return x, y
+
+    for tick in ys:
+        y = place(0, tick)[1]
+        body.append(f'<path class="grid" d="M{LEFT:g} {y:.1f}H{WIDTH - RIGHT:g}"/>')
+        body.append(f'<text class="axis end" x="{LEFT - 9:g}" y="{y + 3.6:.1f}">{_number(tick)}</text>')
+    for tick in xs:
+        if tick <= last:
+            x = place(tick, 0)[0]
+            body.append(f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{_number(tick)}</text>')
+    body.append(
+        f'<text class="axis middle" x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{HEIGHT - 12:g}">step (optimiser updates)</text>'
+    )
+    legend = []
+    if reward:
+        many = len(reward) >= SMOOTHED
+        name = "raw lane0" if many else "lane0"
+        legend += [(name, "reward, mean of a step")]
+        body.append(_line(name, [place(*point) for point in _thin(reward)]))
+        if many:
+            legend += [("lane0", "its running mean")]
+            body.append(_line("lane0", [place(*point) for point in _thin(_smooth(reward))]))
+    if accuracy:
+        legend += [("lane3", "accuracy on held-out prompts")]
+        body.append(_line("lane3", [place(*point) for point in accuracy]))
+        body += [_dot(*place(*point), point) for point in accuracy]
+        for point in dict.fromkeys((accuracy[0], accuracy[-1])):
+            x, y = place(*point)
+            side = 'mark end" x="' if point[0] > last * 0.9 else 'mark" x="'
+            body.append(f'<text class="{side}{x:.1f}" y="{y - 10:.1f}">{point[1]:.2f}</text>')
+    x = LEFT
+    for name, words in legend:
+        body.append(f'<g class="{name}"><path class="line" d="M{x:g} 46h24"/></g>')
+        body.append(f'<text class="axis" x="{x + 31:g}" y="49.6">{words}</text>')
+        x += 31 + len(words) * 5.6 + 26
+    return _document(title, body)
+
+
+def _series(metrics: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tuple[float, float]]:
+    found: dict[float, float] = {}
+    for line in metrics:
+        step, value = line.get("step"), next((line[name] for name in names if name in line), None)
+        if _is_number(step) and _is_number(value):
+            found[float(step)] = float(value)  # type: ignore[arg-type]
+    return sorted(found.items())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _smooth(series: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    half = max(len(series) // 40, 2)
+    sums = [0.0]
+    for _, value in series:
+        sums.append(sums[-1] + value)
+    smooth = []
+    for at, (step, _) in enumerate(series):
+        low, high = max(at - half, 0), min(at + half + 1, len(series))
+        smooth.append((step, (sums[high] - sums[low]) / (high - low)))
+    return smooth
+
+
+def _thin(series: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    stride = len(series) // MOST_POINTS + 1
+    return [*series[:-1:stride], series[-1]]
+
+
+def _ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
+    """Round numbers that enclose low and high."""
+    if not high > low:
+        high = low + 1
+    raw = (high - low) / about
+    size = 10 ** math.floor(math.log10(raw))
+    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
+    if whole:
+        step = max(math.ceil(step), 1)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [at * step for at in range(first, last + 1)]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.10g}"
+
+
+def _line(name: str, points: Sequence[tuple[float, float]]) -> str:
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    return f'<g class="{name}"><path class="line" d="M{path}"/></g>'
+
+
+def _dot(x: float, y: float, point: tuple[float, float]) -> str:
+    return (
+        f'<g class="lane3"><circle class="tip" cx="{x:.1f}" cy="{y:.1f}" r="3.6">'
+        f"<title>step {point[0]:g}: {point[1]:.3f}</title></circle></g>"
+    )
+
+
+def _document(title: str, body: Sequence[str]) -> str:
+    extra = (
+        ".dataflow-graph .end{text-anchor:end}.dataflow-graph .middle{text-anchor:middle}"
+        ".dataflow-graph .mark{font-size:11px;font-weight:600;paint-order:stroke;stroke-width:4px;stroke-linejoin:round}"
+        ".dataflow-graph .line{stroke-linejoin:round;stroke-width:2}"
+        ".dataflow-graph .raw .line{stroke-width:1;stroke-opacity:.4}"
+    )
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="dataflow-graph" role="img" '
+            f'viewBox="0 0 {WIDTH:g} {HEIGHT:g}" width="{WIDTH:g}" height="{HEIGHT:g}">',
+            f"<title>{xml(title)}</title>",
+            f"<style>{theme.style()}{extra}</style>",
+            f'<rect class="paper" width="{WIDTH:g}" height="{HEIGHT:g}"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )

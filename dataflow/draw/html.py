@@ -1,0 +1,67 @@
+"""The graph as one page without network: the picture to pan and zoom, and a panel that shows an operator."""
+
+import inspect
+import json
+from typing import Any, TypeAlias
+
+from dataflow.draw import page, svg
+from dataflow.draw.picture import Box, Picture, knob_text
+from dataflow.draw.words import xml
+
+Columns: TypeAlias = dict[str, str]
+
+
+def render(picture: Picture) -> str:
+    """The HTML page of a picture."""
+    facts = [_facts(picture, box) for box in picture.boxes]
+    # In a script element only "<" could end it early; as an escape it is the same JSON.
+    data = json.dumps(facts, ensure_ascii=True).replace("<", "\\u003c")
+    title = xml(picture.title or "dataflow graph")
+    return page.PAGE.format(title=title, style=page.STYLE, svg=svg.render(picture), data=data, script=page.SCRIPT)
+
+
+def _facts(picture: Picture, box: Box) -> dict[str, Any]:
+    kind = type(box.operator)
+    arriving: dict[str, Columns] = {}
+    leaving: dict[str, Columns] = {}
+    added: dict[str, None] = {}
+    for wire in picture.wires:
+        columns = {name: str(arrow) for name, arrow in wire.columns.items()}
+        if wire.head == box.name:
+            arriving.setdefault(wire.lane, {}).update(columns)
+        if wire.tail == box.name:
+            leaving.setdefault(wire.lane, {}).update(columns)
+            added.update(dict.fromkeys(wire.added))
+    uses = box.operator.uses
+    return {
+        "name": box.name,
+        "kind": f"{kind.__module__}.{kind.__qualname__}",
+        "role": box.role,
+        "doc": _docstring(box.operator),
+        "model": f"{uses.name} ({uses.source}, {uses.head}, {uses.dtype})" if uses is not None else "",
+        "devices": [frame.label for frame in picture.frames if box.name in frame.nodes],
+        "knobs": {name: knob_text(value) for name, value in box.operator.knobs().items()},
+        "arriving": _by_columns("columns in", arriving),
+        "leaving": _by_columns("columns out", leaving),
+        "added": list(added),
+        "weights": [f"{b.tail} → {b.head}: {b.label}" for b in picture.loops if box.name in (b.tail, b.head)],
+    }
+
+
+def _by_columns(title: str, lanes: dict[str, Columns]) -> list[tuple[str, Columns]]:
+    """One table for all lanes that carry the same columns."""
+    found: list[tuple[list[str], Columns]] = []
+    for lane, columns in lanes.items():
+        same = next((names for names, other in found if other == columns), None)
+        if same is None:
+            found.append(([lane], columns))
+        else:
+            same.append(lane)
+    return [(f"{title}, rows of {', '.join(names)}", columns) for names, columns in found]
+
+
+def _docstring(operator: Any) -> str:
+    """What the operator says of itself: of the wrapped function where there is one, else of its class."""
+    function = getattr(operator, "function", None)
+    text = inspect.getdoc(function) if callable(function) else None
+    return text or inspect.cleandoc(type(operator).__doc__ or "")

@@ -1,0 +1,182 @@
+"""What a picture shows of a graph, as plain values: boxes, wires, lanes and frames."""
+
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataflow import records
+from dataflow.model import Model
+from dataflow.node import Operator
+
+KNOBS_SHOWN = 4
+COLUMNS_SHOWN = 3
+VALUE_LENGTH = 26
+
+# Columns that keep the books: only counted, so that a label shows what the reader cares for.
+_BOOKKEEPING = frozenset(
+    (
+        records.GROUP_ID,
+        records.PROMPT_ID,
+        records.GROUP_SIZE,
+        records.MIN_VERSION,
+        records.ROUND_SIZE,
+        records.ROLLOUT_ID,
+        records.POSITION,
+        records.FINISH_REASON,
+        records.ERROR,
+        records.MASK,
+    )
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A group of devices and the nodes that a plan puts there."""
+
+    label: str
+    """Such as `gpu 0-5` or `cpu x1`."""
+    nodes: tuple[str, ...]
+    """Names of the nodes inside; names that the graph lacks are ignored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """One operator."""
+
+    name: str
+    subtitle: str
+    """Class of the operator; empty where the name already says it."""
+    knobs: tuple[str, ...]
+    """Lines such as `group_size=8`, the last one `…+3` where there are more."""
+    role: str
+    """source | operator | model | trainer | sink: what the colour tells."""
+    operator: Operator
+    """The declaration itself, for pages that show all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """Rows of one lane from one operator to another."""
+
+    tail: str
+    head: str
+    lane: str
+    columns: Mapping[str, Any]
+    """Name to Arrow type of what travels here."""
+    added: tuple[str, ...]
+    """The columns that the tail added."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """Weights on their way from the operator that trains them to one that reads them."""
+
+    tail: str
+    head: str
+    model: str
+    max_staleness: int | None
+
+    @property
+    def label(self) -> str:
+        """Text on the edge."""
+        return self.model if self.max_staleness is None else f"{self.model} · max_staleness={self.max_staleness}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """Everything that a picture shows, in a fixed order."""
+
+    boxes: tuple[Box, ...]
+    wires: tuple[Wire, ...]
+    loops: tuple[Loop, ...]
+    lanes: tuple[str, ...]
+    """Names of the lanes, in the order in which they are first met."""
+    frames: tuple[Frame, ...]
+    title: str
+
+
+def read(graph: Any, frames: Sequence[Frame] | None = None, title: str | None = None) -> Picture:
+    """The picture of a NetworkX MultiDiGraph (`Graph.nx`)."""
+    boxes = tuple(_box(name, data["operator"]) for name, data in graph.nodes(data=True))
+    wires: list[Wire] = []
+    loops: list[Loop] = []
+    for tail, head, key, data in graph.edges(keys=True, data=True):
+        if data.get("plane") == "weights":
+            name = getattr(data.get("model"), "name", "weights")
+            loops.append(Loop(tail=tail, head=head, model=name, max_staleness=data.get("max_staleness")))
+        else:
+            columns, lane = data.get("columns") or {}, str(data.get("lane", key))
+            added = tuple(data.get("added") or ())
+            wires.append(Wire(tail=tail, head=head, lane=lane, columns=dict(columns), added=added))
+    sources = [box.name for box in boxes if box.role == "source"]
+    found = dict.fromkeys(wire.lane for wire in wires)
+    lanes = [name for name in sources if name in found]
+    lanes += [lane for lane in found if lane not in lanes]
+    names = {box.name for box in boxes}
+    kept = [Frame(f.label, tuple(n for n in dict.fromkeys(f.nodes) if n in names)) for f in frames or ()]
+    return Picture(
+        boxes=boxes,
+        wires=tuple(wires),
+        loops=tuple(loops),
+        lanes=tuple(lanes),
+        frames=tuple(frame for frame in kept if frame.nodes),
+        title=title or "",
+    )
+
+
+def column_lines(added: Sequence[str], most: int = COLUMNS_SHOWN) -> list[str]:
+    """Names of new columns as a label of few lines, those that keep the books and the rest counted: `…+5`."""
+    telling = [name for name in added if name not in _BOOKKEEPING] or list(added)
+    shown = [shorten(name) for name in telling[:most]]
+    return shown if len(shown) == len(added) else [*shown, f"…+{len(added) - len(shown)}"]
+
+
+def knob_text(value: Any) -> str:
+    """A knob's value as short code: functions and models by name, strings in quotes, floats short."""
+    if isinstance(value, Model):
+        return value.name
+    if isinstance(value, functools.partial):
+        inner = [knob_text(item) for item in value.args]
+        inner += [f"{name}={knob_text(item)}" for name, item in value.keywords.items()]
+        return f"{knob_text(value.func)}({', '.join(inner)})"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, Operator):
+        return value.name
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
+        return value.__name__
+    if isinstance(value, tuple | list) and len(value) <= 8:
+        inner_text = ", ".join(knob_text(item) for item in value)
+        return f"({inner_text})" if isinstance(value, tuple) else f"[{inner_text}]"
+    return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)
+
+
+def shorten(text: str, length: int = VALUE_LENGTH) -> str:
+    """At most `length` characters on one line, the middle left out, so that both ends stay readable."""
+    text = " ".join(text.split())
+    if len(text) <= length:
+        return text
+    right = (length - 1) // 2
+    return f"{text[: length - 1 - right]}…{text[len(text) - right :]}"
+
+
+def _box(name: str, operator: Operator) -> Box:
+    kind = type(operator).__name__
+    knobs = [f"{knob}={shorten(knob_text(value))}" for knob, value in operator.knobs().items()]
+    more = len(knobs) - KNOBS_SHOWN
+    if more > 0:
+        knobs = [*knobs[:KNOBS_SHOWN], f"…+{more}"]
+    same = kind.lower().replace("_", "") == name.lower().replace("_", "")
+    return Box(name=name, subtitle="" if same else kind, knobs=tuple(knobs), role=_role(operator), operator=operator)
+
+
+def _role(operator: Operator) -> str:
+    if operator.trains:
+        return "trainer"
+    if operator.kind in ("source", "sink"):
+        return operator.kind
+    return "model" if operator.uses is not None else "operator"

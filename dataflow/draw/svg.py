@@ -1,0 +1,255 @@
+"""The picture of a graph as one SVG without anything outside it, readable on light and dark pages."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from dataflow.draw import frames as device_frames
+from dataflow.draw import theme
+from dataflow.draw.geometry import Back, BackRoute, Layout, Link, Point, Rect, Size, Spacing
+from dataflow.draw.layout import arrange
+from dataflow.draw.picture import Box, Picture, Wire, column_lines, shorten
+from dataflow.draw.words import mono_width, sans_width, xml
+
+NAME, SMALL, CODE = 13.0, 10.0, 9.5
+LINE = 12.5
+PAD = 12.0
+NAME_LENGTH = 32
+ARROW = 6.0
+FRAME_PAD, FRAME_TITLE = 11.0, 15.0
+
+
+def render(picture: Picture) -> str:
+    """The SVG of a picture."""
+    wires = _by_tail(picture)
+    labels = {name: _labels(found) for name, found in wires.items()}
+    spacing = Spacing()
+    if picture.frames:
+        extra = 2 * FRAME_PAD + FRAME_TITLE
+        spacing = Spacing(gap=spacing.gap + FRAME_PAD, row=spacing.row + extra - 14, outer=spacing.outer + FRAME_TITLE)
+    indent = 8.0 + FRAME_PAD * bool(picture.frames)
+    sizes = {
+        box.name: _size(box, wires.get(box.name, []), labels.get(box.name, ([], [])), spacing.lane, indent)
+        for box in picture.boxes
+    }
+    links = [Link(tail=w.tail, head=w.head, lane=picture.lanes.index(w.lane)) for w in picture.wires]
+    backs = [Back(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12) for b in picture.loops]
+    layout = arrange(sizes, links, backs, spacing)
+    columns = [_columns(layout.boxes[name], sizes[name], found, indent) for name, found in labels.items()]
+    return _document(picture, layout, columns, spacing)
+
+
+def _document(
+    picture: Picture, layout: Layout, columns: Sequence[str], spacing: Spacing
+) -> str:
+    body: list[str] = []
+    framed = [_pieces(frame.nodes, layout) for frame in picture.frames]
+    for number, (frame, found) in enumerate(zip(picture.frames, framed, strict=True)):
+        body += [_frame(number, frame.label, rect) for rect in found]
+    many = len(picture.lanes) > 1
+    led: set[tuple[str, str]] = set()
+    for wire, points in reversed(list(zip(picture.wires, layout.links, strict=True))):
+        colour = f"lane{picture.lanes.index(wire.lane) % theme.LANES}" if many else "lane"
+        body.append(_link(wire, points[1:] if (wire.tail, wire.lane) in led else points, colour))
+        led.add((wire.tail, wire.lane))
+    for loop, route in zip(picture.loops, layout.backs, strict=True):
+        body.append(_back(f"{loop.tail} → {loop.head}: {loop.label}", route))
+    for number, box in enumerate(picture.boxes):
+        body.append(_box(number, box, layout.boxes[box.name]))
+    body += columns
+    for loop, route in zip(picture.loops, layout.backs, strict=True):
+        body.append(_back_label(loop.label, route.label))
+    bounds = layout.bounds
+    for rect in (piece for found in framed for piece in found):
+        bounds = bounds.union(rect)
+    legend, legend_width = _legend(picture, bounds.left, bounds.bottom + 26)
+    top = 34.0 if picture.title else 0.0
+    view = Rect(
+        left=bounds.left,
+        top=bounds.top - top,
+        right=max(bounds.right, bounds.left + legend_width, bounds.left + sans_width(picture.title, 16)),
+        bottom=bounds.bottom + (34.0 if legend else 0.0),
+    ).grown(spacing.margin, spacing.margin, spacing.margin)
+    heading = f'<text class="heading" x="{_n(bounds.left)}" y="{_n(bounds.top - 20)}">{xml(picture.title)}</text>'
+    spoken = xml(picture.title or "dataflow graph")
+    words = xml(f"{len(picture.boxes)} operators: " + ", ".join(box.name for box in picture.boxes[:60]))
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="dataflow-graph" role="img" '
+            f'viewBox="{_n(view.left)} {_n(view.top)} {_n(view.width)} {_n(view.height)}" '
+            f'width="{_n(view.width)}" height="{_n(view.height)}">',
+            f"<title>{spoken}</title>",
+            f"<desc>{words}</desc>",
+            f"<style>{theme.style()}</style>",
+            f'<rect class="paper" x="{_n(view.left)}" y="{_n(view.top)}" width="{_n(view.width)}" '
+            f'height="{_n(view.height)}"/>',
+            *([heading] if picture.title else []),
+            *body,
+            *legend,
+            "</svg>\n",
+        ]
+    )
+
+
+def _by_tail(picture: Picture) -> dict[str, list[Wire]]:
+    found: dict[str, list[Wire]] = {}
+    for wire in picture.wires:
+        found.setdefault(wire.tail, []).append(wire)
+    return found
+
+
+def _labels(wires: Sequence[Wire]) -> tuple[list[str], list[str]]:
+    """Lines over and under the trunk: one label where all lanes carry the same new columns, else two."""
+    kinds = [kind for kind in dict.fromkeys(wire.added for wire in wires) if kind]
+    if len(kinds) > 2:
+        kinds = [tuple(dict.fromkeys(name for kind in kinds for name in kind))]
+    lines = [column_lines(kind) for kind in kinds] + [[], []]
+    return lines[0], lines[1]
+
+
+def _size(box: Box, wires: Sequence[Wire], labels: tuple[list[str], list[str]], lane: float, indent: float) -> Size:
+    above, below = labels
+    width = max(
+        [sans_width(shorten(box.name, NAME_LENGTH), NAME), sans_width(shorten(box.subtitle, NAME_LENGTH), SMALL)]
+        + [mono_width(line, CODE) for line in box.knobs]
+    )
+    height = 2 * 10 + 14 + (13 if box.subtitle else 0) + (len(box.knobs) * LINE + 8 if box.knobs else 0)
+    lanes = (len({wire.lane for wire in wires}) - 1) / 2 * lane if wires else 0.0
+    text = max([mono_width(line, CODE) for line in (*above, *below)], default=0.0)
+    return Size(
+        width=max(width + 2 * PAD + 4, 76.0),
+        height=height,
+        trunk=text + indent + 8 if text else 8.0 * bool(wires),
+        label_above=len(above) * 11.5 + 8 + lanes if above else 0.0,
+        label_below=len(below) * 11.5 + 8 + lanes if below else 0.0,
+    )
+
+
+def _box(number: int, box: Box, rect: Rect) -> str:
+    x, y = rect.left + PAD + 4, rect.top + 10 + 11
+    doc = " ".join((type(box.operator).__doc__ or "").split())
+    parts = [
+        f'<g class="node {box.role}" data-node="{number}"><title>{xml(f"{box.name}: {doc}")}</title>',
+        f'<rect class="box" x="{_n(rect.left)}" y="{_n(rect.top)}" width="{_n(rect.width)}" '
+        f'height="{_n(rect.height)}" rx="6"/>',
+        f'<path class="accent" d="M{_n(rect.left + 5)} {_n(rect.top)}h-0a5 5 0 0 0 -5 5v{_n(rect.height - 10)}'
+        f'a5 5 0 0 0 5 5z"/>',
+        f'<text class="name" x="{_n(x)}" y="{_n(y)}">{xml(shorten(box.name, NAME_LENGTH))}</text>',
+    ]
+    if box.subtitle:
+        y += 13
+        parts.append(f'<text class="kind" x="{_n(x)}" y="{_n(y)}">{xml(shorten(box.subtitle, NAME_LENGTH))}</text>')
+    if box.knobs:
+        parts.append(
+            f'<line class="rule" x1="{_n(x)}" x2="{_n(rect.right - PAD)}" y1="{_n(y + 8)}" y2="{_n(y + 8)}"/>'
+        )
+        y += 8
+    for knob in box.knobs:
+        y += LINE
+        parts.append(f'<text class="knob" x="{_n(x)}" y="{_n(y)}">{_knob(knob)}</text>')
+    return "".join([*parts, "</g>"])
+
+
+def _knob(line: str) -> str:
+    name, equals, value = line.partition("=")
+    return f'{xml(name)}{equals}<tspan class="value">{xml(value)}</tspan>' if equals else xml(line)
+
+
+def _columns(rect: Rect, size: Size, lines: tuple[Sequence[str], Sequence[str]], indent: float) -> str:
+    (above, below), x, parts = lines, rect.right + indent, []
+    for at, line in enumerate(above):
+        y = rect.middle - size.label_above + 11.5 * (at + 1) - 2
+        parts.append(f'<text class="column" x="{_n(x)}" y="{_n(y)}">{xml(line)}</text>')
+    for at, line in enumerate(below):
+        y = rect.middle + size.label_below - 11.5 * (len(below) - 1 - at)
+        parts.append(f'<text class="column" x="{_n(x)}" y="{_n(y)}">{xml(line)}</text>')
+    return "".join(parts)
+
+
+def _link(wire: Wire, points: Sequence[Point], colour: str) -> str:
+    end = points[-1]
+    drawn = [*points[:-1], (end[0] - ARROW, end[1])]
+    path = f"M{_n(drawn[0][0])} {_n(drawn[0][1])}"
+    for (x0, y0), (x1, y1) in pairwise(drawn):
+        if abs(y1 - y0) < 0.05:
+            path += f"H{_n(x1)}"
+        else:
+            middle = (x0 + x1) / 2
+            path += f"C{_n(middle)} {_n(y0)} {_n(middle)} {_n(y1)} {_n(x1)} {_n(y1)}"
+    text = f"{wire.tail} → {wire.head} ({wire.lane}): {', '.join(wire.columns)}"
+    head = f"M{_n(end[0])} {_n(end[1])}l{_n(-ARROW - 1)} -3.4v6.8z"
+    return (
+        f'<g class="link {colour}"><title>{xml(text)}</title><path class="line" d="{path}"/>'
+        f'<path class="tip" d="{head}"/></g>'
+    )
+
+
+def _back(text: str, route: BackRoute) -> str:
+    points = list(route.points)
+    (x, y), before = points[-1], points[-2]
+    up = 1.0 if before[1] > y else -1.0
+    points[-1] = (x, y + up * ARROW)
+    path = f"M{_n(points[0][0])} {_n(points[0][1])}"
+    for previous, corner, following in zip(points, points[1:], points[2:], strict=False):
+        path += _rounded(previous, corner, following)
+    path += f"L{_n(points[-1][0])} {_n(points[-1][1])}"
+    head = f"M{_n(x)} {_n(y)}l-3.4 {_n(up * (ARROW + 1))}h6.8z"
+    return (
+        f'<g class="weights"><title>{xml(text)}</title><path class="line" d="{path}"/>'
+        f'<path class="tip" d="{head}"/></g>'
+    )
+
+
+def _rounded(previous: Point, corner: Point, following: Point) -> str:
+    radius = 9.0
+    for other in (previous, following):
+        radius = min(radius, (abs(other[0] - corner[0]) + abs(other[1] - corner[1])) / 2)
+    ends = []
+    for other in (previous, following):
+        length = max(abs(other[0] - corner[0]) + abs(other[1] - corner[1]), 1e-9)
+        ends.append(tuple(c + (o - c) * radius / length for o, c in zip(other, corner, strict=True)))
+    (ax, ay), (bx, by) = ends
+    return f"L{_n(ax)} {_n(ay)}Q{_n(corner[0])} {_n(corner[1])} {_n(bx)} {_n(by)}"
+
+
+def _back_label(label: str, at: Point) -> str:
+    width = mono_width(label, CODE) + 12
+    return (
+        f'<g class="weights"><rect class="plate" x="{_n(at[0] - width / 2)}" y="{_n(at[1] - 8)}" '
+        f'width="{_n(width)}" height="16" rx="8"/>'
+        f'<text class="note" x="{_n(at[0])}" y="{_n(at[1] + 3.3)}">{xml(label)}</text></g>'
+    )
+
+
+def _pieces(nodes: Sequence[str], layout: Layout) -> list[Rect]:
+    members, others = device_frames.members_of(layout.boxes, nodes)
+    found = device_frames.pieces(members, others, reach=300.0)
+    return [piece.grown(FRAME_PAD, FRAME_PAD + FRAME_TITLE - 3, FRAME_PAD) for piece in found]
+
+
+def _frame(number: int, label: str, rect: Rect) -> str:
+    return (
+        f'<g class="frame frame{number % theme.FRAMES}"><title>{xml(label)}</title>'
+        f'<rect x="{_n(rect.left)}" y="{_n(rect.top)}" width="{_n(rect.width)}" '
+        f'height="{_n(rect.height)}" rx="10"/>'
+        f'<text x="{_n(rect.left + 10)}" y="{_n(rect.top + 14)}">{xml(label)}</text></g>'
+    )
+
+
+def _legend(picture: Picture, x: float, y: float) -> tuple[list[str], float]:
+    entries = []
+    if len(picture.lanes) > 1:
+        entries = [(f"link lane{at % theme.LANES}", f"rows of {lane}") for at, lane in enumerate(picture.lanes[:8])]
+    if picture.loops and entries:
+        entries.append(("weights", "weights"))
+    drawn, start = [], x
+    for colour, text in entries:
+        drawn.append(
+            f'<g class="{colour}"><path class="line" d="M{_n(x)} {_n(y)}h26"/></g>'
+            f'<text class="legend" x="{_n(x + 33)}" y="{_n(y + 3.5)}">{xml(shorten(text, 40))}</text>'
+        )
+        x += 33 + sans_width(shorten(text, 40), 10.5) + 22
+    return drawn, x - start
+
+
+def _n(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

@@ -1,0 +1,117 @@
+"""The graph in two languages of other tools: DOT for Graphviz, Mermaid for Markdown pages."""
+
+from collections.abc import Mapping, Sequence
+
+from dataflow.draw.picture import Box, Frame, Picture, column_lines
+from dataflow.draw.theme import LIGHT
+from dataflow.draw.words import dot, mermaid
+
+_SHAPES = {"source": ("([", "])"), "sink": ("[/", "/]"), "trainer": ("[[", "]]")}
+
+
+def to_dot(picture: Picture) -> str:
+    """DOT source; frames become clusters, weights dashed edges that do not bend the order."""
+    lines = [f'digraph "{dot(picture.title or "dataflow")}" {{']
+    lines += ["  rankdir=LR;", '  node [shape=box style="rounded" fontname="Helvetica" fontsize=11];']
+    lines.append('  edge [fontname="Courier" fontsize=9 color="#59636e" fontcolor="#59636e"];')
+    if picture.title:
+        lines.append(f'  labelloc=t; labeljust=l; label="{dot(picture.title)}"; fontname="Helvetica";')
+    for box in picture.boxes:
+        lines.append(f'  "{dot(box.name)}" [label="{dot(_label(box))}" color="{LIGHT[box.role]}"];')
+    for cluster, (number, frame, nodes) in enumerate(_clusters(picture)):
+        inside = " ".join(f'"{dot(name)}";' for name in nodes)
+        colour = _cycle("frames", number)
+        lines.append(
+            f'  subgraph "cluster_{cluster}" {{ label="{dot(frame.label)}"; color="{colour}"; '
+            f'fontname="Helvetica"; {inside} }}'
+        )
+    many = len(picture.lanes) > 1
+    for wire in picture.wires:
+        label = "\n".join(column_lines(wire.added))
+        lane = f' color="{_cycle("lanes", picture.lanes.index(wire.lane))}"' if many else ""
+        hint = dot(f"{wire.lane}: {', '.join(wire.columns)}")
+        lines.append(f'  "{dot(wire.tail)}" -> "{dot(wire.head)}" [label="{dot(label)}"{lane} tooltip="{hint}"];')
+    for loop in picture.loops:
+        colour = LIGHT["weights"]
+        lines.append(
+            f'  "{dot(loop.tail)}" -> "{dot(loop.head)}" [label="{dot(loop.label)}" style=dashed '
+            f'constraint=false color="{colour}" fontcolor="{colour}"];'
+        )
+    return "\n".join([*lines, "}\n"])
+
+
+def to_mermaid(picture: Picture) -> str:
+    """A Mermaid flowchart; frames become subgraphs, weights dotted edges."""
+    names = {box.name: f"n{number}" for number, box in enumerate(picture.boxes)}
+    lines = ["flowchart LR"]
+    if picture.title:
+        lines = ["---", f'title: "{mermaid(picture.title)}"', "---", *lines]
+    for box in picture.boxes:
+        before, after = _SHAPES.get(box.role, ("[", "]"))
+        label = "<br/>".join(mermaid(line) for line in _label(box).split("\n"))
+        lines.append(f'  {names[box.name]}{before}"{label}"{after}')
+    for cluster, (_, frame, nodes) in enumerate(_clusters(picture)):
+        inside = [f"    {names[name]}" for name in nodes]
+        lines += [f'  subgraph f{cluster}["{mermaid(frame.label)}"]', *inside, "  end"]
+    edges = 0
+    styles: list[str] = []
+    for wire in picture.wires:
+        label = "<br/>".join(mermaid(line) for line in column_lines(wire.added))
+        lines.append(f"  {names[wire.tail]} -->{_quoted(label)} {names[wire.head]}")
+        if len(picture.lanes) > 1:
+            styles.append(f"  linkStyle {edges} stroke:{_cycle('lanes', picture.lanes.index(wire.lane))}")
+        edges += 1
+    for loop in picture.loops:
+        lines.append(f"  {names[loop.tail]} -.->{_quoted(mermaid(loop.label))} {names[loop.head]}")
+        styles.append(f"  linkStyle {edges} stroke:{LIGHT['weights']}")
+        edges += 1
+    return "\n".join([*lines, *styles]) + "\n"
+
+
+def to_plain(picture: Picture) -> str:
+    """A few lines for a terminal: each operator and what it sends where."""
+    after: dict[str, dict[str, None]] = {}
+    for wire in picture.wires:
+        after.setdefault(wire.tail, {})[wire.head] = None
+    lines = [f"{picture.title or 'graph'}: {len(picture.boxes)} operators, lanes {', '.join(picture.lanes) or 'none'}"]
+    for box in picture.boxes:
+        to = ", ".join(after.get(box.name, {}))
+        lines.append(f"  {box.name}" + (f" -> {to}" if to else ""))
+    lines += [f"  {loop.tail} ~> {loop.head} ({loop.label})" for loop in picture.loops]
+    return "\n".join(lines)
+
+
+def _label(box: Box) -> str:
+    return "\n".join([box.name, *([box.subtitle] if box.subtitle else []), *box.knobs])
+
+
+def _clusters(picture: Picture) -> list[tuple[int, Frame, list[str]]]:
+    """Frames (with their number) in linked pieces, each node in the first that names it, as both languages demand."""
+    beside: dict[str, list[str]] = {}
+    for wire in picture.wires:
+        beside.setdefault(wire.tail, []).append(wire.head)
+        beside.setdefault(wire.head, []).append(wire.tail)
+    seen: set[str] = set()
+    kept = []
+    for number, frame in enumerate(picture.frames):
+        left = dict.fromkeys(name for name in frame.nodes if name not in seen)
+        seen.update(left)
+        while left:
+            piece = [next(iter(left))]
+            del left[piece[0]]
+            for name in piece:
+                for other in beside.get(name, []):
+                    if other in left:
+                        del left[other]
+                        piece.append(other)
+            kept.append((number, frame, piece))
+    return kept
+
+
+def _cycle(kind: str, number: int) -> str:
+    palette: Mapping[str, Sequence[str]] = {"lanes": LIGHT["lanes"], "frames": LIGHT["frames"]}
+    return palette[kind][number % len(palette[kind])]
+
+
+def _quoted(label: str) -> str:
+    return f'|"{label}"|' if label else ""

@@ -1,0 +1,105 @@
+"""Colours and type of the pictures, once for light pages and once for dark ones; safe for the colour-blind."""
+
+LANES = 6
+FRAMES = 6
+
+SANS = "Inter,'Helvetica Neue',Helvetica,Arial,'Liberation Sans',sans-serif"
+MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+
+# Lane colours follow Okabe and Ito's palette.
+LIGHT = {
+    "paper": "#ffffff",
+    "card": "#ffffff",
+    "ink": "#1f2328",
+    "muted": "#656d76",
+    "hair": "#d4dae0",
+    "line": "#59636e",
+    "weights": "#c2410c",
+    "source": "#0f766e",
+    "operator": "#8c96a0",
+    "model": "#4f46e5",
+    "trainer": "#c2410c",
+    "sink": "#59636e",
+    "lanes": ("#0072b2", "#009e73", "#b8609a", "#b97d00", "#3a9bd1", "#6b7280"),
+    "frames": ("#7c5cd6", "#0e8fa8", "#b08900", "#c0508a", "#5f8f1f", "#64748b"),
+}
+DARK = {
+    "paper": "#0d1117",
+    "card": "#161b22",
+    "ink": "#e6edf3",
+    "muted": "#9198a1",
+    "hair": "#343b44",
+    "line": "#9aa4ae",
+    "weights": "#ff9e64",
+    "source": "#2dd4bf",
+    "operator": "#6e7781",
+    "model": "#8b8cf8",
+    "trainer": "#ff9e64",
+    "sink": "#9aa4ae",
+    "lanes": ("#58a6ff", "#3fb98a", "#e38fc4", "#e0ac3b", "#8fd0f2", "#9aa4ae"),
+    "frames": ("#a48bf0", "#4cc3d9", "#d8b742", "#e08bb8", "#9bc65a", "#94a3b8"),
+}
+
+
+def style() -> str:
+    """The style sheet, every rule below the class of the picture so that it changes nothing else on a page."""
+    dark = _colours(DARK)
+    return _fixed() + _colours(LIGHT) + "@media (prefers-color-scheme:dark){" + dark + "}"
+
+
+def _fixed() -> str:
+    rules = {
+        "": f"max-width:100%;height:auto;font-family:{SANS}",
+        " text": f"font-family:{SANS}",
+        " .heading": "font-size:16px;font-weight:600",
+        " .name": "font-size:13px;font-weight:600",
+        " .kind": "font-size:10px",
+        " .knob": f"font-size:9.5px;font-family:{MONO};white-space:pre",
+        " .column": f"font-size:9.5px;font-family:{MONO}",
+        " .note": f"font-size:9.5px;font-family:{MONO};text-anchor:middle",
+        " .legend": "font-size:10.5px",
+        " .axis": "font-size:10.5px",
+        " .box": "stroke-width:1",
+        " .rule": "stroke-width:1",
+        " .line": "fill:none;stroke-width:1.5;stroke-linecap:round",
+        " .weights .line": "stroke-dasharray:5 4;stroke-linecap:butt",
+        " .frame rect": "fill-opacity:.07;stroke-opacity:.55;stroke-width:1",
+        " .frame text": "font-size:10px;font-weight:600",
+    }
+    return _rules(rules)
+
+
+def _colours(of: dict[str, str | tuple[str, ...]]) -> str:
+    rules = {
+        " .paper": f"fill:{of['paper']}",
+        " text": f"fill:{of['ink']}",
+        " .kind": f"fill:{of['muted']}",
+        " .knob": f"fill:{of['muted']}",
+        " .value": f"fill:{of['ink']}",
+        " .column": f"fill:{of['muted']}",
+        " .legend": f"fill:{of['muted']}",
+        " .axis": f"fill:{of['muted']}",
+        " .grid": f"stroke:{of['hair']}",
+        " .box": f"fill:{of['card']};stroke:{of['hair']}",
+        " .rule": f"stroke:{of['hair']}",
+        " .link.lane .line": f"stroke:{of['line']}",
+        " .link.lane .tip": f"fill:{of['line']}",
+        " .weights .line": f"stroke:{of['weights']}",
+        " .weights .tip": f"fill:{of['weights']}",
+        " .weights .note": f"fill:{of['weights']}",
+        " .plate": f"fill:{of['paper']}",
+        " .mark": f"stroke:{of['paper']}",
+    }
+    for role in ("source", "operator", "model", "trainer", "sink"):
+        rules[f" .{role} .accent"] = f"fill:{of[role]}"
+    for at, colour in enumerate(of["lanes"]):
+        rules[f" .lane{at} .line"] = f"stroke:{colour}"
+        rules[f" .lane{at} .tip"] = f"fill:{colour}"
+    for at, colour in enumerate(of["frames"]):
+        rules[f" .frame{at} rect"] = f"fill:{colour};stroke:{colour}"
+        rules[f" .frame{at} text"] = f"fill:{colour}"
+    return _rules(rules)
+
+
+def _rules(rules: dict[str, str]) -> str:
+    return "".join(f".dataflow-graph{selector}{{{body}}}" for selector, body in rules.items())

@@ -1,0 +1,65 @@
+"""Every error of the engine, as one tree.
+
+    DataflowError
+    ├── GraphError (ValueError)    the graph, or an operator's knob, cannot be right; raised before anything runs
+    ├── RecordError (ValueError)   rows do not have the columns or types that were promised
+    └── RunError                   a run could not go on
+        ├── OperatorError          an operator of the user's graph failed, with the node and the user's file and line
+        ├── WorkerDied             a worker process ended or stopped answering
+        └── DeadlineError          a wait reached its deadline; names who waited for whom
+
+Messages have three parts: what is wrong, what was found, what to do.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+
+class DataflowError(Exception):
+    """Anything this engine raises on purpose."""
+
+
+class GraphError(DataflowError, ValueError):
+    """A graph or a knob that cannot be right, found before anything runs."""
+
+
+class RecordError(DataflowError, ValueError):
+    """Rows that do not have the promised columns or types."""
+
+
+class RunError(DataflowError, RuntimeError):
+    """A run that could not go on."""
+
+
+class OperatorError(RunError):
+    """An operator failed; the message names the node and the line of the user's function."""
+
+
+class WorkerDied(RunError):
+    """A worker process ended, or stopped answering, while the run needed it."""
+
+
+class DeadlineError(RunError, TimeoutError):
+    """A wait reached its deadline; the message names who waited for whom."""
+
+
+@contextlib.contextmanager
+def boundary(node: str, doing: str) -> Iterator[None]:
+    """Attribute whatever is raised inside to `node`: the one place where errors are attributed."""
+    try:
+        yield
+    except DataflowError:
+        raise
+    except Exception as error:
+        raise OperatorError(
+            f"'{node}' failed while {doing}: {type(error).__name__}: {error} (at {where(error)}); "
+            f"its log has the whole traceback"
+        ) from error
+
+
+def where(error: BaseException) -> str:
+    """File and line that raised `error`, the innermost frame outside installed packages if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "unknown line"

@@ -1,0 +1,163 @@
+"""Builds the operators of one process and wires them: shared by a worker and by the inline runner."""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from dataflow.errors import boundary
+from dataflow.graph import Graph
+from dataflow.ledger import Ledger
+from dataflow.loop import Inlet, NodeLoop, Outlet
+from dataflow.node import Context, Runtime, WeightsIn, WeightsOut
+from dataflow.plan import Plan
+from dataflow.run_folder import RunFolder
+from dataflow.wiring import Edge, context_facts, edges, marks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a process of a run is told; plain values, so that they travel as msgpack."""
+
+    folder: str
+    """The run folder; empty: keep no ledger, metrics or rollouts."""
+    seed: int = 0
+    steps: int | None = None
+    """Steps the run will make; None: until the prompts end."""
+    worker: str = "inline"
+    replica: int = 0
+    attempt: int = 0
+    """How often this worker has been started before."""
+    control: str = ""
+    """The scheduler's address."""
+    sockets: str = ""
+    """Folder (mode 0700) of the run's ipc sockets."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """For msgpack."""
+        return dataclasses.asdict(self)
+
+
+WriterOf = Callable[[str], Callable[[Mapping[str, Any]], WeightsOut]]
+ReaderOf = Callable[[str, str], Callable[[Mapping[str, Any]], WeightsIn]]
+
+
+class Host:
+    """The node loops of one process.
+
+    consumes: inlets and outlets by edge, made by its owner
+    produces: node loops, in the graph's order
+    waits for: nothing by itself; its owner calls `turn`
+    unblocked by: -
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        nodes: Iterable[str],
+        settings: Settings,
+        *,
+        writer_of: WriterOf,
+        reader_of: ReaderOf,
+        device: Callable[[str], str] = lambda node: "cpu",
+    ) -> None:
+        """writer_of(trainer) and reader_of(trainer, reader) open the weight plane's ends for given tensors."""
+        self.graph, self.plan, self.settings = graph, plan, settings
+        self.nodes = [name for name in graph.operators if name in set(nodes)]
+        self.folder = RunFolder.open(settings.folder) if settings.folder else None
+        self.ledger = Ledger.open(self.folder.ledger) if self.folder else None
+        self.runtimes: dict[str, Runtime] = {}
+        self.loops: dict[str, NodeLoop] = {}
+        self._writer_of, self._reader_of, self._device = writer_of, reader_of, device
+
+    def incoming(self) -> list[Edge]:
+        """Edges that end here."""
+        return [edge for edge in edges(self.graph) if edge.consumer in self.nodes]
+
+    def outgoing(self) -> list[Edge]:
+        """Edges that begin here."""
+        return [edge for edge in edges(self.graph) if edge.producer in self.nodes]
+
+    def build(self) -> None:
+        """Make the heavy objects."""
+        for name in self.nodes:
+            with boundary(name, "starting"):
+                self.runtimes[name] = self.graph.operators[name].build(self._context(name))
+
+    def wire(self, inlets: Mapping[str, Inlet], outlets: Mapping[str, Outlet]) -> None:
+        """Put a loop around every runtime; both mappings go by edge name."""
+        for name in self.nodes:
+            lanes: dict[str, list[Outlet]] = collections.defaultdict(list)
+            for edge in self.outgoing():
+                if edge.producer == name:
+                    lanes[edge.lane].append(outlets[edge.name])
+            ends = [(e.lane, e.producer, inlets[e.name]) for e in self.incoming() if e.consumer == name]
+            self.loops[name] = NodeLoop(name, self.runtimes[name], ends, dict(lanes), mark=self._marker(name, lanes))
+
+    def tell(self, node: str, message: Mapping[str, Any]) -> None:
+        """Pass a word of the control on."""
+        if "pause" in message:
+            self.loops[node].paused = bool(message["pause"])
+        else:
+            with boundary(node, f"hearing {dict(message)}"):
+                self.runtimes[node].tell(message)
+
+    def turn(self) -> bool:
+        """One round of every loop, in the graph's order. True when anything moved."""
+        moved = False
+        for loop in self.loops.values():
+            moved |= loop.turn()
+        return moved
+
+    def report(self) -> dict[str, Any]:
+        """What each node says of itself and how it spent its time: plain values for the beat."""
+        return {
+            node: {
+                "status": self.runtimes[node].status(), "seconds": dict(loop.seconds), "rows_in": loop.rows_in,
+                "rows_out": loop.rows_out, "ended": loop.ended, "blocked": loop.blocked,
+            }
+            for node, loop in self.loops.items()
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Close the runtimes and the ledger."""
+        for runtime in self.runtimes.values():
+            runtime.close()
+        if self.ledger is not None:
+            self.ledger.close()
+
+    def _context(self, name: str) -> Context:
+        facts: dict[str, Any] = context_facts(self.graph, self.plan, name)
+        read_by = [f for f in self.graph.feedbacks if f.weights.trainer.name == name]
+        reads = [f for f in self.graph.feedbacks if f.reader.name == name]
+        return Context(
+            **facts,
+            rank=self.settings.replica,
+            seed=self.settings.seed,
+            steps=self.settings.steps,
+            device=self._device(name),
+            folder=self.folder,
+            ledger=self.ledger,
+            clock=time.monotonic,
+            log=structlog.get_logger(node=name),
+            writer=self._writer_of(name) if read_by else None,
+            reader=self._reader_of(reads[0].weights.trainer.name, name) if reads else None,
+        )
+
+    def _marker(self, name: str, lanes: Iterable[str]) -> Callable[[str, list[int]], None] | None:
+        states = {lane: marks(self.graph, name, lane) for lane in lanes}
+        ledger = self.ledger
+        if ledger is None or not any(states.values()):
+            return None
+
+        def mark(lane: str, group_ids: list[int]) -> None:
+            state = states.get(lane)
+            if state:
+                ledger.advance(lane, group_ids, state)
+
+        return mark

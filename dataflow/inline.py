@@ -1,0 +1,100 @@
+"""Runs a whole graph in this process, operators taking turns in a fixed order: for debuggers, tests and notebooks."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dataflow.conductor import Conductor, Word
+from dataflow.errors import DeadlineError
+from dataflow.graph import Graph
+from dataflow.host import Host, Settings
+from dataflow.plan import Plan
+from dataflow.ports import Ports
+
+STALL_S = 120.0
+_SETTLE_S = 600.0
+
+
+class InlineRun:
+    """One run in one thread; the same seed gives the same losses, bit for bit.
+
+    consumes, produces: the conductor's words, within the process
+    waits for: scorer processes, so that their timing cannot change the order
+    unblocked by: their answers; after `STALL_S` without any movement the run ends with an error
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, settings: Settings) -> None:
+        self.conductor = Conductor(graph, plan)
+        self._ports = Ports(graph, plan, list(graph.operators), settings)
+        self.host = Host(
+            graph, plan, graph.operators, settings,
+            writer_of=self._ports.writer_of, reader_of=self._ports.reader_of,
+            device=lambda node: plan.placements[node].device(0),
+        )  # fmt: skip
+        self._ended: set[str] = set()
+
+    def start(self) -> None:
+        """Build all operators."""
+        self.host.build()
+        self._ports.open_inlets(self.host)
+        self.host.wire(self._ports.inlets, self._ports.open_outlets(self.host, {}))
+        self._say(self.conductor.start())
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Take turns until the conductor, or `until`, says that it is over."""
+        moved_at = time.monotonic()
+        while not self.conductor.over and not until():
+            if self.turn():
+                moved_at = time.monotonic()
+            elif time.monotonic() - moved_at > STALL_S:
+                raise DeadlineError(self._stall())
+            else:
+                time.sleep(0.0005)
+
+    def turn(self) -> bool:
+        """One round over all operators."""
+        moved = False
+        for node, loop in self.host.loops.items():
+            moved |= loop.turn()
+            if self.host.graph.operators[node].light:
+                moved |= self._settle(node)
+            self._ports.poll()
+        for node, runtime in self.host.runtimes.items():
+            self._say(self.conductor.hear(node, runtime.status()))
+            if self.host.loops[node].ended and node not in self._ended:
+                self._ended.add(node)
+                self._say(self.conductor.ended(node))
+        return moved
+
+    def snapshot(self) -> dict[str, Any]:
+        """The same facts that a worker's beat carries."""
+        return {"name": "inline-0", "state": "running", "nodes": self.host.report(), "edges": self._ports.depths()}
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.host.close()
+        self._ports.close()
+
+    def _settle(self, node: str) -> bool:
+        """Let a light operator finish what it has been given, so that its timing leaves no trace."""
+        loop, moved = self.host.loops[node], False
+        if self.host.graph.operators[node].kind != "operator" or len(self.host.runtimes[node].waits()) == 0:
+            return moved
+        deadline = time.monotonic() + _SETTLE_S
+        while self.host.runtimes[node].pending() and not loop.blocked and time.monotonic() < deadline:
+            if loop.turn():
+                moved = True
+            else:
+                time.sleep(0.0002)
+        return moved
+
+    def _say(self, words: list[Word]) -> None:
+        for word in words:
+            self.host.tell(word.node, word.message)
+
+    def _stall(self) -> str:
+        state = {name: runtime.status() for name, runtime in self.host.runtimes.items()}
+        return (
+            f"nothing has moved for {STALL_S:.0f} s in an inline run; the operators say {state}; "
+            f"one of them waits for rows that never come"
+        )

@@ -1,0 +1,82 @@
+"""The runtime of `join`: rows of several branches become one row again."""
+
+import collections
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow.errors import RecordError
+from dataflow.node import Batch, Context, Runtime
+from dataflow.records import ERROR, GROUP_ID, ROLLOUT_ID
+
+_ROOM = 4096
+
+
+class JoinRuntime(Runtime):
+    """Holds the groups of each branch until all branches have delivered them.
+
+    consumes: whole groups from every branch
+    produces: whole groups with the columns of all branches; the first error of a row wins
+    waits for: the slowest branch
+    unblocked by: its rows
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._origins = context.origins
+        self._columns = context.columns
+        self._parts: dict[tuple[str, int], dict[str, tuple[pa.RecordBatch, Batch]]] = collections.defaultdict(dict)
+        self._open: dict[int, list[object]] = {}
+
+    def room(self) -> int:
+        """Bounded by the branches' own credit: a full branch must not keep the other one out."""
+        return _ROOM
+
+    def push(self, batch: Batch) -> None:
+        """Cut the batch into its groups."""
+        ids = batch.records.column(GROUP_ID)
+        groups = pc.unique(ids).to_pylist()
+        self._open[id(batch)] = [batch, len(groups)]
+        for group in groups:
+            rows = batch.records.filter(pc.equal(ids, group))
+            self._parts[batch.lane, group][batch.origin] = (rows, batch)
+
+    def work(self) -> list[Batch] | None:
+        """All groups that every branch has delivered."""
+        made = []
+        for lane, group in [key for key, parts in self._parts.items() if len(parts) == len(self._origins[key[0]])]:
+            parts = self._parts.pop((lane, group))
+            made.append(Batch(lane, self._merge(lane, [parts[o][0] for o in self._origins[lane]])))
+            for _, batch in parts.values():
+                self._close(batch)
+        return made or None
+
+    def pending(self) -> int:
+        """Groups that some branch still owes."""
+        return len(self._parts)
+
+    def _close(self, batch: Batch) -> None:
+        entry = self._open[id(batch)]
+        entry[1] = int(entry[1]) - 1  # type: ignore[call-overload]
+        if not entry[1]:
+            del self._open[id(batch)]
+            batch.ack()
+
+    def _merge(self, lane: str, parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+        ids = parts[0].column(ROLLOUT_ID)
+        columns: dict[str, pa.Array] = {}
+        for part in parts:
+            if not part.column(ROLLOUT_ID).equals(ids):
+                order = pc.index_in(ids, value_set=part.column(ROLLOUT_ID))
+                if order.null_count or part.num_rows != parts[0].num_rows:
+                    raise RecordError(
+                        f"branches of '{lane}' disagree on which rollouts a group has: "
+                        f"{ids.to_pylist()[:4]}... and {part.column(ROLLOUT_ID).to_pylist()[:4]}...; "
+                        f"an operator on one branch adds or removes rows"
+                    )
+                part = part.take(order)
+            for name in part.schema.names:
+                if name == ERROR and name in columns:
+                    columns[name] = pc.coalesce(columns[name], part.column(name))
+                else:
+                    columns.setdefault(name, part.column(name))
+        return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))

@@ -1,0 +1,222 @@
+"""The ledger: what became of every prompt group, kept in SQLite so that a crash at any point leaves it right.
+
+A group is (source, group_id). It goes issued -> generating -> generated -> scored, and then has one outcome
+for each sink that consumes its source: trained at a step, evaluated at a step, or dropped for a reason.
+For each sink, at any moment:
+
+    issued = trained + evaluated + dropped (by reason) + in flight     no group has two outcomes for one sink
+
+Each call is one transaction; several processes of one machine may hold the same ledger open and write to it.
+"""
+
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dataflow import ledger_reads, ledger_writes
+from dataflow.files import to_json
+from dataflow.ledger_reads import Counts, InFlight, PlannedStep
+from dataflow.ledger_schema import LedgerError, build, check_schema, connect, explained, snapshot, transaction
+
+__all__ = ["Counts", "InFlight", "Ledger", "LedgerError", "PlannedStep"]
+
+
+class Ledger:
+    """One connection to the ledger of a run, for the process that opened it alone."""
+
+    def __init__(self, db: sqlite3.Connection, path: Path, clock: Callable[[], float]) -> None:
+        self.path = path
+        self._db = db
+        self._clock = clock
+        self._owner = os.getpid()
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        consumers: Mapping[str, Iterable[str]] | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> "Ledger":
+        """A new ledger; `consumers` names, for each sink, the sources that it consumes.
+
+        A sink not named there becomes known with its first outcome.
+        Errors: LedgerError when something stands at `path` already, or the disk refuses.
+        """
+        path = Path(path)
+        if path.exists():
+            raise LedgerError(f"ledger '{path}' exists already; open it, or make a new run folder")
+        db = connect(path, mode="rwc")
+        build(db, path)
+        ledger = cls(db, path, clock)
+        with ledger._transaction("register the sinks"):
+            for node, sources in (consumers or {}).items():
+                for source in sources:
+                    ledger_writes.register(db, node, source)
+        return ledger
+
+    @classmethod
+    def open(
+        cls, path: str | Path, *, readonly: bool = False, clock: Callable[[], float] = time.time
+    ) -> "Ledger":
+        """The ledger that stands at `path`. Errors: LedgerError when there is none, or of another release."""
+        path = Path(path)
+        db = connect(path, mode="ro" if readonly else "rw")
+        try:
+            check_schema(db, path)
+        except BaseException:
+            db.close()
+            raise
+        return cls(db, path, clock)
+
+    def issue(self, source: str, prompts: Iterable[tuple[int, str]]) -> None:
+        """Record new groups as (group_id, prompt_id), numbered on from the last; known ones stay as they are.
+
+        Errors: LedgerError when a number is skipped, or was issued for another prompt.
+        """
+        with self._transaction("issue groups"):
+            ledger_writes.issue(self._db, source, prompts)
+
+    def advance(self, source: str, group_ids: Iterable[int], state: str) -> None:
+        """Move groups forward to `state`; those that are there or further stay: a redelivery changes nothing.
+
+        Errors: LedgerError for groups that were never issued.
+        """
+        with self._transaction(f"advance groups to {state}"):
+            ledger_writes.advance(self._db, source, group_ids, state)
+
+    def reissue(self, source: str, group_ids: Iterable[int]) -> None:
+        """Set groups back to issued: the work on them was lost. Errors: LedgerError for unknown ones."""
+        with self._transaction("issue groups again"):
+            ledger_writes.reissue(self._db, source, group_ids)
+
+    def commit_step(
+        self,
+        node: str,
+        step: int,
+        *,
+        version: int,
+        source: str,
+        trained: Iterable[int],
+        dropped: Mapping[int, str] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        checkpoint: str | None = None,
+    ) -> None:
+        """Record an optimiser step and the outcome of every group it consumed or gave up: all or nothing.
+
+        version: of the weights after the step. Errors: LedgerError when the step is not the next one of
+        `node`, or a group has an outcome for `node` already or was never issued; then nothing is recorded.
+        """
+        row = (node, step, version, source, to_json(metrics or {}), checkpoint, self._clock())
+        outcomes = ledger_writes.ended(node, source, "trained", trained, step)
+        outcomes += ledger_writes.dropped(node, source, dropped or {}, step)
+        with self._transaction(f"commit step {step} of '{node}'"):
+            ledger_writes.add_step(self._db, row)
+            ledger_writes.end(self._db, node, source, outcomes)
+
+    def drop(self, node: str, source: str, reasons: Mapping[int, str], *, step: int | None = None) -> None:
+        """Give groups up, each for a reason; with `step` None they stay dropped through any roll back.
+
+        Errors: LedgerError when a group has an outcome for `node` already or was never issued.
+        """
+        with self._transaction(f"drop groups of '{node}'"):
+            ledger_writes.end(self._db, node, source, ledger_writes.dropped(node, source, reasons, step))
+
+    def evaluated(self, node: str, source: str, group_ids: Iterable[int], step: int) -> None:
+        """Record that an evaluation read these groups under the weights of `step`. Errors: as drop()."""
+        with self._transaction(f"record the evaluation at step {step}"):
+            rows = ledger_writes.ended(node, source, "evaluated", group_ids, step)
+            ledger_writes.end(self._db, node, source, rows)
+
+    def record_checkpoint(self, node: str, step: int, checkpoint: str) -> None:
+        """Note where the checkpoint of a committed step stands. Errors: LedgerError without such a step."""
+        with self._transaction(f"record the checkpoint of step {step}"):
+            ledger_writes.record_checkpoint(self._db, node, step, checkpoint)
+
+    def roll_back_to(self, step: int, node: str) -> list[PlannedStep]:
+        """Take back every step of `node` after `step`: its groups are scored, and in flight again.
+
+        The abandoned line stays readable. Returns replay_plan(): what to train again, in order.
+        A roll back to the last step takes nothing back, and records that the run went on from there.
+        Errors: LedgerError when `node` never came to `step`.
+        """
+        with self._transaction(f"roll '{node}' back to step {step}"):
+            ledger_writes.roll_back(self._db, node, step, self._clock())
+        return self.replay_plan(node)
+
+    def replay_plan(self, node: str) -> list[PlannedStep]:
+        """What abandoned lines made after the last step of `node`: groups and drops per step, to repeat."""
+        with self._snapshot("plan the replay"):
+            return ledger_reads.replay_plan(self._db, node)
+
+    def next_group_id(self, source: str) -> int:
+        """The number that `source` gives to its next group."""
+        with self._snapshot("read the next group id"):
+            return ledger_writes.next_group_id(self._db, source)
+
+    def last_step(self, node: str) -> int:
+        """The last committed step of `node`; 0 before the first."""
+        with self._snapshot("read the last step"):
+            return ledger_writes.last_step(self._db, node)
+
+    def in_flight(self, source: str) -> list[InFlight]:
+        """Groups of `source` that some sink still waits for, in issue order."""
+        with self._snapshot("list groups in flight"):
+            return ledger_reads.in_flight(self._db, source)
+
+    def counts(self, node: str) -> Counts:
+        """What became of the groups of the sources that `node` consumes, counted from the rows."""
+        with self._snapshot("count groups"):
+            return ledger_reads.counts(self._db, node)
+
+    def verdict(self, node: str) -> str:
+        """The law of the ledger in figures, for one sink."""
+        found = self.counts(node)
+        return f"{'clean' if found.missing == 0 else 'BROKEN'}: {found}"
+
+    def flush(self) -> None:
+        """Bring all that was committed to the disk itself.
+
+        Called before a checkpoint is marked, so that no power cut leaves one whose step the ledger forgot.
+        """
+        self._check_owner()
+        with explained("flush", self.path):
+            busy, _, _ = self._db.execute("PRAGMA wal_checkpoint(FULL)").fetchone()
+        if busy:
+            raise LedgerError(
+                f"ledger '{self.path}' could not flush: another process holds it; "
+                f"look for a stopped worker of this run"
+            )
+
+    def close(self) -> None:
+        """End the connection; what was committed stays."""
+        self._db.close()
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _transaction(self, doing: str) -> Iterator[None]:
+        self._check_owner()
+        with transaction(self._db, self.path, doing):
+            yield
+
+    @contextmanager
+    def _snapshot(self, doing: str) -> Iterator[None]:
+        self._check_owner()
+        with snapshot(self._db, self.path, doing):
+            yield
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise LedgerError(
+                f"ledger '{self.path}' was opened by process {self._owner} and is used by {os.getpid()}; "
+                f"open it anew in each process"
+            )

@@ -1,0 +1,152 @@
+"""What the ledger knows, counted and listed from its rows: no counter is kept anywhere else."""
+
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dataflow.ledger_schema import STATES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What became of the groups that one sink (a trainer or an evaluation) is to consume."""
+
+    issued: int
+    """Groups issued by the sources of the sink."""
+    trained: int
+    """Groups consumed by a step of the surviving line."""
+    evaluated: int
+    """Groups read by an evaluation."""
+    dropped: Mapping[str, int]
+    """Groups given up, by reason."""
+    in_flight: Mapping[str, int]
+    """Groups without an outcome yet, by state."""
+
+    @property
+    def missing(self) -> int:
+        """Groups lost (above 0) or counted twice (below 0); 0 is the law of the ledger."""
+        known = self.trained + self.evaluated + sum(self.dropped.values()) + sum(self.in_flight.values())
+        return self.issued - known
+
+    def __str__(self) -> str:
+        done = f"{self.trained} trained"
+        if self.evaluated:
+            done = f"{self.evaluated} evaluated" + (f" + {done}" if self.trained else "")
+        return (
+            f"{self.issued} issued {'=' if self.missing == 0 else '!='} {done}"
+            f" + {_sum(self.dropped)} dropped{_parts(self.dropped)}"
+            f" + {_sum(self.in_flight)} in flight{_parts(self.in_flight)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """A group that some sink still waits for."""
+
+    group_id: int
+    """Issue number within the source."""
+    prompt_id: str
+    """Which task it is."""
+    state: str
+    """issued | generating | generated | scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A step that an abandoned line made, to be made again from its rollouts file."""
+
+    step: int
+    """Step of the trainer, 1, 2, ..."""
+    source: str
+    """Where its groups came from."""
+    trained: tuple[int, ...]
+    """Groups it consumed, in issue order."""
+    dropped: Mapping[int, str]
+    """Groups it gave up, with the reason."""
+
+
+def counts(db: sqlite3.Connection, node: str) -> Counts:
+    """Count the rows of all groups that `node` consumes."""
+    sources = "SELECT source FROM consumers WHERE node = :node"
+    key = {"node": node}
+    issued = db.execute(f"SELECT count(*) FROM groups WHERE source IN ({sources})", key).fetchone()[0]
+    totals = {"trained": 0, "evaluated": 0}
+    dropped: dict[str, int] = {}
+    for outcome, reason, number in db.execute(
+        "SELECT outcome, reason, count(*) FROM outcomes WHERE node = ? GROUP BY outcome, reason", (node,)
+    ):
+        if outcome == "dropped":
+            dropped[reason] = number
+        else:
+            totals[outcome] = number
+    waiting = dict(
+        db.execute(
+            f"SELECT state, count(*) FROM groups g WHERE source IN ({sources}) AND NOT EXISTS ("
+            " SELECT 1 FROM outcomes o"
+            " WHERE o.source = g.source AND o.group_id = g.group_id AND o.node = :node) GROUP BY state",
+            key,
+        )
+    )
+    return Counts(
+        issued=issued,
+        trained=totals["trained"],
+        evaluated=totals["evaluated"],
+        dropped=dropped,
+        in_flight={state: waiting[state] for state in STATES if state in waiting},
+    )
+
+
+def in_flight(db: sqlite3.Connection, source: str) -> list[InFlight]:
+    """Groups of `source` that some sink still waits for, in issue order; all while no sink is known."""
+    rows = db.execute(
+        "SELECT group_id, prompt_id, state FROM groups g WHERE source = :source AND ("
+        " SELECT count(*) FROM outcomes o WHERE o.source = g.source AND o.group_id = g.group_id"
+        ") < max(1, (SELECT count(*) FROM consumers WHERE source = :source)) ORDER BY group_id",
+        {"source": source},
+    )
+    return [InFlight(group_id=group, prompt_id=prompt, state=state) for group, prompt, state in rows]
+
+
+def replay_plan(db: sqlite3.Connection, node: str) -> list[PlannedStep]:
+    """The steps that abandoned lines of `node` made after its last committed one, while they fit."""
+    step = db.execute("SELECT coalesce(max(step), 0) FROM steps WHERE node = ?", (node,)).fetchone()[0]
+    taken = set(db.execute("SELECT source, group_id FROM outcomes WHERE node = ?", (node,)))
+    plan: list[PlannedStep] = []
+    while (planned := _planned(db, node, step + 1)) is not None:
+        groups = {(planned.source, group) for group in (*planned.trained, *planned.dropped)}
+        if groups & taken:
+            break
+        taken |= groups
+        plan.append(planned)
+        step += 1
+    return plan
+
+
+def _planned(db: sqlite3.Connection, node: str, step: int) -> PlannedStep | None:
+    """What the newest abandoned line that made `step` did in it."""
+    found = db.execute(
+        "SELECT line, source FROM abandoned_steps WHERE node = ? AND step = ? ORDER BY line DESC LIMIT 1",
+        (node, step),
+    ).fetchone()
+    if found is None:
+        return None
+    line, source = found
+    rows = db.execute(
+        "SELECT group_id, reason FROM abandoned_outcomes WHERE line = ? AND node = ? AND step = ?"
+        " ORDER BY group_id",
+        (line, node, step),
+    ).fetchall()
+    return PlannedStep(
+        step=step,
+        source=source,
+        trained=tuple(group for group, reason in rows if reason is None),
+        dropped={group: reason for group, reason in rows if reason is not None},
+    )
+
+
+def _sum(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{number} {name}' for name, number in parts.items())})" if parts else ""

@@ -1,0 +1,151 @@
+"""Tables of the ledger, and connections to them that wait with a deadline and fail with reasons."""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from dataflow.errors import RunError
+
+SCHEMA_VERSION = 1
+BUSY_TIMEOUT_S = 30.0
+STATES = ("issued", "generating", "generated", "scored")
+
+_STATES_SQL = ", ".join(f"'{state}'" for state in STATES)
+_OUTCOME_COLUMNS = """
+    source   TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    node     TEXT NOT NULL,     -- the sink: a trainer, or an evaluation
+    outcome  TEXT NOT NULL CHECK (outcome IN ('trained', 'dropped', 'evaluated')),
+    step     INTEGER,           -- of that sink; null for a drop outside any step
+    reason   TEXT,              -- of a drop
+    CHECK ((outcome = 'dropped') = (reason IS NOT NULL)),
+    CHECK (outcome = 'dropped' OR step IS NOT NULL)"""
+_STEP_COLUMNS = """
+    node       TEXT NOT NULL,
+    step       INTEGER NOT NULL CHECK (step >= 1),
+    version    INTEGER NOT NULL,
+    source     TEXT NOT NULL,
+    metrics    TEXT NOT NULL,   -- JSON, as in metrics.jsonl
+    at         REAL NOT NULL,   -- seconds since 1970
+    checkpoint TEXT"""
+
+TABLES = (
+    "CREATE TABLE schema (version INTEGER NOT NULL)",
+    "CREATE TABLE consumers (node TEXT, source TEXT, PRIMARY KEY (node, source)) WITHOUT ROWID",
+    f"""CREATE TABLE groups (
+    source    TEXT NOT NULL,
+    group_id  INTEGER NOT NULL CHECK (group_id >= 0),
+    prompt_id TEXT NOT NULL,
+    state     TEXT NOT NULL CHECK (state IN ({_STATES_SQL})),
+    issues    INTEGER NOT NULL, -- how often it was issued: more than once after a loss
+    PRIMARY KEY (source, group_id)) WITHOUT ROWID""",
+    f"""CREATE TABLE outcomes ({_OUTCOME_COLUMNS},
+    PRIMARY KEY (source, group_id, node),
+    FOREIGN KEY (source, group_id) REFERENCES groups (source, group_id)) WITHOUT ROWID""",
+    f"CREATE TABLE steps ({_STEP_COLUMNS}, PRIMARY KEY (node, step)) WITHOUT ROWID",
+    # One row per return to a checkpoint; what it took back stays readable in the two tables after it.
+    """CREATE TABLE lines (
+    line      INTEGER PRIMARY KEY,
+    node      TEXT NOT NULL,
+    to_step   INTEGER NOT NULL,
+    from_step INTEGER NOT NULL,
+    at        REAL NOT NULL)""",
+    f"""CREATE TABLE abandoned_outcomes (line INTEGER NOT NULL, {_OUTCOME_COLUMNS},
+    PRIMARY KEY (line, source, group_id, node)) WITHOUT ROWID""",
+    "CREATE INDEX abandoned_by_step ON abandoned_outcomes (line, node, step)",
+    f"""CREATE TABLE abandoned_steps (line INTEGER NOT NULL, {_STEP_COLUMNS},
+    PRIMARY KEY (line, node, step)) WITHOUT ROWID""",
+)
+
+
+class LedgerError(RunError):
+    """The ledger cannot be opened, or was asked for something that would break one of its laws."""
+
+
+def connect(path: Path, *, mode: str, busy_timeout_s: float = BUSY_TIMEOUT_S) -> sqlite3.Connection:
+    """Open the database; mode is SQLite's: ro, rw or rwc. Errors: LedgerError."""
+    with explained("open", path):
+        db = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=busy_timeout_s, isolation_level=None
+        )
+        try:
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("PRAGMA foreign_keys = ON")
+        except BaseException:
+            db.close()
+            raise
+    return db
+
+
+def build(db: sqlite3.Connection, path: Path) -> None:
+    """Make the tables in an empty database, in one transaction. Errors: LedgerError."""
+    with explained("create", path):
+        db.execute("PRAGMA journal_mode = WAL")
+    with transaction(db, path, "create"):
+        for statement in TABLES:
+            db.execute(statement)
+        db.execute("INSERT INTO schema VALUES (?)", (SCHEMA_VERSION,))
+
+
+def check_schema(db: sqlite3.Connection, path: Path) -> None:
+    """Refuse a database that this code does not know. Errors: LedgerError."""
+    with explained("open", path):
+        row = db.execute("SELECT version FROM schema").fetchone()
+    if row is None or row[0] != SCHEMA_VERSION:
+        found = "no version" if row is None else f"version {row[0]}"
+        raise LedgerError(
+            f"ledger '{path}' has a schema of another release: found {found}, "
+            f"this code reads {SCHEMA_VERSION}; use the release that wrote it"
+        )
+
+
+@contextlib.contextmanager
+def transaction(db: sqlite3.Connection, path: Path, doing: str) -> Iterator[None]:
+    """All or nothing: what the block writes is committed when it ends well, undone when it raises."""
+    with _bracket(db, path, doing, "BEGIN IMMEDIATE"):
+        yield
+
+
+@contextlib.contextmanager
+def snapshot(db: sqlite3.Connection, path: Path, doing: str) -> Iterator[None]:
+    """Everything the block reads is of one moment, whatever others write meanwhile."""
+    with _bracket(db, path, doing, "BEGIN"):
+        yield
+
+
+@contextlib.contextmanager
+def explained(doing: str, path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into LedgerErrors with three parts."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise LedgerError(f"ledger '{path}' could not {doing}: {error}; {_advice(str(error))}") from error
+
+
+@contextlib.contextmanager
+def _bracket(db: sqlite3.Connection, path: Path, doing: str, begin: str) -> Iterator[None]:
+    with explained(doing, path):
+        db.execute(begin)
+        try:
+            yield
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+
+
+def _advice(said: str) -> str:
+    for sign, advice in (
+        ("locked", "another process holds it: look for a stopped worker of this run"),
+        ("full", "make room on that disk, then resume: what was committed is whole"),
+        ("readonly", "give this user write permission on the run folder"),
+        ("unable to open", "check that the run folder exists and that this user may read and write it"),
+        ("no such table", "this is not the ledger of a run, or its creation was cut short: start a new run"),
+        ("not a database", "this is not the ledger of a run, or it was overwritten: take it from a backup"),
+        ("malformed", "it was damaged from outside: take it from a backup"),
+    ):
+        if sign in said:
+            return advice
+    return "look at the run's logs"

@@ -1,0 +1,106 @@
+"""A worker's line to the scheduler: a small thread that beats, passes words on, and notices that nobody is there."""
+
+import collections
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgpack
+import zmq
+
+BEAT_S = 0.2
+
+
+class Link:
+    """Owns the control socket so that the worker's loop never waits for it.
+
+    consumes: words from the scheduler (msgpack maps with "kind")
+    produces: hello, beats (the newest snapshot), events
+    waits for: the scheduler; after `patience_s` without a word from it, `orphaned` is called
+    unblocked by: its answers to the beats
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        *,
+        orphaned: Callable[[], None],
+        patience_s: float = 30.0,
+        context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
+    ) -> None:
+        """address: the scheduler's; name: this worker's; orphaned: called in the thread, once."""
+        self._zmq = context or zmq.Context.instance()
+        self._name, self._address = name, address
+        self._orphaned, self._patience_s = orphaned, patience_s
+        self._words: collections.deque[dict[str, Any]] = collections.deque()
+        self._events: collections.deque[dict[str, Any]] = collections.deque()
+        self._beat: Callable[[], Mapping[str, Any]] = dict
+        self._stop = threading.Event()
+        self._wake_in = self._zmq.socket(zmq.PAIR)
+        self._wake_in.bind(f"inproc://wake-{os.getpid()}-{name}")
+        self._thread = threading.Thread(target=self._serve, name="link", daemon=True)
+
+    def start(self, beat: Callable[[], Mapping[str, Any]]) -> None:
+        """Begin; `beat` is called in the thread and must only read."""
+        self._beat = beat
+        self._thread.start()
+
+    @property
+    def socket(self) -> "zmq.Socket[bytes]":
+        """Readable when a word has come."""
+        return self._wake_in
+
+    def words(self) -> list[dict[str, Any]]:
+        """The words that have come since the last call."""
+        while self._wake_in.poll(0):
+            self._wake_in.recv()
+        found = []
+        while self._words:
+            found.append(self._words.popleft())
+        return found
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Tell the scheduler something; it leaves with the next beat, at most 50 ms from now."""
+        self._events.append({"kind": kind, **values})
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Send what is left and end the thread."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        self._wake_in.close(0)
+
+    def _serve(self) -> None:
+        wake = self._zmq.socket(zmq.PAIR)
+        wake.connect(f"inproc://wake-{os.getpid()}-{self._name}")
+        dealer = self._zmq.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, self._name.encode())
+        dealer.setsockopt(zmq.LINGER, 1000)
+        dealer.connect(self._address)
+        heard = beaten = time.monotonic()
+        try:
+            while True:
+                stopping = self._stop.is_set()
+                now = time.monotonic()
+                while self._events:
+                    dealer.send(msgpack.packb(self._events.popleft()))
+                if now - beaten >= BEAT_S:
+                    beaten = now
+                    dealer.send(msgpack.packb({"kind": "beat", **self._beat()}))
+                if stopping:
+                    return
+                if dealer.poll(50):
+                    heard = now
+                    word = msgpack.unpackb(dealer.recv())
+                    if word["kind"] != "heard":
+                        self._words.append(word)
+                        wake.send(b"")
+                elif now - heard > self._patience_s:
+                    self._orphaned()
+                    heard = now
+        finally:
+            dealer.close()
+            wake.close(0)

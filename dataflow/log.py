@@ -1,0 +1,31 @@
+"""Structured logs: a line per event, in the run folder's logs."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import structlog
+
+
+def log_to(path: Path) -> None:
+    """Send this process's logs, standard output and standard error to a file, for good."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, force=True)
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )

@@ -1,0 +1,159 @@
+"""The loop around one operator's runtime: rows in by credit, a slice of work, rows out by credit."""
+
+import collections
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow.errors import boundary
+from dataflow.node import Batch, Runtime
+from dataflow.records import GROUP_ID
+
+
+class Inlet(Protocol):
+    """The receiving end of an edge (transport.data.Receiver)."""
+
+    def receive(self, timeout_s: float = 0.0) -> Any | None:
+        """A delivery with `batch` and `ack`, or None."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sender has ended its stream and all of it was received."""
+
+
+class Outlet(Protocol):
+    """The sending end of an edge (transport.data.Sender)."""
+
+    def send(self, batch: pa.RecordBatch, key: int | None = None) -> bool:
+        """False when there is no credit now; then nothing was taken."""
+
+    def poll(self) -> None:
+        """Take in grants and acknowledgements."""
+
+    def finish(self) -> None:
+        """Say that nothing more will come."""
+
+
+class NodeLoop:
+    """Drives one runtime without ever waiting.
+
+    consumes: deliveries of its inlets, while the runtime has room
+    produces: batches on the outlets of their lane; acknowledgements once what they led to was sent
+    waits for: credit on its outlets (back-pressured), rows or weights (idle)
+    unblocked by: grants and arrivals, noticed at the next `turn`
+    """
+
+    def __init__(
+        self,
+        node: str,
+        runtime: Runtime,
+        inlets: Sequence[tuple[str, str, Inlet]],
+        outlets: Mapping[str, Sequence[Outlet]],
+        *,
+        mark: Callable[[str, list[int]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """inlets: (lane, sending node, inlet); outlets by lane; mark: writes (lane, group ids) into the ledger."""
+        self.node, self.runtime = node, runtime
+        self.paused = False
+        self.ended = False
+        self.rows_in = self.rows_out = 0
+        self.seconds = {"busy": 0.0, "idle": 0.0, "blocked": 0.0}
+        self._inlets, self._outlets = inlets, outlets
+        self._mark, self._clock = mark, clock
+        self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch]] = collections.deque()
+        self._acks: list[Callable[[], None]] = []
+        self._told_end = False
+
+    @property
+    def blocked(self) -> bool:
+        """Whether finished rows wait for credit."""
+        return bool(self._outbox)
+
+    def turn(self) -> bool:
+        """One round: send, receive, work. True when anything moved."""
+        if self.ended:
+            return False
+        moved = self._flush()
+        if self._outbox or self.paused:
+            return moved
+        moved |= self._receive()
+        began = self._clock()
+        with boundary(self.node, "working"):
+            made = self.runtime.work()
+        if made is not None:
+            self.seconds["busy"] += self._clock() - began
+            self._queue(made)
+            self._flush()
+            return True
+        self._settle()
+        return moved | self._end()
+
+    def waited(self, seconds: float) -> None:
+        """Account for time that the worker slept while this node had nothing to do, or no credit."""
+        self.seconds["blocked" if self._outbox else "idle"] += seconds
+
+    def _receive(self) -> bool:
+        moved = False
+        for lane, origin, inlet in self._inlets:
+            while self.runtime.room() > 0:
+                delivery = inlet.receive()
+                if delivery is None:
+                    break
+                moved = True
+                self.rows_in += delivery.batch.num_rows
+                began = self._clock()
+                with boundary(self.node, f"taking rows of '{lane}' from '{origin}'"):
+                    self.runtime.push(Batch(lane, delivery.batch, origin, self._later(delivery.ack)))
+                self.seconds["busy"] += self._clock() - began
+        return moved
+
+    def _later(self, ack: Callable[[], None]) -> Callable[[], None]:
+        return lambda: self._acks.append(ack)
+
+    def _queue(self, made: list[Batch]) -> None:
+        for batch in made:
+            self.rows_out += batch.records.num_rows
+            if self._mark is not None:
+                self._mark(batch.lane, pc.unique(batch.records.column(GROUP_ID)).to_pylist())
+            for outlet in self._outlets.get(batch.lane, ()):
+                self._outbox.append((outlet, batch.records))
+
+    def _flush(self) -> bool:
+        for outlets in self._outlets.values():
+            for outlet in outlets:
+                outlet.poll()
+        moved = False
+        while self._outbox and self._outbox[0][0].send(self._outbox[0][1]):
+            self._outbox.popleft()
+            moved = True
+        if not self._outbox:
+            self._settle()
+        return moved
+
+    def _settle(self) -> None:
+        """Carry out the acknowledgements whose consequences have all been sent."""
+        acks, self._acks = self._acks, []
+        for ack in acks:
+            ack()
+
+    def _end(self) -> bool:
+        """Pass the end of the stream on once nothing more can come."""
+        over = all(inlet.finished for _, _, inlet in self._inlets) if self._inlets else self._source_done()
+        if not over or self.runtime.pending():
+            return False
+        if not self._told_end:
+            self._told_end = True
+            self.runtime.tell({"end": True})
+            return True
+        self.ended = True
+        for outlets in self._outlets.values():
+            for outlet in outlets:
+                outlet.finish()
+        return True
+
+    def _source_done(self) -> bool:
+        return bool(self.runtime.status().get("done"))

@@ -1,0 +1,319 @@
+"""What an operator is: a light declaration that the graph holds, and the runtime that a worker builds from it."""
+
+import dataclasses
+import difflib
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import pyarrow as pa
+import structlog
+
+from dataflow.errors import GraphError
+from dataflow.model import Model
+from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
+
+if TYPE_CHECKING:
+    from dataflow.graph import Graph
+    from dataflow.ledger import Ledger
+    from dataflow.run_folder import RunFolder
+    from dataflow.stream import Prompt, Rollout, Stream, Weights
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows on their way: whole groups of one lane, the rows of a group side by side."""
+
+    lane: str
+    """Name of the source these rows come from."""
+    records: pa.RecordBatch
+    origin: str = ""
+    """The node that sent them."""
+    ack: Callable[[], None] = field(default=lambda: None, compare=False)
+    """Called by the runtime once all that these rows led to has been returned from `work`."""
+
+
+class Runtime:
+    """The heavy object that does an operator's work, driven by one thread through these calls.
+
+    consumes: batches by `push`, as many rows as `room` allows; weights by its context
+    produces: batches, returned from `work`
+    waits for: nothing; every call returns soon (a slice of work is bounded)
+    unblocked by: the worker's loop, which calls `work` again when something arrived
+    """
+
+    def room(self) -> int:
+        """Rows it would take now; 0 when full. A batch larger than the room may be pushed when room is above 0."""
+        return 0
+
+    def push(self, batch: Batch) -> None:
+        """Take a batch in; it stays the runtime's until `batch.ack` is called."""
+        raise TypeError(f"{type(self).__name__} takes no input")
+
+    def work(self) -> list[Batch] | None:
+        """Do one bounded slice; the batches that are ready, or None when there is nothing to do for now."""
+        return None
+
+    def pending(self) -> int:
+        """Rows it holds and still owes an output for; at 0, with its inputs ended, it is finished."""
+        return 0
+
+    def waits(self) -> Sequence[Any]:
+        """File descriptors and ZeroMQ sockets on which something may arrive that lets `work` go on."""
+        return ()
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """A word from the control: {"evaluate": step}, {"dropped": n}, {"drain": True}, {"end": True} when its
+        inputs have ended; unknown words are ignored."""
+
+    def status(self) -> dict[str, float | int | str]:
+        """Small numbers for the heartbeat: queue, version, step, and `done` when it has nothing more to do, ever."""
+        return {}
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+class WeightsOut(Protocol):
+    """The trainer's end of the weight plane (transport/weights)."""
+
+    def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
+        """Offer a version; False when it goes out later (by `poll`), because readers still hold both buffers."""
+
+    def tell(self, note: Mapping[str, int | float | str]) -> None:
+        """A small note that every reader gets; the newest wins."""
+
+    def poll(self) -> None:
+        """Answer the readers; never waits."""
+
+
+class WeightsIn(Protocol):
+    """A reader's end of the weight plane (transport/weights)."""
+
+    @property
+    def version(self) -> int:
+        """The version in use."""
+
+    @property
+    def note(self) -> Mapping[str, int | float | str]:
+        """The trainer's last note."""
+
+    def poll(self) -> object | None:
+        """An offer that could be adopted now, or None; never waits."""
+
+    def adopt(self) -> int:
+        """Take the newest offered version into the attached tensors; its number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """How far a lane's generation may run ahead of its trainer."""
+
+    max_staleness: int
+    """Versions."""
+    prompts_per_step: int
+    """Groups that one step consumes."""
+    steps: int | None = None
+    """Steps the run will make; no group beyond them is started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a worker hands to `Operator.build`: everything a runtime may use of the world."""
+
+    node: str
+    rank: int = 0
+    """Which replica this is."""
+    replicas: int = 1
+    seed: int = 0
+    threads: int = 1
+    """CPU threads this worker may use."""
+    device: str = "cpu"
+    """cpu, or cuda:N."""
+    steps: int | None = None
+    """Steps the run will make; None: until the prompts end."""
+    columns: Mapping[str, Columns] = field(default_factory=dict)
+    """Columns of the rows that arrive, by lane."""
+    origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Nodes that rows arrive from, by lane."""
+    bounds: Mapping[str, Bound] = field(default_factory=dict)
+    """Lanes that lead to a trainer with a feedback edge, and how far they may run ahead."""
+    on_demand: bool = False
+    """For sources: issue only the rounds that the control asks for (evaluation)."""
+    folder: "RunFolder | None" = None
+    ledger: "Ledger | None" = None
+    clock: Callable[[], float] = time.monotonic
+    """Seconds."""
+    log: Any = field(default_factory=structlog.get_logger)
+    writer: Callable[[Mapping[str, Any]], WeightsOut] | None = None
+    """For a trainer: opens the weight plane for these tensors; None when nobody reads them."""
+    reader: Callable[[Mapping[str, Any]], WeightsIn] | None = None
+    """For a reader of trained weights: attaches these tensors; None when the model is frozen."""
+
+
+class KnobCheck(type):
+    """Turns an unknown knob into a GraphError that names the nearest one."""
+
+    def __call__(cls, *args: Any, **knobs: Any) -> Any:
+        """Make the operator, its keyword arguments checked first."""
+        known = {item.name for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
+        for knob in knobs:
+            if knob not in known:
+                close = difflib.get_close_matches(knob, known, n=1)
+                hint = f"did you mean '{close[0]}'?" if close else f"it has {sorted(known)}"
+                raise GraphError(f"{cls.__name__} has no knob '{knob}' (got {knob}={knobs[knob]!r:.60}); {hint}")
+        return super().__call__(*args, **knobs)
+
+
+@dataclass(frozen=True, eq=False)
+class Operator(metaclass=KnobCheck):
+    """A declaration: knobs, the columns it reads and provides, and how its runtime is built. Imports no torch."""
+
+    name: str = field(default="", kw_only=True)
+    """Its name in the graph; from the class when empty."""
+
+    kind: ClassVar[str] = "operator"
+    """source | operator | sink, as the picture shows it."""
+    light: ClassVar[bool] = False
+    """Light operators use no device and may share a worker with their neighbours."""
+    trains: ClassVar[bool] = False
+    """Whether it changes its model's weights."""
+    state: ClassVar[str | None] = None
+    """Ledger state of the groups it sends on: generated, scored."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", type(self).__name__.lower())
+
+    @property
+    def uses(self) -> Model | None:
+        """The model whose weights it needs, if any."""
+        return getattr(self, "model", None)
+
+    def identity(self) -> Hashable:
+        """Applications of operators with equal identity are one node of the graph."""
+        return id(self)
+
+    def renamed(self, name: str) -> "Operator":
+        """The same declaration under another name."""
+        return dataclasses.replace(self, name=name)
+
+    def reads(self) -> Mapping[str, Any]:
+        """Columns it needs, with the Python annotation each must fit (Any: no demand)."""
+        return {}
+
+    def provides(self, columns: Columns) -> Columns:
+        """Columns of its output, given those of its input."""
+        return columns
+
+    def knobs(self) -> dict[str, Any]:
+        """Knobs that differ from their defaults, for the picture and config.json."""
+        shown: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if item.name != "name" and item.repr and value != item.default:
+                shown[item.name] = value
+        return shown
+
+    def faults(self) -> list[str]:
+        """What is wrong with its knobs, each a message in three parts; empty when all is well."""
+        return []
+
+    def build(self, context: Context) -> Runtime:
+        """Make the heavy object, on the worker."""
+        raise TypeError(f"{type(self).__name__} has no runtime; give the class a `build` method")
+
+
+def _graph_of(operator: Operator, stream: Any) -> "Graph":
+    graph = getattr(stream, "graph", None)
+    if graph is None:
+        raise GraphError(
+            f"'{operator.name}' is applied to {type(stream).__name__} {stream!r:.60}, which is no stream; "
+            f"apply it to g.source(...) or to another operator's output"
+        )
+    return graph  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class Source(Operator):
+    """Where rows come from; `g.source(...)` makes it a stream."""
+
+    kind: ClassVar[str] = "source"
+    light: ClassVar[bool] = True
+    state: ClassVar[str | None] = "issued"
+
+    def extra_columns(self) -> Columns:
+        """The user's columns beside those of every prompt."""
+        return {}
+
+    def provides(self, columns: Columns) -> Columns:
+        """Every prompt's columns and the extra ones."""
+        return {**PROMPT_COLUMNS, **self.extra_columns()}
+
+    def rows(self) -> int | None:
+        """How many prompts one epoch has, if that can be told cheaply."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Transform(Operator):
+    """An operator that takes rows and passes them on with more columns."""
+
+    def __call__(self, stream: "Stream[Any]") -> "Stream[Rollout]":
+        """Apply it; applied to streams of several sources, one node serves them all."""
+        return _graph_of(self, stream).apply(self, stream)
+
+
+@dataclass(frozen=True, eq=False)
+class Generate(Transform):
+    """A transform from prompts to rollouts."""
+
+    state: ClassVar[str | None] = "generated"
+
+    @property
+    def rollouts_per_prompt(self) -> int:
+        """Rollouts in a group, where the prompt does not say."""
+        return 1
+
+    def reads(self) -> Mapping[str, Any]:
+        """The prompt."""
+        return {"prompt": str}
+
+    def provides(self, columns: Columns) -> Columns:
+        """The prompt's columns and the rollout's."""
+        return {**columns, **ROLLOUT_COLUMNS}
+
+    def __call__(self, stream: "Stream[Prompt]") -> "Stream[Rollout]":
+        """Apply it to prompts."""
+        return _graph_of(self, stream).apply(self, stream)
+
+
+@dataclass(frozen=True, eq=False)
+class Sink(Operator):
+    """Where rows end."""
+
+    kind: ClassVar[str] = "sink"
+
+    def __call__(self, stream: "Stream[Any]") -> None:
+        """Let the stream end here."""
+        _graph_of(self, stream).apply(self, stream)
+
+
+@dataclass(frozen=True, eq=False)
+class Learn(Sink):
+    """A sink that trains its model on the rows and offers the new weights."""
+
+    trains: ClassVar[bool] = True
+
+    @property
+    def step_prompts(self) -> int:
+        """Groups that one step consumes."""
+        return 1
+
+    @property
+    def weights(self) -> "Weights":
+        """The end of its weight plane, for `g.feedback`."""
+        from dataflow.stream import Weights
+
+        return Weights(self)

@@ -1,0 +1,195 @@
+"""A forkserver: holds the graph in memory, imports torch once, and forks a worker in milliseconds.
+
+The scheduler forks the nursery before it has threads or sockets, so the user's functions reach the workers by
+inheritance: nothing is pickled, and a graph built in a notebook runs like one built in a file.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import msgpack
+
+from dataflow.errors import RunError
+
+_MESSAGE_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
+
+Main = Callable[[Mapping[str, Any]], int]
+"""What a worker runs: takes its settings, returns the exit status."""
+
+
+class Nursery:
+    """The scheduler's handle on the forkserver.
+
+    consumes: spawn requests
+    produces: ("started" | "exited", name, pid, status) events from `events`
+    waits for: nothing; `events` returns what has happened
+    unblocked by: the forkserver's answers on its socket
+    """
+
+    def __init__(self, main: Main, environment: Mapping[str, str], preload: Callable[[], None]) -> None:
+        """main: run by each worker; environment: set before anything heavy is imported; preload: imports it."""
+        _refuse_used_cuda()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            _run_forever(lambda: _serve(theirs, main, environment, preload))
+        theirs.close()
+        self._socket = ours
+        self._socket.setblocking(False)
+
+    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool) -> None:
+        """Ask for a worker; heavy ones are forked after torch has been imported."""
+        self._send({"spawn": name, "settings": dict(settings), "heavy": heavy})
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a worker."""
+        self._send({"kill": name, "signal": int(number)})
+
+    def events(self) -> list[dict[str, Any]]:
+        """What has happened since the last call: {"event": "started" | "exited" | "gone", "name", "pid", "status"}."""
+        found = []
+        while True:
+            try:
+                data = self._socket.recv(_MESSAGE_BYTES)
+            except BlockingIOError:
+                return found
+            except OSError:
+                data = b""
+            if not data:
+                found.append({"event": "gone", "name": "nursery", "pid": self.pid, "status": None})
+                return found
+            found.append(msgpack.unpackb(data))
+
+    def fileno(self) -> int:
+        """For a poller."""
+        return self._socket.fileno()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End it and all of its workers; returns within the time-out, by SIGKILL if need be."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+                    time.sleep(0.01)
+                    continue
+            return
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._socket.send(msgpack.packb(message))
+        except OSError as error:
+            raise RunError(
+                f"the forkserver (pid {self.pid}) is gone: {error}; see logs/nursery.log, and start the run again"
+            ) from error
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _run_forever(body: Callable[[], int]) -> NoReturn:
+    """Run in a forked child and never return into the parent's code."""
+    status = 1
+    try:
+        status = body()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _serve(
+    control: socket.socket, main: Main, environment: Mapping[str, str], preload: Callable[[], None]
+) -> int:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(environment)
+    names: dict[int, str] = {}
+    waiting: list[dict[str, Any]] = []
+    loaded = False
+    while True:
+        ready, _, _ = select.select([control], [], [], 0.0 if waiting else 0.05)
+        if ready:
+            data = control.recv(_MESSAGE_BYTES)
+            if not data:
+                break
+            message = msgpack.unpackb(data)
+            if "kill" in message:
+                _signal([pid for pid, name in names.items() if name == message["kill"]], message["signal"])
+            elif message["heavy"] and not loaded:
+                waiting.append(message)
+            else:
+                _fork(control, message, main, names)
+        elif waiting:
+            if not loaded:
+                preload()
+                loaded = True
+            _fork(control, waiting.pop(0), main, names)
+        _reap(control, names)
+    _signal(list(names), signal.SIGKILL)
+    return 0
+
+
+def _fork(control: socket.socket, message: Mapping[str, Any], main: Main, names: dict[int, str]) -> None:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        control.close()
+        die_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
+        _run_forever(lambda: main(message["settings"]))
+    names[pid] = message["spawn"]
+    _tell(control, {"event": "started", "name": message["spawn"], "pid": pid, "status": None})
+
+
+def _reap(control: socket.socket, names: dict[int, str]) -> None:
+    while names:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        name = names.pop(pid, "unknown")
+        _tell(control, {"event": "exited", "name": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+
+def _tell(control: socket.socket, event: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        control.send(msgpack.packb(event))
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _refuse_used_cuda() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RunError(
+            "this process has already used CUDA, and a forked worker cannot use it again; "
+            "call run(...) before anything touches the GPU, or from a fresh process"
+        )

@@ -1,0 +1,236 @@
+"""Which worker runs what, on which devices: a pure function of graph and devices."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import networkx as nx
+
+from dataflow.check import lanes_of, sinks_of
+from dataflow.errors import GraphError
+from dataflow.graph import Graph, nearest
+from dataflow.model_size import ModelSize
+from dataflow.node import Bound, Learn, Source
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What a plan maps onto."""
+
+    cpus: int
+    """Cores of this machine."""
+    gpus: int = 0
+    """Accelerators of this machine."""
+    memory_bytes: int = 0
+    """Main memory; 0: unknown."""
+    gpu_memory_bytes: int = 0
+    """Memory of each accelerator; 0: unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One node of the graph: how often it runs, where, with how much."""
+
+    node: str
+    worker: str
+    """Workers are called `worker` or, with several replicas, `worker-0`, `worker-1`, ..."""
+    replicas: int = 1
+    ranks: int = 1
+    """Processes that make up one replica."""
+    gpus: tuple[int, ...] = ()
+    """Accelerators, replica by replica; empty: CPU."""
+    threads: int = 1
+    """CPU threads of each process."""
+    memory_bytes: int | None = None
+    """Estimate for one process; None: unknown or small."""
+
+    @property
+    def devices(self) -> str:
+        """For people: `gpu 0-5` or `cpu, 1 thread`."""
+        if self.gpus:
+            first, last = min(self.gpus), max(self.gpus)
+            return f"gpu {first}" if first == last else f"gpu {first}-{last}"
+        return f"cpu, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+    def device(self, replica: int) -> str:
+        """Torch's name of a replica's first device."""
+        return f"cuda:{self.gpus[replica * self.ranks]}" if self.gpus else "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Placements in the graph's order, and what the workers need to know of the graph as a whole."""
+
+    placements: Mapping[str, Placement]
+    bounds: Mapping[str, Bound]
+    """Lanes that lead to a trainer with feedback."""
+    on_demand: tuple[str, ...]
+    """Sources that issue only when the control asks for an evaluation."""
+    devices: Devices = field(default_factory=lambda: Devices(cpus=1))
+
+    @property
+    def workers(self) -> dict[str, list[str]]:
+        """Nodes by worker; the replicas of a node are workers of their own."""
+        workers: dict[str, list[str]] = {}
+        for node, placement in self.placements.items():
+            workers.setdefault(placement.worker, []).append(node)
+        return workers
+
+    def processes(self) -> list[tuple[str, int, list[str]]]:
+        """Every process to start: (worker, replica, nodes)."""
+        return [
+            (worker, replica, nodes)
+            for worker, nodes in self.workers.items()
+            for replica in range(self.placements[nodes[0]].replicas)
+        ]
+
+    def frames(self) -> "list[object]":
+        """Device groups, for the picture."""
+        from dataflow.draw import Frame
+
+        groups: dict[str, list[str]] = {}
+        for node, placement in self.placements.items():
+            label = f"{placement.worker} · {placement.devices}"
+            label += f" · {placement.replicas} replicas" if placement.replicas > 1 else ""
+            groups.setdefault(label, []).append(node)
+        return [Frame(label=label, nodes=tuple(nodes)) for label, nodes in groups.items()]
+
+    def explain(self) -> str:
+        """The plan as a table."""
+        head = ("node", "worker", "replicas", "ranks", "devices", "memory")
+        rows = [
+            (p.node, p.worker, str(p.replicas), str(p.ranks), p.devices, _amount(p.memory_bytes))
+            for p in self.placements.values()
+        ]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        for lane, bound in self.bounds.items():
+            lines.append(
+                f"rows of '{lane}' run at most {bound.max_staleness} versions ahead: "
+                f"{(bound.max_staleness + 1) * bound.prompts_per_step} prompts in flight"
+            )
+        return "\n".join(lines)
+
+
+def plan(
+    graph: Graph,
+    devices: Devices,
+    *,
+    gpus: Mapping[str, int | str] | None = None,
+    replicas: Mapping[str, int] | None = None,
+    steps: int | None = None,
+    sizes: Mapping[str, ModelSize] | None = None,
+) -> Plan:
+    """Map the graph onto devices.
+
+    gpus: accelerators by node, or the name of the node whose accelerators it shares.
+    replicas: copies of a node that runs on CPU (accelerators count replicas by themselves).
+    Raises GraphError for unknown nodes and for more devices than there are.
+    """
+    graph.check()
+    gpus, replicas, sizes = gpus or {}, replicas or {}, sizes or {}
+    for name in [*gpus, *replicas]:
+        if name not in graph.operators:
+            raise GraphError(
+                f"devices are given to '{name}', but the graph has {list(graph.operators)}"
+                f"{nearest(name, graph.operators)}; name one of these"
+            )
+    assigned = _assign(gpus, devices)
+    workers = _workers(graph)
+    threads = _threads(graph, devices, replicas, assigned)
+    placements = {}
+    for name, operator in graph.operators.items():
+        on = assigned.get(name, ())
+        ranks = len(on) if on and operator.trains else 1
+        count = len(on) // ranks if on else replicas.get(name, 1)
+        if count < 1 or (count > 1 and (operator.trains or operator.light)):
+            raise GraphError(
+                f"'{name}' cannot run as {count} replicas; only generators and forward operators have several, at least 1"
+            )
+        model = operator.uses
+        size = sizes.get(model.source) if model else None
+        placements[name] = Placement(
+            node=name, worker=workers[name], replicas=count, ranks=ranks, gpus=on,
+            threads=1 if operator.light else threads,
+            memory_bytes=size.memory_bytes(model.dtype, operator.trains) if size and model else None,
+        )  # fmt: skip
+    return Plan(
+        placements=placements, bounds=_bounds(graph, steps), on_demand=_on_demand(graph), devices=devices
+    )
+
+
+def _assign(gpus: Mapping[str, int | str], devices: Devices) -> dict[str, tuple[int, ...]]:
+    assigned: dict[str, tuple[int, ...]] = {}
+    free = 0
+    for name, wish in gpus.items():
+        if isinstance(wish, int):
+            if wish < 1:
+                raise GraphError(f"'{name}' is given {wish} GPUs; give 1 or more, or leave it out to use the CPU")
+            assigned[name] = tuple(range(free, free + wish))
+            free += wish
+    if free > devices.gpus:
+        asked = {name: wish for name, wish in gpus.items() if isinstance(wish, int)}
+        raise GraphError(
+            f"the run asks for {free} GPUs, {asked}, but this machine has {devices.gpus}; "
+            f'ask for fewer, let operators share ("trainer": "generator"), or leave gpus= out to run on the CPU'
+        )
+    for name, wish in gpus.items():
+        if isinstance(wish, str):
+            if wish not in assigned:
+                raise GraphError(
+                    f"'{name}' is to share the GPUs of '{wish}', which has none; give '{wish}' a number of GPUs"
+                )
+            assigned[name] = assigned[wish]
+    return assigned
+
+
+def _workers(graph: Graph) -> dict[str, str]:
+    """Light operators in a row share a worker, named after the first of them."""
+    light: nx.Graph[str] = nx.Graph()
+    light.add_nodes_from(name for name, op in graph.operators.items() if op.light)
+    for call in graph.calls:
+        for stream in call.inputs:
+            if stream.node in light and call.operator.name in light:
+                light.add_edge(stream.node, call.operator.name)
+    workers = {name: name for name in graph.operators}
+    for group in nx.connected_components(light):
+        first = next(name for name in graph.operators if name in group)
+        workers.update(dict.fromkeys(group, first))
+    return workers
+
+
+def _threads(
+    graph: Graph, devices: Devices, replicas: Mapping[str, int], assigned: Mapping[str, tuple[int, ...]]
+) -> int:
+    """Threads of each heavy process on the CPU: all cores where they take turns, else an equal share."""
+    heavy = sum(replicas.get(name, 1) for name, op in graph.operators.items() if not op.light and name not in assigned)
+    synchronous = all(feedback.max_staleness == 0 for feedback in graph.feedbacks) and heavy <= 2
+    return max(1, devices.cpus if synchronous else devices.cpus // max(1, heavy))
+
+
+def _bounds(graph: Graph, steps: int | None) -> dict[str, Bound]:
+    bounds = {}
+    for feedback in graph.feedbacks:
+        trainer = feedback.weights.trainer
+        if not isinstance(trainer, Learn):
+            continue
+        for lane in lanes_of(graph, trainer.name):
+            if any(call.operator is feedback.reader and call.output.lane == lane for call in graph.calls):
+                tightest = min(feedback.max_staleness, bounds[lane].max_staleness) if lane in bounds else feedback.max_staleness
+                bounds[lane] = Bound(max_staleness=tightest, prompts_per_step=trainer.step_prompts, steps=steps)
+    return bounds
+
+
+def _on_demand(graph: Graph) -> tuple[str, ...]:
+    return tuple(
+        name for name, operator in graph.operators.items()
+        if isinstance(operator, Source) and any(getattr(sink, "every_steps", None) for sink in sinks_of(graph, name))
+    )  # fmt: skip
+
+
+def _amount(size: int | None) -> str:
+    if size is None:
+        return "-"
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.1f} MiB"

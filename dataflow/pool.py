@@ -1,0 +1,340 @@
+"""A pool of killable processes: each call submitted is answered once, by its value or by what went wrong."""
+
+import contextlib
+import mmap
+import os
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dataflow.errors import WorkerDied
+from dataflow.pool_calls import Settings
+from dataflow.pool_process import Chunk, Frame, Piece, Process, memory_kb, pieces_of
+from dataflow.pool_server import END, LANE_WORDS, ORDER, REPLY, SPAWN, start_server
+
+_PATIENCE_S = 10.0
+_MEMORY_LOOK_S = 0.2
+_CLOSE_S = 5.0
+_DEATHS = 3
+_QUICK_S, _SLOW_S = 0.02, 0.2
+_LARGEST_WINDOW = 1024
+
+Encode = Callable[[int, int], bytes]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of some calls of a job."""
+
+    job: int
+    calls: list[int]
+    values: list[Any]
+    """One for each call; None where it failed."""
+    failures: Mapping[int, str]
+    """What went wrong, by call."""
+
+
+@dataclass
+class _Job:
+    encode: Encode
+    left: int
+    deaths: dict[int, int] = field(default_factory=dict)
+    """Processes that ended during a call, by call."""
+
+
+class Pool:
+    """Makes calls in processes that can be killed, and forks others for those that end.
+
+    consumes: jobs by `submit`; a job is a number of calls and a way to encode a range of them
+    produces: answers from `poll`, in any order, each call once
+    waits for: nothing; both return at once
+    unblocked by: `fileno`, readable when `poll` has something to do, and the clock, for the limits
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Fork the server and its processes; raises OSError when the machine has no room for them."""
+        self.restarts = 0
+        self._settings = settings
+        words = settings.processes * settings.concurrency * LANE_WORDS
+        self._progress = memoryview(mmap.mmap(-1, words * 8)).cast("q")
+        self._selector = selectors.DefaultSelector()
+        self._jobs: dict[int, _Job] = {}
+        self._pending: deque[Piece] = deque()
+        self._answers: list[Answer] = []
+        self._orders: deque[float] = deque()
+        self._next_job = self._next_chunk = self._deaths = 0
+        self._memory_looked_s = 0.0
+        self._window = 2 * settings.concurrency
+        window = self._window if settings.processes > 1 else 1 << 30
+        self._processes = [
+            Process(number, self._progress, settings.concurrency, window)
+            for number in range(settings.processes)
+        ]
+        self._start_server()
+
+    @property
+    def open_calls(self) -> int:
+        """Calls submitted and not yet answered."""
+        return sum(job.left for job in self._jobs.values())
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes, the server first."""
+        return [self._server_pid, *(process.pid for process in self._processes if process.pid)]
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `poll` has something to do."""
+        return self._selector.fileno()
+
+    def submit(self, calls: int, encode: Encode) -> int:
+        """Take a job of so many calls; `encode(start, stop)` is the payload of some of them. Its number."""
+        job = self._next_job
+        self._next_job += 1
+        if calls:
+            self._jobs[job] = _Job(encode, calls)
+            self._pending.append(Piece(job, 0, calls))
+            self._assign()
+        return job
+
+    def poll(self) -> list[Answer]:
+        """Carry on, and return the answers that have come; WorkerDied when no process can be kept alive."""
+        for key, events in self._selector.select(0):
+            process = key.data
+            if process is None:
+                self._read_replies()
+            elif process.wire is key.fileobj:
+                if events & selectors.EVENT_WRITE:
+                    process.flush()
+                    self._listen(process)
+                if events & selectors.EVENT_READ:
+                    self._read(process)
+        self._keep_limits()
+        self._assign()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def close(self) -> None:
+        """End every process, within 5 seconds."""
+        for process in self._processes:
+            self._drop_wire(process)
+        self._control.close()
+        _reap(self._server_pid, _CLOSE_S)
+        self._selector.close()
+
+    # The server and its processes
+
+    def _start_server(self) -> None:
+        self._control, self._server_pid = start_server(self._progress, self._settings)
+        self._selector.register(self._control, selectors.EVENT_READ, None)
+        self._orders.clear()
+        for process in self._processes:
+            self._spawn(process)
+
+    def _spawn(self, process: Process) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        process.begin(ours)
+        self._selector.register(ours, selectors.EVENT_READ, process)
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._control, [ORDER.pack(SPAWN, process.number)], [theirs.fileno()])
+        theirs.close()
+        self._orders.append(time.monotonic())
+
+    def _end(self, process: Process) -> None:
+        self.restarts += 1
+        self._drop_wire(process)
+        with contextlib.suppress(OSError):
+            self._control.sendall(ORDER.pack(END, process.number))
+        self._orders.append(time.monotonic())
+
+    def _drop_wire(self, process: Process) -> None:
+        if process.wire is not None:
+            self._selector.unregister(process.wire)
+            process.wire.close()
+            process.wire = None
+
+    def _read_replies(self) -> None:
+        message = b""
+        with contextlib.suppress(OSError):
+            message = self._control.recv(REPLY.size * 16)
+            while message and len(message) % REPLY.size:
+                message += self._control.recv(REPLY.size - len(message) % REPLY.size)
+        if not message:
+            self._restart_server()
+            return
+        for what, number, value in REPLY.iter_unpack(message):
+            self._orders.popleft()
+            process = self._processes[number]
+            if what == SPAWN:
+                process.pid = value
+                process.base_kb = memory_kb(value)
+            else:
+                self._bury([process], value)
+                self._spawn(process)
+
+    def _restart_server(self) -> None:
+        self.restarts += 1
+        self._deaths += 1
+        self._selector.unregister(self._control)
+        self._control.close()
+        _reap(self._server_pid, 0.0)
+        if self._deaths > 2 * _DEATHS:
+            raise WorkerDied(
+                f"the server of a scorer's processes ended {self._deaths} times without one answer between; "
+                f"look in the system's log for what ends it (memory?), then run again"
+            )
+        for process in self._processes:
+            self._drop_wire(process)
+        self._bury(self._processes, signal.SIGKILL)
+        self._start_server()
+
+    # What goes out and comes back
+
+    def _assign(self) -> None:
+        while self._pending:
+            piece = self._pending[0]
+            process = self._taker(piece)
+            if process is None:
+                return
+            self._pending.popleft()
+            stop = min(piece.stop, piece.start + process.window - process.open_calls)
+            if stop < piece.stop:
+                self._pending.appendleft(Piece(piece.job, stop, piece.stop))
+            piece = Piece(piece.job, piece.start, stop, piece.is_alone)
+            payload = self._jobs[piece.job].encode(piece.start, piece.stop)
+            process.send(self._next_chunk, piece, payload)
+            self._next_chunk += 1
+            self._listen(process)
+
+    def _taker(self, piece: Piece) -> Process | None:
+        """The process with the most room for it; none while a call is alone in the pool, or waits to be."""
+        best, most = None, 0
+        for process in self._processes:
+            if process.has_alone or (piece.is_alone and process.chunks):
+                return None
+            room = process.window - process.open_calls
+            if process.wire is not None and room > most:
+                best, most = process, room
+        return best
+
+    def _listen(self, process: Process) -> None:
+        assert process.wire is not None
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.has_output else 0)
+        if self._selector.get_key(process.wire).events != events:
+            self._selector.modify(process.wire, events, process)
+
+    def _read(self, process: Process) -> None:
+        frames, is_over = process.read()
+        for frame in frames:
+            self._deaths = 0
+            self._answer(frame)
+            if not frame.chunk.open:
+                self._pace(process, time.monotonic() - frame.chunk.sent_s)
+        if is_over:
+            self._deaths += 1
+            self._end(process)
+
+    def _pace(self, process: Process, took_s: float) -> None:
+        """Several processes share the calls in pieces that grow while they come back quickly."""
+        if self._settings.processes > 1 and took_s < _QUICK_S:
+            process.window = min(process.window * 2, max(_LARGEST_WINDOW, self._window))
+        elif self._settings.processes > 1 and took_s > _SLOW_S:
+            process.window = max(process.window // 2, self._window)
+
+    def _answer(self, frame: Frame) -> None:
+        number = frame.chunk.job
+        job = self._jobs[number]
+        job.left -= len(frame.calls)
+        if not job.left:
+            del self._jobs[number]
+        self._answers.append(Answer(number, frame.calls, frame.values, frame.failures))
+
+    # Limits and ends
+
+    def _keep_limits(self) -> None:
+        now = time.monotonic()
+        if self._orders and now - self._orders[0] > _PATIENCE_S:
+            self._restart_server()
+            return
+        timeout_s = self._settings.timeout_s
+        if self._settings.is_async:
+            timeout_s += min(1.0, timeout_s)  # the loop itself keeps the limit, unless it is blocked
+        before_ns = int((now - timeout_s) * 1e9)
+        looks = self._settings.memory_mb is not None and now - self._memory_looked_s > _MEMORY_LOOK_S
+        if looks:
+            self._memory_looked_s = now
+        for process in self._processes:
+            if process.wire is None or not process.chunks:
+                continue
+            process.late = process.running(before_ns)
+            is_silent = process.is_silent(now, _PATIENCE_S + timeout_s)
+            self._deaths += is_silent
+            if process.late or is_silent or (looks and self._is_too_large(process)):
+                self._end(process)
+
+    def _is_too_large(self, process: Process) -> bool:
+        limit_mb = self._settings.memory_mb
+        if limit_mb is None or process.grown_kb() <= limit_mb << 10:
+            return False
+        process.cause = f"its process was ended (memory limit {limit_mb} MB)"
+        return True
+
+    def _bury(self, processes: list[Process], status: int) -> None:
+        """Fail the calls that processes ended for, set those that may be to blame apart, have the rest made again.
+
+        A call is to blame when it alone was being made; a first SIGKILL may have come from outside.
+        """
+        chunks = [chunk for process in processes for chunk in process.chunks.values()]
+        for process in processes:
+            for chunk, call in process.late:
+                self._fail(chunk, call, self._settings.late)
+        accused = [each for process in processes if not process.late for each in process.running()]
+        left = [(chunk, call) for chunk in chunks for call in chunk.open]
+        if not accused and len(left) == 1 and not any(process.late for process in processes):
+            accused = left
+        cause = "".join(process.cause for process in processes)
+        apart: list[Piece] = []
+        for chunk, call in accused:
+            deaths = self._jobs[chunk.job].deaths
+            deaths[call] = deaths.get(call, 0) + 1
+            if status == signal.SIGKILL and not cause and deaths[call] == 1:
+                continue
+            if len(accused) == 1:
+                self._fail(chunk, call, cause or self._how_it_ended(status))
+            else:
+                chunk.open.discard(call)
+                apart.append(Piece(chunk.job, call, call + 1, is_alone=True))
+        if not accused and self._deaths >= _DEATHS:
+            for chunk in chunks:
+                chunk.is_alone = True
+        self._pending.extendleft(reversed(apart + pieces_of(chunks)))
+        for process in processes:
+            process.chunks.clear()
+
+    def _fail(self, chunk: Chunk, call: int, text: str) -> None:
+        chunk.open.discard(call)
+        self._answer(Frame(chunk, [call], [None], {call: text}))
+
+    def _how_it_ended(self, status: int) -> str:
+        if os.WIFEXITED(status):
+            return f"its process exited with status {os.WEXITSTATUS(status)}"
+        limit_mb = self._settings.memory_mb
+        note = "" if limit_mb is None else f" (memory limit {limit_mb} MB)"
+        return f"its process ended with signal {os.WTERMSIG(status)}{note}"
+
+
+def _reap(pid: int, within_s: float) -> None:
+    """Wait for a child of ours to end, and make it end when the time is over."""
+    deadline = time.monotonic() + within_s
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() >= deadline:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return
+            time.sleep(0.001)

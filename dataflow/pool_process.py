@@ -1,0 +1,208 @@
+"""The owner's view of one process of a pool: its wire, the calls it has, and the call it is making."""
+
+import contextlib
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from dataflow.pool_calls import HEADER, LENGTH
+from dataflow.pool_server import LANE_WORDS
+
+_READ_BYTES = 1 << 18
+_BROKEN = (KeyError, TypeError, ValueError, msgpack.UnpackException)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Calls of a job that wait for a process."""
+
+    job: int
+    start: int
+    stop: int
+    is_alone: bool = False
+    """To be made with nothing beside it, because it may have ended a process."""
+
+
+@dataclass
+class Chunk:
+    """Calls of a job that a process has."""
+
+    job: int
+    start: int
+    open: set[int]
+    """Numbers within the job that it has not answered."""
+    is_alone: bool
+    sent_s: float
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Answers to some calls of a chunk, in the numbers of its job."""
+
+    chunk: Chunk
+    calls: list[int]
+    values: list[Any]
+    failures: dict[int, str]
+
+
+class Process:
+    """One process as its owner sees it; replaced in place when it ends and another is forked."""
+
+    def __init__(self, number: int, progress: memoryview, concurrency: int, window: int) -> None:
+        self.number = number
+        width = concurrency * LANE_WORDS
+        self._lanes = range(number * width, (number + 1) * width, LANE_WORDS)
+        self._progress = progress
+        self.window = window
+        self.wire: socket.socket | None = None
+        self.begin(None)
+
+    def begin(self, wire: socket.socket | None) -> None:
+        """Start over with a new process at the other end."""
+        for lane in self._lanes:
+            self._progress[lane] = -1
+        self.wire = wire
+        self.pid = 0
+        self.base_kb = 0
+        self.cause = ""
+        self.late: list[tuple[Chunk, int]] = []
+        self.idle_since: float | None = None
+        self.chunks: dict[int, Chunk] = {}
+        self._out: deque[memoryview] = deque()
+        self._inbox = bytearray()
+
+    @property
+    def open_calls(self) -> int:
+        """Calls it has and has not answered."""
+        return sum(len(chunk.open) for chunk in self.chunks.values())
+
+    @property
+    def has_alone(self) -> bool:
+        """Whether it has a call that must stay alone."""
+        return any(chunk.is_alone for chunk in self.chunks.values())
+
+    @property
+    def has_output(self) -> bool:
+        """Whether bytes wait for it to read."""
+        return bool(self._out)
+
+    def send(self, number: int, piece: Piece, payload: bytes) -> None:
+        """Give it calls."""
+        calls = set(range(piece.start, piece.stop))
+        self.chunks[number] = Chunk(piece.job, piece.start, calls, piece.is_alone, time.monotonic())
+        self.idle_since = None
+        self._out += (memoryview(HEADER.pack(len(payload), number, len(calls))), memoryview(payload))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what it will take; whether it is gone shows when reading."""
+        assert self.wire is not None
+        try:
+            while self._out:
+                sent = self.wire.send(self._out[0])
+                if sent < len(self._out[0]):
+                    self._out[0] = self._out[0][sent:]
+                else:
+                    self._out.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._out.clear()
+
+    def read(self) -> tuple[list[Frame], bool]:
+        """Answers that came, and whether it is gone or writes nonsense."""
+        is_over = self._fill()
+        frames: list[Frame] = []
+        at = 0
+        while len(self._inbox) >= at + LENGTH.size:
+            (size,) = LENGTH.unpack_from(self._inbox, at)
+            stop = at + LENGTH.size + size
+            if len(self._inbox) < stop:
+                break
+            try:
+                frames.append(self._frame(self._inbox[at + LENGTH.size : stop]))
+            except _BROKEN:
+                return frames, True
+            at = stop
+        del self._inbox[:at]
+        return frames, is_over
+
+    def _fill(self) -> bool:
+        assert self.wire is not None
+        try:
+            while data := self.wire.recv(_READ_BYTES):
+                self._inbox += data
+                if len(data) < _READ_BYTES:
+                    return False
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def _frame(self, body: bytearray) -> Frame:
+        number, calls, values, failures = msgpack.unpackb(body, strict_map_key=False)
+        chunk = self.chunks[number]
+        calls = [call + chunk.start for call in calls]
+        if not chunk.open.issuperset(calls) or len(calls) != len(values):
+            raise ValueError("answers to calls that are not open")
+        chunk.open.difference_update(calls)
+        if not chunk.open:
+            del self.chunks[number]
+        self.idle_since = None
+        return Frame(chunk, calls, values, {call + chunk.start: text for call, text in failures.items()})
+
+    def running(self, before_ns: int | None = None) -> list[tuple[Chunk, int]]:
+        """Calls that are being made; only those begun before a time of the monotonic clock, if given."""
+        progress, running = self._progress, []
+        for lane in self._lanes:
+            if progress[lane] >= 0 and (before_ns is None or progress[lane + 2] < before_ns):
+                number, call, _ = seen = progress[lane : lane + LANE_WORDS].tolist()
+                chunk = self.chunks.get(number)
+                is_steady = seen == progress[lane : lane + LANE_WORDS].tolist()
+                if is_steady and chunk is not None and chunk.start + call in chunk.open:
+                    running.append((chunk, chunk.start + call))
+        return running
+
+    def is_silent(self, now: float, patience_s: float) -> bool:
+        """Whether it has had calls for a while and made none: stopped, or lost before the first."""
+        if any(self._progress[lane] >= 0 for lane in self._lanes):
+            self.idle_since = None
+        elif self.idle_since is None:
+            self.idle_since = now
+        return self.idle_since is not None and now - self.idle_since > patience_s
+
+    def grown_kb(self) -> int:
+        """Kilobytes it has taken since it began; 0 where that cannot be told."""
+        return memory_kb(self.pid) - self.base_kb if self.pid else 0
+
+
+def pieces_of(chunks: Iterable[Chunk]) -> list[Piece]:
+    """The open calls of some chunks as pieces, neighbours together."""
+    pieces: list[Piece] = []
+    for chunk in chunks:
+        for call in sorted(chunk.open):
+            last = pieces[-1] if pieces else None
+            if (
+                last
+                and not chunk.is_alone
+                and (last.job, last.stop, last.is_alone) == (chunk.job, call, False)
+            ):
+                pieces[-1] = Piece(chunk.job, last.start, call + 1)
+            else:
+                pieces.append(Piece(chunk.job, call, call + 1, chunk.is_alone))
+    return pieces
+
+
+def memory_kb(pid: int) -> int:
+    """Kilobytes of memory that a process holds, mapped files left out; 0 where that cannot be told."""
+    with contextlib.suppress(OSError, ValueError), Path(f"/proc/{pid}/status").open() as status:
+        held = (line.split()[1] for line in status if line.startswith(("RssAnon:", "RssShmem:")))
+        return sum(int(kb) for kb in held)
+    return 0

@@ -1,0 +1,165 @@
+"""The small server that forks a pool's processes: one thread, so that forking is always safe."""
+
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import warnings
+from pathlib import Path
+
+from dataflow.pool_calls import Settings, make_calls
+
+ORDER = struct.Struct("<Bi")  # what, which process
+REPLY = struct.Struct("<Bii")  # what, which process, pid or wait status
+SPAWN, END = 1, 2
+LANE_WORDS = 3
+_LOOK_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+def start_server(progress: memoryview, settings: Settings) -> tuple[socket.socket, int]:
+    """Fork the server; our end of its control socket, and its pid."""
+    ours, theirs = socket.socketpair()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    owner = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a worker may have threads; the server uses none
+        pid = os.fork()
+    if pid == 0:
+        try:
+            _go_quiet()
+            _close_all_but(theirs.fileno())
+            _serve(theirs, owner, progress, settings)
+        finally:
+            os._exit(1)
+    theirs.close()
+    return ours, pid
+
+
+def _serve(control: socket.socket, owner: int, progress: memoryview, settings: Settings) -> None:
+    """Fork and end processes as told; never returns.
+
+    consumes: orders to spawn (with the process's socket) or to end a process
+    produces: a reply to each, with its pid or its wait status
+    waits for: an order, looking every second whether the owner still lives
+    unblocked by: an order, or the end of the owner
+    """
+    pids: dict[int, int] = {}
+    try:
+        while True:
+            if not select.select([control], [], [], _LOOK_S)[0]:
+                if os.getppid() != owner:
+                    break
+                continue
+            message, fds, _, _ = socket.recv_fds(control, ORDER.size, 1)
+            if len(message) < ORDER.size:
+                break
+            what, number = ORDER.unpack(message)
+            if what == SPAWN:
+                pids[number] = _spawn(fds[0], number, progress, settings)
+                os.close(fds[0])
+                control.sendall(REPLY.pack(SPAWN, number, pids[number]))
+            else:
+                control.sendall(REPLY.pack(END, number, _end(pids.pop(number))))
+    except OSError:
+        pass
+    finally:
+        for pid in pids.values():
+            _end(pid)
+        os._exit(0)
+
+
+def _spawn(fd: int, number: int, progress: memoryview, settings: Settings) -> int:
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        return pid
+    try:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        _close_all_but(fd)
+        _die_with(server)
+        _limit_memory(settings.memory_mb)
+        _fresh_streams()
+        width = settings.concurrency * LANE_WORDS
+        starts = range(number * width, (number + 1) * width, LANE_WORDS)
+        lanes = [progress[start : start + LANE_WORDS] for start in starts]
+        make_calls(socket.socket(fileno=fd), lanes, settings)
+    except (OSError, EOFError):
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _end(pid: int) -> int:
+    """Kill a process with all that it started, unless it has ended by itself; its wait status."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
+def _go_quiet() -> None:
+    """Out of the terminal's group, deaf to Ctrl-C, and without the worker's handlers."""
+    with contextlib.suppress(OSError):
+        os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    gc.freeze()
+
+
+def _close_all_but(kept: int) -> None:
+    """Close what was inherited, so that no peer of the owner sees a socket live on here."""
+    folders = [Path("/proc/self/fd"), Path("/dev/fd")]
+    folder = next(folder for folder in folders if folder.is_dir())
+    for fd in [int(path.name) for path in folder.iterdir()]:
+        if fd > 2 and fd != kept:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _die_with(server: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(0)
+
+
+def _limit_memory(memory_mb: int | None) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_mb is None or sys.platform != "linux":
+        return
+    with Path("/proc/self/status").open() as status:
+        used_kb = next((int(line.split()[1]) for line in status if line.startswith("VmData:")), 0)
+    limit = (used_kb << 10) + (memory_mb << 20)
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _fresh_streams() -> None:
+    """Standard streams without the owner's buffers and locks; prints go where the worker's go."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.dup2(null, fd)
+    os.dup2(null, 0)
+    if null > 2:
+        os.close(null)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, errors="backslashreplace")
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")

@@ -1,0 +1,223 @@
+"""`run(graph)`: plans it, runs it on this machine or inline, and returns what came of it."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dataflow.control import Limits, Scheduler
+from dataflow.display import make_view
+from dataflow.errors import GraphError
+from dataflow.graph import Graph
+from dataflow.host import Settings
+from dataflow.inline import InlineRun
+from dataflow.ledger import Ledger
+from dataflow.model_size import measure_models
+from dataflow.plan import Devices, Plan, plan
+from dataflow.run_folder import RunFolder
+from dataflow.verify import Verdict, verify
+from dataflow.watch import Watch
+
+
+@dataclass(frozen=True)
+class Inline:
+    """Run all operators in this process, in a fixed order."""
+
+
+def inline() -> Inline:
+    """For `run(graph, on=inline())`: one process, one thread, bit-exact for a seed, at home in a debugger."""
+    return Inline()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of a run."""
+
+    folder: Path
+    seconds: float
+    """Wall-clock seconds of the training phase."""
+    steps: int
+    verdict: Verdict
+    busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    """By node, over the training phase."""
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        return RunFolder.open(self.folder).read_metrics()
+
+    @property
+    def evaluations(self) -> list[tuple[int, float]]:
+        """(step, accuracy) of every evaluation."""
+        return [(line["step"], line["eval_accuracy"]) for line in self.metrics if "eval_accuracy" in line]
+
+    @property
+    def efficiency(self) -> float:
+        """Busy seconds of the busiest node over wall seconds; 1 means that nothing but that node limits the run."""
+        return max(self.busy_seconds.values(), default=0.0) / self.seconds if self.seconds else 0.0
+
+
+def this_machine() -> Devices:
+    """Cores, memory and accelerators at hand, without importing torch."""
+    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Devices(cpus=cpus, gpus=gpus, memory_bytes=psutil.virtual_memory().total)
+
+
+def make_plan(
+    graph: Graph,
+    *,
+    gpus: Mapping[str, int | str] | None = None,
+    replicas: Mapping[str, int] | None = None,
+    steps: int | None = None,
+    devices: Devices | None = None,
+) -> Plan:
+    """The plan that `run` would use."""
+    return plan(
+        graph, devices or this_machine(), gpus=gpus, replicas=replicas, steps=steps, sizes=measure_models(graph)
+    )
+
+
+def run(
+    graph: Graph,
+    *,
+    on: Inline | None = None,
+    gpus: Mapping[str, int | str] | None = None,
+    replicas: Mapping[str, int] | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    runs: str | Path = "runs",
+    quiet: bool = False,
+    limits: Limits | None = None,
+) -> Result:
+    """Run a graph to its end, or for so many steps.
+
+    on: `inline()` for one process; None for worker processes on this machine.
+    gpus, replicas: see `plan`. seed: of prompts' order, sampling and scorers. runs: where the run folder goes.
+    Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
+    way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once.
+    """
+    if steps is not None and steps < 1:
+        raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")
+    planned = make_plan(graph, gpus=gpus, replicas=replicas, steps=steps)
+    for placement in planned.placements.values():
+        if placement.ranks > 1:
+            raise GraphError(
+                f"'{placement.node}' is given {placement.ranks} GPUs, but a trainer runs on one in this version; "
+                f"give it 1"
+            )
+    folder = RunFolder.create(runs, graph.name)
+    _describe(folder, graph, planned, seed, steps)
+    settings = Settings(folder=str(folder.path), seed=seed, steps=steps)
+    watch = Watch(graph, planned, folder, steps)
+    if on is None:
+        outcome = _run_processes(graph, planned, settings, watch, quiet, limits)
+    else:
+        outcome = _run_inline(graph, planned, settings, watch, quiet)
+    result = Result(
+        folder=folder.path, seconds=outcome.seconds, steps=outcome.steps, verdict=verify(folder.path),
+        busy_seconds=outcome.busy_seconds,
+    )  # fmt: skip
+    watch.finish(result, quiet)
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    seconds: float
+    steps: int
+    busy_seconds: Mapping[str, float]
+
+
+def _run_processes(
+    graph: Graph, planned: Plan, settings: Settings, watch: Watch, quiet: bool, limits: Limits | None
+) -> _Outcome:
+    scheduler = Scheduler(graph, planned, settings, limits=limits)
+    try:
+        with make_view(quiet=quiet) as view, _interrupts(scheduler, view):
+            scheduler.start(progress=lambda late: view.update(watch.starting(late)))
+            while not scheduler.conductor.over:
+                scheduler.turn(0.1)
+                watch.note(scheduler.conductor, {s.name: s.beat for s in scheduler.workers.values()})
+                view.update(watch.snapshot())
+            watch.note(scheduler.conductor, {s.name: s.beat for s in scheduler.workers.values()})
+            view.update(watch.snapshot())
+    finally:
+        scheduler.close()
+    return _Outcome(seconds=watch.seconds, steps=scheduler.conductor.step, busy_seconds=watch.busy_seconds)
+
+
+def _run_inline(graph: Graph, planned: Plan, settings: Settings, watch: Watch, quiet: bool) -> _Outcome:
+    running = InlineRun(graph, planned, settings)
+
+    def look() -> bool:
+        watch.note(running.conductor, {"inline-0": running.snapshot()})
+        view.update(watch.snapshot())
+        return False
+
+    try:
+        with make_view(quiet=quiet) as view:
+            running.start()
+            running.run(until=look)
+            look()
+    finally:
+        running.close()
+    return _Outcome(seconds=watch.seconds, steps=running.conductor.step, busy_seconds=watch.busy_seconds)
+
+
+@contextlib.contextmanager
+def _interrupts(scheduler: Scheduler, view: Any) -> Iterator[None]:
+    """The first Ctrl-C drains, the second one raises."""
+    pressed: list[float] = []
+
+    def press(number: int, frame: object) -> None:
+        pressed.append(time.monotonic())
+        if len(pressed) > 1 or number == signal.SIGTERM:
+            raise KeyboardInterrupt
+        view.message("stopping after the step under way; press Ctrl-C again to stop at once")
+        scheduler.wish_drain()
+
+    try:
+        before = {number: signal.signal(number, press) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: the caller handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _describe(folder: RunFolder, graph: Graph, planned: Plan, seed: int, steps: int | None) -> None:
+    """Put down what is run before it runs."""
+    nodes = [
+        {"name": name, "operator": type(op).__name__, "kind": op.kind, "knobs": {k: str(v) for k, v in op.knobs().items()}}
+        for name, op in graph.operators.items()
+    ]
+    links = [
+        {"from": u, "to": v, "plane": data["plane"], "lane": data.get("lane"), "max_staleness": data.get("max_staleness"),
+         "columns": {n: str(t) for n, t in data.get("columns", {}).items()}}
+        for u, v, data in graph.nx.edges(data=True)
+    ]  # fmt: skip
+    folder.write_json("graph.json", {"name": graph.name, "nodes": nodes, "edges": links})
+    staleness: dict[str, int] = {}
+    for feedback in graph.feedbacks:
+        name = feedback.weights.trainer.name
+        staleness[name] = max(feedback.max_staleness, staleness.get(name, 0))
+    folder.write_json(
+        "config.json",
+        {
+            "command": [sys.executable, *sys.argv], "seed": seed, "steps": steps, "max_staleness": staleness,
+            "plan": planned.explain().splitlines(), "on_demand": list(planned.on_demand),
+        },
+    )  # fmt: skip
+    graph.draw(folder.graph_svg, planned)
+    Ledger.create(folder.ledger).close()

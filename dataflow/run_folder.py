@@ -1,0 +1,249 @@
+"""The folder of one run: where each thing stands, written so that a crash leaves it readable."""
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import pyarrow as pa
+
+from dataflow.checkpoints import Checkpoints
+from dataflow.files import RunFolderError, append_line, disk, to_json, write_atomically
+
+Rows: TypeAlias = pa.Table | pa.RecordBatch | Iterable[pa.RecordBatch]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and files of one run (DESIGN section 7); holds no open file, so any worker may have a copy."""
+
+    path: Path
+    """runs/<graph>-<time>/."""
+
+    @classmethod
+    def create(cls, root: str | Path, graph_name: str, *, now: float | None = None) -> "RunFolder":
+        """A new folder <root>/<graph_name>-<YYYYmmdd-HHMMSS>[-n]/, and <root>/latest pointing to it.
+
+        now: seconds since 1970, the clock's when None. Errors: RunFolderError.
+        """
+        root = Path(root)
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+        name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', graph_name).strip('-.') or 'graph'}-{stamp}"
+        with disk("creating the run folder", root / name):
+            root.mkdir(parents=True, exist_ok=True)
+            path = _new_folder(root, name)
+            for below in ("logs", "rollouts", "checkpoints"):
+                (path / below).mkdir()
+        _point(root / "latest", path.name)
+        return cls(path.absolute())
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RunFolder":
+        """The folder of a run that was made before. Errors: RunFolderError when there is none."""
+        found = Path(path)
+        if not found.is_dir():
+            raise RunFolderError(
+                f"no run folder at '{path}': {'that is a file' if found.exists() else 'nothing is there'}; "
+                f"give the folder that the run printed, or runs/latest"
+            )
+        return cls(found.resolve())
+
+    @property
+    def graph_json(self) -> Path:
+        """Nodes and edges of the graph."""
+        return self.path / "graph.json"
+
+    @property
+    def graph_svg(self) -> Path:
+        """Picture of the graph."""
+        return self.path / "graph.svg"
+
+    @property
+    def config(self) -> Path:
+        """Flags, plan and bounds of the run."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """A line per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """What became of every prompt group (dataflow.ledger)."""
+        return self.path / "ledger.db"
+
+    @property
+    def rollouts(self) -> Path:
+        """Arrow files of all that was trained and evaluated."""
+        return self.path / "rollouts"
+
+    @property
+    def logs(self) -> Path:
+        """One log file per worker."""
+        return self.path / "logs"
+
+    @property
+    def trace(self) -> Path:
+        """Chrome trace of the run."""
+        return self.path / "trace.json"
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints of the run, with their commit markers."""
+        return Checkpoints(self.path / "checkpoints")
+
+    def log(self, node: str, rank: int = 0) -> Path:
+        """Log file of one rank of a node."""
+        return self.logs / f"{node}-{rank}.log"
+
+    def step_file(self, step: int, *, node: str | None = None) -> Path:
+        """Arrow file of what step `step` trained; `node` where several trainers keep their own."""
+        return self._rollout_folder(node) / f"step-{step:06d}.arrow"
+
+    def evaluation_file(self, step: int, *, node: str | None = None) -> Path:
+        """Arrow file of what the evaluation at `step` read."""
+        return self._rollout_folder(node) / f"eval-{step:06d}.arrow"
+
+    def latest_checkpoint(self, at_most: int | None = None) -> Path | None:
+        """Folder of the newest checkpoint that is committed and undamaged, None if there is none."""
+        step = self.checkpoints.latest(at_most)
+        return None if step is None else self.checkpoints.folder(step)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Put `value` as strict JSON at `name` in the folder, whole or not at all. Errors: RunFolderError."""
+        content = to_json(value, indent=1).encode() + b"\n"
+        write_atomically(self.path / name, lambda file: _put(file, content))
+
+    def read_json(self, name: str) -> Any:
+        """The JSON value at `name`. Errors: RunFolderError when it is missing or not JSON."""
+        path = self.path / name
+        with disk("reading", path):
+            content = path.read_bytes()
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise RunFolderError(
+                f"'{path}' is not JSON: {error}; take it from a backup, or start a new run"
+            ) from error
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl in one write; NaN becomes null. Errors: RunFolderError."""
+        append_line(self.metrics, to_json(line))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl in order, without those that a crash tore."""
+        return self.scan_metrics()[0]
+
+    def scan_metrics(self) -> tuple[list[dict[str, Any]], int]:
+        """The lines of metrics.jsonl in order, and how many were torn by a crash."""
+        if not self.metrics.exists():
+            return [], 0
+        with disk("reading", self.metrics):
+            content = self.metrics.read_bytes()
+        lines: list[dict[str, Any]] = []
+        torn = 0
+        for text in content.splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = None
+            if isinstance(line, dict):
+                lines.append(line)
+            elif text.strip():
+                torn += 1
+        return lines, torn
+
+    def write_rollouts(self, step: int, rows: Rows, *, node: str | None = None) -> Path:
+        """Write what `step` trained, before it is committed to the ledger. Errors: RunFolderError."""
+        path = self.step_file(step, node=node)
+        write_arrow(path, rows)
+        return path
+
+    def read_rollouts(self, step: int, *, node: str | None = None) -> pa.Table:
+        """What step `step` trained, in order. Errors: RunFolderError when the file is missing or damaged."""
+        return read_arrow(self.step_file(step, node=node))
+
+    def write_evaluation(self, step: int, rows: Rows, *, node: str | None = None) -> Path:
+        """Write what the evaluation at `step` read. Errors: RunFolderError."""
+        path = self.evaluation_file(step, node=node)
+        write_arrow(path, rows)
+        return path
+
+    def read_evaluation(self, step: int, *, node: str | None = None) -> pa.Table:
+        """What the evaluation at `step` read. Errors: RunFolderError when the file is missing or damaged."""
+        return read_arrow(self.evaluation_file(step, node=node))
+
+    def _rollout_folder(self, node: str | None) -> Path:
+        return self.rollouts / node if node else self.rollouts
+
+
+def write_arrow(path: Path, rows: Rows) -> None:
+    """Write rows as an Arrow IPC file at `path`, whole or not at all. Errors: RunFolderError."""
+    table = rows if isinstance(rows, pa.Table) else _table(path, rows)
+    with disk("writing", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda file: _put_table(file, table))
+
+
+def read_arrow(path: Path) -> pa.Table:
+    """The rows of an Arrow IPC file, checked before they are touched. Errors: RunFolderError."""
+    try:
+        with disk("reading", path), pa.memory_map(str(path)) as source:
+            table = pa.ipc.open_file(source).read_all()
+            table.validate(full=True)
+            return table
+    except pa.ArrowException as error:
+        raise RunFolderError(
+            f"'{path}' is not a whole Arrow file: {error}; it was damaged after it was written: "
+            f"take it from a backup, or resume from a checkpoint before it"
+        ) from error
+
+
+def _table(path: Path, rows: pa.RecordBatch | Iterable[pa.RecordBatch]) -> pa.Table:
+    batches = [rows] if isinstance(rows, pa.RecordBatch) else list(rows)
+    try:
+        return pa.Table.from_batches(batches)
+    except (pa.ArrowException, ValueError) as error:
+        raise RunFolderError(
+            f"rows for '{path}' do not make one table: {error}; give at least one batch, all of one schema"
+        ) from error
+
+
+def _put(file: BinaryIO, content: bytes) -> None:
+    file.write(content)
+
+
+def _put_table(file: BinaryIO, table: pa.Table) -> None:
+    with pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def _new_folder(root: Path, name: str) -> Path:
+    attempt = 1
+    while True:
+        path = root / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            attempt += 1
+
+
+def _point(link: Path, target: str) -> None:
+    """Make `link` a symbolic link to `target` in one step."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    with disk("pointing", link):
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        temporary.symlink_to(target)
+        try:
+            temporary.replace(link)
+        except OSError:
+            temporary.unlink()
+            raise

@@ -1,0 +1,167 @@
+"""Reads a scorer's function: which parameters are columns, which are knobs, and what type it returns."""
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataflow.errors import GraphError
+from dataflow.records import arrow_type
+
+_MUTABLE = (list, dict, set, bytearray)
+_NUMBERS = pa.list_(pa.float32())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """What a scorer's function reads, takes and returns."""
+
+    name: str
+    """The function's name."""
+    annotations: Mapping[str, Any]
+    """Its columns, as annotated; Any where they are not."""
+    reads: Mapping[str, Any]
+    """Its columns, with what one row of each must fit."""
+    defaults: Mapping[str, Any]
+    """Its knobs."""
+    output: pa.DataType
+    """Arrow type of what it says of one row."""
+    is_broadcast: bool
+    """Whether one value returned by a per-group function stands for every row of the group."""
+    is_async: bool
+    """Whether it is a coroutine function."""
+
+
+def where_defined(function: Any) -> str:
+    """File and line of a function, as file.py:12."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return getattr(function, "__module__", None) or "no Python source"
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def read_signature(function: Callable[..., Any], *, per_group: bool) -> Signature:
+    """Its signature; GraphError where it cannot be a scorer."""
+    head = _function_head(function)
+    hints = _hints(function, head)
+    columns: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        _check_parameter(parameter, head)
+        if parameter.default is parameter.empty:
+            columns[parameter.name] = hints.get(parameter.name, Any)
+        else:
+            defaults[parameter.name] = parameter.default
+    if not columns:
+        raise GraphError(
+            f"{head} reads no column: its parameters {list(defaults)} all have defaults, which makes them knobs; "
+            f"add a parameter without one, such as 'completion'"
+        )
+    returned = _plain(hints.get("return", Any))
+    output, is_broadcast = _group_output(returned) if per_group else (_row_output(returned), False)
+    if output is None:
+        raise GraphError(
+            f"{head} returns {hints.get('return')!r}, which is no column type; "
+            f"annotate it -> float, int, bool, str, Array or list[float]"
+        )
+    return Signature(
+        name=function.__name__,
+        annotations=columns,
+        reads={name: _row_of(kind) if per_group else kind for name, kind in columns.items()},
+        defaults=defaults,
+        output=output,
+        is_broadcast=is_broadcast,
+        is_async=inspect.iscoroutinefunction(function),
+    )
+
+
+def _function_head(function: Any) -> str:
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        raise GraphError(
+            f"@scorer needs a function, but got {function!r}; write `def name(columns): ...`, "
+            f"and give its knobs where it is applied"
+        )
+    head = f"scorer '{function.__name__}' ({where_defined(function)})"
+    if function.__name__ == "<lambda>":
+        raise GraphError(
+            f"@scorer got a lambda ({where_defined(function)}), whose name cannot be a column; write it with def"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise GraphError(
+            f"{head} is a generator, but a scorer gives one answer per call; return it, do not yield"
+        )
+    return head
+
+
+def _check_parameter(parameter: inspect.Parameter, head: str) -> None:
+    shown = str(parameter).split(":")[0].split("=")[0].strip()
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        raise GraphError(
+            f"{head} has the parameter '{shown}', which names no column; name each column that it reads"
+        )
+    if parameter.kind is parameter.POSITIONAL_ONLY:
+        raise GraphError(f"{head} takes '{shown}' by position only, but columns come by name; drop the '/'")
+    if isinstance(parameter.default, _MUTABLE):
+        raise GraphError(
+            f"{head} has the knob '{shown}' with a {type(parameter.default).__name__} as its default, "
+            f"which calls would share and change; use a tuple or None"
+        )
+
+
+def _hints(function: Callable[..., Any], head: str) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
+    except Exception as error:
+        raise GraphError(
+            f"{head} has an annotation that cannot be read ({type(error).__name__}: {error}); "
+            f"import the name where the module really runs, or leave the annotation out"
+        ) from error
+
+
+def _plain(annotation: Any) -> Any:
+    """The annotation without `| None`."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        inner = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+        return inner[0] if len(inner) == 1 else annotation
+    return annotation
+
+
+def _is_array(annotation: Any) -> bool:
+    return annotation is np.ndarray or typing.get_origin(annotation) is np.ndarray
+
+
+def _items(annotation: Any) -> Any:
+    """X of list[X]; None for anything else."""
+    arguments = typing.get_args(annotation)
+    return _plain(arguments[0]) if typing.get_origin(annotation) is list and arguments else None
+
+
+def _row_of(annotation: Any) -> Any:
+    """What one row must fit, where a group's column is annotated so."""
+    item = _items(_plain(annotation))
+    return annotation if item is None else item
+
+
+def _row_output(annotation: Any) -> pa.DataType | None:
+    if annotation is Any:
+        return pa.float64()
+    if _is_array(annotation) or _items(annotation) is float:
+        return _NUMBERS
+    if isinstance(annotation, type) and issubclass(annotation, np.generic):
+        kinds = ((np.floating, pa.float64()), (np.integer, pa.int64()), (np.bool_, pa.bool_()))
+        return next((kind for base, kind in kinds if issubclass(annotation, base)), None)
+    kind = arrow_type(annotation)
+    return None if kind is None or pa.types.is_binary(kind) else kind
+
+
+def _group_output(annotation: Any) -> tuple[pa.DataType | None, bool]:
+    if annotation is Any or _is_array(annotation):
+        return pa.float64(), False
+    item = _items(annotation)
+    return (_row_output(annotation), True) if item is None else (_row_output(item), False)

@@ -1,0 +1,86 @@
+"""How far behind generation may fall: pure rules of admission and of the sweep at the trainer's door.
+
+Step k trains, under weights of version k - 1, the first `prompts_per_step` groups in issue order that no step
+has consumed and nobody has dropped. A group is started under version v only if
+
+    group_id - dropped < (v + max_staleness + 1) * prompts_per_step
+
+The law: then no group is trained when it is older than `max_staleness`. Let d be the dropped groups below
+group n, so that step k = (n - d) // prompts_per_step + 1 consumes n. The trainer reports groups as dropped
+when it has passed them, so `dropped` <= d for every n that it still waits for; hence
+k - 1 <= (n - dropped) // prompts_per_step < v + max_staleness + 1. Later tokens come from later versions.
+The rule never deadlocks: the group that the trainer waits for satisfies it under the trainer's own version.
+The sweep keeps the bound where this argument does not reach: a resume, or drops reported ahead of their turn.
+
+Pure: values in, values out, no clock. Versions count steps; -1 stands where the policy chose no token.
+"""
+
+import numpy as np
+import pyarrow as pa
+
+from dataflow.records import Array
+
+NO_TOKEN = np.iinfo(np.int64).max
+"""Oldest version of a rollout in which the policy chose no token: younger than any."""
+
+
+def admissible(
+    next_group_id: int,
+    dropped: int,
+    version: int,
+    prompts_per_step: int,
+    max_staleness: int,
+    in_flight_limit: int | None = None,
+) -> int:
+    """How many groups may be started now, from `next_group_id` on.
+
+    dropped: groups that the trainer has passed without training them. version: of the weights that the
+    generator has adopted. in_flight_limit: groups that may be ahead of those that `version` has trained, None
+    for no further bound; below prompts_per_step it would deadlock.
+    """
+    ahead = (max_staleness + 1) * prompts_per_step
+    if in_flight_limit is not None:
+        ahead = min(ahead, in_flight_limit)
+    return max(0, version * prompts_per_step + dropped + ahead - next_group_id)
+
+
+def admit(
+    group_id: int,
+    dropped: int,
+    version: int,
+    prompts_per_step: int,
+    max_staleness: int,
+    in_flight_limit: int | None = None,
+) -> bool:
+    """Whether the group may be started under weights of `version`; arguments as in admissible()."""
+    return admissible(group_id, dropped, version, prompts_per_step, max_staleness, in_flight_limit) > 0
+
+
+def oldest_versions(versions: pa.ListArray | pa.ChunkedArray) -> Array:
+    """Version behind the oldest token of each rollout, int64 [rows]; NO_TOKEN where the policy chose none.
+
+    versions: the column of that name, list<int32> with -1 where the mask is false.
+    """
+    column = versions.combine_chunks() if isinstance(versions, pa.ChunkedArray) else versions
+    offsets = column.offsets.to_numpy()
+    values = column.values.to_numpy()[offsets[0] : offsets[-1]].astype(np.int64)
+    starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
+    oldest = np.full(len(column), NO_TOKEN, np.int64)
+    if len(values):
+        values[values < 0] = NO_TOKEN
+        oldest[lengths > 0] = np.minimum.reduceat(values, starts[lengths > 0])
+    return oldest
+
+
+def age(versions: Array, trainer_version: int) -> int:
+    """Staleness of a rollout by its oldest token, in versions; 0 where the policy chose no token.
+
+    versions: of each token, int [tokens], -1 where the mask is false.
+    """
+    chosen = versions[versions >= 0]
+    return int(trainer_version - chosen.min()) if len(chosen) else 0
+
+
+def sweep(oldest_versions: Array, trainer_version: int, max_staleness: int) -> Array:
+    """Which rollouts are too old to train under `trainer_version`: bool [rows]."""
+    return oldest_versions < trainer_version - max_staleness

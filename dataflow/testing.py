@@ -1,0 +1,195 @@
+"""Fakes of the heavy operators, without torch: for tests of graphs, schedulers and scorers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from dataflow.model import Model
+from dataflow.node import Batch, Context, Generate, Learn, Runtime, Sink, Source
+from dataflow.records import GROUP_ID, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, arrow_type, schema
+
+
+@dataclass(frozen=True, eq=False)
+class FakePrompts(Source):
+    """A source of `count` prompts "0", "1", ...; extra columns hold the prompt's text or number."""
+
+    name: str = field(default="prompts", kw_only=True)
+    columns: Mapping[str, type] = field(default_factory=lambda: {"answer": str})
+    count: int | None = 100
+    """Prompts; None: without end."""
+    epochs: int | None = 1
+    group_size: int | None = None
+
+    def extra_columns(self) -> Columns:
+        """The asked-for columns."""
+        return {name: arrow_type(kind) or pa.string() for name, kind in self.columns.items()}
+
+    def rows(self) -> int | None:
+        """`count`."""
+        return self.count
+
+    def build(self, context: Context) -> Runtime:
+        """Issues its prompts, eight at a time."""
+        return _Issue(self, context)
+
+
+class _Issue(Runtime):
+    def __init__(self, operator: FakePrompts, context: Context) -> None:
+        self._operator, self._context, self._next = operator, context, 0
+
+    def work(self) -> list[Batch] | None:
+        count = self._operator.count
+        ids = np.arange(self._next, self._next + 8 if count is None else min(self._next + 8, count))
+        if not len(ids):
+            return None
+        self._next += len(ids)
+        if self._context.ledger is not None:
+            self._context.ledger.issue(self._operator.name, [(int(i), str(i)) for i in ids])
+        texts = pa.array([str(i) for i in ids])
+        zeros = pa.array(np.zeros(len(ids), np.int32))
+        arrays = [pa.array(ids), texts, texts, zeros, zeros, zeros]
+        for kind in self._operator.extra_columns().values():
+            arrays.append(texts if kind == pa.string() else pa.array(ids).cast(kind))
+        names = [*PROMPT_COLUMNS, *self._operator.extra_columns()]
+        return [Batch(self._operator.name, pa.RecordBatch.from_arrays(arrays, names=names))]
+
+    def status(self) -> dict[str, float | int | str]:
+        count = self._operator.count
+        return {"done": int(count is not None and self._next >= count)}
+
+
+@dataclass(frozen=True, eq=False)
+class FakeGenerator(Generate):
+    """Answers every prompt with its own text, `group_size` times, without a model's work."""
+
+    name: str = field(default="generator", kw_only=True)
+    model: Model | None = None
+    group_size: int = 4
+    in_flight: int | None = None
+
+    @property
+    def rollouts_per_prompt(self) -> int:
+        """`group_size`."""
+        return self.group_size
+
+    def build(self, context: Context) -> Runtime:
+        """Echoes."""
+        return _Echo(self, context)
+
+
+class _Echo(Runtime):
+    def __init__(self, operator: FakeGenerator, context: Context) -> None:
+        self._size, self._context = operator.group_size, context
+        self._queue: list[Batch] = []
+
+    def room(self) -> int:
+        return 64 if len(self._queue) < 4 else 0
+
+    def push(self, batch: Batch) -> None:
+        self._queue.append(batch)
+
+    def pending(self) -> int:
+        return len(self._queue)
+
+    def work(self) -> list[Batch] | None:
+        if not self._queue:
+            return None
+        batch = self._queue.pop(0)
+        size = self._size
+        rows = batch.records.take(pa.array(np.repeat(np.arange(batch.records.num_rows), size)))
+        count = rows.num_rows
+        position = np.tile(np.arange(size, dtype=np.int32), batch.records.num_rows)
+        one = np.arange(count + 1, dtype=np.int32)
+        ragged = {
+            "tokens": np.ones(count, np.int32), "mask": np.ones(count, bool),
+            "logprobs": np.zeros(count, np.float32), "versions": np.zeros(count, np.int32),
+        }  # fmt: skip
+        made: dict[str, pa.Array] = {
+            "rollout_id": pa.array(rows.column(GROUP_ID).to_numpy() * size + position), "position": pa.array(position),
+            "completion": rows.column(PROMPT), "finish_reason": pa.array(["stop"] * count),
+            "error": pa.nulls(count, pa.string()),
+            **{n: pa.ListArray.from_arrays(pa.array(one), pa.array(v)) for n, v in ragged.items()},
+        }  # fmt: skip
+        columns = {**self._context.columns[batch.lane], **ROLLOUT_COLUMNS}
+        arrays = [made[n] if n in made else rows.column(n) for n in columns]
+        batch.ack()
+        return [Batch(batch.lane, pa.RecordBatch.from_arrays(arrays, schema=schema(columns)))]
+
+
+@dataclass(frozen=True, eq=False)
+class FakeTrainer(Learn):
+    """Counts groups in issue order and calls every `prompts_per_step` of them a step."""
+
+    name: str = field(default="trainer", kw_only=True)
+    model: Model | None = None
+    prompts_per_step: int = 8
+    queue_prompts: int | None = None
+    columns: tuple[str, ...] = ()
+    """Columns it claims to read."""
+
+    @property
+    def step_prompts(self) -> int:
+        """`prompts_per_step`."""
+        return self.prompts_per_step
+
+    def reads(self) -> Mapping[str, Any]:
+        """`columns`, of any type."""
+        return dict.fromkeys(self.columns, Any)
+
+    def build(self, context: Context) -> Runtime:
+        """Counts."""
+        return _Count(self, context)
+
+
+class _Count(Runtime):
+    def __init__(self, operator: FakeTrainer, context: Context) -> None:
+        self._operator, self._context = operator, context
+        self._groups: dict[int, pa.RecordBatch] = {}
+        self._cursor = self._step = 0
+        self._lane = ""
+        self._done = False
+
+    def room(self) -> int:
+        return 1 << 20
+
+    def push(self, batch: Batch) -> None:
+        self._lane = batch.lane
+        ids = batch.records.column(GROUP_ID).to_numpy()
+        for group in np.unique(ids):
+            self._groups[int(group)] = batch.records.filter(pa.array(ids == group))
+        batch.ack()
+
+    def work(self) -> list[Batch] | None:
+        wanted = range(self._cursor, self._cursor + self._operator.prompts_per_step)
+        if self._done or not all(group in self._groups for group in wanted):
+            return None
+        self._cursor, self._step = wanted.stop, self._step + 1
+        rows = [self._groups.pop(group) for group in wanted]
+        context = self._context
+        if context.folder is not None and context.ledger is not None:
+            context.folder.write_rollouts(self._step, rows)
+            context.ledger.commit_step(
+                node=context.node, step=self._step, version=self._step, source=self._lane, trained=list(wanted),
+                dropped={}, metrics={}, checkpoint=None,
+            )  # fmt: skip
+            context.folder.append_metrics({"step": self._step, "version": self._step, "dropped": {}})
+        self._done = self._step == context.steps
+        return []
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        self._done = self._done or bool(message.get("drain") or message.get("end"))
+
+    def status(self) -> dict[str, float | int | str]:
+        return {"step": self._step, "done": int(self._done), "dropped": 0}
+
+
+@dataclass(frozen=True, eq=False)
+class FakeEvaluate(Sink):
+    """A sink that says it evaluates every so many steps."""
+
+    name: str = field(default="eval", kw_only=True)
+    light: ClassVar[bool] = True
+    every_steps: int = 10

@@ -1,0 +1,139 @@
+"""What a run folder says of itself, read row by row: the evidence that verify judges."""
+
+import collections
+import sqlite3
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dataflow.files import RunFolderError
+from dataflow.ledger_schema import check_schema, connect, snapshot
+from dataflow.run_folder import RunFolder
+
+
+class Findings:
+    """Facts that break a law, and notes on what a crash may leave behind; each in the order found."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.notes: list[str] = []
+
+    def fault(self, fact: str) -> None:
+        """Record a broken law."""
+        self.faults.append(fact)
+
+    def note(self, fact: str) -> None:
+        """Record something worth knowing that breaks no law."""
+        self.notes.append(fact)
+
+
+@dataclass
+class Sink:
+    """The rows of one trainer or evaluation on the surviving line."""
+
+    sources: set[str] = field(default_factory=set)
+    """Sources whose groups it consumes."""
+    steps: list[int] = field(default_factory=list)
+    """Committed steps, ascending."""
+    rows: list[tuple[str, int, str, int | None, str | None]] = field(default_factory=list)
+    """Outcomes as (source, group_id, outcome, step, reason)."""
+    returns: list[tuple[int, int]] = field(default_factory=list)
+    """Returns to a checkpoint as (from_step, to_step)."""
+
+    def at(self, outcome: str) -> dict[int, set[tuple[str, int]]]:
+        """Groups (source, group_id) with this outcome, by step."""
+        found: dict[int, set[tuple[str, int]]] = collections.defaultdict(set)
+        for source, group, was, step, _ in self.rows:
+            if was == outcome and step is not None:
+                found[step].add((source, group))
+        return found
+
+
+@dataclass
+class Facts:
+    """All that the laws are judged on, apart from the rollouts themselves."""
+
+    folder: RunFolder
+    """The folder under judgement."""
+    groups: dict[str, list[int]]
+    """Groups issued by each source, ascending."""
+    sinks: dict[str, Sink]
+    """What each trainer and evaluation did."""
+    metrics: list[dict[str, Any]]
+    """Lines of metrics.jsonl."""
+    max_staleness: Mapping[str, int]
+    """Bound of each trainer, in versions, from config.json."""
+
+    def trainers(self) -> Iterator[tuple[str, Sink]]:
+        """The sinks that train, by name."""
+        for node, sink in sorted(self.sinks.items()):
+            if sink.steps or node in self.max_staleness or any(row[2] == "trained" for row in sink.rows):
+                yield node, sink
+
+    def evaluations(self) -> Iterator[tuple[str, Sink]]:
+        """The sinks that do not train, by name."""
+        trainers = dict(self.trainers())
+        yield from ((node, sink) for node, sink in sorted(self.sinks.items()) if node not in trainers)
+
+
+def read_facts(folder: RunFolder, findings: Findings) -> Facts:
+    """Read ledger, metrics and config of a run. Errors: LedgerError when the ledger cannot be read."""
+    groups, sinks = _read_ledger(folder.ledger, findings)
+    metrics, torn = _read_metrics(folder, findings)
+    if torn:
+        findings.note(f"{torn} torn line{'s' if torn > 1 else ''} in metrics.jsonl: a crash during the write")
+    bounds = _read_bounds(folder, findings)
+    for node in bounds:
+        sinks.setdefault(node, Sink())
+    return Facts(folder=folder, groups=groups, sinks=sinks, metrics=metrics, max_staleness=bounds)
+
+
+def _read_ledger(path: Path, findings: Findings) -> tuple[dict[str, list[int]], dict[str, Sink]]:
+    db = connect(path, mode="ro")
+    try:
+        check_schema(db, path)
+        with snapshot(db, path, "be read"):
+            return _read_rows(db, findings)
+    finally:
+        db.close()
+
+
+def _read_rows(db: sqlite3.Connection, findings: Findings) -> tuple[dict[str, list[int]], dict[str, Sink]]:
+    for (said,) in db.execute("PRAGMA quick_check(3)"):
+        if said != "ok":
+            findings.fault(f"ledger.db is damaged: {said}")
+    groups: dict[str, list[int]] = collections.defaultdict(list)
+    for source, group in db.execute("SELECT source, group_id FROM groups ORDER BY source, group_id"):
+        groups[source].append(group)
+    sinks: dict[str, Sink] = collections.defaultdict(Sink)
+    for node, source in db.execute("SELECT node, source FROM consumers"):
+        sinks[node].sources.add(source)
+    for node, *row in db.execute("SELECT node, source, group_id, outcome, step, reason FROM outcomes"):
+        sinks[node].rows.append(tuple(row))
+        sinks[node].sources.add(row[0])
+    for node, step in db.execute("SELECT node, step FROM steps ORDER BY node, step"):
+        sinks[node].steps.append(step)
+    for node, from_step, to_step in db.execute("SELECT node, from_step, to_step FROM lines ORDER BY line"):
+        sinks[node].returns.append((from_step, to_step))
+    return dict(groups), dict(sinks)
+
+
+def _read_metrics(folder: RunFolder, findings: Findings) -> tuple[list[dict[str, Any]], int]:
+    try:
+        return folder.scan_metrics()
+    except RunFolderError as error:
+        findings.fault(str(error))
+        return [], 0
+
+
+def _read_bounds(folder: RunFolder, findings: Findings) -> dict[str, int]:
+    if not folder.config.exists():
+        findings.note("no config.json: the bound on staleness is not known")
+        return {}
+    try:
+        found = folder.read_json("config.json").get("max_staleness", {})
+        return {str(node): int(bound) for node, bound in found.items()}
+    except (RunFolderError, AttributeError, TypeError, ValueError) as error:
+        findings.fault(f"config.json does not hold max_staleness as {{trainer: number}}: {error}")
+        return {}

@@ -1,0 +1,199 @@
+"""One worker process: hosts the operators that the plan puts together, and turns their loops until told to stop."""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import structlog
+import zmq
+
+from dataflow.graph import Graph
+from dataflow.host import Host, Settings
+from dataflow.link import Link
+from dataflow.log import log_to
+from dataflow.plan import Plan
+from dataflow.ports import Ports
+
+_NAP_MS = 100
+_BLOCKED_NAP_MS = 5
+
+
+def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
+    """Run one worker; the exit status."""
+    settings = Settings(**plain)
+    name = f"{settings.worker}-{settings.replica}"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    log_to(Path(settings.folder) / "logs" / f"{name}.log")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    link = Link(settings.control, name, orphaned=_orphaned)
+    worker = Worker(graph, plan, settings, link)
+    link.start(worker.snapshot)
+    try:
+        worker.run()
+    except BaseException as error:
+        traceback.print_exc()
+        link.send("failed", name=name, error=type(error).__name__, message=str(error), traceback=traceback.format_exc())
+        link.close()
+        return 1
+    link.send("bye", name=name)
+    link.close()
+    return 0
+
+
+class Worker:
+    """The loop of one process.
+
+    consumes: words from the scheduler; deliveries; weights
+    produces: batches; a snapshot of itself for the beat
+    waits for: any of its sockets, when no operator can go on
+    unblocked by: a word, a delivery, a grant, a weight message, or the nap's end
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, settings: Settings, link: Link) -> None:
+        self._settings, self._link = settings, link
+        self._nodes = plan.workers[settings.worker]
+        self._ports = Ports(graph, plan, self._nodes, settings)
+        self._host = Host(
+            graph, plan, self._nodes, settings,
+            writer_of=self._ports.writer_of, reader_of=self._ports.reader_of,
+            device=lambda node: plan.placements[node].device(settings.replica),
+        )  # fmt: skip
+        self._process = psutil.Process()
+        self._threads = max(plan.placements[node].threads for node in self._nodes)
+        self._running = True
+        self._name = f"{settings.worker}-{settings.replica}"
+        self._report: dict[str, Any] = {}
+        self._depths: dict[str, tuple[int, int]] = {}
+        self._refreshed = 0.0
+        self._state = "starting"
+
+    def run(self) -> None:
+        """Start up, work, wind down."""
+        _set_threads(self._threads)
+        name = self._name
+        log = structlog.get_logger(worker=name)
+        self._link.send("hello", name=name, pid=os.getpid(), addresses=self._ports.open_inlets(self._host))
+        self._host.build()
+        addresses = self._wait_for("wire", deadline_s=300.0)["addresses"]
+        outlets = self._ports.open_outlets(self._host, addresses)
+        self._host.wire(self._ports.inlets, outlets)
+        self._refresh(force=True)
+        self._link.send("ready", name=name)
+        self._wait_for("start", deadline_s=300.0)
+        log.info("started", nodes=self._nodes, threads=self._threads, pid=os.getpid())
+        self._state = "running"
+        poller = self._poller()
+        while self._running:
+            self._hear()
+            self._ports.poll()
+            if not self._host.turn():
+                self._rest(poller)
+            self._refresh()
+        self._state = "stopping"
+        self._host.close()
+        self._ports.close()
+        log.info("stopped")
+
+    def snapshot(self) -> dict[str, Any]:
+        """For the beat; called from the link's thread, reads only."""
+        return {
+            "name": self._name, "state": self._state, "nodes": self._report, "edges": self._depths,
+            "rss_bytes": self._process.memory_info().rss,
+        }  # fmt: skip
+
+    def _refresh(self, force: bool = False) -> None:
+        """Renew what the beat carries, a few times a second."""
+        now = time.monotonic()
+        if force or now - self._refreshed > 0.1:
+            self._refreshed = now
+            self._report, self._depths = self._host.report(), self._ports.depths()
+
+    def _hear(self) -> None:
+        for word in self._link.words():
+            if word["kind"] == "tell":
+                self._host.tell(word["node"], word["message"])
+            elif word["kind"] == "stop":
+                self._running = False
+
+    def _wait_for(self, kind: str, deadline_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            self._link.socket.poll(100)
+            for word in self._link.words():
+                if word["kind"] == "stop":
+                    raise SystemExit(0)
+                if word["kind"] == kind:
+                    return word
+        from dataflow.errors import DeadlineError
+
+        raise DeadlineError(
+            f"worker '{self._settings.worker}' waited {deadline_s:.0f} s for the scheduler's word '{kind}' and did "
+            f"not get it; another worker may not have started: see the other logs of this run"
+        )
+
+    def _poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._link.socket, zmq.POLLIN)
+        for socket in self._ports.sockets():
+            poller.register(socket, zmq.POLLIN)
+        return poller
+
+    def _rest(self, poller: zmq.Poller) -> None:
+        """Sleep until something arrives; short where an operator owes rows or waits for credit."""
+        extra = [item for runtime in self._host.runtimes.values() for item in runtime.waits()]
+        for item in extra:
+            poller.register(item, zmq.POLLIN)
+        owing = any(loop.blocked or loop.runtime.pending() for loop in self._host.loops.values())
+        began = time.monotonic()
+        poller.poll(_BLOCKED_NAP_MS if owing and not extra else _NAP_MS)
+        slept = time.monotonic() - began
+        for item in extra:
+            poller.unregister(item)
+        for loop in self._host.loops.values():
+            loop.waited(slept)
+
+
+def preload() -> None:
+    """What the forkserver imports once, so that heavy workers start in milliseconds."""
+    import torch
+    import transformers  # noqa: F401
+
+    torch.set_num_threads(1)
+    with contextlib.suppress(ImportError):
+        import transformers.models.auto.modeling_auto  # noqa: F401
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Environment for workers that share cores: thread pools of a fixed size that do not spin while they wait."""
+    return {
+        "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }  # fmt: skip
+
+
+def _set_threads(threads: int) -> None:
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+    import pyarrow as pa
+
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+
+
+def _orphaned() -> None:
+    logging.getLogger(__name__).error("no word from the scheduler; ending")
+    for thread in threading.enumerate():
+        print(thread, file=sys.stderr)
+    os._exit(3)

@@ -1,0 +1,51 @@
+"""The sorting task: put 3 to 10 different letters in order, `gbda=` to `abdg`."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ALPHABET = LETTERS + "="
+"""Every character of the task, each once."""
+
+SHORTEST, LONGEST = 3, 10
+"""Length of a prompt without its `=`, in letters."""
+
+MAX_TOKENS = LONGEST + 2
+"""Room for the longest answer, its end token and one token too many."""
+
+HELD_OUT_SHARE = 8
+"""One answer in so many is held out of training."""
+
+
+def is_held_out(answer: str) -> bool:
+    """Whether an answer belongs to evaluation: a fixed eighth of all answers, whatever the seed.
+
+    The answer decides, so no held-out answer is ever trained on, not even from the same letters in another order.
+    """
+    return zlib.crc32(answer.encode()) % HELD_OUT_SHARE == 0
+
+
+def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, str]]:
+    """Yield `count` rows {"prompt", "answer"}, of training or of held-out prompts, drawn from the seed.
+
+    Lengths are uniform from 3 to 10; the letters of a prompt are different from each other.
+    """
+    draw = random.Random(f"sorting-{seed}-{held_out}")
+    made = 0
+    while made < count:
+        length = draw.randint(SHORTEST, LONGEST)
+        while True:
+            letters = draw.sample(LETTERS, length)
+            answer = "".join(sorted(letters))
+            if is_held_out(answer) == held_out:
+                break
+        yield {"prompt": "".join(letters) + "=", "answer": answer}
+        made += 1
+
+
+def reward(completion: str, answer: str) -> float:
+    """1 if the completion is the letters in order and nothing else, else 0."""
+    return float(completion.strip() == answer)

@@ -1,0 +1,1 @@
+"""Operators that know reinforcement learning: declarations here, torch only where a worker builds them."""

@@ -1,0 +1,77 @@
+"""Which waiting groups start now: pure policy over lanes, versions and free slots; knows no tensors and no tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dataflow.node import Bound
+from dataflow.staleness import admit
+
+
+class Waiting(Protocol):
+    """What admission needs to know of a group."""
+
+    @property
+    def group_id(self) -> int:
+        """Issue number within its lane."""
+
+    @property
+    def min_version(self) -> int:
+        """Not started under older weights."""
+
+    @property
+    def unstarted(self) -> int:
+        """Rollouts that have no slot yet."""
+
+
+@dataclass
+class Admission:
+    """Queues of waiting groups by lane, and the rule by which they leave; lanes without a bound go first."""
+
+    bounds: Mapping[str, Bound]
+    """Lanes that must not run ahead of their trainer."""
+    in_flight: int | None = None
+    """Most groups between admission and training; None: as many as the bound allows."""
+    lanes: dict[str, deque[Waiting]] = field(default_factory=dict)
+
+    def add(self, lane: str, group: Waiting) -> None:
+        """Put a group at the end of its lane's queue."""
+        self.lanes.setdefault(lane, deque()).append(group)
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self.lanes.values())
+
+    def may_start(self, lane: str, group: Waiting, version: int, dropped: int) -> bool:
+        """Whether the group may start under weights of this version."""
+        if group.min_version > version:
+            return False
+        bound = self.bounds.get(lane)
+        if bound is None:
+            return True
+        if bound.steps is not None and group.group_id - dropped >= bound.steps * bound.prompts_per_step:
+            return False
+        return admit(
+            group.group_id, dropped, version, bound.prompts_per_step, bound.max_staleness, self.in_flight
+        )
+
+    def start(self, *, free: int, slots: int, version: int, dropped: int) -> Iterator[tuple[str, Waiting, int]]:
+        """Lane, group and how many of its rollouts start now; a group leaves its queue once all have started.
+
+        A group waits until all its rollouts fit, unless it is larger than a quarter of the slots: then it
+        starts in parts.
+        """
+        for lane in sorted(self.lanes, key=lambda lane: lane in self.bounds):
+            queue = self.lanes[lane]
+            while queue and free and self.may_start(lane, queue[0], version, dropped):
+                group = queue[0]
+                wanted = group.unstarted
+                if wanted > free and wanted * 4 <= slots:
+                    return
+                count = min(wanted, free)
+                if count == wanted:
+                    queue.popleft()
+                free -= count
+                yield lane, group, count

@@ -1,0 +1,161 @@
+"""A prompt group on its way through the engine, and the rollout columns made of finished ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataflow.node import Batch
+from dataflow.records import (
+    COMPLETION,
+    ERROR,
+    FINISH_REASON,
+    GROUP_SIZE,
+    LOGPROBS,
+    MASK,
+    POSITION,
+    ROLLOUT_COLUMNS,
+    ROLLOUT_ID,
+    TOKENS,
+    VERSIONS,
+    Array,
+    append_column,
+)
+from operators.engine.decode import BROKEN, STOPPED, Finished
+
+REASONS = ("stop", "length", "error")
+"""Finish reasons by the engine's codes."""
+
+NOT_FINITE = "the model's logits are not finite; found NaN or infinity after {} tokens; look at the weights and the loss"
+
+
+@dataclass(slots=True)
+class Row:
+    """One rollout that ended."""
+
+    tokens: Array
+    """Prompt and completion, int32 [tokens]."""
+    logprobs: Array
+    versions: Array
+    start: int
+    """Tokens of the prompt."""
+    reason: int
+    text: str | None = None
+    """The completion, where it is not simply its tokens."""
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A batch of prompts, and how many of its groups are not finished."""
+
+    batch: Batch
+    left: int
+
+
+@dataclass(slots=True)
+class Group:
+    """A prompt and its rollouts."""
+
+    lane: str
+    group_id: int
+    size: int
+    """Rollouts."""
+    min_version: int
+    arrival: Arrival
+    row: int
+    """Which row of the arrival it is."""
+    prompt: Array
+    """Tokens, int64."""
+    unstarted: int
+    """Rollouts that have no slot yet."""
+    left: int
+    """Rollouts that have not ended."""
+    rows: list[Row | None] = field(default_factory=list)
+
+    def fail(self, error: str) -> None:
+        """End all its rollouts with this error, before any token."""
+        none = np.zeros(0, np.int32)
+        self.rows = [Row(none, none.astype(np.float32), none, 0, BROKEN, "", error)] * self.size
+        self.unstarted = self.left = 0
+
+
+def keep(finished: Finished, tickets: dict[int, tuple[Group, int]]) -> list[Group]:
+    """Give each finished row to its group; the groups that are complete by it."""
+    complete = []
+    columns = zip(
+        finished.tickets.tolist(), finished.starts.tolist(), finished.lengths.tolist(), finished.reasons.tolist(),
+        strict=True,
+    )
+    for i, (ticket, start, length, reason) in enumerate(columns):
+        group, position = tickets.pop(ticket)
+        group.rows[position] = Row(
+            finished.tokens[i, :length], finished.logprobs[i, :length], finished.versions[i, :length], start, reason,
+            finished.texts.get(ticket) if finished.texts else None,
+            NOT_FINITE.format(length - start) if reason == BROKEN else None,
+        )
+        group.left -= 1
+        if not group.left:
+            complete.append(group)
+    return complete
+
+
+def rollouts(groups: Sequence[Group], tokenizer: Any, ends: frozenset[int]) -> pa.RecordBatch:
+    """The prompts' rows of complete groups of one lane, once for each rollout, with the rollout columns.
+
+    ends: ids of end tokens, which are left out of the completion's text.
+    """
+    rows = [row for group in groups for row in group.rows if row is not None]
+    sizes = np.array([group.size for group in groups])
+    position = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
+    group_ids = np.array([group.group_id for group in groups], dtype=np.int64)
+    lengths = np.array([len(row.tokens) for row in rows])
+    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    starts = np.array([row.start for row in rows])
+    place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    made = {
+        ROLLOUT_ID: pa.array(np.repeat(group_ids * sizes, sizes) + position),
+        POSITION: pa.array(position),
+        COMPLETION: pa.array(_texts(rows, tokenizer, ends), pa.string()),
+        TOKENS: _ragged(offsets, [row.tokens for row in rows]),
+        MASK: pa.ListArray.from_arrays(offsets, pa.array(place >= np.repeat(starts, lengths))),
+        LOGPROBS: _ragged(offsets, [row.logprobs for row in rows]),
+        VERSIONS: _ragged(offsets, [row.versions for row in rows]),
+        FINISH_REASON: pa.array([REASONS[row.reason] for row in rows], pa.string()),
+        ERROR: pa.array([row.error for row in rows], pa.string()),
+    }
+    batch = _prompt_rows(groups, sizes)
+    for name in ROLLOUT_COLUMNS:
+        batch = append_column(batch, name, made[name])
+    return batch
+
+
+def _prompt_rows(groups: Sequence[Group], sizes: Array) -> pa.RecordBatch:
+    """The rows that the groups came from, each as often as it has rollouts, with the size that they got."""
+    slices = [group.arrival.batch.records.slice(group.row, 1) for group in groups]
+    table = pa.Table.from_batches(slices).combine_chunks()
+    batch = table.to_batches()[0].take(pa.array(np.repeat(np.arange(len(groups)), sizes)))
+    at = batch.schema.get_field_index(GROUP_SIZE)
+    return batch.set_column(at, batch.schema.field(at), pa.array(np.repeat(sizes, sizes).astype(np.int32)))
+
+
+def _ragged(offsets: Array, rows: list[Array]) -> pa.ListArray:
+    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(rows)))
+
+
+def _texts(rows: Sequence[Row], tokenizer: Any, ends: frozenset[int]) -> list[str]:
+    """What each rollout wrote, without its end token or stop string."""
+    unsaid = [i for i, row in enumerate(rows) if row.text is None]
+    wanted = []
+    for i in unsaid:
+        ids = rows[i].tokens[rows[i].start :].tolist()
+        wanted.append(ids[:-1] if rows[i].reason == STOPPED and ids[-1] in ends else ids)
+    texts = [row.text or "" for row in rows]
+    for i, text in zip(unsaid, tokenizer.batch_decode(wanted, skip_special_tokens=True), strict=True):
+        texts[i] = text
+    return texts

@@ -1,0 +1,76 @@
+"""Keys and values of the sequences being decoded: one slot per sequence, in tensors of fixed place.
+
+Axes: S slots, H key/value heads, T tokens, D width of a head. Active sequences lie in slots 0 .. n-1, so that
+attention reads them as plain views.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from operators.models import ModelError
+
+
+class KVCache:
+    """Slots for the keys and values of every layer; layers appear when they are first written."""
+
+    def __init__(self, slots: int, tokens: int, most_tokens: int) -> None:
+        """Make room for `tokens` positions in each of `slots` slots; `grow` goes up to `most_tokens`."""
+        self.slots = slots
+        self.tokens = tokens
+        self.most_tokens = most_tokens
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [S, H, T, D] and values [S, H, T, D] of a layer, shaped after its new key and value [1, H, N, D]."""
+        found = self._layers.get(index)
+        if found is None:
+            found = (self._empty(key), self._empty(value))
+            self._layers[index] = found
+        return found
+
+    def grow(self, tokens: int) -> None:
+        """Make room for at least `tokens` positions per slot; what is there stays."""
+        if tokens <= self.tokens:
+            return
+        self.tokens = min(self.most_tokens, max(tokens, 2 * self.tokens))
+        for index, (keys, values) in self._layers.items():
+            self._layers[index] = (self._grown(keys), self._grown(values))
+
+    def move(self, target: torch.Tensor, origin: torch.Tensor, longest: int) -> None:
+        """Copy the first `longest` positions of the slots `origin` [k] into the slots `target` [k]."""
+        for keys, values in self._layers.values():
+            keys[target, :, :longest] = keys[origin, :, :longest]
+            values[target, :, :longest] = values[origin, :, :longest]
+
+    def clear(self, slots: torch.Tensor) -> None:
+        """Zero some slots: a masked position weighs nothing only as long as it holds a finite number."""
+        for keys, values in self._layers.values():
+            keys[slots] = 0
+            values[slots] = 0
+
+    @property
+    def layers(self) -> int:
+        """Number of layers seen so far."""
+        return len(self._layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        shape = (self.slots, like.shape[1], self.tokens, like.shape[3])
+        try:
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        except RuntimeError as error:
+            raise ModelError(
+                f"the KV-cache does not fit: {self.slots} slots of {self.tokens} tokens need "
+                f"{shape[0] * shape[1] * shape[2] * shape[3] * like.element_size() * 2} bytes in every layer ({error}); "
+                f"lower slots, max_tokens or context_tokens of the generator"
+            ) from error
+
+    def _grown(self, old: torch.Tensor) -> torch.Tensor:
+        new = self._empty(old)
+        new[:, :, : old.shape[2]] = old
+        return new

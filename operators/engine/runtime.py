@@ -1,0 +1,230 @@
+"""The generator at work: prompts in, segments of decode steps, finished groups out, weights taken in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+
+from dataflow.node import Batch, Context, Runtime
+from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
+from operators.engine import groups
+from operators.engine.admission import Admission
+from operators.engine.decode import Engine, Start
+from operators.engine.groups import Arrival, Group
+from operators.engine.proof import adapt
+from operators.engine.prompts import encode
+from operators.engine.sampler import Sampling
+from operators.engine.stops import StopStrings, end_tokens
+from operators.models import load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from operators.generator import Generator
+
+LINGER_STEPS = 4
+"""Decode steps after the first group of a slice is complete before it is sent on: others often follow."""
+
+PREFILL_TOKENS = 4096
+"""Most prompt tokens that start in one decode step (one prompt may have more)."""
+
+
+class GeneratorRuntime(Runtime):
+    """Decodes rollouts of waiting prompts, newest weights first.
+
+    consumes: prompts by `push`; weights and notes from the weight plane, between two decode steps
+    produces: complete groups, returned from `work`
+    waits for: nothing; `work` gives None while no group may start and no rollout is under way
+    unblocked by: prompts, a newer version, a note of dropped groups
+    """
+
+    def __init__(self, declaration: Generator, context: Context) -> None:
+        """Load the model and its tokenizer onto the device of `context`, and attach the weights to its plane."""
+        if context.device == "cpu":
+            torch.set_num_threads(context.threads)
+        self._declaration, self._context = declaration, context
+        self.model = load_model(declaration.model, device=context.device).requires_grad_(False)
+        self.tokenizer = load_tokenizer(declaration.model)
+        adapt(self.model, declaration.model.name)
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
+        self._context_tokens = declaration.context_tokens or most or 4096
+        stops = StopStrings(self.tokenizer, declaration.stop) if declaration.stop else None
+        vocabulary = int(self.model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
+        self._ends = frozenset(end_tokens(self.model, self.tokenizer))
+        self.engine = Engine(
+            self.model,
+            slots=declaration.slots,
+            context_tokens=self._context_tokens,
+            sampling=Sampling(
+                temperature=declaration.temperature, top_k=declaration.top_k, top_p=declaration.top_p
+            ),
+            end_tokens=sorted(self._ends),
+            may_stop=stops.may_stop(vocabulary) if stops else None,
+            find_stop=stops.find if stops else None,
+        )
+        self._admission = Admission(context.bounds, declaration.in_flight)
+        self._reader = context.reader(dict(self.model.named_parameters())) if context.reader else None
+        self._told_dropped = 0
+        self._tickets: dict[int, tuple[Group, int]] = {}
+        self._next_ticket = 0
+        self._complete: list[Group] = []
+        self._started: dict[str, list[int]] = {}
+        self._owed = 0
+        self._seen = (context.clock(), 0, 0)
+
+    def room(self) -> int:
+        """Prompts it would take now; above 0 while any lane that may arrive has no prompt waiting."""
+        lanes = {*self._context.columns, *self._admission.lanes}
+        fewest = min((len(self._admission.lanes.get(lane, ())) for lane in lanes), default=0)
+        return max(0, max(64, self._declaration.slots) - fewest)
+
+    def push(self, batch: Batch) -> None:
+        """Tokenize the prompts and put them in their lane's queue; what cannot be served is complete at once."""
+        records = batch.records
+        arrival = Arrival(batch, records.num_rows)
+        if not records.num_rows:
+            batch.ack()
+            return
+        texts = records.column(PROMPT).to_pylist()
+        encoded = encode(
+            self.tokenizer, texts, chat=self._declaration.chat, context_tokens=self._context_tokens
+        )
+        numbers = (records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION))
+        for row, (prompt, group_id, asked, min_version) in enumerate(zip(encoded, *numbers, strict=True)):
+            size = asked or self._declaration.group_size
+            tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
+            group = Group(
+                lane=batch.lane, group_id=group_id, size=size, min_version=min_version, arrival=arrival, row=row,
+                prompt=tokens, unstarted=size, left=size, rows=[None] * size,
+            )
+            self._owed += size
+            if isinstance(prompt, str):
+                group.fail(prompt)
+                self._complete.append(group)
+            else:
+                self._admission.add(batch.lane, group)
+
+    def work(self) -> list[Batch] | None:
+        """Decode up to `segment_tokens` steps; the groups that were completed, or None when nothing can be done."""
+        since = 0
+        worked = bool(self._complete)
+        enough = max(1, self._declaration.slots // (4 * self._declaration.group_size))
+        for _ in range(self._declaration.segment_tokens):
+            self._listen()
+            starts = self._starts()
+            if not starts and not self.engine.live:
+                break
+            worked = True
+            finished = self.engine.step(starts)
+            if finished is not None:
+                self._complete += groups.keep(finished, self._tickets)
+            since += bool(self._complete)
+            if since > LINGER_STEPS or len(self._complete) >= enough:
+                break
+        return self._out() if worked else None
+
+    def pending(self) -> int:
+        """Rollouts that it still owes."""
+        return self._owed
+
+    def waits(self) -> Sequence[Any]:
+        """The weight plane's socket, where it has one."""
+        socket = getattr(self._reader, "socket", None)
+        return () if socket is None else (socket,)
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Hears {"dropped": groups that the trainer gave up}."""
+        self._told_dropped = max(self._told_dropped, int(message.get("dropped", 0)))
+
+    def status(self) -> dict[str, float | int | str]:
+        """version, active rollouts, waiting prompts, tokens/s and share of slots in use since the last call."""
+        now, drawn, steps = self._context.clock(), self.engine.drawn, self.engine.steps
+        then, drawn_then, steps_then = self._seen
+        self._seen = (now, drawn, steps)
+        slot_steps = (steps - steps_then) * self._declaration.slots
+        return {
+            "version": self.engine.version,
+            "active": self.engine.live,
+            "waiting": len(self._admission),
+            "tokens": drawn,
+            "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
+            "slot_share": (drawn - drawn_then) / slot_steps if slot_steps else 0.0,
+        }
+
+    def close(self) -> None:
+        """Let go of the weight plane."""
+        closer = getattr(self._reader, "close", None)
+        if closer is not None:
+            closer()
+
+    def _listen(self) -> None:
+        """A safe point: take the newest weights that are offered; the KV-cache stays as it is."""
+        if self._reader is None:
+            return
+        if self._reader.poll() is not None:
+            self._reader.adopt()
+        self.engine.version = self._reader.version
+
+    def _starts(self) -> list[Start]:
+        """Groups that start in the next step."""
+        if self._reader is not None and self.engine.version < 0:
+            return []
+        starts: list[Start] = []
+        tokens = 0
+        note = self._reader.note if self._reader is not None else {}
+        dropped = max(self._told_dropped, int(note.get("dropped", 0)))
+        chosen = self._admission.start(
+            free=self.engine.free, slots=self._declaration.slots, version=self.engine.version, dropped=dropped
+        )
+        for _, group, count in chosen:
+            starts.append(self._start(group, count))
+            tokens += len(group.prompt)
+            if tokens >= PREFILL_TOKENS:
+                break
+        return starts
+
+    def _start(self, group: Any, count: int) -> Start:
+        """Begin `count` more rollouts of a group."""
+        first = group.size - group.unstarted
+        if first == 0:
+            self._started.setdefault(group.lane, []).append(group.group_id)
+        group.unstarted -= count
+        tickets = range(self._next_ticket, self._next_ticket + count)
+        self._next_ticket += count
+        positions = range(first, first + count)
+        for ticket, position in zip(tickets, positions, strict=True):
+            self._tickets[ticket] = (group, position)
+        key = f"{self._context.seed}/{group.lane}/{group.group_id}"
+        return Start(
+            prompt=group.prompt,
+            limit=min(self._context_tokens, len(group.prompt) + self._declaration.max_tokens),
+            tickets=tickets,
+            seeds=[_seed(key, position) for position in positions],
+        )
+
+    def _out(self) -> list[Batch]:
+        """One batch for each lane that has complete groups; acknowledges arrivals that are done with."""
+        if self._context.ledger is not None:
+            for lane, ids in self._started.items():
+                self._context.ledger.advance(lane, ids, "generating")
+        self._started = {}
+        by_lane: dict[str, list[Group]] = {}
+        for group in self._complete:
+            by_lane.setdefault(group.lane, []).append(group)
+        self._complete = []
+        batches = []
+        for lane, complete in by_lane.items():
+            batches.append(Batch(lane, groups.rollouts(complete, self.tokenizer, self._ends)))
+            for group in complete:
+                self._owed -= group.size
+                group.arrival.left -= 1
+                if not group.arrival.left:
+                    group.arrival.batch.ack()
+        return batches
+
+
+def _seed(key: str, position: int) -> int:
+    """A rollout's seed: the same whatever else is generated, and wherever. int64."""
+    return xxhash.xxh3_64_intdigest(f"{key}/{position}") - (1 << 63)

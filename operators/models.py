@@ -1,0 +1,156 @@
+"""Loads what a `dataflow.Model` names: the torch module and the tokenizer, from a Hugging Face folder or id."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dataflow.errors import RunError
+from dataflow.model import Model
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+
+
+class ModelError(RunError):
+    """A model or tokenizer that could not be loaded: folder, shard, weights, or code that may not run."""
+
+
+def load_model(
+    model: Model,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    attention: str | None = None,
+) -> torch.nn.Module:
+    """The torch module of `model`, in eval mode, with every weight taken from safetensors files.
+
+    A model with head "lm" gives next-token logits; "value" a number per token and "score" a number per
+    sequence (their last layer is freshly initialised where the folder has none).
+
+    Args:
+        device: where the weights go, "cpu" or "cuda:N".
+        dtype: type of the weights; `model.dtype` when None.
+        attention: name of a registered attention function; transformers chooses when None.
+
+    Raises:
+        ModelError: no such folder or id, a missing or broken shard, weights that do not belong to the
+            config, or code of the folder's own without `trust_remote_code`.
+    """
+    import torch
+    import transformers
+
+    _check_folder(model)
+    loader = {
+        "lm": transformers.AutoModelForCausalLM,
+        "value": transformers.AutoModelForTokenClassification,
+        "score": transformers.AutoModelForSequenceClassification,
+    }[model.head]
+    options: dict[str, Any] = {} if model.head == "lm" else {"num_labels": 1}
+    if attention is not None:
+        options["attn_implementation"] = attention
+    chosen = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or model.dtype)
+    with _attributed(model, "weights"), _no_progress_bar():
+        module, found = loader.from_pretrained(
+            model.source,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            dtype=chosen,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    _check_weights(model, found)
+    return module.eval().to(device)  # type: ignore[no-any-return]
+
+
+def load_tokenizer(model: Model) -> Any:
+    """The tokenizer of `model`, a `transformers.PreTrainedTokenizerBase`.
+
+    Raises:
+        ModelError: as `load_model`, or the folder has no tokenizer.
+    """
+    import transformers
+
+    _check_folder(model)
+    with _attributed(model, "tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(
+            model.source, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+
+
+def _check_folder(model: Model) -> None:
+    """Refuse a folder that is not there or lacks a shard that its index names."""
+    folder = Path(model.source)
+    if not folder.is_dir():
+        if folder.is_absolute() or model.source.startswith((".", "~")) or model.source.count("/") > 1:
+            raise ModelError(
+                f"model '{model.name}' cannot be loaded: there is no folder {model.source}; "
+                f"give a folder with config.json and safetensors, or an id on the hub"
+            )
+        return
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model '{model.name}' cannot be loaded: {folder} has no config.json, only "
+            f"{sorted(path.name for path in folder.iterdir())[:8]}; give the folder that save_pretrained wrote"
+        )
+    if not (folder / INDEX).is_file():
+        return
+    try:
+        shards = set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(
+            f"model '{model.name}' cannot be loaded: {folder / INDEX} is broken ({error}); copy the folder again"
+        ) from error
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing:
+        raise ModelError(
+            f"model '{model.name}' cannot be loaded: {INDEX} names {len(shards)} shards but {missing} "
+            f"are not in {folder}; copy the missing files there"
+        )
+
+
+def _check_weights(model: Model, found: dict[str, Any]) -> None:
+    """Refuse weights that were left to chance: missing ones would be random numbers."""
+    missing = sorted(found.get("missing_keys", ()))
+    if model.head != "lm":
+        missing = [key for key in missing if key.split(".")[0] not in ("score", "classifier")]
+    mismatched = sorted(str(entry) for entry in found.get("mismatched_keys", ()))
+    if missing or mismatched:
+        raise ModelError(
+            f"model '{model.name}' cannot be loaded: its config needs {len(missing)} weights that {model.source} "
+            f"does not have and {len(mismatched)} of another shape, such as {(missing + mismatched)[:3]}; "
+            f"give weights that belong to this config.json"
+        )
+
+
+@contextlib.contextmanager
+def _attributed(model: Model, what: str) -> Iterator[None]:
+    """Whatever transformers raises while loading, as a ModelError with a way out."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        way_out = "check the folder's files, or the id and revision on the hub"
+        if "trust_remote_code" in str(error):
+            way_out = "read that code and, if you trust it, give Model(..., trust_remote_code=True)"
+            text = "it comes with Python code of its own (auto_map), which may not run"
+        raise ModelError(f"{what} of model '{model.name}' cannot be loaded from {model.source}: {text}; {way_out}") from error
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

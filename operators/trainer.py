@@ -1,0 +1,145 @@
+"""Declares a trainer: a model, a loss, and the numbers that say how a step is made; imports no torch."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dataflow.model import Model
+from dataflow.node import Context, Learn, Runtime
+from dataflow.records import ERROR, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
+from operators.losses import aipo
+from operators.training.loss_function import LossFunction, read_loss
+
+NORMALIZE = ("tokens", "rollouts", "rollout_means")
+
+
+@dataclass(frozen=True, eq=False)
+class Trainer(Learn):
+    """Trains `model` on groups in the order of their issue, `prompts_per_step` at a time, with AdamW.
+
+    Groups whose rollouts all failed, or that are older than the feedback's max_staleness, are dropped and
+    counted; so are those of a step with a loss or gradient that is not finite, which leaves the weights alone.
+    """
+
+    light: ClassVar[bool] = False
+
+    model: Model
+    """The policy."""
+    _: KW_ONLY
+    loss: Callable[..., Any] = aipo
+    """See operators.losses; give knobs with functools.partial."""
+    prompts_per_step: int = 32
+    """Groups that one optimiser step trains."""
+    lr: float = 1e-5
+    """Learning rate of AdamW, after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's two moments."""
+    eps: float = 1e-8
+    """Added to AdamW's denominator."""
+    weight_decay: float = 0.0
+    """Of matrices; vectors are not decayed."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+    max_grad_norm: float = 1.0
+    """Gradients above this norm are scaled down to it; inf: never."""
+    normalize: str = "tokens"
+    """What the summed loss of a step is divided by: its trained tokens, its rollouts, or (rollout_means) its
+    rollouts after each one's sum was divided by its own tokens."""
+    temperature: float = 1.0
+    """That the generator samples at; log-probabilities are taken at the same."""
+    micro_batch_tokens: int = 8192
+    """Tokens of one forward and backward; prompts that a group has in common count once."""
+    skip_zero_advantage: bool = True
+    """Leave out rollouts of advantage 0 where the loss is found to vanish on them; denominators stay the same."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; the last step is always kept."""
+    queue_prompts: int | None = None
+    """Groups it holds beside those of the step under way; None: as many as the feedback lets be in flight."""
+
+    @property
+    def step_prompts(self) -> int:
+        """Groups that one step consumes."""
+        return self.prompts_per_step
+
+    @cached_property
+    def loss_function(self) -> LossFunction:
+        """The loss's columns and knobs."""
+        return read_loss(self.loss, self.name)
+
+    def knobs(self) -> dict[str, Any]:
+        """Knobs that differ from their defaults, the loss by its name and its own knobs."""
+        shown = super().knobs()
+        if "loss" in shown:
+            given = getattr(self.loss, "keywords", {})
+            inside = ", ".join(f"{knob}={value!r}" for knob, value in given.items())
+            shown["loss"] = f"{self.loss_function.name}({inside})" if inside else self.loss_function.name
+        return shown
+
+    def reads(self) -> Mapping[str, Any]:
+        """The rollout's columns and those that the loss names."""
+        wanted: dict[str, Any] = {name: np.ndarray for name in self.loss_function.columns}
+        return wanted | {
+            TOKENS: list[int], MASK: list[bool], LOGPROBS: list[float], VERSIONS: list[int],
+            FINISH_REASON: str, ERROR: str,
+        }  # fmt: skip
+
+    def faults(self) -> list[str]:
+        """Knobs that cannot be right."""
+        found = list(self.loss_function.faults)
+        for knob, least in (("prompts_per_step", 1), ("micro_batch_tokens", 1), ("warmup_steps", 0)):
+            found += self._whole(knob, getattr(self, knob), least)
+        for knob in ("checkpoint_every", "queue_prompts"):
+            if getattr(self, knob) is not None:
+                found += self._whole(knob, getattr(self, knob), 1)
+        for knob, zero_is_fine in (("lr", True), ("eps", False), ("weight_decay", True), ("temperature", False)):
+            value = getattr(self, knob)
+            if not (_is_number(value) and math.isfinite(value) and (value > 0 or (zero_is_fine and value == 0))):
+                found.append(f"'{self.name}' has {knob}={value!r}; give a number above 0{' or 0' * zero_is_fine}")
+        if not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
+            found.append(f"'{self.name}' has max_grad_norm={self.max_grad_norm!r}; give a number above 0, or inf")
+        if not (
+            isinstance(self.betas, tuple | list)
+            and len(self.betas) == 2
+            and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        ):
+            found.append(f"'{self.name}' has betas={self.betas!r}; give two numbers from 0 up to 1, as (0.9, 0.999)")
+        if self.normalize not in NORMALIZE:
+            found.append(f"'{self.name}' has normalize={self.normalize!r}, which is not known; use {list(NORMALIZE)}")
+        if self.queue_prompts is not None and not found and self.queue_prompts < self.prompts_per_step:
+            found.append(
+                f"'{self.name}' may queue {self.queue_prompts} prompts but one of its steps needs "
+                f"{self.prompts_per_step}: this would deadlock; raise queue_prompts, or lower prompts_per_step"
+            )
+        if isinstance(self.model, Model):
+            if self.model.head != "lm":
+                found.append(
+                    f"'{self.name}' trains next-token logits but model '{self.model.name}' has head "
+                    f"'{self.model.head}'; give a Model with head='lm'"
+                )
+            if self.model.dtype == "float16":
+                found.append(
+                    f"'{self.name}' trains '{self.model.name}' with dtype 'float16', whose gradients overflow; "
+                    f"use 'bfloat16' or 'float32'"
+                )
+        else:
+            found.append(f"'{self.name}' trains {self.model!r}, which is no Model; give Model('path/to/folder')")
+        return found
+
+    def build(self, context: Context) -> Runtime:
+        """Load the model and make the runtime."""
+        from operators.training.runtime import TrainerRuntime
+
+        return TrainerRuntime.build(self, context)
+
+    def _whole(self, knob: str, value: Any, least: int) -> list[str]:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+            return []
+        return [f"'{self.name}' has {knob}={value!r}; give a whole number of {least} or more"]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value

@@ -1,0 +1,97 @@
+"""The reorder buffer at the trainer's door: groups arrive in any order and leave in the order of their issue."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from dataflow.node import Batch
+from dataflow.records import GROUP_ID
+
+
+class _Share:
+    """Acknowledges a batch once all of its groups have been released."""
+
+    def __init__(self, ack: Callable[[], None], groups: int) -> None:
+        self._ack, self._left = ack, groups
+
+    def release(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._ack()
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one prompt."""
+
+    group_id: int
+    records: pa.RecordBatch
+    release: Callable[[], None]
+    """To be called once, when the group has been trained or dropped."""
+
+
+class ReorderBuffer:
+    """Groups by group_id, given out one after the other without a gap.
+
+    first: the first group to give out. holes: groups after it that will never come, because they were dropped
+    or trained before a restart.
+    """
+
+    def __init__(self, first: int = 0, holes: Iterable[int] = ()) -> None:
+        self.following = first
+        """The group that is to leave next."""
+        self._holes = {hole for hole in holes if hole >= first}
+        self._held: dict[int, Group] = {}
+        self.rows = 0
+        """Rows it holds."""
+        self._pass_holes()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next group is here."""
+        return self.following in self._held
+
+    def add(self, batch: Batch) -> int:
+        """Take the groups of a batch in; those that were here before are released at once. The number of new rows."""
+        ids = batch.records.column(GROUP_ID).to_numpy()
+        starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else np.zeros(0, int)
+        ends = np.r_[starts[1:], len(ids)]
+        share = _Share(batch.ack, max(1, len(starts)))
+        if not len(starts):
+            share.release()
+        new = 0
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            group_id = int(ids[start])
+            if group_id < self.following or group_id in self._held or group_id in self._holes:
+                share.release()
+                continue
+            self._held[group_id] = Group(group_id, batch.records.slice(start, end - start), share.release)
+            new += end - start
+        self.rows += new
+        return new
+
+    def take(self) -> Group | None:
+        """The next group in order; None while it is not here."""
+        group = self._held.pop(self.following, None)
+        if group is not None:
+            self.rows -= group.records.num_rows
+            self.following += 1
+            self._pass_holes()
+        return group
+
+    def rest(self) -> list[Group]:
+        """Everything that is left, in order; for the end of the rows."""
+        groups = [self._held[group_id] for group_id in sorted(self._held)]
+        self._held.clear()
+        self.rows = 0
+        return groups
+
+    def _pass_holes(self) -> None:
+        while self.following in self._holes:
+            self._holes.remove(self.following)
+            self.following += 1

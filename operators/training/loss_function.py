@@ -1,0 +1,94 @@
+"""What a loss function asks for: its parameters without defaults are columns, those with defaults are knobs."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+COMPUTED = ("new_logprobs", "mask", "entropy", "rollout_index")
+"""What the trainer computes by itself: log-probabilities and entropy [T] with gradient, mask, index of the rollout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFunction:
+    """A loss, read once."""
+
+    call: Callable[..., Any]
+    """As the user gave it."""
+    name: str
+    where: str
+    """file:line of the function."""
+    columns: tuple[str, ...] = ()
+    """Columns of the rows that it reads."""
+    computed: tuple[str, ...] = ()
+    """What it reads of COMPUTED."""
+    knobs: dict[str, Any] = field(default_factory=dict)
+    """Its knobs with the values in force."""
+    faults: tuple[str, ...] = ()
+    """Why it cannot be used, each in three parts."""
+
+
+def read_loss(loss: Any, node: str) -> LossFunction:
+    """Look at a loss function, or a partial of one, without calling it."""
+    function = loss
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not callable(loss):
+        return LossFunction(
+            call=loss, name=repr(loss), where="",
+            faults=(f"'{node}' needs a loss function, but loss is {loss!r}; give one, such as operators.losses.aipo",),
+        )  # fmt: skip
+    name, where = getattr(function, "__name__", type(function).__name__), _where(function)
+    known = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        bound = {key for key in _keywords(loss) if key not in known}
+        return LossFunction(call=loss, name=name, where=where, faults=(_unknown(node, name, where, bound, list(known)),))
+    columns, computed, knobs, faults = [], [], {}, []
+    for parameter in parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            faults.append(
+                f"'{node}' calls its loss '{name}' ({where}) by parameter names, but it has '{parameter}'; "
+                f"name each column as a parameter"
+            )
+        elif parameter.default is not parameter.empty:
+            knobs[parameter.name] = parameter.default
+        elif parameter.name in COMPUTED:
+            computed.append(parameter.name)
+        else:
+            columns.append(parameter.name)
+    if bound := set(_keywords(loss)) - set(known):
+        faults.append(_unknown(node, name, where, bound, list(known)))
+    if "new_logprobs" not in computed and "entropy" not in computed:
+        faults.append(
+            f"loss '{name}' ({where}) of '{node}' has no gradient: it reads {columns + computed}; "
+            f"give it a parameter 'new_logprobs', the trainer's log-probabilities"
+        )
+    return LossFunction(
+        call=loss, name=name, where=where, columns=tuple(columns), computed=tuple(computed), knobs=knobs,
+        faults=tuple(faults),
+    )  # fmt: skip
+
+
+def _keywords(loss: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    while isinstance(loss, functools.partial):
+        found = {**loss.keywords, **found}
+        loss = loss.func
+    return found
+
+
+def _unknown(node: str, name: str, where: str, bound: set[str], known: list[str]) -> str:
+    close = [near for knob in sorted(bound) for near in difflib.get_close_matches(knob, known, n=1)]
+    hint = f"did you mean '{close[0]}'?" if close else "take it away"
+    return f"loss '{name}' ({where}) of '{node}' has no knob {sorted(bound)}, only {known}; {hint}"
+
+
+def _where(function: Any) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(
+        getattr(type(function), "__call__", None), "__code__", None
+    )
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else "built in"

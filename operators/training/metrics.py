@@ -1,0 +1,75 @@
+"""The line of metrics.jsonl that a step writes."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataflow.records import ADVANTAGE
+from dataflow.staleness import NO_TOKEN
+from operators.training.learner import Outcome
+from operators.training.rows import StepRows, mean_of
+
+
+@dataclass
+class Pace:
+    """Seconds of each stage of the step under way, and what arrived meanwhile."""
+
+    began: float
+    """When the step before it ended."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By stage: wait, forward_backward, optimizer, publish, record, checkpoint."""
+    arrived_tokens: int = 0
+    """Completion tokens of the rows that came in."""
+
+    def add(self, stage: str, seconds: float) -> None:
+        """Account for a slice of work."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+
+def step_metrics(
+    *, step: int, now: float, started: float, version: int, lr: float, rows: StepRows, trained: Sequence[pa.RecordBatch],
+    outcome: Outcome, pace: Pace, dropped: Mapping[str, int], skipped_steps: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Every figure of one step, under its plain name.
+
+    Units: seconds; versions for staleness; nats per token for kl; shares from 0 to 1. Means over what was
+    computed (ratio_mean, kl, truncated_share) leave out rollouts of advantage 0 where the trainer skips them.
+    dropped: groups by reason, since the run began.
+    """
+    wall = max(now - pace.began, 1e-9)
+    aged = rows.oldest_R[rows.oldest_R != NO_TOKEN]
+    staleness = (version - 1) - aged
+    tokens = rows.trained_R
+    reward = mean_of(trained, "reward")
+    advantage = rows.columns_R.get(ADVANTAGE)
+    starts = np.flatnonzero(np.r_[True, rows.groups_R[1:] != rows.groups_R[:-1]]) if rows.rollouts else []
+    signal = np.logical_or.reduceat(rows.signal_R, starts) if len(starts) else np.zeros(0)
+    return {
+        "step": step,
+        "version": version,
+        "seconds": now - started,
+        "loss": outcome.loss,
+        "reward_mean": reward,
+        "advantage_std": float(advantage.std()) if advantage is not None and len(advantage) else None,
+        "signal_share": float(signal.mean()) if len(signal) else None,
+        "staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
+        "staleness_max": int(staleness.max()) if len(staleness) else 0,
+        "ratio_mean": outcome.ratio_mean,
+        "truncated_share": outcome.clipped_share,
+        "kl": outcome.kl,
+        "grad_norm": outcome.grad_norm,
+        "lr": lr,
+        "completion_tokens_mean": float(tokens.mean()) if len(tokens) else 0.0,
+        "rollouts": rows.rollouts,
+        "generated_tokens_per_s": pace.arrived_tokens / wall,
+        "trained_tokens_per_s": float(tokens.sum()) / wall,
+        "computed_tokens": outcome.nodes,
+        "seconds_step": wall,
+        **{f"seconds_{stage}": seconds for stage, seconds in pace.seconds.items()},
+        "dropped": dict(Counter(dropped)),
+        "skipped_steps": skipped_steps,
+    }

@@ -1,0 +1,173 @@
+"""The model as the trainer sees it: log-probabilities of the trained tokens of a packed micro-batch; imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from operators.packing import Array, Packed, pack
+
+ATTENTION = "dataflow_packed"
+PROBE_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The attention rows of a packed micro-batch, on the device: an argument of `packed_attention`."""
+
+    buckets: tuple[Tensor, ...]
+    """Node indices int64 [B, L], right padded."""
+    back_N: Tensor
+    """Where each node's output stands in the buckets, end to end."""
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_rows: Rows,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within rows that are gathered from the nodes by index; an attention function of transformers.
+
+    query, key, value: [1, heads, N, D]. Returns [1, N, heads, D]. Padding stands at the right of the rows, where
+    no token before it sees it, so a full-attention layer needs no mask. Raises ValueError for variants that it
+    does not compute (soft caps, sinks, biases).
+    """
+    for unknown in ("softcap", "s_aux", "position_bias"):
+        if rest.get(unknown) is not None:
+            raise ValueError(f"packed attention does not compute '{unknown}'")
+    query_N_H_D, key_N_H_D, value_N_H_D = (x[0].transpose(0, 1) for x in (query, key, value))
+    is_grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for bucket_B_L in packed_rows.buckets:
+        batch, length = bucket_B_L.shape
+        index = bucket_B_L.view(-1)
+        rows = [
+            x.index_select(0, index).view(batch, length, *x.shape[1:]).transpose(1, 2)
+            for x in (query_N_H_D, key_N_H_D, value_N_H_D)
+        ]
+        mask = None
+        if sliding_window is not None and sliding_window < length:
+            at = torch.arange(length, device=query.device)
+            mask = (at[:, None] >= at) & (at[:, None] - at < sliding_window)
+        out = F.scaled_dot_product_attention(
+            rows[0], rows[1], rows[2],
+            attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling, enable_gqa=is_grouped,
+        )  # fmt: skip
+        outputs.append(out.transpose(1, 2).reshape(batch * length, out.shape[1], out.shape[3]))
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return flat.index_select(0, packed_rows.back_N)[None], None
+
+
+class Policy:
+    """A causal language model that gives log-probabilities of trained tokens."""
+
+    def __init__(
+        self, module: Any, *, temperature: float = 1.0, compute: torch.dtype | None = None, packed: bool | None = None
+    ) -> None:
+        """module: in eval mode (prefixes can be shared only without dropout).
+
+        temperature: that the rollouts were sampled at. compute: type of the matrix products under autocast;
+        None: that of the weights. packed: whether nodes go through the model without padding; None: where a
+        probe shows that the model's log-probabilities stay what they were.
+        """
+        self.module = module
+        self.temperature = temperature
+        self._device = next(module.parameters()).device
+        self._compute = compute
+        self.packs = False
+        if packed is None or packed:
+            self.packs = self._switch_to_packed(must=bool(packed))
+
+    def logprobs(self, packed: Packed, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities [T] of the trained tokens, and the entropy [T] in nats where asked for; with gradient."""
+        logits_U_V = self._logits(packed)
+        if logits_U_V.dtype in (torch.bfloat16, torch.float16):
+            logits_U_V = logits_U_V.float()
+        if self.temperature != 1.0:
+            logits_U_V = logits_U_V / self.temperature
+        normalizer_U = logits_U_V.logsumexp(-1)
+        head_T, targets_T = self._to(packed.head_T), self._to(packed.targets_T)
+        logprobs_T = logits_U_V[head_T, targets_T] - normalizer_U[head_T]
+        if not entropy:
+            return logprobs_T, None
+        shares_U_V = (logits_U_V - normalizer_U[:, None]).exp()
+        return logprobs_T, (normalizer_U - (shares_U_V * logits_U_V).sum(-1))[head_T]
+
+    def _logits(self, packed: Packed) -> Tensor:
+        """Logits [U, V] at the nodes that trained tokens are predicted from."""
+        autocast: Any = contextlib.nullcontext()
+        if self._compute is not None:
+            autocast = torch.autocast(self._device.type, dtype=self._compute)
+        with autocast:
+            return self._packed_logits(packed) if self.packs else self._padded_logits(packed)
+
+    def _packed_logits(self, packed: Packed) -> Tensor:
+        rows = Rows(tuple(self._to(bucket) for bucket in packed.buckets), self._to(packed.back_N))
+        out = self.module(
+            input_ids=self._to(packed.tokens_N)[None],
+            position_ids=self._to(packed.positions_N)[None],
+            use_cache=False,
+            logits_to_keep=self._to(packed.heads_U),
+            packed_rows=rows,
+        )
+        return out.logits[0]  # type: ignore[no-any-return]
+
+    def _padded_logits(self, packed: Packed) -> Tensor:
+        """The same through right-padded rows, for models whose attention cannot be replaced."""
+        tokens_N = self._to(packed.tokens_N)
+        logits = []
+        for bucket in packed.buckets:
+            out = self.module(input_ids=tokens_N[self._to(bucket)], use_cache=False)
+            logits.append(out.logits.flatten(0, 1))
+        return torch.cat(logits)[self._to(packed.back_N[packed.heads_U])]
+
+    def _to(self, array: Array) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+    def _switch_to_packed(self, must: bool) -> bool:
+        """Replace the model's attention, unless a probe shows that its log-probabilities would change."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION, packed_attention)
+        was = self.module.config._attn_implementation
+        probe = _probe(int(self.module.config.get_text_config().vocab_size))
+        with torch.no_grad():
+            wanted, _ = self.logprobs(probe)
+            try:
+                self.module.set_attn_implementation(ATTENTION)
+                self.packs = True
+                found, _ = self.logprobs(probe)
+                if bool(((found - wanted).abs() <= PROBE_TOLERANCE).all()):
+                    return True
+            except Exception:  # any refusal means the same: this architecture keeps its own attention
+                if must:
+                    raise
+        self.packs = False
+        self.module.set_attn_implementation(was)
+        if must:
+            raise ValueError(f"{type(self.module).__name__} gives other log-probabilities when packed")
+        return False
+
+
+def _probe(vocabulary: int) -> Packed:
+    """Three rollouts that share a prefix, and one that does not."""
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(0, vocabulary, size) for size in (12, 9, 15, 7)]
+    for row in rows[1:3]:
+        row[:6] = rows[0][:6]
+    offsets = np.r_[0, np.cumsum([len(row) for row in rows])]
+    return pack(np.concatenate(rows), np.ones(int(offsets[-1]), bool), offsets)

@@ -1,0 +1,128 @@
+"""The rollouts of a step as flat arrays: from Arrow batches to what packing and losses take."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow import records
+from dataflow.errors import RecordError
+from dataflow.records import Array
+from dataflow.staleness import oldest_versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRows:
+    """The rollouts that one step trains; axis suffixes as in `operators.packing`."""
+
+    tokens_S: Array
+    """int32."""
+    mask_S: Array
+    """bool."""
+    offsets: Array
+    """[R + 1] into S."""
+    groups_R: Array
+    """group_id of each."""
+    rollout_ids_R: Array
+    """rollout_id of each."""
+    oldest_R: Array
+    """Version behind its oldest token; staleness.NO_TOKEN where the policy chose none."""
+    columns_R: dict[str, Array]
+    """Columns of the loss with one number per rollout."""
+    columns_S: dict[str, Array]
+    """Columns of the loss with one number per token."""
+
+    @property
+    def rollouts(self) -> int:
+        """How many."""
+        return len(self.rollout_ids_R)
+
+    @cached_property
+    def trained_R(self) -> Array:
+        """Trained tokens of each: those that the policy chose, but never a first one."""
+        chosen = self.mask_S.copy()
+        starts = self.offsets[:-1][np.diff(self.offsets) > 0]
+        chosen[starts] = False
+        return self._per_row(chosen)
+
+    @cached_property
+    def signal_R(self) -> Array:
+        """Whether a rollout's advantage is anything but zero; all true without such a column."""
+        if records.ADVANTAGE in self.columns_R:
+            return np.asarray(self.columns_R[records.ADVANTAGE] != 0)
+        if records.ADVANTAGE in self.columns_S:
+            return self._per_row(self.columns_S[records.ADVANTAGE] != 0) > 0
+        return np.ones(self.rollouts, bool)
+
+    def _per_row(self, counted_S: Array) -> Array:
+        counts = np.r_[0, np.cumsum(counted_S)]
+        return np.asarray(counts[self.offsets[1:]] - counts[self.offsets[:-1]])
+
+
+def usable(batch: pa.RecordBatch, columns: Iterable[str]) -> Array:
+    """Which rows can be trained: no error, and a value in every column that the loss reads; bool [rows]."""
+    good = np.ones(batch.num_rows, bool)
+    if batch.schema.get_field_index(records.ERROR) >= 0:
+        good &= batch.column(records.ERROR).is_null().to_numpy(zero_copy_only=False)
+    for name in (records.TOKENS, records.MASK, *columns):
+        good &= batch.column(name).is_valid().to_numpy(zero_copy_only=False)
+    return good
+
+
+def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> StepRows:
+    """Flatten the usable rows of some groups, in their order. RecordError for lists of unequal length."""
+    columns = tuple(columns)
+    kept = [batch.filter(pa.array(usable(batch, columns))) for batch in batches]
+    table = pa.Table.from_batches(kept).combine_chunks()
+    tokens = _column(table, records.TOKENS)
+    offsets = np.r_[0, np.cumsum(records.list_lengths(tokens))]
+    columns_R: dict[str, Array] = {}
+    columns_S: dict[str, Array] = {}
+    for name in columns:
+        column = _column(table, name)
+        if pa.types.is_list(column.type):
+            columns_S[name] = _per_token(column, name, table, offsets)
+        else:
+            columns_R[name] = column.to_numpy(zero_copy_only=False)
+    return StepRows(
+        tokens_S=_flat(tokens),
+        mask_S=_per_token(_column(table, records.MASK), records.MASK, table, offsets).astype(bool),
+        offsets=offsets,
+        groups_R=_column(table, records.GROUP_ID).to_numpy(),
+        rollout_ids_R=_column(table, records.ROLLOUT_ID).to_numpy(),
+        oldest_R=oldest_versions(_column(table, records.VERSIONS)),
+        columns_R=columns_R,
+        columns_S=columns_S,
+    )
+
+
+def mean_of(batches: Sequence[pa.RecordBatch], name: str) -> float | None:
+    """Mean of a column over the rows that have it; None where there is no such column, or no value in it."""
+    if not batches or batches[0].schema.get_field_index(name) < 0:
+        return None
+    return pc.mean(pa.Table.from_batches(batches).column(name)).as_py()  # type: ignore[no-any-return]
+
+
+def _column(table: pa.Table, name: str) -> pa.Array:
+    column = table.column(name)
+    return column.chunk(0) if column.num_chunks else pa.array([], column.type)
+
+
+def _flat(column: pa.ListArray) -> Array:
+    return np.asarray(column.flatten().to_numpy(zero_copy_only=False))
+
+
+def _per_token(column: pa.ListArray, name: str, table: pa.Table, offsets: Array) -> Array:
+    lengths = records.list_lengths(column)
+    wrong = np.flatnonzero(lengths != np.diff(offsets))
+    if len(wrong):
+        row = int(wrong[0])
+        rollout = table.column(records.ROLLOUT_ID)[row].as_py()
+        raise RecordError(
+            f"column '{name}' of rollout {rollout} has {lengths[row]} numbers but the rollout has "
+            f"{np.diff(offsets)[row]} tokens, prompt included; give one number per token, 0 where the mask is false"
+        )
+    return _flat(column)

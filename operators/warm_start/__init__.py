@@ -1,0 +1,5 @@
+"""A small policy of one's own: a Llama of a few layers, trained a little on examples before reinforcement learning."""
+
+from operators.warm_start.launch import WarmStartError, warm_start
+
+__all__ = ["WarmStartError", "warm_start"]

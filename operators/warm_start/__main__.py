@@ -1,0 +1,79 @@
+"""The child process of a warm start: reads a work folder's spec and examples, writes the trained policy into it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from operators.warm_start.policy import character_tokenizer, small_llama
+from operators.warm_start.spec import BAD_INPUT, RECORD_FILE, WarmStartSpec
+from operators.warm_start.train import train
+
+
+def die_with_parent() -> None:
+    """End this process as soon as the parent's end of stdin is closed, which its death does too."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            continue
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def make_policy(work: Path) -> None:
+    """Train the policy that `work`/spec.json asks for on `work`/examples.jsonl and save it as `work`/policy."""
+    spec = WarmStartSpec(**json.loads((work / "spec.json").read_text("utf-8")))
+    with (work / "examples.jsonl").open(encoding="utf-8") as lines:
+        examples = [(pair[0], pair[1]) for pair in map(json.loads, lines)]
+    torch.set_num_threads(spec.threads)
+    torch.use_deterministic_algorithms(True)
+    tokenizer = character_tokenizer(spec.alphabet, spec.max_positions)
+    model = small_llama(spec, tokenizer)
+    started = time.monotonic()
+
+    def report(step: int, loss: float) -> None:
+        print(json.dumps({"step": step, "loss": loss}), flush=True)
+
+    loss = train(model, tokenizer, examples, spec, report)
+    policy = work / "policy"
+    model.save_pretrained(policy)
+    tokenizer.save_pretrained(policy)
+    record = {
+        "fingerprint": spec.fingerprint,
+        "spec": dataclasses.asdict(spec),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "examples": len(examples),
+        "loss": loss,
+        "seconds": round(time.monotonic() - started, 3),
+        "torch": torch.__version__,
+    }
+    (policy / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+
+def main() -> int:
+    """Run one warm start; a fault of the input is one line on stderr and exit status BAD_INPUT."""
+    parser = argparse.ArgumentParser(prog="python -m operators.warm_start", description=__doc__)
+    parser.add_argument("work", type=Path, help="folder with spec.json and examples.jsonl; gets policy/")
+    parser.add_argument("--parent", action="store_true", help="end when stdin is closed")
+    arguments = parser.parse_args()
+    if arguments.parent:
+        die_with_parent()
+    try:
+        make_policy(arguments.work)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

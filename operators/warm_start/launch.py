@@ -1,0 +1,175 @@
+"""Makes a small warm-started policy in a process of its own, once per spec."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+from operators.warm_start.progress import Report, shown
+from operators.warm_start.spec import BAD_INPUT, RECORD_FILE, WarmStartSpec, recorded_fingerprint
+
+
+class WarmStartError(RuntimeError):
+    """The process that trains the policy failed, or did not end in time."""
+
+
+def warm_start(
+    folder: str | Path,
+    *,
+    examples: Iterable[tuple[str, str]],
+    alphabet: str,
+    layers: int,
+    width: int,
+    heads: int,
+    steps: int,
+    seed: int,
+    mlp_width: int | None = None,
+    max_positions: int = 64,
+    batch_size: int = 64,
+    learning_rate: float = 1e-3,
+    threads: int = 1,
+    timeout_s: float = 1800.0,
+) -> Path:
+    """Make a small Llama, train it on (prompt, answer) pairs, and return its Hugging Face folder.
+
+    The policy is trained by `python -m operators.warm_start` in a process of its own, so the caller never
+    imports torch. A folder made earlier from the same arguments and examples is returned as it is; one made
+    from others is replaced, in one rename, when the new policy is complete. The same arguments give the same
+    weights: the work is bounded by `steps`, not by time.
+
+    Args:
+        folder: where the policy will stand.
+        examples: (prompt, answer) pairs; the model learns to write the answer and the end token.
+        alphabet: every character that prompts and answers use, each once.
+        mlp_width: units of the feed-forward layer; three times `width` where it is None.
+        max_positions: longest prompt with answer and end token, in tokens.
+        threads: torch threads of the process that trains.
+        timeout_s: after so many seconds the process is ended and a WarmStartError raised.
+
+    Raises:
+        ValueError: an argument or an example that could not be trained.
+        FileExistsError: `folder` exists and was not made by a warm start.
+        WarmStartError: the process failed or took too long.
+    """
+    target = Path(folder).absolute()
+    if target.exists() and recorded_fingerprint(target) is None:
+        raise FileExistsError(
+            f"a warm start would replace {target}, which it did not make; found a folder or file without "
+            f"{RECORD_FILE}; name another folder or remove that one"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as name:
+        work = Path(name)
+        spec = WarmStartSpec(
+            alphabet=alphabet,
+            layers=layers,
+            width=width,
+            heads=heads,
+            mlp_width=3 * width if mlp_width is None else mlp_width,
+            max_positions=max_positions,
+            steps=steps,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            seed=seed,
+            threads=threads,
+            examples_sha256=_write_examples(work / "examples.jsonl", examples),
+        )
+        if recorded_fingerprint(target) == spec.fingerprint:
+            return target
+        (work / "spec.json").write_text(json.dumps(dataclasses.asdict(spec)), "utf-8")
+        with shown(f"warm start of {target.name}", steps) as report:
+            _train(work, spec, report, timeout_s)
+        _put_in_place(work, target, spec.fingerprint)
+    return target
+
+
+def _write_examples(path: Path, examples: Iterable[tuple[str, str]]) -> str:
+    digest, count = hashlib.sha256(), 0
+    with path.open("wb") as out:
+        for count, (prompt, answer) in enumerate(examples, 1):
+            line = json.dumps([prompt, answer]).encode() + b"\n"
+            digest.update(line)
+            out.write(line)
+    if not count:
+        raise ValueError("a warm start needs examples; found none; pass at least one (prompt, answer) pair")
+    return digest.hexdigest()
+
+
+def _train(work: Path, spec: WarmStartSpec, report: Report, timeout_s: float) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(spec.threads)}
+    command = [sys.executable, "-m", "operators.warm_start", str(work), "--parent"]
+    with (
+        (work / "stderr").open("w+b") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
+        ) as process,
+    ):
+        late = threading.Event()
+
+        def end_late() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(timeout_s, end_late)
+        timer.start()
+        try:
+            last = _follow(process.stdout, report)
+            status = process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+        if late.is_set():
+            raise WarmStartError(
+                f"a warm start did not end in time; found {last} of {spec.steps} steps done after "
+                f"{timeout_s:g} s; raise timeout_s or lower steps"
+            )
+        if status:
+            errors.seek(0)
+            said = errors.read().decode("utf-8", "replace").strip()[-2000:]
+            if status == BAD_INPUT:
+                raise ValueError(said)
+            raise WarmStartError(
+                f"the process of a warm start failed; found exit status {status} after {last} of "
+                f"{spec.steps} steps; it said: {said or 'nothing'}"
+            )
+
+
+def _follow(lines: IO[str] | None, report: Report) -> int:
+    assert lines is not None
+    last = 0
+    for line in lines:
+        try:
+            progress = json.loads(line)
+            last, loss = int(progress["step"]), float(progress["loss"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        report(last, loss)
+    return last
+
+
+def _put_in_place(work: Path, target: Path, fingerprint: str) -> None:
+    if recorded_fingerprint(work / "policy") != fingerprint:
+        raise WarmStartError(
+            f"a warm start ended without a complete policy; found {sorted(p.name for p in work.glob('policy/*'))}; "
+            "check the disk's free space and run again"
+        )
+    if target.exists():
+        os.rename(target, work / "replaced")
+    try:
+        os.rename(work / "policy", target)
+    except OSError:
+        if recorded_fingerprint(target) != fingerprint:
+            raise
+    shutil.rmtree(work / "replaced", ignore_errors=True)

@@ -1,0 +1,87 @@
+"""What a warm start was asked for, as one value with a stable fingerprint."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+RECORD_FILE = "warm_start.json"
+"""The file in a finished policy folder that says which spec made it."""
+
+BAD_INPUT = 2
+"""Exit status of the training process when it refused its input with one line on stderr."""
+
+RECIPE = 1
+"""Raised whenever the same spec would now train another policy, so that old folders are made anew."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmStartSpec:
+    """Everything that decides the weights: the same spec gives the same policy on the same machine."""
+
+    alphabet: str
+    """The characters that are tokens, each once, in the order of their ids."""
+    layers: int
+    """Number of decoder layers."""
+    width: int
+    """Width of the residual stream, in units."""
+    heads: int
+    """Number of attention heads; divides `width`."""
+    mlp_width: int
+    """Width of the gated feed-forward layer, in units."""
+    max_positions: int
+    """Longest sequence the model is configured for, in tokens."""
+    steps: int
+    """Number of optimiser steps."""
+    batch_size: int
+    """Examples per optimiser step."""
+    learning_rate: float
+    """Peak learning rate of AdamW; warmed up over 20 steps, then falling linearly to a tenth."""
+    seed: int
+    """Seeds the initial weights and the order of the examples."""
+    threads: int
+    """Number of threads torch computes with."""
+    examples_sha256: str
+    """Digest of the examples file."""
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be trained.
+
+        Raises:
+            ValueError: with what is wrong, what was found and what to do next.
+        """
+        if not self.alphabet or len(set(self.alphabet)) != len(self.alphabet):
+            raise ValueError(
+                f"the alphabet of a warm start must name each character once; found {self.alphabet!r}; "
+                "pass a string without repetitions"
+            )
+        for field in ("layers", "width", "heads", "mlp_width", "max_positions", "steps", "batch_size", "threads"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} of a warm start must be 1 or more; found {getattr(self, field)}; raise it")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"a warm start's width must be a multiple of twice its heads; found width {self.width} "
+                f"and heads {self.heads}; choose a width such as {2 * self.heads * max(1, self.width // (2 * self.heads))}"
+            )
+        if not 0 < self.learning_rate < 1:
+            raise ValueError(
+                f"learning_rate of a warm start must lie between 0 and 1; found {self.learning_rate}; try 1e-3"
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of every field and of the recipe: equal fingerprints mean the same policy."""
+        fields = {"recipe": RECIPE, **dataclasses.asdict(self)}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def recorded_fingerprint(folder: Path) -> str | None:
+    """The fingerprint that a finished policy folder records, or None where there is none to read."""
+    try:
+        record = json.loads((folder / RECORD_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = record.get("fingerprint") if isinstance(record, dict) else None
+    return found if isinstance(found, str) else None

@@ -1,0 +1,368 @@
+"""Every graph that cannot work is refused before it runs, in three parts: what is wrong, what was found, what to do."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from dataflow import Graph, GraphError, Model, Stream, join, scorer
+from dataflow.check import faults
+from dataflow.plan import Devices, plan
+from dataflow.records import Array
+from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
+
+POLICY = Model("policy")
+
+
+@scorer
+def reward(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+@scorer(per="group", isolate=False)
+def advantage(reward: Array) -> Array:
+    return np.asarray(reward - reward.mean())
+
+
+@scorer
+def needs_number(answer: int) -> float:
+    return float(answer)
+
+
+@scorer
+def needs_reference(ref_logprobs: list[float]) -> float:
+    return ref_logprobs[0]
+
+
+def start(**knobs: object) -> tuple[Graph, FakeGenerator, Stream]:
+    graph, generator = Graph("test"), FakeGenerator(model=POLICY, **knobs)
+    return graph, generator, generator(graph.source(FakePrompts()))
+
+
+def good(max_staleness: int = 2, **knobs: object) -> Graph:
+    graph, generator, rollouts = start()
+    trainer = FakeTrainer(model=POLICY, **knobs)
+    trainer(advantage(reward(rollouts)))
+    graph.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return graph
+
+
+def missing_column() -> None:
+    graph, generator = Graph("test"), FakeGenerator(model=POLICY)
+    reward(generator(graph.source(FakePrompts(columns={}))))
+
+
+def missing_column_that_a_node_provides() -> None:
+    _, _, rollouts = start()
+    reward(rollouts)
+    advantage(rollouts)
+
+
+def missing_rollout_columns() -> None:
+    reward(Graph("test").source(FakePrompts()))
+
+
+def missing_reference() -> None:
+    _, _, rollouts = start()
+    needs_reference(rollouts)
+
+
+def wrong_type() -> None:
+    _, _, rollouts = start()
+    needs_number(rollouts)
+
+
+def column_written_twice() -> None:
+    _, _, rollouts = start()
+    needs_length.renamed("answer")(rollouts)
+
+
+def generator_on_rollouts() -> None:
+    _, _, rollouts = start()
+    FakeGenerator(name="again", model=POLICY)(rollouts)
+
+
+def duplicate_names() -> None:
+    _, _, rollouts = start()
+    FakeGenerator(model=POLICY)(rollouts.graph.source(FakePrompts(name="more")))
+
+
+def duplicate_sources() -> None:
+    graph, _, _ = start()
+    graph.source(FakePrompts())
+
+
+def applied_twice() -> None:
+    _, _, rollouts = start()
+    again = reward(rollouts)
+    advantage(again)
+    advantage(needs_length(again))
+
+
+@scorer
+def needs_length(completion: str) -> float:
+    return float(len(completion))
+
+
+def data_cycle() -> None:
+    _, _, rollouts = start()
+    reward(needs_length(reward(rollouts)))
+
+
+def nobody_reads() -> None:
+    graph = good()
+    stream = next(c.output for c in graph.calls if c.operator.name == "generator")
+    needs_length(stream)
+    graph.check()
+
+
+def no_source() -> None:
+    Graph("test").check()
+
+
+def no_feedback() -> None:
+    graph, _, rollouts = start()
+    FakeTrainer(model=POLICY)(advantage(reward(rollouts)))
+    graph.check()
+
+
+def feedback_between_models() -> None:
+    graph, generator, rollouts = start()
+    trainer = FakeTrainer(model=Model("critic", head="value"))
+    trainer(rollouts)
+    graph.feedback(trainer.weights, generator, max_staleness=1)
+
+
+def feedback_to_frozen() -> None:
+    graph, trainer = Graph("test"), FakeTrainer(model=POLICY)
+    generator = FakeGenerator(model=POLICY.frozen())
+    trainer(generator(graph.source(FakePrompts())))
+    graph.feedback(trainer.weights, generator, max_staleness=1)
+
+
+def feedback_to_a_stranger() -> None:
+    graph = good()
+    trainer = graph.operators["trainer"]
+    graph.feedback(trainer.weights, FakeGenerator(name="stranger", model=POLICY), max_staleness=1)
+    graph.check()
+
+
+def feedback_without_weights() -> None:
+    graph, generator, rollouts = start()
+    graph.feedback(rollouts, generator, max_staleness=1)
+
+
+def feedback_twice() -> None:
+    graph = good()
+    graph.feedback(graph.operators["trainer"].weights, graph.operators["generator"], max_staleness=1)
+
+
+def negative_staleness() -> None:
+    good(max_staleness=-1)
+
+
+def fractional_staleness() -> None:
+    good(max_staleness=0.5)  # type: ignore[arg-type]
+
+
+def two_trainers() -> None:
+    graph = good()
+    scored = next(c.output for c in graph.calls if c.operator.name == "advantage")
+    FakeTrainer(name="second", model=POLICY)(scored)
+    graph.check()
+
+
+def frozen_trainer() -> None:
+    graph, _, rollouts = start()
+    FakeTrainer(model=Model("judge").frozen())(rollouts)
+    graph.check()
+
+
+def group_of_one() -> None:
+    graph, generator, rollouts = start(group_size=1)
+    trainer = FakeTrainer(model=POLICY)
+    trainer(advantage(reward(rollouts)))
+    graph.feedback(trainer.weights, generator, max_staleness=1)
+    graph.check()
+
+
+def too_little_in_flight() -> None:
+    graph, generator, rollouts = start(in_flight=32)
+    trainer = FakeTrainer(model=POLICY, prompts_per_step=64)
+    trainer(rollouts)
+    graph.feedback(trainer.weights, generator, max_staleness=1)
+    graph.check()
+
+
+def queue_too_short() -> None:
+    good(prompts_per_step=8, queue_prompts=4).check()
+
+
+def too_few_prompts() -> None:
+    good(prompts_per_step=101).check()
+
+
+def two_lanes_into_a_trainer() -> None:
+    graph = good()
+    more = graph.operators["generator"](graph.source(FakePrompts(name="more")))
+    graph.operators["trainer"](advantage(reward(more)))
+    graph.check()
+
+
+def evaluating_what_is_trained() -> None:
+    graph = good()
+    FakeEvaluate()(next(c.output for c in graph.calls if c.operator.name == "reward"))
+    graph.check()
+
+
+def join_of_two_sources() -> None:
+    graph, generator, rollouts = start()
+    join(rollouts, generator(graph.source(FakePrompts(name="more"))))
+
+
+def join_of_two_graphs() -> None:
+    _, _, first = start()
+    _, _, second = start()
+    join(first, second)
+
+
+def join_of_prompts() -> None:
+    prompts = Graph("test").source(FakePrompts())
+    join(prompts, prompts)
+
+
+def unknown_knob() -> None:
+    FakeGenerator(model=POLICY, group_sise=8)
+
+
+def unknown_scorer_knob() -> None:
+    _, _, rollouts = start()
+    reward(rollouts, scale=2)
+
+
+def applied_to_no_stream() -> None:
+    FakeGenerator(model=POLICY)("prompts.jsonl")  # type: ignore[arg-type]
+
+
+def source_that_is_none() -> None:
+    Graph("test").source(FakeGenerator(model=POLICY))  # type: ignore[arg-type]
+
+
+def swap_of_nobody() -> None:
+    good().swap("rewards", needs_length)
+
+
+def swap_of_another_kind() -> None:
+    good().swap("reward", FakeTrainer(model=POLICY))
+
+
+def swap_that_breaks() -> None:
+    good().swap("reward", needs_reference)
+
+
+def bad_graph_name() -> None:
+    Graph("my graph/1")
+
+
+def bad_operator_name() -> None:
+    Graph("test").source(FakePrompts(name="my prompts"))
+
+
+def model_without_source() -> None:
+    Model("")
+
+
+def unknown_dtype() -> None:
+    Model("policy", dtype="float8")
+
+
+def more_gpus_than_there_are() -> None:
+    plan(good(), Devices(cpus=2, gpus=4), gpus={"generator": 6, "trainer": 2})
+
+
+def gpus_for_nobody() -> None:
+    plan(good(), Devices(cpus=2, gpus=4), gpus={"generater": 1})
+
+
+def sharing_with_nobody() -> None:
+    plan(good(), Devices(cpus=2, gpus=4), gpus={"trainer": "generator"})
+
+
+def replicas_of_a_trainer() -> None:
+    plan(good(), Devices(cpus=2), replicas={"trainer": 2})
+
+
+REFUSED: dict[Callable[[], None], str] = {
+    missing_column: r"'reward' reads column 'answer', but 'generator' provides \['group_id'.*add it to Prompts",
+    missing_column_that_a_node_provides: r"'advantage' reads column 'reward'.*'reward' provides it",
+    missing_rollout_columns: r"'reward' reads column 'completion', but 'prompts'.*Generator",
+    missing_reference: r"reads column 'ref_logprobs'.*@scorer",
+    wrong_type: r"reads column 'answer' as int \(int64\), but 'generator' provides it as string; change",
+    column_written_twice: r"writes column 'answer', but the rows of 'generator' have it already; rename",
+    generator_on_rollouts: r"writes column 'rollout_id', but",
+    duplicate_names: r"two operators are called 'generator'.*another name",
+    duplicate_sources: r"two sources are called 'prompts'; give one of them another name",
+    applied_twice: r"'advantage' is applied twice to rows of 'prompts'.*renamed",
+    data_cycle: r"'reward' would read its own output.*cycle.*feedback",
+    nobody_reads: r"nobody reads the stream of 'needs_length'.*apply",
+    no_source: r"has no source, only \[\]; start it with",
+    no_feedback: r"'trainer' trains 'policy' but 'generator' would never see the new weights; add g.feedback",
+    feedback_between_models: r"'trainer' trains 'critic' but 'generator' reads 'policy'.*give both the same",
+    feedback_to_frozen: r"'generator' reads frozen 'policy', which never changes; drop",
+    feedback_to_a_stranger: r"a feedback names 'stranger', but the graph only has.*apply",
+    feedback_without_weights: r"g.feedback carries weights, but got a Stream; give it trainer.weights",
+    feedback_twice: r"'generator' already has a feedback from 'trainer'; drop one",
+    negative_staleness: r"max_staleness counts versions and cannot be -1; use 0",
+    fractional_staleness: r"max_staleness counts versions and cannot be 0.5; use 0",
+    two_trainers: r"'trainer' and 'second' both train 'policy'.*join",
+    frozen_trainer: r"'trainer' trains 'judge', which is frozen\(\); give it",
+    group_of_one: r"'advantage' compares the rollouts of a group, but the groups of 'prompts' have 1 rollout; raise",
+    too_little_in_flight: r"'generator' may hold 32 prompts in flight but one step of 'trainer' needs 64.*deadlock; raise",
+    queue_too_short: r"'trainer' may queue 4 prompts but one of its steps needs 8.*deadlock; raise",
+    too_few_prompts: r"'prompts' ends after 100 prompts .*needs 101; give more",
+    two_lanes_into_a_trainer: r"'trainer' would train on rows of 2 sources.*mix them",
+    evaluating_what_is_trained: r"trained by 'trainer' and evaluated by 'eval'; evaluate prompts of their own",
+    join_of_two_sources: r"join got rows of two sources, 'prompts' and 'more'.*join branches",
+    join_of_two_graphs: r"join got streams of two graphs.*one Graph",
+    join_of_prompts: r"join needs rollouts, but 'prompts' sends prompts; apply a generator",
+    unknown_knob: r"FakeGenerator has no knob 'group_sise' .*did you mean 'group_size'",
+    unknown_scorer_knob: r"'reward' .* has no knob 'scale'",
+    applied_to_no_stream: r"'generator' is applied to str 'prompts.jsonl', which is no stream; apply",
+    source_that_is_none: r"g.source takes a source, but got FakeGenerator",
+    swap_of_nobody: r"no operator 'rewards' to swap.*did you mean 'reward'",
+    swap_of_another_kind: r"'reward' is a operator and .*swap like for like",
+    swap_that_breaks: r"'reward' reads column 'ref_logprobs'",
+    bad_graph_name: r"name becomes a folder, but 'my graph/1' cannot; use",
+    bad_operator_name: r"name becomes a column and a file, but 'my prompts' cannot; use",
+    model_without_source: r"a Model needs a Hugging Face folder or id, but got ''; give",
+    unknown_dtype: r"Model knob 'dtype' is 'float8', which is not known; use one of",
+    more_gpus_than_there_are: r"asks for 8 GPUs, .* but this machine has 4; ask for fewer",
+    gpus_for_nobody: r"devices are given to 'generater'.*did you mean 'generator'",
+    sharing_with_nobody: r"'trainer' is to share the GPUs of 'generator', which has none; give",
+    replicas_of_a_trainer: r"'trainer' cannot run as 2 replicas",
+}
+
+
+@pytest.mark.parametrize("build", REFUSED, ids=lambda build: build.__name__)
+def test_a_graph_that_cannot_work_is_refused_and_the_message_says_what_to_do(build: Callable[[], None]) -> None:
+    with pytest.raises(GraphError) as refused:
+        build()
+    assert re.search(REFUSED[build], str(refused.value), re.DOTALL), str(refused.value)
+
+
+def test_a_good_graph_has_no_faults() -> None:
+    assert list(faults(good())) == []
+
+
+def test_every_reason_to_refuse_is_reached_by_some_graph_here() -> None:
+    import inspect
+
+    from dataflow import check
+
+    named = {function.__name__ for function in check._REASONS}
+    defined = {
+        name for name, function in inspect.getmembers(check, inspect.isfunction)
+        if inspect.isgeneratorfunction(function) and function.__module__ == check.__name__
+    } - {"faults"}  # fmt: skip
+    assert named == defined

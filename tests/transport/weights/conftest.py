@@ -1,0 +1,113 @@
+"""Where the contract of the weight plane is tested: in one process, and over shared memory."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from transport.weights import Hub, Layout, Pace, SharedMemory, WeightReader, WeightWriter
+
+PACE = Pace(beat_s=0.5, silent_s=3.0, fence_s=5.0, forget_s=60.0)
+
+
+@dataclass
+class Clock:
+    """Time that passes when a test says so."""
+
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Place:
+    """One address with its writers and readers, all in this thread and on one fake clock."""
+
+    address: object
+    flip: Callable[[str, int], None]
+    """Flips one bit of the given byte of a segment, by its key."""
+    wait: Callable[[], None] = lambda: None
+    """Until messages that were sent have arrived."""
+    clock: Clock = field(default_factory=Clock)
+    opened: list[WeightWriter | WeightReader] = field(default_factory=list)
+
+    def writer(self, layout: Layout, **knobs) -> WeightWriter:
+        self.opened.append(WeightWriter(layout, self.address, pace=PACE, clock=self.clock, **knobs))
+        return self.opened[-1]
+
+    def reader(self, name: str = "generator-0", attach=None, **knobs) -> WeightReader:
+        self.opened.append(WeightReader(self.address, name, pace=PACE, clock=self.clock, **knobs))
+        if attach is not None:
+            self.opened[-1].attach(attach)
+        return self.opened[-1]
+
+    def settle(self, *ends: WeightWriter | WeightReader, adopt: bool = True) -> None:
+        """Let these ends talk until nobody has more to say; readers adopt what they are offered."""
+        for _ in range(6):
+            for end in ends:
+                if end.poll() and adopt:
+                    end.adopt()
+                self.wait()
+
+    def close(self) -> None:
+        for end in reversed(self.opened):
+            end.close()
+
+
+def parameters(value: float = 0.0, dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Parameter]:
+    """A small model's parameters, every element of the same value."""
+    shapes = {"embed": (11, 8), "up": (8, 24), "norm": (8,), "scale": ()}
+    return {
+        name: torch.nn.Parameter(torch.full(shape, value, dtype=dtype), requires_grad=dtype.is_floating_point)
+        for name, shape in shapes.items()
+    }
+
+
+def values(tensors: dict[str, torch.Tensor]) -> set[float]:
+    """The different values that occur in these tensors."""
+    return {float(v) for tensor in tensors.values() for v in tensor.detach().flatten()}
+
+
+def leftovers() -> set[str]:
+    """What the weight plane has in /dev/shm at this moment."""
+    return {path.name for path in Path("/dev/shm").glob("dataflow-*")}
+
+
+@pytest.fixture(params=["local", "shared_memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    if request.param == "local":
+        hub = Hub()
+
+        def flip(key: str, byte: int) -> None:
+            hub.segments[key].buffer[byte] ^= 1
+
+        place = Place(hub, flip)
+    else:
+        site = SharedMemory(f"ipc://{tmp_path}/w.sock")
+
+        def flip(key: str, byte: int) -> None:
+            with (site.folder / key).open("r+b") as file:
+                file.seek(64 + byte)
+                found = file.read(1)[0]
+                file.seek(64 + byte)
+                file.write(bytes([found ^ 1]))
+
+        def arrive() -> None:
+            for end in place.opened:
+                if end.socket is not None and not end.socket.closed:
+                    end.socket.poll(2)
+
+        place = Place(site, flip, arrive)
+    yield place
+    place.close()
+
+
+@pytest.fixture
+def clean_shm() -> Iterator[None]:
+    """Nothing new may lie in /dev/shm afterwards."""
+    before = leftovers()
+    yield
+    assert leftovers() <= before

@@ -1,0 +1,21 @@
+"""The data plane: record batches between workers, in order, bounded by credit, acknowledged."""
+
+from transport.data.channel import Delivery, Network
+from transport.data.local import LocalNetwork
+from transport.data.partition import Partition
+from transport.data.receiver import Receiver
+from transport.data.security import Keys, make_keys
+from transport.data.sender import Sender
+from transport.data.sockets import SocketNetwork
+
+__all__ = [
+    "Delivery",
+    "Keys",
+    "LocalNetwork",
+    "Network",
+    "Partition",
+    "Receiver",
+    "Sender",
+    "SocketNetwork",
+    "make_keys",
+]

@@ -1,0 +1,137 @@
+"""Between what a channel promises and how its bytes travel: `Network`, `Line`, `Door`; and `Delivery`.
+
+`Sender` and `Receiver` keep the promises (order, credit, acknowledgement, redelivery) on any `Network`:
+`LocalNetwork` within one process, `SocketNetwork` between processes.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import pyarrow as pa
+import zmq
+
+from transport.data.messages import Data, Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    """One batch in the consumer's hands."""
+
+    batch: pa.RecordBatch
+    """The rows, checked; its buffers may lie in the memory of the message that brought them."""
+    sender: str
+    """Who sent it."""
+    epoch: int
+    """Incarnation of the sender."""
+    sequence: int
+    """Its number, 0, 1, 2, ... per sender and epoch."""
+    acknowledge: Callable[[str, int, int], None]
+    """The receiver's side of `ack`."""
+
+    def ack(self) -> None:
+        """The consumer is done: credit returns, the sender forgets the batch. Twice does no harm."""
+        self.acknowledge(self.sender, self.epoch, self.sequence)
+
+
+class LineEvent(Enum):
+    """What happens to a connection."""
+
+    UP = "up"
+    """The other side can be spoken to, perhaps for the first time, perhaps after a restart."""
+    LOST = "lost"
+    """It cannot; whatever was under way may be lost."""
+    REJECTED = "rejected"
+    """It does not accept our key."""
+    FAILED = "failed"
+    """Connecting was tried and did not work; it is tried again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A message at a receiver's door."""
+
+    line: Hashable
+    """The connection that it came over."""
+    message: Message
+    """The message."""
+    payload: Any = None
+    """What came with a Data message, unopened."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Junk:
+    """Something at a door, or on a line, that is no message."""
+
+    line: Hashable
+    """The connection that it came over."""
+    reason: str
+    """What is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """What travels for one batch, kept by the sender until it is acknowledged."""
+
+    content: Any
+    """The encoded body, or the batch itself within one process."""
+    size_bytes: int
+    """Length of the encoded body; within one process, the length that it would have."""
+    checksum: int
+    """xxh3_64 of the body; 0 where no bytes are made."""
+
+
+class Line(Protocol):
+    """A sender's connection to one receiver."""
+
+    address: str
+    """Where the receiver is."""
+    sockets: Sequence[zmq.Socket[bytes]]
+    """What a poller may watch; the first carries the messages."""
+
+    def pack(self, batch: pa.RecordBatch, size_bytes: int) -> Packed:
+        """What travels for a batch; the same may go over several lines, and more than once."""
+
+    def put(self, message: Message, payload: Any = None) -> bool:
+        """Send; False when the connection takes nothing now."""
+
+    def get(self) -> Message | LineEvent | Junk | None:
+        """The next thing that happened; None when nothing did. Never blocks."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when `get` has something, or after the timeout."""
+
+    def close(self) -> None:
+        """Let go of the connection."""
+
+
+class Door(Protocol):
+    """A receiver's end of all its connections."""
+
+    address: str
+    """Where senders find it."""
+    sockets: Sequence[zmq.Socket[bytes]]
+    """What a poller may watch; the first carries the messages."""
+
+    def get(self, timeout_s: float) -> Arrival | Junk | None:
+        """The next thing that arrived, within the timeout."""
+
+    def put(self, line: Hashable, message: Message) -> None:
+        """Answer; a line that is gone is ignored, for its sender says Hello when it is back."""
+
+    def open(self, payload: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
+        """The batch of a Data message, checked; raises FrameError."""
+
+    def close(self) -> None:
+        """Stop listening; the address is free when this returns."""
+
+
+class Network(Protocol):
+    """A way to reach other workers."""
+
+    def line(self, address: str) -> Line:
+        """Connect to a receiver, which may appear later."""
+
+    def door(self, address: str, *, max_message_bytes: int, queue_messages: int) -> Door:
+        """Listen at an address."""

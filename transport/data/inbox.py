@@ -1,0 +1,207 @@
+"""One receiver and all its senders: who may send how much, what is new, what came twice, what is missing.
+
+Pure: messages in, replies out; no socket, no clock. A `line` is whatever names a connection.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from transport.data.credit import NONE, Credit, Holding, allot, cost, may_send
+from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
+
+Line = Hashable
+Replies = list[tuple[Line, Message]]
+Verdict = Literal["new", "duplicate", "ahead", "stray", "overrun"]
+"""new: take it. duplicate: had it. ahead: something before it is missing. stray: no Hello came over this line
+for this sender and epoch. overrun: sent without credit."""
+
+MAX_FAULTS = 3
+"""Times that one batch may arrive unreadable before its sender is refused."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Peer:
+    line: Line
+    epoch: int
+    expected: int
+    gone: frozenset[int]
+    end: int | None = None
+    held: dict[int, Credit] = field(default_factory=dict)
+    used: Credit = NONE
+    announced: Credit = NONE
+    promised: Credit = NONE
+    asked: int | None = None
+    faults: int = 0
+
+    def skip(self) -> None:
+        while self.expected in self.gone:
+            self.expected += 1
+
+    @property
+    def ended(self) -> bool:
+        return self.end is not None and self.expected >= self.end
+
+
+class Inbox:
+    """The state of one receiver towards all its senders."""
+
+    def __init__(
+        self, *, edge: str, epoch: int, capacity: Credit, senders: int = 1, max_message_bytes: int
+    ) -> None:
+        self._edge, self._epoch, self._capacity = edge, epoch, capacity
+        self._senders, self._max_message_bytes = senders, max_message_bytes
+        self._peers: dict[str, _Peer] = {}
+        self._earlier: dict[str, dict[tuple[int, int], Credit]] = {}
+        self._settled = True
+
+    @property
+    def depth(self) -> Credit:
+        """Received and not acknowledged."""
+        earlier = sum((held for one in self._earlier.values() for held in one.values()), NONE)
+        return sum((peer.used for peer in self._peers.values()), earlier)
+
+    @property
+    def ended(self) -> bool:
+        """Whether as many senders as were expected came, and all of them ended."""
+        return len(self._peers) >= self._senders and all(peer.ended for peer in self._peers.values())
+
+    def hello(self, line: Line, message: Hello) -> Replies:
+        """A sender tells where it stands: it gets its window and hears what arrived of it."""
+        peer = self._peers.get(message.sender)
+        if peer is not None and message.epoch < peer.epoch:
+            reason = (
+                f"'{message.sender}' was replaced on edge '{self._edge}'; this is epoch {message.epoch}, "
+                f"the present one {peer.epoch}; end this process"
+            )
+            return [(line, Refusal(edge=self._edge, reason=reason))]
+        if peer is None or message.epoch > peer.epoch:
+            if peer is not None:
+                earlier = self._earlier.setdefault(message.sender, {})
+                earlier |= {(peer.epoch, number): held for number, held in peer.held.items()}
+            peer = _Peer(line=line, epoch=message.epoch, expected=message.base, gone=frozenset(message.gone))
+            peer.skip()
+            self._peers[message.sender] = peer
+        peer.line = line
+        peer.end = message.next if message.ended else None
+        peer.promised = Credit(rows=message.window_rows, bytes=message.window_bytes).most(peer.announced)
+        others = self._announce(but=message.sender)
+        return [*others, (line, self._welcome(peer))]
+
+    def judge(self, line: Line, message: Data) -> tuple[Verdict, Replies]:
+        """What to do with a batch whose header arrived."""
+        peer = self._peers.get(message.sender)
+        if peer is None or peer.line != line or peer.epoch != message.epoch:
+            return "stray", []
+        if message.sequence < peer.expected:
+            held = message.sequence in peer.held
+            return "duplicate", [] if held else [(line, self._ack(peer, (message.sequence,)))]
+        if message.sequence > peer.expected:
+            if peer.asked == peer.expected:
+                return "ahead", []
+            return "ahead", self._ask_again(peer)
+        if not may_send(cost(message.rows, message.bytes), peer.used, peer.promised):
+            reason = (
+                f"'{message.sender}' sent without credit on edge '{self._edge}'; got {message.rows} rows and "
+                f"{message.bytes} bytes; run the same version of this project on both sides"
+            )
+            return "overrun", [(line, Refusal(edge=self._edge, reason=reason))]
+        return "new", []
+
+    def take(self, message: Data) -> None:
+        """Count a batch in, after `judge` said new and it was found sound."""
+        peer = self._peers[message.sender]
+        peer.held[message.sequence] = cost(message.rows, message.bytes)
+        peer.used += peer.held[message.sequence]
+        peer.expected += 1
+        peer.skip()
+        peer.faults, peer.asked = 0, None
+
+    def fault(self, message: Data, reason: str) -> Replies:
+        """A new batch was not sound: ask for it again, and give up on its sender when that does not help."""
+        peer = self._peers[message.sender]
+        peer.faults += 1
+        if peer.faults < MAX_FAULTS:
+            return self._ask_again(peer)
+        return [(peer.line, Refusal(edge=self._edge, reason=reason))]
+
+    def acknowledge(self, sender: str, epoch: int, sequence: int) -> Replies:
+        """The consumer is done with a batch: its credit goes back. A second time, or unknown: nothing."""
+        peer = self._peers.get(sender)
+        if peer is not None and peer.epoch == epoch and sequence in peer.held:
+            peer.used -= peer.held.pop(sequence)
+            others = [] if self._settled and not peer.ended else self._announce(but=sender)
+            return [(peer.line, self._ack(peer, (sequence,))), *others]
+        if self._earlier.get(sender, {}).pop((epoch, sequence), None) is None:
+            return []
+        if not self._earlier[sender]:
+            del self._earlier[sender]
+        return self._announce()
+
+    def forget(self, sender: str) -> Replies:
+        """A sender that will not come back: it counts as ended, and its share goes to the others."""
+        peer = self._peers.get(sender)
+        if peer is None:
+            return []
+        peer.end = peer.expected
+        peer.promised = peer.announced = NONE
+        return self._announce()
+
+    def _windows(self) -> dict[str, Credit]:
+        live = {
+            name: peer
+            for name, peer in self._peers.items()
+            if not peer.ended or peer.held or name in self._earlier
+        }
+        holdings = {
+            name: Holding(
+                promised=peer.promised,
+                held=peer.used,
+                earlier=sum(self._earlier.get(name, {}).values(), NONE),
+            )
+            for name, peer in live.items()
+        }
+        return allot(self._capacity, self._senders - (len(self._peers) - len(live)), holdings)
+
+    def _announce(self, but: str | None = None) -> Replies:
+        """Set every window anew, and tell the senders whose window changed."""
+        replies: Replies = []
+        windows = self._windows()
+        self._settled = not self._earlier and len(set(windows.values())) <= 1
+        for name, window in windows.items():
+            peer = self._peers[name]
+            self._settled = self._settled and peer.promised.within(window)
+            if window == peer.announced:
+                continue
+            peer.announced = window
+            peer.promised = peer.promised.most(window)
+            if name != but:
+                replies.append((peer.line, self._ack(peer, ())))
+        return replies
+
+    def _ask_again(self, peer: _Peer) -> Replies:
+        peer.asked = peer.expected
+        return [(peer.line, self._welcome(peer))]
+
+    def _ack(self, peer: _Peer, sequences: tuple[int, ...]) -> Ack:
+        return Ack(
+            edge=self._edge,
+            epoch=self._epoch,
+            sequences=sequences,
+            window_rows=peer.announced.rows,
+            window_bytes=peer.announced.bytes,
+        )
+
+    def _welcome(self, peer: _Peer) -> Welcome:
+        return Welcome(
+            edge=self._edge,
+            epoch=self._epoch,
+            window_rows=peer.announced.rows,
+            window_bytes=peer.announced.bytes,
+            capacity_rows=self._capacity.rows,
+            capacity_bytes=self._capacity.bytes,
+            max_message_bytes=self._max_message_bytes,
+            expected=peer.expected,
+            held=tuple(peer.held),
+            ended=peer.end is not None,
+        )

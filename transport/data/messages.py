@@ -1,0 +1,112 @@
+"""What senders and receivers of one edge say to each other: five messages, no bytes yet.
+
+    sender -> receiver    Hello     who I am, what I send, where I stand; repeated after every reconnection,
+                                    when a window shrank, and at the end of the stream
+                          Data      one record batch
+    receiver -> sender    Welcome   your window, and what I have of you: the rest is sent again
+                          Ack       these batches are done with; your window from now on
+                          Refusal   no, and why
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """The state of a sender towards one receiver."""
+
+    edge: str
+    """Name of the edge."""
+    sender: str
+    """Name of the sender, the same after a restart."""
+    epoch: int
+    """Incarnation of the sender; larger after each restart."""
+    schema: bytes
+    """Arrow schema of the batches, as an IPC message."""
+    base: int
+    """Lowest sequence number that is not acknowledged."""
+    next: int
+    """Sequence number that the next new batch will have."""
+    gone: tuple[int, ...]
+    """Sequence numbers from base on that are acknowledged already."""
+    window_rows: int
+    """The window that the sender goes by: rows."""
+    window_bytes: int
+    """The window that the sender goes by: bytes."""
+    ended: bool
+    """Whether no batch will follow."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """The header of one record batch."""
+
+    edge: str
+    """Name of the edge."""
+    sender: str
+    """Name of the sender."""
+    epoch: int
+    """Incarnation of the sender."""
+    sequence: int
+    """0, 1, 2, ... per sender, epoch and receiver."""
+    rows: int
+    """Rows of the batch."""
+    bytes: int
+    """Length of the encoded batch."""
+    checksum: int
+    """xxh3_64 of the encoded batch; 0 where no bytes are made."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Welcome:
+    """What a receiver grants to one sender, and what it has of it."""
+
+    edge: str
+    """Name of the edge."""
+    epoch: int
+    """Incarnation of the receiver."""
+    window_rows: int
+    """The window: rows that may be unacknowledged."""
+    window_bytes: int
+    """The window: encoded bytes that may be unacknowledged."""
+    capacity_rows: int
+    """Rows that the receiver holds at most, of all senders."""
+    capacity_bytes: int
+    """Bytes that the receiver holds at most, of all senders."""
+    max_message_bytes: int
+    """Bytes of the largest batch that it takes."""
+    expected: int
+    """Sequence number that it has not seen yet; everything from here on is to be sent again."""
+    held: tuple[int, ...]
+    """Sequence numbers below `expected` that are not acknowledged yet."""
+    ended: bool
+    """Whether it knows where the stream ends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ack:
+    """Batches that the consumer is done with."""
+
+    edge: str
+    """Name of the edge."""
+    epoch: int
+    """Incarnation of the receiver."""
+    sequences: tuple[int, ...]
+    """The batches; none when only the window changed."""
+    window_rows: int
+    """The window from now on: rows."""
+    window_bytes: int
+    """The window from now on: encoded bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why a receiver takes nothing from this sender."""
+
+    edge: str
+    """Name of the edge."""
+    reason: str
+    """What is wrong, what was found, what to do."""
+
+
+Message = Hello | Data | Welcome | Ack | Refusal

@@ -1,0 +1,213 @@
+"""The receiving end of a data edge: grants credit, checks what arrives, delivers every batch once.
+
+Consumes: messages of any number of senders.
+Produces: deliveries, in order per sender; credit and acknowledgements to the senders.
+Waits for: a batch, at most `timeout_s`.
+Unblocked by: `Sender.send`; and it unblocks senders by `Delivery.ack`.
+"""
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+
+import pyarrow as pa
+import zmq
+
+from transport.data import frames
+from transport.data.channel import Arrival, Delivery, Junk, Network
+from transport.data.credit import Credit
+from transport.data.inbox import Inbox, Replies
+from transport.data.messages import Data, Hello, Refusal
+from transport.data.sockets import SocketNetwork
+from transport.errors import FrameError
+
+log = logging.getLogger(__name__)
+
+_REMEMBERED_PEERS = 1024
+
+
+def _warn(edge: str, peer: str, reason: str) -> None:
+    log.warning("refused a message on edge '%s' from %s: %s", edge, peer, reason)
+
+
+class Receiver:
+    """Receives record batches of one edge; not thread-safe.
+
+    At any time the unacknowledged batches stay within `capacity_rows` and `capacity_bytes`, shared equally
+    among the senders. A batch within the capacity but larger than its sender's share travels alone; choose
+    capacity_bytes >= senders * max_message_bytes, and the bound holds for those too.
+    Redelivery: a batch is delivered once by one receiver. When a receiver restarts, what was unacknowledged
+    comes again, so a consumer that acted on a batch and died before `ack` sees it twice.
+    """
+
+    def __init__(
+        self,
+        *,
+        edge: str,
+        schema: pa.Schema,
+        address: str,
+        capacity_rows: int,
+        capacity_bytes: int = 256 << 20,
+        max_message_bytes: int = 64 << 20,
+        senders: int = 1,
+        network: Network | None = None,
+        epoch: int | None = None,
+        on_refused: Callable[[str, str, str], None] = _warn,
+    ) -> None:
+        """Bind to `address`: `ipc://PATH` in a 0700 folder, `tcp://127.0.0.1:*`, or elsewhere with keys.
+
+        `senders` are expected: `finished` waits for as many, and until they come their share is kept for
+        them. `on_refused(edge, peer, reason)` hears once of every peer that sends what cannot be taken.
+        Raises AddressError, and ValueError for a capacity that holds no row per sender.
+        """
+        if capacity_rows < max(1, senders) or capacity_bytes < max(1, senders) or max_message_bytes < 1:
+            raise ValueError(
+                f"edge '{edge}' could hold nothing of its {senders} senders; got capacity_rows="
+                f"{capacity_rows}, capacity_bytes={capacity_bytes}, max_message_bytes={max_message_bytes}; raise them"
+            )
+        self.edge, self.schema = edge, schema
+        self._inbox = Inbox(
+            edge=edge,
+            epoch=secrets.randbits(62) if epoch is None else epoch,
+            capacity=Credit(rows=capacity_rows, bytes=capacity_bytes),
+            senders=senders,
+            max_message_bytes=max_message_bytes,
+        )
+        self._max_message_bytes = max_message_bytes
+        self._door = (network or SocketNetwork()).door(
+            address, max_message_bytes=max_message_bytes, queue_messages=capacity_rows
+        )
+        self._ready: deque[Delivery] = deque()
+        self._on_refused = on_refused
+        self._blamed: set[Hashable] = set()
+        self._closed = False
+        self.refused = 0
+        """Messages that were not taken: damaged, oversized, of another schema, of no known peer."""
+        self.duplicates = 0
+        """Batches that had arrived before, and were not delivered again."""
+
+    @property
+    def address(self) -> str:
+        """Where senders find this receiver, with the real port."""
+        return self._door.address
+
+    @property
+    def socket(self) -> "zmq.Socket[bytes] | None":
+        """The socket that messages arrive on; None within one process."""
+        return next(iter(self.sockets), None)
+
+    @property
+    def sockets(self) -> "list[zmq.Socket[bytes]]":
+        """All that a poller should watch for reading: `receive` or `poll` when any of them is ready."""
+        return list(self._door.sockets)
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Rows and bytes that arrived and are not acknowledged, delivered or not."""
+        depth = self._inbox.depth
+        return depth.rows, depth.bytes
+
+    @property
+    def finished(self) -> bool:
+        """Whether all expected and all known senders ended, and everything was delivered."""
+        return self._inbox.ended and not self._ready
+
+    def receive(self, timeout_s: float = 0.0) -> Delivery | None:
+        """The next batch, or None when none came within the timeout."""
+        deadline = time.monotonic() + timeout_s
+        while not self._ready:
+            left = max(0.0, deadline - time.monotonic()) if timeout_s > 0 else 0.0
+            if self.finished or not self._step(left):
+                return None
+        return self._ready.popleft()
+
+    def poll(self) -> None:
+        """Take in everything that arrived, without delivering it: answers senders that come and go."""
+        while self._step(0.0):
+            pass
+
+    def forget(self, sender: str) -> None:
+        """A sender that will not come back counts as ended, and its share goes to the others."""
+        self._reply(self._inbox.forget(sender))
+
+    def close(self) -> None:
+        """Stop listening; what is unacknowledged will go to the next receiver at this address."""
+        self._closed = True
+        self._door.close()
+
+    def _step(self, timeout_s: float) -> bool:
+        """Handle one arrival; False when there was none."""
+        arrival = self._door.get(timeout_s)
+        match arrival:
+            case None:
+                return False
+            case Junk():
+                self._refuse(arrival.line, arrival.reason)
+            case Arrival(message=Hello() as hello):
+                self._greet(arrival.line, hello)
+            case Arrival(message=Data() as data):
+                self._take(arrival, data)
+            case _:
+                self._refuse(arrival.line, "a message that only receivers send")
+        return True
+
+    def _greet(self, line: Hashable, hello: Hello) -> None:
+        try:
+            if hello.edge != self.edge:
+                raise FrameError(
+                    f"'{hello.sender}' sends on edge '{hello.edge}'; this is edge '{self.edge}'; "
+                    f"give it the address of its own edge"
+                )
+            frames.check_schema(frames.decode_schema(hello.schema), self.schema, edge=self.edge)
+        except FrameError as error:
+            self._refuse(line, str(error))
+            self._door.put(line, Refusal(edge=hello.edge, reason=str(error)))
+            return
+        self._reply(self._inbox.hello(line, hello))
+
+    def _take(self, arrival: Arrival, data: Data) -> None:
+        verdict, replies = self._inbox.judge(arrival.line, data)
+        if verdict == "new":
+            try:
+                if data.bytes > self._max_message_bytes:
+                    raise FrameError(
+                        f"a batch of '{data.sender}' is too large; got {data.bytes} bytes of at most "
+                        f"{self._max_message_bytes}; send smaller batches or raise max_message_bytes"
+                    )
+                batch = self._door.open(arrival.payload, data, self.schema)
+            except FrameError as error:
+                self._refuse(arrival.line, str(error))
+                replies = self._inbox.fault(data, str(error))
+            else:
+                self._inbox.take(data)
+                self._ready.append(
+                    Delivery(
+                        batch=batch,
+                        sender=data.sender,
+                        epoch=data.epoch,
+                        sequence=data.sequence,
+                        acknowledge=self._acknowledge,
+                    )
+                )
+        elif verdict == "duplicate":
+            self.duplicates += 1
+        elif verdict == "overrun":
+            self._refuse(arrival.line, f"'{data.sender}' sent {data.rows} rows without credit")
+        self._reply(replies)
+
+    def _acknowledge(self, sender: str, epoch: int, sequence: int) -> None:
+        self._reply(self._inbox.acknowledge(sender, epoch, sequence))
+
+    def _reply(self, replies: Replies) -> None:
+        if self._closed:
+            return
+        for line, message in replies:
+            self._door.put(line, message)
+
+    def _refuse(self, line: Hashable, reason: str) -> None:
+        self.refused += 1
+        if line not in self._blamed and len(self._blamed) < _REMEMBERED_PEERS:
+            self._blamed.add(line)
+            self._on_refused(self.edge, line.hex() if isinstance(line, bytes) else str(line), reason)

@@ -1,0 +1,253 @@
+"""Channels between processes: ZeroMQ, a DEALER for every sender's line and a ROUTER at every receiver's door.
+
+Credit bounds what is in flight, so senders have no high-water mark that could drop anything. Liveness comes
+from ZeroMQ's own heartbeats, which its I/O thread answers while a worker computes for minutes.
+"""
+
+import contextlib
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pyarrow as pa
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from transport.data import frames
+from transport.data.channel import Arrival, Junk, LineEvent, Packed
+from transport.data.messages import Data, Message
+from transport.data.security import Keys, check_address
+from transport.errors import AddressError, FrameError
+
+_HEARTBEAT_MS = 2_000
+_HEARTBEAT_TIMEOUT_MS = 10_000
+_RECONNECT_MS, _RECONNECT_MAX_MS = 20, 500
+_REPLY_LINGER_MS = 1_000
+_UNBIND_TIMEOUT_S = 2.0
+_SPARE_MESSAGES = 1_000
+_DOMAIN = "data"
+_EVENTS = {
+    int(zmq.Event.HANDSHAKE_SUCCEEDED): LineEvent.UP,
+    int(zmq.Event.DISCONNECTED): LineEvent.LOST,
+    int(zmq.Event.HANDSHAKE_FAILED_AUTH): LineEvent.REJECTED,
+    int(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL): LineEvent.FAILED,
+    int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL): LineEvent.FAILED,
+}
+_FAILURES = (
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+
+
+class SocketNetwork:
+    """Channels over ipc and tcp; with the keys of a run, encrypted and closed to all others."""
+
+    def __init__(self, *, keys: Keys | None = None, context: "zmq.Context[Any] | None" = None) -> None:
+        self._keys = keys
+        self._context = context
+
+    def line(self, address: str) -> "SocketLine":
+        """Connect to a receiver, which may appear later. Raises AddressError."""
+        check_address(address, self._keys)
+        return SocketLine(self._context or zmq.Context.instance(), address, self._keys)
+
+    def door(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "SocketDoor":
+        """Listen at an address; port `*` takes a free one. Raises AddressError."""
+        check_address(address, self._keys)
+        context = self._context or zmq.Context.instance()
+        return SocketDoor(context, address, self._keys, max_message_bytes, queue_messages)
+
+
+class SocketLine:
+    """A sender's connection to one receiver."""
+
+    def __init__(self, context: "zmq.Context[Any]", address: str, keys: Keys | None) -> None:
+        self.address = address
+        self._socket = context.socket(zmq.DEALER)
+        _prepare(self._socket, address)
+        self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        self._socket.set(zmq.LINGER, 0)
+        if keys is not None:
+            self._socket.curve_serverkey = keys.receiver_public
+            self._socket.curve_publickey = keys.sender_public
+            self._socket.curve_secretkey = keys.secret
+        self._monitor = self._socket.get_monitor_socket(sum(_EVENTS))
+        self._socket.connect(address)
+        self.sockets: Sequence[zmq.Socket[bytes]] = (self._socket, self._monitor)
+
+    def pack(self, batch: pa.RecordBatch, size_bytes: int) -> Packed:
+        """The encoded batch; its bytes go to ZeroMQ without another copy."""
+        body = frames.encode_batch(batch, size_bytes)
+        content = zmq.Frame(body, copy=size_bytes < zmq.COPY_THRESHOLD)
+        return Packed(content=content, size_bytes=size_bytes, checksum=frames.checksum(body))
+
+    def put(self, message: Message, payload: Any = None) -> bool:
+        """Queue a message; False when ZeroMQ takes nothing."""
+        header = frames.encode_message(message)
+        parts = [header] if payload is None else [header, payload]
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def get(self) -> Message | LineEvent | Junk | None:
+        """How the connection changed, or what the receiver said."""
+        with contextlib.suppress(zmq.Again):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            return _EVENTS[int(event["event"])]
+        try:
+            parts = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        try:
+            if len(parts) != 1:
+                raise FrameError(f"a reply has one frame; got {len(parts)}; it is not of this protocol")
+            return frames.decode_message(parts[0])
+        except FrameError as error:
+            return Junk(line=0, reason=str(error))
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when there is something to get, or after the timeout."""
+        poller = zmq.Poller()
+        for socket in self.sockets:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(max(0, round(timeout_s * 1000)))
+
+    def close(self) -> None:
+        """Let go of the connection; what is still queued is dropped."""
+        _close(self.sockets)
+
+
+class SocketDoor:
+    """A receiver's end of all its connections."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[Any]",
+        address: str,
+        keys: Keys | None,
+        max_message_bytes: int,
+        queue_messages: int,
+    ) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._guard = None if keys is None else _Guard(keys)
+        self._socket = (context if self._guard is None else self._guard.context).socket(zmq.ROUTER)
+        _prepare(self._socket, address)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(zmq.RCVHWM, queue_messages + _SPARE_MESSAGES)
+        self._socket.set(zmq.MAXMSGSIZE, 2 * max_message_bytes + frames.MAX_HEADER_BYTES)
+        self._socket.set(zmq.LINGER, _REPLY_LINGER_MS)
+        if self._guard is not None:
+            self._guard.protect(self._socket)
+        self._monitor = self._socket.get_monitor_socket(_FAILURES | zmq.Event.CLOSED)
+        self.sockets: Sequence[zmq.Socket[bytes]] = (self._socket, self._monitor)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._release()
+            raise AddressError(
+                f"cannot listen at {address}; {error.strerror}; choose an address that nobody else has"
+            ) from error
+        self.address = self._socket.last_endpoint.decode()
+
+    def get(self, timeout_s: float) -> Arrival | Junk | None:
+        """The next arrival within the timeout; a peer whose handshake failed counts as junk."""
+        with contextlib.suppress(zmq.Again):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            if int(event["event"]) & _FAILURES:
+                return Junk(line="a peer without a handshake", reason=str(zmq.Event(event["event"]).name))
+        try:
+            parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            if timeout_s <= 0 or not self._socket.poll(max(1, round(timeout_s * 1000))):
+                return None
+            parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        line = parts[0].bytes
+        sizes = [len(part) for part in parts[1:]]
+        try:
+            if not 1 <= len(sizes) <= 2 or max(sizes) > max(self._max_message_bytes, frames.MAX_HEADER_BYTES):
+                raise FrameError(
+                    f"a message has the wrong form; got frames of {sizes[:4]} bytes; send a header and one "
+                    f"batch of at most {self._max_message_bytes} bytes"
+                )
+            message = frames.decode_message(parts[1].buffer)
+            if (len(sizes) == 2) != isinstance(message, Data):
+                raise FrameError(f"a message has the wrong form; got {len(sizes)} frames; it is not of this protocol")
+        except FrameError as error:
+            return Junk(line=line, reason=str(error))
+        return Arrival(line=line, message=message, payload=parts[2] if len(sizes) == 2 else None)
+
+    def put(self, line: Hashable, message: Message) -> None:
+        """Answer; a line that is gone is ignored."""
+        assert isinstance(line, bytes)
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([line, frames.encode_message(message)], zmq.NOBLOCK)
+
+    def open(self, payload: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
+        """Decode and check, in the memory of the message."""
+        return frames.decode_batch(payload.buffer, message, schema)
+
+    def close(self) -> None:
+        """Stop listening; returns when the address is free."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.unbind(self.address)
+            self._await_unbound()
+        self._release()
+
+    def _await_unbound(self) -> None:
+        deadline = time.monotonic() + _UNBIND_TIMEOUT_S
+        while (left := deadline - time.monotonic()) > 0:
+            if self._monitor.poll(max(1, round(left * 1000))):
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                if int(event["event"]) == zmq.Event.CLOSED:
+                    return
+
+    def _release(self) -> None:
+        _close(self.sockets)
+        if self._guard is not None:
+            self._guard.close()
+
+
+class _Guard:
+    """Lets in only peers that hold the senders' key: a context of its own, with ZeroMQ's authenticator."""
+
+    def __init__(self, keys: Keys) -> None:
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self._keys = keys
+        self.context: zmq.Context[Any] = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self.context)
+        self._authenticator.configure_curve_callback(domain=_DOMAIN, credentials_provider=self)
+        self._authenticator.start()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a peer's public key is the senders' key (called by the authenticator)."""
+        return key == self._keys.sender_public
+
+    def protect(self, socket: "zmq.Socket[bytes]") -> None:
+        """Make a socket demand the key."""
+        socket.curve_server = True
+        socket.curve_publickey = self._keys.receiver_public
+        socket.curve_secretkey = self._keys.secret
+        socket.zap_domain = _DOMAIN.encode()
+
+    def close(self) -> None:
+        """Stop the authenticator; waits at most for the replies' linger."""
+        self._authenticator.stop()
+        self.context.term()
+
+
+def _prepare(socket: "zmq.Socket[bytes]", address: str) -> None:
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.set(zmq.IPV6, "[" in address)
+
+
+def _close(sockets: "Sequence[zmq.Socket[bytes]]") -> None:
+    sockets[0].disable_monitor()
+    for socket in sockets:
+        socket.close()

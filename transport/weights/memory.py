@@ -1,0 +1,59 @@
+"""Tensors in a flat buffer: views of it, filling it, and the checksums that prove its content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from struct import pack
+
+import torch
+import xxhash
+
+from transport.weights.layout import Layout
+
+
+def views(layout: Layout, buffer: torch.Tensor) -> list[torch.Tensor]:
+    """The layout's tensors, in its order, as views of `buffer` (uint8[layout.nbytes])."""
+    return [
+        buffer[spec.offset : spec.offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+        for spec in layout.tensors
+    ]
+
+
+def copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its destination, casting where dtypes differ; strides and devices may be any."""
+    with torch.no_grad():
+        torch._foreach_copy_([t.detach() for t in destinations], [t.detach() for t in sources])
+
+
+def prove(layout: Layout, buffer: torch.Tensor, per_tensor: bool) -> tuple[int, list[int]]:
+    """(checksum, sums): xxh3_64 of the whole buffer and no sums, or of the sums and the sum per tensor."""
+    data = memoryview(buffer.numpy().data)
+    if not per_tensor:
+        return xxhash.xxh3_64_intdigest(data), []
+    sums = [xxhash.xxh3_64_intdigest(data[t.offset : t.offset + t.nbytes]) for t in layout.tensors]
+    return xxhash.xxh3_64_intdigest(pack(f"<{len(sums)}Q", *sums)), sums
+
+
+def damage(layout: Layout, buffer: torch.Tensor, checksum: int, sums: Sequence[int]) -> str | None:
+    """Where the buffer is not what `prove` saw: a tensor's name where sums tell, or None if it is whole."""
+    found, found_sums = prove(layout, buffer, bool(sums))
+    if found == checksum:
+        return None
+    differing = (t.name for t, a, b in zip(layout.tensors, sums, found_sums, strict=False) if a != b)
+    where = next(differing, None)
+    return f"tensor '{where}'" if where else f"the buffer (xxh3_64 {found:016x}, published {checksum:016x})"
+
+
+@contextmanager
+def copying(threads: int) -> Iterator[None]:
+    """Run torch's copies on that many threads, so that they take no core from the other workers."""
+    before = torch.get_num_threads()
+    if before == threads:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,164 @@
+"""The words of the weight handshake, as plain frozen values, and their msgpack form."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import msgpack
+
+from transport.weights.errors import MessageError
+
+Note = dict[str, int | float | str]
+"""A few small facts that the writer tells all its readers; the newest replaces the one before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """Reader: let me in."""
+
+    name: str
+    """The reader's name, unique among the live readers of one writer."""
+    attempt: int
+    """Counts the reader's joins; a repeated Hello of one join carries the same number."""
+    version: int
+    """The version it holds already, -1 for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome:
+    """Writer: you are in, under this epoch."""
+
+    attempt: int
+    """The attempt of the Hello that is answered."""
+    epoch: int
+    """Stands on every later message of this reader; never given twice."""
+    writer: int
+    """Names this writer; another number means that it was restarted and versions may go back."""
+    layout: dict[str, Any]
+    """The layout, by `Layout.to_plain`."""
+    note: Note = field(default_factory=dict)
+    """The writer's newest note."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """Writer: this version may be taken from this segment."""
+
+    epoch: int
+    """The reader's epoch."""
+    version: int
+    """The version offered."""
+    segment: str
+    """Key of the buffer that holds it."""
+    checksum: int
+    """xxh3_64 of the whole buffer, or of the sums per tensor where there are any."""
+    sums: list[int]
+    """xxh3_64 of each tensor in the layout's order; empty unless the writer was asked for them."""
+    note: Note = field(default_factory=dict)
+    """The writer's newest note."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """Reader: I am in the segment of this version."""
+
+    epoch: int
+    """The reader's epoch."""
+    version: int
+    """The version it takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """Reader: I compute with this version, and have left the one before."""
+
+    epoch: int
+    """The reader's epoch."""
+    version: int
+    """The version it holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """Reader: this version is damaged, I keep the one before."""
+
+    epoch: int
+    """The reader's epoch."""
+    version: int
+    """The version refused."""
+    reason: str
+    """What was found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """Reader: I am alive."""
+
+    epoch: int
+    """The reader's epoch."""
+    version: int
+    """The version it holds, -1 for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """Writer: I am alive, and this is my newest note."""
+
+    epoch: int
+    """The reader's epoch."""
+    note: Note
+    """The writer's newest note."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fenced:
+    """Writer: this epoch is over."""
+
+    epoch: int
+    """The epoch that ended."""
+    replaced: bool
+    """True when another reader took the name: do not come back. False: say Hello again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bye:
+    """Reader: I leave."""
+
+    epoch: int
+    """The reader's epoch."""
+
+
+ReaderMessage = Hello | Ready | Committed | Refused | Beat | Bye
+WriterMessage = Welcome | Offer | Told | Fenced
+Message = ReaderMessage | WriterMessage
+
+KINDS: dict[str, type[Message]] = {
+    kind.__name__.lower(): kind
+    for kind in (Hello, Welcome, Offer, Ready, Committed, Refused, Beat, Told, Fenced, Bye)
+}
+_TYPES = {"int": int, "str": str, "bool": bool, "list[int]": list, "dict[str, Any]": dict, "Note": dict}
+
+
+def encode(message: Message) -> bytes:
+    """The message as msgpack: {"kind": ..., its fields}."""
+    packed: bytes = msgpack.packb({"kind": type(message).__name__.lower(), **asdict(message)})
+    return packed
+
+
+def decode(payload: bytes) -> Message:
+    """The message that `encode` wrote; anything else is a MessageError."""
+    try:
+        plain = msgpack.unpackb(payload)
+        kind = KINDS[plain.pop("kind")]
+        message = kind(**plain)
+        for part in fields(kind):
+            value = getattr(message, part.name)
+            if type(value) is not _TYPES[str(part.type)]:
+                raise TypeError(f"{part.name} is {type(value).__name__}, not {part.type}")
+    except (ValueError, KeyError, TypeError, AttributeError, msgpack.UnpackException) as error:
+        raise MessageError(
+            f"a weight message cannot be read; found {payload[:40]!r} ({error}); "
+            "writer and readers must run the same release"
+        ) from None
+    return message

@@ -1,0 +1,256 @@
+"""The generator's end of the weight plane: hear of versions, adopt the newest between two decode steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+import zmq
+
+from transport.errors import PeerGone, WaitTimeout
+from transport.weights import memory
+from transport.weights.errors import AddressTaken, ChecksumMismatch, LayoutMismatch, WeightError
+from transport.weights.handshake import Pace, ReaderHandshake
+from transport.weights.layout import Layout
+from transport.weights.messages import Note, Offer
+from transport.weights.ports import ReaderSegment, Site
+from transport.weights.shared_memory import SharedMemory
+
+
+class _Mapped:
+    """A segment with the attached tensors' places in it."""
+
+    def __init__(self, segment: ReaderSegment, layout: Layout, targets: list[list[torch.Tensor]], view: bool):
+        self.segment = segment
+        self.flips: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for source, tensors in zip(memory.views(layout, segment.buffer), targets, strict=True):
+            for target in tensors:
+                own = isinstance(target, torch.nn.Parameter) and target.device == source.device
+                flip = view and own and target.dtype == source.dtype
+                (self.flips if flip else self.copies).append((target, source))
+
+
+class WeightReader:
+    """Takes versions of one model's tensors from one writer. For a single-threaded loop.
+
+    Consumes: offers. Produces: new values in the attached tensors.
+    Waits for: nothing, except in `wait`. Unblocked by: the writer's next version.
+    """
+
+    def __init__(
+        self,
+        address: str | Site,
+        name: str,
+        *,
+        adopt: Literal["view", "copy"] = "view",
+        threads: int = 1,
+        pace: Pace | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`name` is unique among the writer's live readers; a newcomer of the same name replaces the older.
+
+        `adopt`: "view" turns parameters into views of the shared buffer, so that an update is a pointer flip;
+        "copy" copies into the parameters' own memory, for callers that keep pointers to it (captured graphs,
+        fused tensors). Tensors that are no Parameter, or have another dtype or device, are always copied."""
+        self.name = name
+        self._view = adopt == "view"
+        self._port = (SharedMemory(address) if isinstance(address, str) else address).reader()
+        self._handshake = ReaderHandshake(name, pace)
+        self._layout: Layout | None = None
+        self._attached: Mapping[str, torch.Tensor] | None = None
+        self._targets: list[list[torch.Tensor]] = []
+        self._mapped: dict[str, _Mapped] = {}
+        self._inside: _Mapped | None = None
+        self._torn = False
+        self._threads, self._clock = threads, clock
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        """The version that the attached tensors hold, -1 for none."""
+        return -1 if self._torn else self._handshake.version
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under which the writer let this reader in, 0 before."""
+        return self._handshake.epoch
+
+    @property
+    def note(self) -> Note:
+        """The newest note of the writer."""
+        return dict(self._handshake.note)
+
+    @property
+    def layout(self) -> Layout | None:
+        """The writer's layout, once it has answered."""
+        return self._layout
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the writer was last heard; infinite if never."""
+        return self._clock() - self._handshake.heard
+
+    @property
+    def socket(self) -> zmq.Socket[bytes] | None:
+        """What a loop may poll for reading; None in one process."""
+        return self._port.socket
+
+    def attach(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Name the tensors that versions go into, `dict(model.named_parameters())`; before the first adopt.
+
+        LayoutMismatch, here or at the poll that brings the writer's layout, when names or shapes differ."""
+        self._require_open()
+        if self._handshake.version >= 0:
+            raise WeightError(
+                f"tensors must be attached before the first version is adopted; found version {self.version} "
+                "adopted; attach right after making the reader"
+            )
+        self._attached = dict(tensors)
+        self._bind()
+
+    def poll(self) -> Offer | None:
+        """Hear the writer; the newest version that may be adopted, if there is one. Never waits.
+
+        AddressTaken when another reader has taken this one's name."""
+        self._require_open()
+        now = self._clock()
+        for message in self._port.receive():
+            for answer in self._handshake.receive(message, now):
+                self._port.send(answer)
+        for answer in self._handshake.tick(now):
+            self._port.send(answer)
+        if self._handshake.replaced:
+            raise AddressTaken(
+                f"another reader has taken the name '{self.name}'; found this one fenced off for good; "
+                "give each reader its own name"
+            )
+        plain = self._handshake.layout
+        if plain is not None and (self._layout is None or self._layout.to_plain() != plain):
+            self._layout = Layout.from_plain(plain)
+            self._bind()
+        return self._handshake.offer
+
+    def adopt(self) -> int:
+        """Make the offered version the attached tensors' value; the version now held.
+
+        It is proved by checksum first: a damaged one raises ChecksumMismatch and the old one stays. When
+        there is no offer, or the writer has just withdrawn it for a newer one, nothing changes."""
+        self._require_open()
+        offer, layout = self._handshake.offer, self._layout
+        if offer is None or layout is None:
+            return self.version
+        if self._attached is None:
+            raise WeightError(
+                f"reader '{self.name}' has nowhere to put version {offer.version}; found nothing attached; "
+                "call attach(dict(model.named_parameters())) first"
+            )
+        mapped = self._map(offer.segment, layout)
+        if mapped is None or not mapped.segment.enter(offer.version):
+            self._handshake.withdrawn(offer)
+            return self.version
+        self._port.send(self._handshake.entered(offer))
+        where = memory.damage(layout, mapped.segment.buffer, offer.checksum, offer.sums)
+        if where is not None:
+            mapped.segment.leave()
+            self._port.send(self._handshake.refused(offer, where))
+            raise ChecksumMismatch(
+                f"version {offer.version} is damaged and reader '{self.name}' keeps version {self.version}; "
+                f"found other bytes in {where} than were published; wait for the next version"
+            )
+        self._take(mapped)
+        self._port.send(self._handshake.committed(offer))
+        return self.version
+
+    def wait(self, version: int, timeout_s: float) -> int:
+        """Poll and adopt until this version, or a newer one, is held; the version held.
+
+        PeerGone when the writer was not heard in all that time, WaitTimeout when it was but had none."""
+        self._require_open()
+        begun = self._clock()
+        deadline = begun + timeout_s
+        while True:
+            if self.poll():
+                self.adopt()
+            if self.version >= version:
+                return self.version
+            left = deadline - self._clock()
+            if left <= 0:
+                break
+            self._port.wait(min(left, 0.05))
+        heard = self._handshake.heard >= begun
+        kind = WaitTimeout if heard else PeerGone
+        found = f"version {self.version}" if heard else "no word from the writer"
+        raise kind(
+            f"reader '{self.name}' waited {timeout_s:g} s for weights of version {version}; found {found}; "
+            f"{'look at what holds the trainer up' if heard else 'look whether the trainer is alive'}"
+        )
+
+    def close(self) -> None:
+        """Leave the writer; attached tensors keep the version held, in memory of their own."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._inside:
+            for parameter, source in self._inside.flips:
+                if parameter.data_ptr() == source.data_ptr():
+                    parameter.data = source.clone()
+            self._inside.segment.leave()
+        for mapped in self._mapped.values():
+            mapped.segment.close()
+        self._mapped.clear()
+        self._inside = None
+        if self._handshake.joined:
+            self._port.send(self._handshake.leaving())
+        self._port.close()
+
+    def _bind(self) -> None:
+        layout, tensors = self._layout, self._attached
+        if layout is None or tensors is None:
+            return
+        self._targets = layout.arrange(tensors, f"reader '{self.name}'")
+        owners: dict[int, str] = {}
+        for spec, tied in zip(layout.tensors, self._targets, strict=True):
+            for pointer in {tensor.data_ptr() for tensor in tied if tensor.numel()}:
+                if pointer in owners:
+                    raise LayoutMismatch(
+                        f"reader '{self.name}' has one tensor for two of the layout; found "
+                        f"'{owners[pointer]}' and '{spec.name}' in the same memory; tie them in the "
+                        "trainer's model, or untie them here"
+                    )
+                owners[pointer] = spec.name
+        self._mapped = {}
+
+    def _map(self, key: str, layout: Layout) -> _Mapped | None:
+        if key not in self._mapped:
+            segment = self._port.segment(key, layout.nbytes)
+            if segment is None:
+                return None
+            for old in [k for k, m in self._mapped.items() if m is not self._inside][: len(self._mapped) - 1]:
+                self._mapped.pop(old).segment.close()
+            self._mapped[key] = _Mapped(segment, layout, self._targets, self._view)
+        return self._mapped[key]
+
+    def _take(self, mapped: _Mapped) -> None:
+        self._torn = True
+        try:
+            if mapped.copies:
+                with memory.copying(self._threads):
+                    memory.copy([t for t, _ in mapped.copies], [s for _, s in mapped.copies])
+            for parameter, source in mapped.flips:
+                parameter.data = source
+            self._torn = False
+        finally:
+            if self._torn or not mapped.flips:
+                mapped.segment.leave()
+        before, self._inside = self._inside, mapped if mapped.flips else None
+        if before is not None and before is not mapped:
+            before.segment.leave()
+            if before not in self._mapped.values():
+                before.segment.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise WeightError("this reader is closed; found a call after close; make a new one")

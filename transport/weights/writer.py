@@ -1,0 +1,173 @@
+"""The trainer's end of the weight plane: write each version once, offer it, never wait for a slow reader."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+import zmq
+
+from transport.weights import memory
+from transport.weights.errors import WeightError
+from transport.weights.handshake import Outgoing, Pace, ReaderStatus, WriterHandshake
+from transport.weights.layout import Layout
+from transport.weights.messages import Note
+from transport.weights.ports import Site, WriterSegment
+from transport.weights.shared_memory import SharedMemory
+
+
+class WeightWriter:
+    """Publishes versions of one model's tensors to any number of readers. For a single-threaded loop.
+
+    Consumes: tensors from the trainer; words of the readers. Produces: offers.
+    Waits for: a segment that every reader has left, at most `wait_s` per publish.
+    Unblocked by: readers that adopt, leave or die; `pace.fence_s` for those that do none of these.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        address: str | Site,
+        *,
+        wait_s: float = 0.0,
+        checksum: Literal["buffer", "tensors"] = "buffer",
+        threads: int = 1,
+        pace: Pace | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`address`: ipc:///folder/name.sock or tcp://127.0.0.1:port, or a `Hub` in one process.
+
+        `wait_s`: how long one publish may wait for a free segment. `checksum`: one sum for the buffer, or one
+        per tensor, which lets a damaged one be named. `threads`: for the copy into the segment.
+        AddressTaken when another live writer has the address."""
+        self.layout = layout
+        self._port = (SharedMemory(address) if isinstance(address, str) else address).writer(self.poll)
+        self._handshake = WriterHandshake(layout.to_plain(), writer=time.time_ns() // 1000, pace=pace)
+        self._segments: dict[str, WriterSegment] = {}
+        self._abandoned: dict[str, WriterSegment] = {}
+        self._views: dict[str, list[torch.Tensor]] = {}
+        self._pending: tuple[int, list[torch.Tensor]] | None = None
+        self._newest = -1
+        self._wait_s, self._per_tensor, self._threads = wait_s, checksum == "tensors", threads
+        self._clock = clock
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        """The newest version that readers are offered, -1 for none."""
+        front = self._handshake.front
+        return front.version if front else -1
+
+    @property
+    def pending(self) -> int | None:
+        """The version that still waits for a free segment."""
+        return self._pending[0] if self._pending else None
+
+    @property
+    def readers(self) -> tuple[ReaderStatus, ...]:
+        """What is known of each reader, in the order of joining."""
+        return self._handshake.status(self._clock())
+
+    @property
+    def segments(self) -> tuple[int, int]:
+        """(in use, abandoned): buffers of `layout.nbytes` bytes each; at most two are in use."""
+        return len(self._segments), len(self._abandoned)
+
+    @property
+    def socket(self) -> zmq.Socket[bytes] | None:
+        """What a loop may poll for reading; None in one process."""
+        return self._port.socket
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Write a version and offer it: True. False: no segment is free yet, and a later `poll` writes it.
+
+        The tensors are read at that later time, so they must keep their values until then, or until the next
+        publish, which replaces them: change them in place and publish them with no poll in between.
+        Versions must rise; any may be left out. Names and shapes must be the layout's (LayoutMismatch)."""
+        self._require_open()
+        if version <= self._newest:
+            raise WeightError(
+                f"versions must rise; found {version} after {self._newest}; publish each step once, in order"
+            )
+        sources = [tied[0] for tied in self.layout.arrange(tensors, "the writer")]
+        self._newest, self._pending = version, (version, sources)
+        deadline = self._clock() + self._wait_s
+        self.poll()
+        while self._pending and (left := deadline - self._clock()) > 0:
+            self._port.wait(min(left, 0.01))
+            self.poll()
+        return self._pending is None
+
+    def tell(self, note: Note) -> None:
+        """Replace the note that every reader, present or late, gets with its next message."""
+        self._require_open()
+        self._handshake.tell(note)
+
+    def poll(self) -> None:
+        """Answer the readers, write a waiting version if a segment is free. Never waits."""
+        self._require_open()
+        now = self._clock()
+        for peer, message in self._port.receive():
+            self._send(self._handshake.receive(peer, message, now))
+        if self._pending and (segment := self._free_segment(now)):
+            self._write(segment, *self._pending)
+        for key in [key for key, segment in self._abandoned.items() if segment.seal()]:
+            self._abandoned.pop(key).close()
+            self._handshake.freed(key)
+        self._send(self._handshake.tick(now))
+
+    def close(self) -> None:
+        """Leave the address and unlink the segments; readers keep the version they have."""
+        if self._closed:
+            return
+        self._closed, self._pending = True, None
+        self._views.clear()
+        for segment in (*self._segments.values(), *self._abandoned.values()):
+            segment.retire()
+            segment.close()
+        self._port.close()
+
+    def _free_segment(self, now: float) -> WriterSegment | None:
+        for key in self._handshake.order():
+            if key is None:
+                return self._new_segment()
+            if self._segments[key].seal():
+                return self._segments[key]
+        stuck = self._handshake.blocked(now)
+        if stuck is None:
+            return None
+        self._views.pop(stuck)
+        segment = self._abandoned[stuck] = self._segments.pop(stuck)
+        segment.retire()
+        self._send(self._handshake.abandon(stuck, now))
+        return self._new_segment()
+
+    def _new_segment(self) -> WriterSegment:
+        segment = self._port.segment(self.layout.nbytes)
+        self._segments[segment.key] = segment
+        self._views[segment.key] = memory.views(self.layout, segment.buffer)
+        return segment
+
+    def _write(self, segment: WriterSegment, version: int, tensors: list[torch.Tensor]) -> None:
+        self._handshake.writing(segment.key)
+        whole = False
+        try:
+            with memory.copying(self._threads):
+                memory.copy(self._views[segment.key], tensors)
+            checksum, sums = memory.prove(self.layout, segment.buffer, self._per_tensor)
+            whole = True
+        finally:
+            self._pending = None
+            segment.unseal(version if whole else -1)
+        self._send(self._handshake.written(segment.key, version, checksum, sums, self._clock()))
+
+    def _send(self, out: Outgoing) -> None:
+        for peer, message in out:
+            if not self._port.send(peer, message):
+                self._handshake.lost(peer)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise WeightError("this writer is closed; found a call after close; make a new one")
