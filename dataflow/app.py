@@ -81,7 +81,7 @@ def _command(build: Callable[..., Graph], steps: int | None, chosen: dict[str, A
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(name, str))
         )
     for name, (kind, default, text) in _RUN_FLAGS.items():
-        annotation = Annotated[kind, tyro.conf.arg(help=text), tyro.conf.FlagCreatePairsOff]
+        annotation: Any = Annotated[kind, tyro.conf.arg(help=text), tyro.conf.FlagCreatePairsOff]  # type: ignore[valid-type]
         parameters.append(
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation,

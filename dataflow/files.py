@@ -20,6 +20,7 @@ _ADVICE = {
     errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENOENT: "look whether the folder was moved or deleted while the run used it",
+    errno.EEXIST: "move away what stands there",
     errno.EISDIR: "move that folder away",
     errno.ENOTDIR: "move the file that stands where a folder is needed",
 }

@@ -19,6 +19,9 @@ class Inlet(Protocol):
     def receive(self, timeout_s: float = 0.0) -> Any | None:
         """A delivery with `batch` and `ack`, or None."""
 
+    def poll(self) -> None:
+        """Take in what arrived, answer the senders."""
+
     @property
     def finished(self) -> bool:
         """Whether every sender has ended its stream and all of it was received."""
@@ -63,6 +66,7 @@ class NodeLoop:
         self.rows_in = self.rows_out = 0
         self.seconds = {"busy": 0.0, "idle": 0.0, "blocked": 0.0}
         self._inlets, self._outlets = inlets, outlets
+        self._ends: list[Inlet | Outlet] = [*(inlet for _, _, inlet in inlets), *(o for each in outlets.values() for o in each)]
         self._mark, self._clock = mark, clock
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch]] = collections.deque()
         self._acks: list[Callable[[], None]] = []
@@ -75,10 +79,10 @@ class NodeLoop:
 
     def turn(self) -> bool:
         """One round: send, receive, work. True when anything moved."""
-        if self.ended:
-            return False
+        for end in self._ends:
+            end.poll()
         moved = self._flush()
-        if self._outbox or self.paused:
+        if self.ended or self._outbox or self.paused:
             return moved
         moved |= self._receive()
         began = self._clock()
@@ -123,9 +127,6 @@ class NodeLoop:
                 self._outbox.append((outlet, batch.records))
 
     def _flush(self) -> bool:
-        for outlets in self._outlets.values():
-            for outlet in outlets:
-                outlet.poll()
         moved = False
         while self._outbox and self._outbox[0][0].send(self._outbox[0][1]):
             self._outbox.popleft()

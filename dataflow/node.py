@@ -81,7 +81,7 @@ class WeightsOut(Protocol):
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """Offer a version; False when it goes out later (by `poll`), because readers still hold both buffers."""
 
-    def tell(self, note: Mapping[str, int | float | str]) -> None:
+    def tell(self, note: dict[str, int | float | str]) -> None:
         """A small note that every reader gets; the newest wins."""
 
     def poll(self) -> None:

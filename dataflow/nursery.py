@@ -60,7 +60,7 @@ class Nursery:
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened since the last call: {"event": "started" | "exited" | "gone", "name", "pid", "status"}."""
-        found = []
+        found: list[dict[str, Any]] = []
         while True:
             try:
                 data = self._socket.recv(_MESSAGE_BYTES)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import networkx as nx
 
@@ -10,6 +11,9 @@ from dataflow.errors import GraphError
 from dataflow.graph import Graph, nearest
 from dataflow.model_size import ModelSize
 from dataflow.node import Bound, Learn, Source
+
+if TYPE_CHECKING:
+    from dataflow.draw import Frame
 
 GIB = 1 << 30
 
@@ -85,7 +89,7 @@ class Plan:
             for replica in range(self.placements[nodes[0]].replicas)
         ]
 
-    def frames(self) -> "list[object]":
+    def frames(self) -> "list[Frame]":
         """Device groups, for the picture."""
         from dataflow.draw import Frame
 
@@ -211,7 +215,7 @@ def _threads(
 
 
 def _bounds(graph: Graph, steps: int | None) -> dict[str, Bound]:
-    bounds = {}
+    bounds: dict[str, Bound] = {}
     for feedback in graph.feedbacks:
         trainer = feedback.weights.trainer
         if not isinstance(trainer, Learn):

@@ -285,9 +285,10 @@ class Pool:
         return True
 
     def _bury(self, processes: list[Process], status: int) -> None:
-        """Fail the calls that processes ended for, set those that may be to blame apart, have the rest made again.
+        """Fail the calls that processes ended for, and have the rest made again.
 
-        A call is to blame when it alone was being made; a first SIGKILL may have come from outside.
+        A call is to blame when it alone was being made; several are made again one at a time, to find out.
+        A first SIGKILL may have come from outside, and is excused.
         """
         chunks = [chunk for process in processes for chunk in process.chunks.values()]
         for process in processes:

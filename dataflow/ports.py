@@ -10,7 +10,7 @@ from dataflow.node import WeightsIn, WeightsOut
 from dataflow.plan import Plan
 from dataflow.records import schema
 from dataflow.wiring import CAPACITY_BYTES, Edge, edges
-from transport.data import LocalReceiver, LocalSender, Receiver, Sender, local_pair
+from transport.data import LocalNetwork, Receiver, Sender
 
 
 class Ports:
@@ -19,37 +19,36 @@ class Ports:
     def __init__(self, graph: Graph, plan: Plan, nodes: list[str], settings: Settings) -> None:
         self._graph, self._plan, self._settings = graph, plan, settings
         self._nodes = set(nodes)
-        self.inlets: dict[str, Receiver | LocalReceiver] = {}
-        self._outlets: dict[str, Sender | LocalSender] = {}
+        self.inlets: dict[str, Receiver] = {}
+        self._outlets: dict[str, Sender] = {}
         self._weights: list[Any] = []
         self._hubs: dict[str, Any] = {}
+        self._local = LocalNetwork()
 
     def open_inlets(self, host: Host) -> dict[str, str]:
         """Bind the edges that end here; addresses of those that come from other processes, by edge."""
         addresses = {}
         for edge in host.incoming():
-            if edge.producer in self._nodes:
-                self._outlets[edge.name], self.inlets[edge.name] = local_pair(
-                    edge.name, schema(edge.columns), capacity_rows=edge.capacity_rows, capacity_bytes=CAPACITY_BYTES
-                )
-                continue
+            local = edge.producer in self._nodes
             receiver = Receiver(
-                edge.name, schema(edge.columns), f"ipc://{self._settings.sockets}/{self._file(edge)}",
+                edge=edge.name, schema=schema(edge.columns), address=edge.name if local else self._address(edge),
                 capacity_rows=edge.capacity_rows, capacity_bytes=CAPACITY_BYTES,
-                senders=self._plan.placements[edge.producer].replicas, epoch=self._settings.attempt,
+                senders=self._plan.placements[edge.producer].replicas, network=self._local if local else None,
             )  # fmt: skip
             self.inlets[edge.name] = receiver
-            addresses[edge.name] = receiver.address
+            if not local:
+                addresses[edge.name] = receiver.address
         return addresses
 
     def open_outlets(self, host: Host, addresses: Mapping[str, list[str]]) -> Mapping[str, Any]:
         """Connect the edges that begin here."""
         for edge in host.outgoing():
-            if edge.name not in self._outlets:
-                self._outlets[edge.name] = Sender(
-                    edge.name, f"{edge.producer}-{self._settings.replica}", self._settings.attempt,
-                    schema(edge.columns), addresses[edge.name], partition="balanced",
-                )  # fmt: skip
+            local = edge.consumer in self._nodes
+            self._outlets[edge.name] = Sender(
+                edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}", epoch=self._settings.attempt,
+                schema=schema(edge.columns), receivers=[edge.name] if local else addresses[edge.name],
+                network=self._local if local else None,
+            )  # fmt: skip
         return self._outlets
 
     def writer_of(self, trainer: str) -> Callable[[Mapping[str, Any]], WeightsOut]:
@@ -84,13 +83,14 @@ class Ports:
 
     def sockets(self) -> list[Any]:
         """What may become readable."""
-        ends = [*self.inlets.values(), *self._outlets.values(), *self._weights]
-        return [end.socket for end in ends if end.socket is not None]
+        ends: list[Receiver | Sender] = [*self.inlets.values(), *self._outlets.values()]
+        weights = [end.socket for end in self._weights if end.socket is not None]
+        return [socket for end in ends for socket in end.sockets] + weights
 
     def depths(self) -> dict[str, tuple[int, int]]:
         """Rows received and not acknowledged, and the capacity, of the edges that end here."""
         return {
-            edge.name: (self.inlets[edge.name].depth.rows, edge.capacity_rows)
+            edge.name: (self.inlets[edge.name].depth[0], edge.capacity_rows)
             for edge in edges(self._graph) if edge.name in self.inlets
         }  # fmt: skip
 
@@ -100,10 +100,10 @@ class Ports:
             with contextlib.suppress(OSError):
                 end.close()
 
-    def _file(self, edge: Edge) -> str:
+    def _address(self, edge: Edge) -> str:
         """Short, because the path of an ipc socket may have 107 bytes."""
         number = [e.name for e in edges(self._graph)].index(edge.name)
-        return f"edge-{number}.{self._settings.replica}"
+        return f"ipc://{self._settings.sockets}/edge-{number}.{self._settings.replica}"
 
     def _site(self, trainer: str) -> Any:
         """Where a trainer and its readers meet: a socket between processes, a hub within one."""

@@ -114,7 +114,8 @@ def append_column(batch: pa.RecordBatch, name: str, values: pa.Array) -> pa.Reco
 
 def list_lengths(column: pa.ListArray) -> Array:
     """Length of each list of a ragged column, int64 [rows]."""
-    return np.diff(column.offsets.to_numpy()).astype(np.int64)
+    offsets: Array = column.offsets.to_numpy()
+    return np.diff(offsets).astype(np.int64)
 
 
 def _is_numeric(kind: pa.DataType) -> bool:

@@ -13,7 +13,7 @@ from dataflow.errors import GraphError
 from dataflow.node import Context, Runtime, Transform
 from dataflow.records import ERROR, Columns
 from dataflow.scorer_signature import Signature, read_signature, where_defined
-from dataflow.stream import Stream
+from dataflow.stream import Stream, Weights
 
 if TYPE_CHECKING:
     from dataflow.stream import Rollout
@@ -29,7 +29,7 @@ DEFAULT_MEMORY_MB = 1024
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scorer(Transform, Generic[P, T_co]):
-    """A function as an operator: applied to a stream it adds a column, called with values it is the function."""
+    """A function as an operator: applied to a stream it adds a column, called with values it is itself."""
 
     light: ClassVar[bool] = True
     state: ClassVar[str | None] = "scored"
@@ -73,6 +73,11 @@ class Scorer(Transform, Generic[P, T_co]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply it to a stream, with knobs by keyword; or call the plain function with plain values."""
         stream = args[0] if args else kwargs.get("stream")
+        if isinstance(stream, Weights):
+            raise GraphError(
+                f"'{self.name}' ({self.where}) takes rows, but got the weights of '{stream.trainer.name}'; "
+                f"give weights to g.feedback(...)"
+            )
         if not isinstance(stream, Stream):
             return cast(Callable[..., Any], self.function)(*args, **{**self.given, **kwargs})
         if len(args) > 1:
@@ -203,8 +208,8 @@ def scorer(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
     Parameters without a default are the columns it reads, those with one are knobs, its name is the column it
     writes and its return annotation the type of that column. A per-row function gets the values of one
     rollout. A per-group function gets, for the rows of a group that have no error, a numpy array for a column
-    of numbers and a list for any other, and returns one value for each. None, NaN, an exception, a call longer
-    than `timeout_s` or a process that ends become the row's `error`, never a number.
+    of numbers and a list for any other, and returns one value for each (or a number for all, if annotated so).
+    None, NaN, an exception, a call longer than `timeout_s` or a process that ends become the row's `error`.
     Raises GraphError for a function that cannot be one.
     """
     if function is not None:

@@ -60,7 +60,7 @@ def read_signature(function: Callable[..., Any], *, per_group: bool) -> Signatur
             defaults[parameter.name] = parameter.default
     if not columns:
         raise GraphError(
-            f"{head} reads no column: its parameters {list(defaults)} all have defaults, which makes them knobs; "
+            f"{head} reads no column: its parameters are {list(defaults)}, and defaults make them knobs; "
             f"add a parameter without one, such as 'completion'"
         )
     returned = _plain(hints.get("return", Any))
@@ -90,7 +90,8 @@ def _function_head(function: Any) -> str:
     head = f"scorer '{function.__name__}' ({where_defined(function)})"
     if function.__name__ == "<lambda>":
         raise GraphError(
-            f"@scorer got a lambda ({where_defined(function)}), whose name cannot be a column; write it with def"
+            f"@scorer got a lambda ({where_defined(function)}), which has no name to call a column by; "
+            f"write it with def"
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise GraphError(

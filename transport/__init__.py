@@ -1,1 +1,1 @@
-"""Bytes between processes: record batches (`data`) and weights (`weights`); knows no graph, no operator, no RL."""
+"""Bytes between processes: record batches (`data`), weights (`weights`); no graph, no operator, no RL."""

@@ -19,7 +19,8 @@ ACCURACY_NAME = "eval_accuracy"
 def reward_curve_svg(metrics: Sequence[Mapping[str, Any]], title: str = "Learning curve") -> str:
     """The curve of the lines of metrics.jsonl; lines that lack a number are passed over.
 
-    Reward: each step thin, the running mean over about a twentieth of the steps bold. Accuracy: a dot per evaluation.
+    Reward: each step thin, its running mean over about a twentieth of the steps bold; accuracy: a dot per
+    evaluation.
     """
     reward = _series(metrics, REWARD_NAMES)
     accuracy = _series(metrics, (ACCURACY_NAME,))
@@ -44,7 +45,9 @@ def reward_curve_svg(metrics: Sequence[Mapping[str, Any]], title: str = "Learnin
     for tick in xs:
         if tick <= last:
             x = place(tick, 0)[0]
-            body.append(f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{_number(tick)}</text>')
+            body.append(
+                f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{_number(tick)}</text>'
+            )
     body.append(
         f'<text class="axis middle" x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{HEIGHT - 12:g}">step (optimiser updates)</text>'
     )
@@ -135,7 +138,8 @@ def _dot(x: float, y: float, point: tuple[float, float]) -> str:
 def _document(title: str, body: Sequence[str]) -> str:
     extra = (
         ".dataflow-graph .end{text-anchor:end}.dataflow-graph .middle{text-anchor:middle}"
-        ".dataflow-graph .mark{font-size:11px;font-weight:600;paint-order:stroke;stroke-width:4px;stroke-linejoin:round}"
+        ".dataflow-graph .mark{font-size:11px;font-weight:600;paint-order:stroke;"
+        "stroke-width:4px;stroke-linejoin:round}"
         ".dataflow-graph .line{stroke-linejoin:round;stroke-width:2}"
         ".dataflow-graph .raw .line{stroke-width:1;stroke-opacity:.4}"
     )

@@ -1,4 +1,4 @@
-"""The values that the layout takes and gives: sizes, links, rectangles, paths; all lengths in pixels, y downwards."""
+"""What the layout takes and gives: sizes, links, rectangles, paths; lengths in pixels, y downwards."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias

@@ -2,9 +2,11 @@
 
 import inspect
 import json
+from importlib import resources
+from string import Template
 from typing import Any, TypeAlias
 
-from dataflow.draw import page, svg
+from dataflow.draw import svg
 from dataflow.draw.picture import Box, Picture, knob_text
 from dataflow.draw.words import xml
 
@@ -16,8 +18,17 @@ def render(picture: Picture) -> str:
     facts = [_facts(picture, box) for box in picture.boxes]
     # In a script element only "<" could end it early; as an escape it is the same JSON.
     data = json.dumps(facts, ensure_ascii=True).replace("<", "\\u003c")
-    title = xml(picture.title or "dataflow graph")
-    return page.PAGE.format(title=title, style=page.STYLE, svg=svg.render(picture), data=data, script=page.SCRIPT)
+    return Template(_part("page.html")).substitute(
+        title=xml(picture.title or "dataflow graph"),
+        style=_part("page.css"),
+        svg=svg.render(picture),
+        data=data,
+        script=_part("page.js"),
+    )
+
+
+def _part(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _facts(picture: Picture, box: Box) -> dict[str, Any]:

@@ -11,7 +11,10 @@ MOST_BENDS = 20_000
 
 
 def arrange(
-    sizes: Mapping[str, Size], links: Sequence[Link], backs: Sequence[Back] = (), spacing: Spacing | None = None
+    sizes: Mapping[str, Size],
+    links: Sequence[Link],
+    backs: Sequence[Back] = (),
+    spacing: Spacing | None = None,
 ) -> Layout:
     """Place boxes and lead links between them; the same input gives the same drawing."""
     spacing = spacing or Spacing()

@@ -1,4 +1,4 @@
-"""How high each node stands: level with what it is linked to, lane 0 straightest, no two of a layer too close."""
+"""How high each node stands: level with what it is linked to, and no two of a layer too close."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def heights(grid: Levels, spacing: Spacing) -> list[float]:
 
 
 def spread(wanted: Sequence[float], weights: Sequence[float], steps: Sequence[float]) -> list[float]:
-    """Values nearest to the wanted ones (weighted least squares), each at least `steps[i]` above the one before.
+    """Values nearest to the wanted ones (weighted least squares), each `steps[i]` or more below the last.
 
     Source: isotonic regression by pooling adjacent violators.
     """
@@ -73,7 +73,9 @@ def _distance(grid: Levels, above: int, below: int, spacing: Spacing) -> float:
     return grid.sizes[above].down + room + grid.sizes[below].up
 
 
-def _settle(grid: Levels, index: int, steps: Sequence[float], y: list[float], near: Sequence[Sequence[int]]) -> None:
+def _settle(
+    grid: Levels, index: int, steps: Sequence[float], y: list[float], near: Sequence[Sequence[int]]
+) -> None:
     wanted, weights = [], []
     for item in grid.rows[index]:
         pulls = [(y[other], grid.pulls[item][other]) for other in near[item]]

@@ -1,6 +1,7 @@
-"""Which layer each node stands in, and the order of the nodes of a layer: longest paths, then few crossings."""
+"""Which layer each node stands in, and the order within a layer: longest paths, then few crossings."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 SWEEPS = 24
 SWEEPS_LARGE = 6
@@ -58,8 +59,10 @@ def layers_of(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> dict[st
     return layer
 
 
-def order(rows: list[list[int]], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The rows (one per layer) with their items put in an order of few crossings; neighbours as lists of items."""
+def order(
+    rows: list[list[int]], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """The rows (one per layer) in an order of few crossings; neighbours are lists of items."""
     best, best_crossings = [list(row) for row in rows], crossings(rows, after)
     edges = sum(len(heads) for heads in after)
     for sweep in range(SWEEPS if edges < LARGE else SWEEPS_LARGE):
@@ -81,7 +84,7 @@ def order(rows: list[list[int]], before: Sequence[Sequence[int]], after: Sequenc
 def crossings(rows: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> int:
     """How many pairs of edges between neighbouring layers cross."""
     total = 0
-    for left, right in zip(rows, rows[1:], strict=False):
+    for left, right in pairwise(rows):
         at = {item: index for index, item in enumerate(right)}
         ends = [end for item in left for end in sorted(at[head] for head in after[item])]
         total += _inversions(ends, len(right))
@@ -108,7 +111,9 @@ def _by_barycentre(row: Sequence[int], beside: Sequence[int], near: Sequence[Seq
     at = {item: index for index, item in enumerate(beside)}
     scale = len(beside) / max(len(row), 1)
     key = {
-        item: sum(at[other] for other in near[item]) / len(near[item]) if near[item] else (index + 0.5) * scale - 0.5
+        item: sum(at[other] for other in near[item]) / len(near[item])
+        if near[item]
+        else (index + 0.5) * scale - 0.5
         for index, item in enumerate(row)
     }
     return sorted(row, key=key.__getitem__)

@@ -81,7 +81,9 @@ class Loop:
     @property
     def label(self) -> str:
         """Text on the edge."""
-        return self.model if self.max_staleness is None else f"{self.model} · max_staleness={self.max_staleness}"
+        return (
+            self.model if self.max_staleness is None else f"{self.model} · max_staleness={self.max_staleness}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +154,8 @@ def knob_text(value: Any) -> str:
     if isinstance(value, tuple | list) and len(value) <= 8:
         inner_text = ", ".join(knob_text(item) for item in value)
         return f"({inner_text})" if isinstance(value, tuple) else f"[{inner_text}]"
-    return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)
+    plain = getattr(type(value), "__repr__", None) is object.__repr__
+    return type(value).__name__ if plain else repr(value)
 
 
 def shorten(text: str, length: int = VALUE_LENGTH) -> str:
@@ -171,7 +174,9 @@ def _box(name: str, operator: Operator) -> Box:
     if more > 0:
         knobs = [*knobs[:KNOBS_SHOWN], f"…+{more}"]
     same = kind.lower().replace("_", "") == name.lower().replace("_", "")
-    return Box(name=name, subtitle="" if same else kind, knobs=tuple(knobs), role=_role(operator), operator=operator)
+    return Box(
+        name=name, subtitle="" if same else kind, knobs=tuple(knobs), role=_role(operator), operator=operator
+    )
 
 
 def _role(operator: Operator) -> str:

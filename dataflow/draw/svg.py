@@ -25,22 +25,24 @@ def render(picture: Picture) -> str:
     spacing = Spacing()
     if picture.frames:
         extra = 2 * FRAME_PAD + FRAME_TITLE
-        spacing = Spacing(gap=spacing.gap + FRAME_PAD, row=spacing.row + extra - 14, outer=spacing.outer + FRAME_TITLE)
+        spacing = Spacing(
+            gap=spacing.gap + FRAME_PAD, row=spacing.row + extra - 14, outer=spacing.outer + FRAME_TITLE
+        )
     indent = 8.0 + FRAME_PAD * bool(picture.frames)
     sizes = {
         box.name: _size(box, wires.get(box.name, []), labels.get(box.name, ([], [])), spacing.lane, indent)
         for box in picture.boxes
     }
     links = [Link(tail=w.tail, head=w.head, lane=picture.lanes.index(w.lane)) for w in picture.wires]
-    backs = [Back(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12) for b in picture.loops]
+    backs = [
+        Back(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12) for b in picture.loops
+    ]
     layout = arrange(sizes, links, backs, spacing)
     columns = [_columns(layout.boxes[name], sizes[name], found, indent) for name, found in labels.items()]
     return _document(picture, layout, columns, spacing)
 
 
-def _document(
-    picture: Picture, layout: Layout, columns: Sequence[str], spacing: Spacing
-) -> str:
+def _document(picture: Picture, layout: Layout, columns: Sequence[str], spacing: Spacing) -> str:
     body: list[str] = []
     framed = [_pieces(frame.nodes, layout) for frame in picture.frames]
     for number, (frame, found) in enumerate(zip(picture.frames, framed, strict=True)):
@@ -48,7 +50,7 @@ def _document(
     many = len(picture.lanes) > 1
     led: set[tuple[str, str]] = set()
     for wire, points in reversed(list(zip(picture.wires, layout.links, strict=True))):
-        colour = f"lane{picture.lanes.index(wire.lane) % theme.LANES}" if many else "lane"
+        colour = f"lane{picture.lanes.index(wire.lane) % len(theme.LIGHT_LANES)}" if many else "lane"
         body.append(_link(wire, points[1:] if (wire.tail, wire.lane) in led else points, colour))
         led.add((wire.tail, wire.lane))
     for loop, route in zip(picture.loops, layout.backs, strict=True):
@@ -69,7 +71,9 @@ def _document(
         right=max(bounds.right, bounds.left + legend_width, bounds.left + sans_width(picture.title, 16)),
         bottom=bounds.bottom + (34.0 if legend else 0.0),
     ).grown(spacing.margin, spacing.margin, spacing.margin)
-    heading = f'<text class="heading" x="{_n(bounds.left)}" y="{_n(bounds.top - 20)}">{xml(picture.title)}</text>'
+    heading = (
+        f'<text class="heading" x="{_n(bounds.left)}" y="{_n(bounds.top - 20)}">{xml(picture.title)}</text>'
+    )
     spoken = xml(picture.title or "dataflow graph")
     words = xml(f"{len(picture.boxes)} operators: " + ", ".join(box.name for box in picture.boxes[:60]))
     return "\n".join(
@@ -106,10 +110,15 @@ def _labels(wires: Sequence[Wire]) -> tuple[list[str], list[str]]:
     return lines[0], lines[1]
 
 
-def _size(box: Box, wires: Sequence[Wire], labels: tuple[list[str], list[str]], lane: float, indent: float) -> Size:
+def _size(
+    box: Box, wires: Sequence[Wire], labels: tuple[list[str], list[str]], lane: float, indent: float
+) -> Size:
     above, below = labels
     width = max(
-        [sans_width(shorten(box.name, NAME_LENGTH), NAME), sans_width(shorten(box.subtitle, NAME_LENGTH), SMALL)]
+        [
+            sans_width(shorten(box.name, NAME_LENGTH), NAME),
+            sans_width(shorten(box.subtitle, NAME_LENGTH), SMALL),
+        ]
         + [mono_width(line, CODE) for line in box.knobs]
     )
     height = 2 * 10 + 14 + (13 if box.subtitle else 0) + (len(box.knobs) * LINE + 8 if box.knobs else 0)
@@ -131,13 +140,15 @@ def _box(number: int, box: Box, rect: Rect) -> str:
         f'<g class="node {box.role}" data-node="{number}"><title>{xml(f"{box.name}: {doc}")}</title>',
         f'<rect class="box" x="{_n(rect.left)}" y="{_n(rect.top)}" width="{_n(rect.width)}" '
         f'height="{_n(rect.height)}" rx="6"/>',
-        f'<path class="accent" d="M{_n(rect.left + 5)} {_n(rect.top)}h-0a5 5 0 0 0 -5 5v{_n(rect.height - 10)}'
+        f'<path class="accent" d="M{_n(rect.left + 5)} {_n(rect.top)}a5 5 0 0 0 -5 5v{_n(rect.height - 10)}'
         f'a5 5 0 0 0 5 5z"/>',
         f'<text class="name" x="{_n(x)}" y="{_n(y)}">{xml(shorten(box.name, NAME_LENGTH))}</text>',
     ]
     if box.subtitle:
         y += 13
-        parts.append(f'<text class="kind" x="{_n(x)}" y="{_n(y)}">{xml(shorten(box.subtitle, NAME_LENGTH))}</text>')
+        parts.append(
+            f'<text class="kind" x="{_n(x)}" y="{_n(y)}">{xml(shorten(box.subtitle, NAME_LENGTH))}</text>'
+        )
     if box.knobs:
         parts.append(
             f'<line class="rule" x1="{_n(x)}" x2="{_n(rect.right - PAD)}" y1="{_n(y + 8)}" y2="{_n(y + 8)}"/>'
@@ -228,7 +239,7 @@ def _pieces(nodes: Sequence[str], layout: Layout) -> list[Rect]:
 
 def _frame(number: int, label: str, rect: Rect) -> str:
     return (
-        f'<g class="frame frame{number % theme.FRAMES}"><title>{xml(label)}</title>'
+        f'<g class="frame frame{number % len(theme.LIGHT_FRAMES)}"><title>{xml(label)}</title>'
         f'<rect x="{_n(rect.left)}" y="{_n(rect.top)}" width="{_n(rect.width)}" '
         f'height="{_n(rect.height)}" rx="10"/>'
         f'<text x="{_n(rect.left + 10)}" y="{_n(rect.top + 14)}">{xml(label)}</text></g>'
@@ -238,7 +249,10 @@ def _frame(number: int, label: str, rect: Rect) -> str:
 def _legend(picture: Picture, x: float, y: float) -> tuple[list[str], float]:
     entries = []
     if len(picture.lanes) > 1:
-        entries = [(f"link lane{at % theme.LANES}", f"rows of {lane}") for at, lane in enumerate(picture.lanes[:8])]
+        entries = [
+            (f"link lane{at % len(theme.LIGHT_LANES)}", f"rows of {lane}")
+            for at, lane in enumerate(picture.lanes[:8])
+        ]
     if picture.loops and entries:
         entries.append(("weights", "weights"))
     drawn, start = [], x

@@ -1,9 +1,9 @@
 """The graph in two languages of other tools: DOT for Graphviz, Mermaid for Markdown pages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from dataflow.draw.picture import Box, Frame, Picture, column_lines
-from dataflow.draw.theme import LIGHT
+from dataflow.draw.theme import LIGHT, LIGHT_FRAMES, LIGHT_LANES
 from dataflow.draw.words import dot, mermaid
 
 _SHAPES = {"source": ("([", "])"), "sink": ("[/", "/]"), "trainer": ("[[", "]]")}
@@ -20,7 +20,7 @@ def to_dot(picture: Picture) -> str:
         lines.append(f'  "{dot(box.name)}" [label="{dot(_label(box))}" color="{LIGHT[box.role]}"];')
     for cluster, (number, frame, nodes) in enumerate(_clusters(picture)):
         inside = " ".join(f'"{dot(name)}";' for name in nodes)
-        colour = _cycle("frames", number)
+        colour = _cycle(LIGHT_FRAMES, number)
         lines.append(
             f'  subgraph "cluster_{cluster}" {{ label="{dot(frame.label)}"; color="{colour}"; '
             f'fontname="Helvetica"; {inside} }}'
@@ -28,9 +28,11 @@ def to_dot(picture: Picture) -> str:
     many = len(picture.lanes) > 1
     for wire in picture.wires:
         label = "\n".join(column_lines(wire.added))
-        lane = f' color="{_cycle("lanes", picture.lanes.index(wire.lane))}"' if many else ""
+        paint = f' color="{_cycle(LIGHT_LANES, picture.lanes.index(wire.lane))}"' if many else ""
         hint = dot(f"{wire.lane}: {', '.join(wire.columns)}")
-        lines.append(f'  "{dot(wire.tail)}" -> "{dot(wire.head)}" [label="{dot(label)}"{lane} tooltip="{hint}"];')
+        lines.append(
+            f'  "{dot(wire.tail)}" -> "{dot(wire.head)}" [label="{dot(label)}"{paint} tooltip="{hint}"];'
+        )
     for loop in picture.loops:
         colour = LIGHT["weights"]
         lines.append(
@@ -59,7 +61,7 @@ def to_mermaid(picture: Picture) -> str:
         label = "<br/>".join(mermaid(line) for line in column_lines(wire.added))
         lines.append(f"  {names[wire.tail]} -->{_quoted(label)} {names[wire.head]}")
         if len(picture.lanes) > 1:
-            styles.append(f"  linkStyle {edges} stroke:{_cycle('lanes', picture.lanes.index(wire.lane))}")
+            styles.append(f"  linkStyle {edges} stroke:{_cycle(LIGHT_LANES, picture.lanes.index(wire.lane))}")
         edges += 1
     for loop in picture.loops:
         lines.append(f"  {names[loop.tail]} -.->{_quoted(mermaid(loop.label))} {names[loop.head]}")
@@ -73,7 +75,9 @@ def to_plain(picture: Picture) -> str:
     after: dict[str, dict[str, None]] = {}
     for wire in picture.wires:
         after.setdefault(wire.tail, {})[wire.head] = None
-    lines = [f"{picture.title or 'graph'}: {len(picture.boxes)} operators, lanes {', '.join(picture.lanes) or 'none'}"]
+    lines = [
+        f"{picture.title or 'graph'}: {len(picture.boxes)} operators, lanes {', '.join(picture.lanes) or 'none'}"
+    ]
     for box in picture.boxes:
         to = ", ".join(after.get(box.name, {}))
         lines.append(f"  {box.name}" + (f" -> {to}" if to else ""))
@@ -86,7 +90,7 @@ def _label(box: Box) -> str:
 
 
 def _clusters(picture: Picture) -> list[tuple[int, Frame, list[str]]]:
-    """Frames (with their number) in linked pieces, each node in the first that names it, as both languages demand."""
+    """Frames (with their number) in linked pieces, each node in the first that names it."""
     beside: dict[str, list[str]] = {}
     for wire in picture.wires:
         beside.setdefault(wire.tail, []).append(wire.head)
@@ -108,9 +112,8 @@ def _clusters(picture: Picture) -> list[tuple[int, Frame, list[str]]]:
     return kept
 
 
-def _cycle(kind: str, number: int) -> str:
-    palette: Mapping[str, Sequence[str]] = {"lanes": LIGHT["lanes"], "frames": LIGHT["frames"]}
-    return palette[kind][number % len(palette[kind])]
+def _cycle(palette: Sequence[str], number: int) -> str:
+    return palette[number % len(palette)]
 
 
 def _quoted(label: str) -> str:

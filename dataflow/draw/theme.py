@@ -1,13 +1,11 @@
-"""Colours and type of the pictures, once for light pages and once for dark ones; safe for the colour-blind."""
+"""Colours and type of the pictures, for light pages and for dark ones."""
 
-LANES = 6
-FRAMES = 6
+from collections.abc import Mapping, Sequence
 
 SANS = "Inter,'Helvetica Neue',Helvetica,Arial,'Liberation Sans',sans-serif"
 MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 
-# Lane colours follow Okabe and Ito's palette.
-LIGHT = {
+LIGHT: dict[str, str] = {
     "paper": "#ffffff",
     "card": "#ffffff",
     "ink": "#1f2328",
@@ -20,10 +18,8 @@ LIGHT = {
     "model": "#4f46e5",
     "trainer": "#c2410c",
     "sink": "#59636e",
-    "lanes": ("#0072b2", "#009e73", "#b8609a", "#b97d00", "#3a9bd1", "#6b7280"),
-    "frames": ("#7c5cd6", "#0e8fa8", "#b08900", "#c0508a", "#5f8f1f", "#64748b"),
 }
-DARK = {
+DARK: dict[str, str] = {
     "paper": "#0d1117",
     "card": "#161b22",
     "ink": "#e6edf3",
@@ -36,15 +32,19 @@ DARK = {
     "model": "#8b8cf8",
     "trainer": "#ff9e64",
     "sink": "#9aa4ae",
-    "lanes": ("#58a6ff", "#3fb98a", "#e38fc4", "#e0ac3b", "#8fd0f2", "#9aa4ae"),
-    "frames": ("#a48bf0", "#4cc3d9", "#d8b742", "#e08bb8", "#9bc65a", "#94a3b8"),
 }
+
+# Lane colours follow Okabe and Ito's palette, which the colour-blind can tell apart.
+LIGHT_LANES = ("#0072b2", "#009e73", "#b8609a", "#b97d00", "#3a9bd1", "#6b7280")
+DARK_LANES = ("#58a6ff", "#3fb98a", "#e38fc4", "#e0ac3b", "#8fd0f2", "#9aa4ae")
+LIGHT_FRAMES = ("#7c5cd6", "#0e8fa8", "#b08900", "#c0508a", "#5f8f1f", "#64748b")
+DARK_FRAMES = ("#a48bf0", "#4cc3d9", "#d8b742", "#e08bb8", "#9bc65a", "#94a3b8")
 
 
 def style() -> str:
-    """The style sheet, every rule below the class of the picture so that it changes nothing else on a page."""
-    dark = _colours(DARK)
-    return _fixed() + _colours(LIGHT) + "@media (prefers-color-scheme:dark){" + dark + "}"
+    """The style sheet, each rule bound to the class of the picture: it changes nothing else on a page."""
+    light, dark = _colours(LIGHT, LIGHT_LANES, LIGHT_FRAMES), _colours(DARK, DARK_LANES, DARK_FRAMES)
+    return f"{_fixed()}{light}@media (prefers-color-scheme:dark){{{dark}}}"
 
 
 def _fixed() -> str:
@@ -69,7 +69,7 @@ def _fixed() -> str:
     return _rules(rules)
 
 
-def _colours(of: dict[str, str | tuple[str, ...]]) -> str:
+def _colours(of: Mapping[str, str], lanes: Sequence[str], frames: Sequence[str]) -> str:
     rules = {
         " .paper": f"fill:{of['paper']}",
         " text": f"fill:{of['ink']}",
@@ -92,10 +92,10 @@ def _colours(of: dict[str, str | tuple[str, ...]]) -> str:
     }
     for role in ("source", "operator", "model", "trainer", "sink"):
         rules[f" .{role} .accent"] = f"fill:{of[role]}"
-    for at, colour in enumerate(of["lanes"]):
+    for at, colour in enumerate(lanes):
         rules[f" .lane{at} .line"] = f"stroke:{colour}"
         rules[f" .lane{at} .tip"] = f"fill:{colour}"
-    for at, colour in enumerate(of["frames"]):
+    for at, colour in enumerate(frames):
         rules[f" .frame{at} rect"] = f"fill:{colour};stroke:{colour}"
         rules[f" .frame{at} text"] = f"fill:{colour}"
     return _rules(rules)

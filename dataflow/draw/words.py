@@ -31,8 +31,10 @@ def dot(text: str) -> str:
 
 
 def mermaid(text: str) -> str:
-    """Text inside a quoted Mermaid label: everything that Mermaid or its HTML could read as syntax by number."""
-    return "".join(char if char.isalnum() or char in " _.,=…+·/" else f"#{ord(char)};" for char in text if _is_xml(char))
+    """Text inside a quoted Mermaid label: all that Mermaid or its HTML could read as syntax by number."""
+    return "".join(
+        char if char.isalnum() or char in " _.,=…+·/" else f"#{ord(char)};" for char in text if _is_xml(char)
+    )
 
 
 def _sans(char: str) -> float:

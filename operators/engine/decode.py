@@ -21,6 +21,10 @@ STOPPED, TOO_LONG, BROKEN = 0, 1, 2
 """Why a row finished: an end token or stop string, its length limit, logits that are not finite."""
 
 
+FIRST_TOKENS = 32
+"""Positions per slot that the cache begins with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """A prompt whose rollouts (all, or some) start in this step."""
@@ -94,7 +98,7 @@ class Engine:
         if may_stop is not None:
             checked = checked | may_stop
         self._checked = checked.to(self.device)
-        first = min(context_tokens, 64)
+        first = min(context_tokens, FIRST_TOKENS)
         self.cache = KVCache(slots, first, context_tokens)
         self._tokens = self._table(torch.int32)
         self._logprobs = self._table(torch.float32)

@@ -6,6 +6,9 @@ attention reads them as plain views.
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 
 from operators.models import ModelError
@@ -61,16 +64,25 @@ class KVCache:
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.slots, like.shape[1], self.tokens, like.shape[3])
+        nbytes = math.prod(shape) * like.element_size()
         try:
+            if like.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
+                return _huge_pages(nbytes).view(like.dtype).view(shape)
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise ModelError(
-                f"the KV-cache does not fit: {self.slots} slots of {self.tokens} tokens need "
-                f"{shape[0] * shape[1] * shape[2] * shape[3] * like.element_size() * 2} bytes in every layer ({error}); "
-                f"lower slots, max_tokens or context_tokens of the generator"
+                f"the KV-cache does not fit: {self.slots} slots of {self.tokens} tokens need {2 * nbytes} bytes in "
+                f"every layer ({error}); lower slots, max_tokens or context_tokens of the generator"
             ) from error
 
     def _grown(self, old: torch.Tensor) -> torch.Tensor:
         new = self._empty(old)
         new[:, :, : old.shape[2]] = old
         return new
+
+
+def _huge_pages(nbytes: int) -> torch.Tensor:
+    """Zeros uint8 [nbytes] on huge pages, where the system gives them: slots are far apart, and small pages cost."""
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -111,7 +111,9 @@ class Learner:
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)
-        sums = torch.stack([norm.double().cpu(), *torch.stack(self._sums or [torch.zeros(5)]).double().sum(0).cpu()])
+        sums = torch.stack(
+            [norm.double().cpu(), *torch.stack(self._sums or [torch.zeros(5)]).double().sum(0).cpu()]
+        )
         grad_norm, loss, ratio, kl, clipped, tokens = sums.tolist()
         culprit = None
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -142,7 +144,9 @@ class Learner:
             )
         return losses.expand(new_T.shape)
 
-    def _measure(self, total: Tensor, losses: Tensor, new_T: Tensor, old_T: Tensor | None, row_T: Array) -> None:
+    def _measure(
+        self, total: Tensor, losses: Tensor, new_T: Tensor, old_T: Tensor | None, row_T: Array
+    ) -> None:
         with torch.no_grad():
             self._bad.append((~torch.isfinite(losses), row_T))
             zero = torch.zeros((), device=new_T.device, dtype=new_T.dtype)
@@ -153,7 +157,13 @@ class Learner:
             ratio = log_ratio.exp()
             low, high = _bounds(self.loss) or (None, math.inf)
             outside = ratio > high if low is None else (ratio > high) | (ratio < low)
-            sums = [total.detach(), ratio.sum(), (ratio - 1 - log_ratio).sum(), outside.sum().to(zero), zero + len(new_T)]
+            sums = [
+                total.detach(),
+                ratio.sum(),
+                (ratio - 1 - log_ratio).sum(),
+                outside.sum().to(zero),
+                zero + len(new_T),
+            ]
             self._sums.append(torch.stack(sums))
 
     def _culprit(self) -> str:
@@ -176,7 +186,9 @@ class Learner:
 
     def _tensor(self, values: Array, like: Tensor) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor.to(like.device, like.dtype if tensor.is_floating_point() or tensor.dtype == torch.bool else None)
+        return tensor.to(
+            like.device, like.dtype if tensor.is_floating_point() or tensor.dtype == torch.bool else None
+        )
 
 
 def _bounds(loss: LossFunction) -> tuple[float | None, float] | None:

@@ -46,7 +46,9 @@ def read_loss(loss: Any, node: str) -> LossFunction:
         parameters = inspect.signature(loss).parameters
     except (TypeError, ValueError):
         bound = {key for key in _keywords(loss) if key not in known}
-        return LossFunction(call=loss, name=name, where=where, faults=(_unknown(node, name, where, bound, list(known)),))
+        return LossFunction(
+            call=loss, name=name, where=where, faults=(_unknown(node, name, where, bound, list(known)),)
+        )
     columns, computed, knobs, faults = [], [], {}, []
     for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):

@@ -19,7 +19,9 @@ class Pace:
     """Seconds of each stage of the step under way, and what arrived meanwhile."""
 
     began: float
-    """When the step before it ended."""
+    """When the weights of the step before it had been offered."""
+    free: float
+    """When the trainer began to wait for rows."""
     seconds: dict[str, float] = field(default_factory=dict)
     """By stage: wait, forward_backward, optimizer, publish, record, checkpoint."""
     arrived_tokens: int = 0

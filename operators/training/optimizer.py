@@ -14,7 +14,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def adamw(
-    parameters: Mapping[str, Tensor], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    parameters: Mapping[str, Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
 ) -> torch.optim.AdamW:
     """AdamW in its fused form; weight decay is kept from vectors (norms, biases)."""
     trained = [weight for weight in parameters.values() if weight.requires_grad]

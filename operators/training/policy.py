@@ -76,7 +76,12 @@ class Policy:
     """A causal language model that gives log-probabilities of trained tokens."""
 
     def __init__(
-        self, module: Any, *, temperature: float = 1.0, compute: torch.dtype | None = None, packed: bool | None = None
+        self,
+        module: Any,
+        *,
+        temperature: float = 1.0,
+        compute: torch.dtype | None = None,
+        packed: bool | None = None,
     ) -> None:
         """module: in eval mode (prefixes can be shared only without dropout).
 

@@ -34,7 +34,7 @@ MOST_DROPPED_STEPS = 8
 
 
 class TrainerRuntime(Runtime):
-    """Trains group after group in the order of their issue.
+    """Trains groups one after the other in the order of their issue.
 
     consumes: whole groups of one lane, in any order
     produces: weights on the weight plane; a rollouts file, a ledger entry, a line of metrics per step; checkpoints
@@ -42,13 +42,18 @@ class TrainerRuntime(Runtime):
     unblocked by: its arrival; a call of `work` does one micro-batch
     """
 
-    def __init__(self, trainer: Trainer, context: Context, learner: Learner, tokenizer: Any, start: int = 0) -> None:
+    def __init__(
+        self, trainer: Trainer, context: Context, learner: Learner, tokenizer: Any, start: int = 0
+    ) -> None:
         """start: steps behind the weights that `learner` has."""
         self._trainer, self._context, self._learner, self._tokenizer = trainer, context, learner, tokenizer
         self._lane = _only_lane(trainer, context)
         self._step = start
-        self._buffer = ReorderBuffer(*_expected(context, self._lane))
-        self._max_staleness = context.bounds[self._lane].max_staleness if self._lane in context.bounds else None
+        first, holes, ended = _expected(context, self._lane)
+        self._buffer = ReorderBuffer(first, holes)
+        self._max_staleness = (
+            context.bounds[self._lane].max_staleness if self._lane in context.bounds else None
+        )
         self._group_rows = 1
         self._groups: list[Group] = []
         self._passed: list[Group] = []
@@ -56,7 +61,7 @@ class TrainerRuntime(Runtime):
         self._parts: list[Array] = []
         self._reasons: dict[int, str] = {}
         self._dropped: Counter[str] = Counter()
-        self._told_dropped = 0
+        self._told_dropped = ended - start * trainer.prompts_per_step
         self._dropped_in_a_row = 0
         self._last_failure = ""
         self._bad_steps = 0
@@ -66,7 +71,7 @@ class TrainerRuntime(Runtime):
         self._done = context.steps is not None and start >= context.steps
         self._loss = 0.0
         self._began = context.clock()
-        self._pace = Pace(self._began)
+        self._pace = Pace(self._began, self._began)
         self._weights = {name: weight.detach() for name, weight in learner.parameters.items()}
         self._writer: WeightsOut | None = context.writer(self._weights) if context.writer else None
         if self._writer is not None and start:
@@ -117,7 +122,9 @@ class TrainerRuntime(Runtime):
             chosen = pc.sum(pc.list_flatten(batch.records.column(MASK))).as_py() or 0
             self._pace.arrived_tokens += int(chosen)
             first = batch.records.column(GROUP_ID)[0].as_py()
-            self._group_rows = max(self._group_rows, pc.sum(pc.equal(batch.records.column(GROUP_ID), first)).as_py())
+            self._group_rows = max(
+                self._group_rows, pc.sum(pc.equal(batch.records.column(GROUP_ID), first)).as_py()
+            )
         self._buffer.add(batch)
 
     def work(self) -> list[Batch] | None:
@@ -195,7 +202,7 @@ class TrainerRuntime(Runtime):
             else:
                 self._drop([group], reason)
         now = self._context.clock()
-        self._pace.add("wait", now - self._pace.began)
+        self._pace.add("wait", now - self._pace.free)
         rows = step_rows([group.records for group in self._groups], self._learner.loss.columns)
         self._rows, self._parts = rows, self._learner.begin(rows)
         self._pace.add("forward_backward", self._context.clock() - now)
@@ -205,7 +212,9 @@ class TrainerRuntime(Runtime):
         good = usable(records, self._learner.loss.columns)
         if not good.any():
             errors = [error for error in records.column(ERROR).to_pylist() if error]
-            self._last_failure = errors[0] if errors else "no error, but no value in a column that the loss reads"
+            self._last_failure = (
+                errors[0] if errors else "no error, but no value in a column that the loss reads"
+            )
             return "failed" if errors else "skipped"
         if self._max_staleness is not None:
             oldest = oldest_versions(records.column(VERSIONS))[good]
@@ -257,7 +266,9 @@ class TrainerRuntime(Runtime):
     def _skip(self, groups: Sequence[Group], culprit: str) -> None:
         self._bad_steps += 1
         self._skipped_steps += 1
-        self._context.log.warning("step skipped", node=self._context.node, step=self._step + 1, not_finite=culprit)
+        self._context.log.warning(
+            "step skipped", node=self._context.node, step=self._step + 1, not_finite=culprit
+        )
         if self._bad_steps >= MOST_BAD_STEPS:
             raise OperatorError(
                 f"'{self._context.node}' skipped {self._bad_steps} steps in a row because numbers were not finite; "
@@ -271,11 +282,11 @@ class TrainerRuntime(Runtime):
         passed, reasons = self._passed, self._reasons
         self._passed, self._reasons = [], {}
         began = clock()
+        pace, self._pace = self._pace, Pace(began, began)
         if context.folder is not None:
             context.folder.write_rollouts(step, [group.records for group in passed])
-        pace, self._pace = self._pace, Pace(clock())
         metrics = step_metrics(
-            step=step, now=self._pace.began, started=self._began, version=step, lr=rate, rows=rows,
+            step=step, now=began, started=self._began, version=step, lr=rate, rows=rows,
             trained=[group.records for group in groups], outcome=outcome, pace=pace, dropped=self._dropped,
             skipped_steps=self._skipped_steps,
         )  # fmt: skip
@@ -294,6 +305,7 @@ class TrainerRuntime(Runtime):
             context.folder.append_metrics(metrics)
         for group in passed:
             group.release()
+        self._pace.free = clock()
 
     def _keep(self) -> None:
         """Write the checkpoint of this step, after the ledger is on the disk."""
@@ -343,14 +355,14 @@ def _only_lane(trainer: Trainer, context: Context) -> str:
     return lanes[0]
 
 
-def _expected(context: Context, lane: str) -> tuple[int, list[int]]:
-    """The first group that this trainer still has to consume, and the later ones that it must not wait for."""
+def _expected(context: Context, lane: str) -> tuple[int, list[int], int]:
+    """The first group still to consume, the later ones that will not come, and how many have an outcome."""
     if context.ledger is None or not context.ledger.last_step(context.node):
-        return 0, []
+        return 0, [], 0
     following = context.ledger.next_group_id(lane)
     waiting = [group.group_id for group in context.ledger.in_flight(lane)]
     first = min(waiting, default=following)
-    return first, sorted(set(range(first, following)).difference(waiting))
+    return first, sorted(set(range(first, following)).difference(waiting)), following - len(waiting)
 
 
 def _resumed_from(trainer: Trainer, context: Context) -> Any:

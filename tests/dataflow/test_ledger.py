@@ -64,7 +64,9 @@ def test_the_law_holds_for_each_trainer_of_the_same_groups(ledger: Ledger) -> No
 def test_no_group_is_trained_twice(ledger: Ledger) -> None:
     issue(ledger, 4)
     commit(ledger, 1, [0, 1])
-    with pytest.raises(LedgerError, match=r"'actor' would end group 1 of 'prompts' twice: it was trained at step 1"):
+    with pytest.raises(
+        LedgerError, match=r"'actor' would end group 1 of 'prompts' twice: it was trained at step 1"
+    ):
         commit(ledger, 2, [2, 1])
     with pytest.raises(LedgerError, match="two outcomes in one call"):
         commit(ledger, 2, [2, 2])
@@ -89,7 +91,9 @@ def test_a_group_that_was_never_issued_gets_no_outcome_and_no_state(ledger: Ledg
     issue(ledger, 2)
     with pytest.raises(LedgerError, match=r"group 2 of 'prompts', which was never issued"):
         commit(ledger, 1, [0, 2])
-    with pytest.raises(LedgerError, match=r"groups \[7, 8\] of 'prompts' were never issued \(the next one is 2\)"):
+    with pytest.raises(
+        LedgerError, match=r"groups \[7, 8\] of 'prompts' were never issued \(the next one is 2\)"
+    ):
         ledger.advance("prompts", [1, 7, 8], "scored")
     with pytest.raises(LedgerError, match="never issued"):
         ledger.reissue("prompts", [-1])
@@ -144,7 +148,9 @@ def test_issuing_again_after_a_crash_keeps_what_is_known(ledger: Ledger) -> None
         (1, "issued"),
         (2, "issued"),
     ]
-    with pytest.raises(LedgerError, match="group 1 of 'prompts' was issued for prompt 'task-1', and now for 'x'"):
+    with pytest.raises(
+        LedgerError, match="group 1 of 'prompts' was issued for prompt 'task-1', and now for 'x'"
+    ):
         ledger.issue("prompts", [(1, "x")])
 
 
@@ -173,7 +179,9 @@ def test_a_sink_not_named_at_creation_is_known_from_its_first_outcome(tmp_path: 
         assert ledger.counts("actor").in_flight == {"issued": 2}
 
 
-def test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_repetition(ledger: Ledger) -> None:
+def test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_repetition(
+    ledger: Ledger,
+) -> None:
     issue(ledger, 8)
     commit(ledger, 1, [0, 1], checkpoint="checkpoints/step-000001")
     commit(ledger, 2, [2, 4], dropped={3: "stale"})
@@ -254,7 +262,9 @@ def test_a_ledger_is_never_created_over_another(ledger: Ledger) -> None:
 def test_what_is_no_ledger_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="unable to open database file; check that the run folder exists"):
         Ledger.open(tmp_path / "absent.db")
-    (tmp_path / "text.db").write_text("no database at all, but long enough to look like a header of one " * 20)
+    (tmp_path / "text.db").write_text(
+        "no database at all, but long enough to look like a header of one " * 20
+    )
     with pytest.raises(LedgerError, match="not a database; this is not the ledger of a run"):
         Ledger.open(tmp_path / "text.db")
     (tmp_path / "empty.db").touch()
@@ -267,7 +277,9 @@ def test_a_ledger_of_another_release_is_refused(ledger: Ledger) -> None:
     db.execute("UPDATE schema SET version = 99")
     db.commit()
     db.close()
-    with pytest.raises(LedgerError, match=f"found version 99, this code reads {SCHEMA_VERSION}; use the release"):
+    with pytest.raises(
+        LedgerError, match=f"found version 99, this code reads {SCHEMA_VERSION}; use the release"
+    ):
         Ledger.open(ledger.path)
 
 

@@ -54,7 +54,7 @@ def decode_message(frame: Any) -> Message:
     """The message of a header frame; FrameError for anything that `encode_message` did not make."""
     data = bytes(frame)
     if not SEAL_BYTES < len(data) <= MAX_HEADER_BYTES:
-        raise FrameError(f"a header frame has the wrong size; got {len(data)} bytes; it is not of this protocol")
+        raise FrameError(f"a header frame has the wrong size; got {len(data)} bytes; use one protocol")
     packed, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
     if xxhash.xxh3_64_digest(packed) != seal:
         raise FrameError(f"a header is damaged; its seal does not fit its {len(packed)} bytes; send it again")

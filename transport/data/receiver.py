@@ -64,8 +64,8 @@ class Receiver:
         """
         if capacity_rows < max(1, senders) or capacity_bytes < max(1, senders) or max_message_bytes < 1:
             raise ValueError(
-                f"edge '{edge}' could hold nothing of its {senders} senders; got capacity_rows="
-                f"{capacity_rows}, capacity_bytes={capacity_bytes}, max_message_bytes={max_message_bytes}; raise them"
+                f"edge '{edge}' could hold nothing of its {senders} senders; got {capacity_rows=}, "
+                f"{capacity_bytes=}, {max_message_bytes=}; raise them"
             )
         self.edge, self.schema = edge, schema
         self._inbox = Inbox(

@@ -213,7 +213,7 @@ class Sender:
         if need.rows > limits.capacity_rows or need.bytes > most_bytes:
             raise BatchTooLarge(
                 f"a batch on edge '{self.edge}' can never be sent; got {need.rows} rows and {need.bytes} "
-                f"bytes, the receiver takes {limits.capacity_rows} and {most_bytes}; send smaller batches, or "
+                f"bytes, the receiver takes {limits.capacity_rows} and {most_bytes}; send less at once, or "
                 f"raise capacity_rows, capacity_bytes and max_message_bytes of the receiver"
             )
 

@@ -175,7 +175,7 @@ class SocketDoor:
                 )
             message = frames.decode_message(parts[1].buffer)
             if (len(sizes) == 2) != isinstance(message, Data):
-                raise FrameError(f"a message has the wrong form; got {len(sizes)} frames; it is not of this protocol")
+                raise FrameError(f"a {type(message).__name__} came with {len(sizes)} frames; got {sizes}; send it whole")
         except FrameError as error:
             return Junk(line=line, reason=str(error))
         return Arrival(line=line, message=message, payload=parts[2] if len(sizes) == 2 else None)

@@ -1,13 +1,15 @@
 """Where the contract of the weight plane is tested: in one process, and over shared memory."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+import zmq
 
-from transport.weights import Hub, Layout, Pace, SharedMemory, WeightReader, WeightWriter
+from transport.weights import Hub, Layout, Pace, SharedMemory, WeightReader, WeightWriter, shared_memory
 
 PACE = Pace(beat_s=0.5, silent_s=3.0, fence_s=5.0, forget_s=60.0)
 
@@ -29,8 +31,8 @@ class Place:
     address: object
     flip: Callable[[str, int], None]
     """Flips one bit of the given byte of a segment, by its key."""
-    wait: Callable[[], None] = lambda: None
-    """Until messages that were sent have arrived."""
+    arrive: Callable[[WeightWriter | WeightReader], bool] = lambda end: False
+    """Waits for a message that is on its way to this end; False if there is none."""
     clock: Clock = field(default_factory=Clock)
     opened: list[WeightWriter | WeightReader] = field(default_factory=list)
 
@@ -46,11 +48,14 @@ class Place:
 
     def settle(self, *ends: WeightWriter | WeightReader, adopt: bool = True) -> None:
         """Let these ends talk until nobody has more to say; readers adopt what they are offered."""
-        for _ in range(6):
+        quiet = 0
+        while quiet < 4:
+            quiet += 1
             for end in ends:
+                if self.arrive(end):
+                    quiet = 0
                 if end.poll() and adopt:
                     end.adopt()
-                self.wait()
 
     def close(self) -> None:
         for end in reversed(self.opened):
@@ -76,6 +81,43 @@ def leftovers() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("dataflow-*")}
 
 
+def _count_messages(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightWriter | WeightReader], bool]:
+    """Counts the messages on their way to each socket, so that a test waits for those and no longer."""
+    on_the_way: Counter[bytes] = Counter()
+
+    def inbox(socket) -> bytes:
+        return socket.get(zmq.IDENTITY) if socket.type == zmq.DEALER else b"writer"
+
+    def count(kind, address):
+        send = kind.send
+
+        def counted(port, *message):
+            on_the_way[address(message)] += 1
+            return send(port, *message)
+
+        monkeypatch.setattr(kind, "send", counted)
+
+    count(shared_memory._WriterPort, lambda message: message[0])
+    count(shared_memory._ReaderPort, lambda message: b"writer")
+    take = shared_memory._next
+
+    def taken(socket):
+        frames = take(socket)
+        on_the_way[inbox(socket)] -= frames is not None
+        return frames
+
+    monkeypatch.setattr(shared_memory, "_next", taken)
+
+    def arrive(end: WeightWriter | WeightReader) -> bool:
+        if on_the_way[inbox(end.socket)] <= 0:
+            return False
+        if not end.socket.poll(500):
+            on_the_way[inbox(end.socket)] = 0
+        return True
+
+    return arrive
+
+
 @pytest.fixture(params=["local", "shared_memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "local":
@@ -95,12 +137,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
                 file.seek(64 + byte)
                 file.write(bytes([found ^ 1]))
 
-        def arrive() -> None:
-            for end in place.opened:
-                if end.socket is not None and not end.socket.closed:
-                    end.socket.poll(2)
-
-        place = Place(site, flip, arrive)
+        place = Place(site, flip, _count_messages(request.getfixturevalue("monkeypatch")))
     yield place
     place.close()
 

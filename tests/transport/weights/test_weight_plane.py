@@ -98,18 +98,16 @@ def test_an_update_by_copy_leaves_the_parameters_where_they_are(place):
 
 
 def test_tied_tensors_travel_once_and_stay_tied(place):
-    model = torch.nn.ModuleDict(
-        {"embed": torch.nn.Embedding(5, 4), "head": torch.nn.Linear(4, 5, bias=False)}
-    )
-    model["head"].weight = model["embed"].weight
-    both = {"embed.weight": model["embed"].weight, "head.weight": model["head"].weight}
+    embed, head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
+    head.weight = embed.weight
+    both = {"embed.weight": embed.weight, "head.weight": head.weight}
     layout = Layout.of(both)
     assert [spec.name for spec in layout.tensors] == ["embed.weight"]
     writer, reader = place.writer(layout), place.reader(attach=both)
     writer.publish(1, {"head.weight": torch.full((5, 4), 9.0)})
     place.settle(writer, reader)
     assert values(both) == {9.0}
-    assert model["head"].weight is model["embed"].weight
+    assert head.weight is embed.weight
 
 
 def test_untied_tensors_are_refused_by_a_reader_that_ties_them(place):
@@ -127,7 +125,7 @@ def test_the_newest_version_wins_and_versions_nobody_took_are_skipped(place):
     place.settle(writer, reader)
     for version in range(2, 30):
         assert writer.publish(version, parameters(version))
-    place.wait()
+    place.settle(reader, adopt=False)
     assert reader.poll().version == 29
     assert reader.adopt() == 29
     assert values(mine) == {29}
@@ -319,7 +317,6 @@ def test_a_wait_for_a_version_that_does_not_come_names_what_is_there(place):
     place.settle(writer, reader, adopt=False)
     place.clock.now += PACE.beat_s
     writer.poll()
-    place.wait()
     begun = place.clock.now
     reader._clock = iter([begun + n for n in range(100)]).__next__
     with pytest.raises(WaitTimeout, match="version 2; found version 1"):

@@ -1,0 +1,191 @@
+"""The sink of an evaluation: gathers a round of held-out groups and writes one line of metrics for it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow.errors import OperatorError
+from dataflow.node import Batch, Context, Runtime, Sink
+from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluate(Sink):
+    """Reads held-out rollouts, round by round, and writes their mean score to metrics.jsonl as `eval_accuracy`."""
+
+    light: ClassVar[bool] = True
+
+    _: KW_ONLY
+    every_steps: int = 50
+    """Steps of the trainer between rounds; there is one before the first step and one after the last as well."""
+    of: str = "reward"
+    """Column whose mean is taken."""
+    name: str = "eval"
+
+    def reads(self) -> Mapping[str, Any]:
+        """The score, and what tells rounds and failures apart."""
+        return {self.of: float, VERSIONS: list[int], ERROR: str, MIN_VERSION: int, ROUND_SIZE: int}
+
+    def faults(self) -> list[str]:
+        """Knobs that cannot be right."""
+        found = []
+        if (
+            isinstance(self.every_steps, bool)
+            or not isinstance(self.every_steps, int)
+            or self.every_steps < 1
+        ):
+            found.append(
+                f"'{self.name}' has every_steps={self.every_steps!r}; give a whole number of 1 or more"
+            )
+        if not isinstance(self.of, str) or not self.of:
+            found.append(
+                f"'{self.name}' has of={self.of!r}, which names no column; give one, such as 'reward'"
+            )
+        return found
+
+    def build(self, context: Context) -> Runtime:
+        """Make the runtime."""
+        return EvaluateRuntime(self, context)
+
+
+@dataclass
+class _Round:
+    """Groups of one source in one round that have come so far."""
+
+    size: int
+    groups: dict[int, Batch]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.groups) == self.size
+
+
+class EvaluateRuntime(Runtime):
+    """Counts the groups of each round; a round has the prompts of every source that leads here.
+
+    consumes: whole groups that carry min_version (the step evaluated) and round_size
+    produces: a line of metrics, a rollouts file and ledger entries per round
+    waits for: the last group of a round
+    unblocked by: its arrival
+    """
+
+    def __init__(self, evaluate: Evaluate, context: Context) -> None:
+        self._evaluate, self._context = evaluate, context
+        self._rounds: dict[int, dict[str, _Round]] = {}
+        self._closed: dict[str, int] = {}
+        self._last: dict[str, float | int | str] = {}
+
+    def room(self) -> int:
+        """As much as comes: a round is held whole."""
+        return 1 << 20
+
+    def push(self, batch: Batch) -> None:
+        """Sort the groups of a batch into their rounds; one that came before is released at once."""
+        rows = batch.records
+        if not rows.num_rows:
+            batch.ack()
+            return
+        ids = rows.column(GROUP_ID).to_numpy()
+        starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
+        release = _shared(batch, len(starts))
+        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(ids)], strict=True):
+            group_id = int(ids[start])
+            size, step = rows.column(ROUND_SIZE)[start].as_py(), rows.column(MIN_VERSION)[start].as_py()
+            if not size:
+                raise OperatorError(
+                    f"'{self._context.node}' evaluates rounds, but group {group_id} of '{batch.lane}' belongs to none "
+                    f'(round_size {size}); give it prompts of their own: g.source(Prompts(..., name="held_out"))'
+                )
+            if group_id <= self._closed.get(batch.lane, -1):
+                release()
+                continue
+            found = self._rounds.setdefault(step, {}).setdefault(batch.lane, _Round(size, {}))
+            if group_id in found.groups:
+                release()
+            else:
+                found.groups[group_id] = Batch(
+                    batch.lane, rows.slice(start, end - start), batch.origin, release
+                )
+
+    def work(self) -> list[Batch] | None:
+        """Close one complete round, the oldest first; None while none is complete."""
+        for step in sorted(self._rounds):
+            if self._is_complete(step):
+                self._close(step, self._rounds.pop(step))
+                return []
+        return None
+
+    def pending(self) -> int:
+        """Groups of complete rounds; those of a round that will never be complete are owed nothing."""
+        return sum(self._held(step) for step in self._rounds if self._is_complete(step))
+
+    def status(self) -> dict[str, float | int | str]:
+        """`round`: step of the last complete round; `eval_accuracy`: what it found; `queue`: groups held."""
+        return {"queue": sum(self._held(step) for step in self._rounds), **self._last}
+
+    def _is_complete(self, step: int) -> bool:
+        lanes = self._rounds[step]
+        return all(lane in lanes and lanes[lane].is_complete for lane in self._context.columns or lanes)
+
+    def _held(self, step: int) -> int:
+        return sum(len(found.groups) for found in self._rounds[step].values())
+
+    def _close(self, step: int, lanes: dict[str, _Round]) -> None:
+        context = self._context
+        batches = [
+            lanes[lane].groups[group] for lane in sorted(lanes) for group in sorted(lanes[lane].groups)
+        ]
+        table = pa.Table.from_batches([batch.records for batch in batches])
+        metrics = {"step": step, **round_metrics(table, self._evaluate.of)}
+        if context.folder is not None:
+            context.folder.write_evaluation(step, table)
+        for lane, found in lanes.items():
+            self._closed[lane] = max(found.groups)
+            if context.ledger is not None:
+                context.ledger.evaluated(context.node, lane, sorted(found.groups), step)
+        if context.folder is not None:
+            context.folder.append_metrics(metrics)
+        if metrics["eval_errors"]:
+            context.log.warning(
+                "evaluation has failures", node=context.node, step=step, errors=metrics["eval_errors"],
+                of=metrics["eval_n"] + metrics["eval_errors"],
+            )  # fmt: skip
+        self._last = {"round": step}
+        if metrics["eval_accuracy"] is not None:
+            self._last["eval_accuracy"] = metrics["eval_accuracy"]
+        for batch in batches:
+            batch.ack()
+
+
+def _shared(batch: Batch, groups: int) -> Callable[[], None]:
+    """Acknowledges the batch when it was called once for each group."""
+    left = [groups]
+
+    def release() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            batch.ack()
+
+    return release
+
+
+def round_metrics(table: pa.Table, of: str) -> dict[str, Any]:
+    """What one round found: the mean of column `of` over the rows that have it, and how many have not.
+
+    A row with an error, or without a score, is counted in eval_errors and is not part of the mean, which is None
+    when nothing is left. Versions are those of all tokens of the rows in the mean.
+    """
+    good = table.filter(pc.and_(pc.is_null(table.column(ERROR)), pc.is_valid(table.column(of))))
+    versions = pc.list_flatten(good.column(VERSIONS))
+    versions = versions.filter(pc.greater_equal(versions, 0))
+    return {
+        "eval_accuracy": pc.mean(pc.cast(good.column(of), pa.float64())).as_py(),
+        "eval_n": good.num_rows,
+        "eval_errors": table.num_rows - good.num_rows,
+        "eval_version_min": pc.min(versions).as_py(),
+        "eval_version_max": pc.max(versions).as_py(),
+    }

@@ -1,0 +1,113 @@
+"""The conductor's decisions, heard and answered as plain values."""
+
+from dataflow import Graph, Model, scorer
+from dataflow.conductor import Conductor, Word
+from dataflow.plan import Devices, plan
+from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
+
+POLICY = Model("policy")
+
+
+@scorer
+def reward(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def conductor(every_steps: int | None = 10, trains: bool = True) -> Conductor:
+    graph, generator = Graph("test"), FakeGenerator(model=POLICY)
+    if trains:
+        trainer = FakeTrainer(model=POLICY)
+        trainer(reward(generator(graph.source(FakePrompts()))))
+        graph.feedback(trainer.weights, generator, max_staleness=1)
+    if every_steps:
+        FakeEvaluate(every_steps=every_steps)(reward(generator(graph.source(FakePrompts(name="held_out")))))
+    made = Conductor(graph, plan(graph, Devices(cpus=2)))
+    return made
+
+
+def said(words: list[Word]) -> list[tuple[str, dict]]:
+    return [(word.node, dict(word.message)) for word in words]
+
+
+def test_training_waits_for_the_first_evaluation() -> None:
+    c = conductor()
+    assert said(c.start()) == [("prompts", {"pause": True}), ("held_out", {"evaluate": 0})]
+    assert said(c.hear("trainer", {"step": 0})) == []
+    assert said(c.hear("eval", {"round": 0})) == [("prompts", {"pause": False})]
+    assert c.phase == "training"
+
+
+def test_rounds_come_when_their_step_comes_and_one_at_a_time() -> None:
+    c = conductor()
+    c.start()
+    c.hear("eval", {"round": 0})
+    assert said(c.hear("trainer", {"step": 9})) == []
+    assert said(c.hear("trainer", {"step": 12})) == [("held_out", {"evaluate": 10})]
+    assert said(c.hear("trainer", {"step": 25})) == []
+    assert said(c.hear("eval", {"round": 10})) == [("held_out", {"evaluate": 20})]
+    assert said(c.hear("eval", {"round": 20})) == []
+
+
+def test_the_run_is_over_after_the_evaluation_of_the_last_step() -> None:
+    c = conductor()
+    c.start()
+    c.hear("eval", {"round": 0})
+    assert said(c.hear("trainer", {"step": 25, "done": 1})) == [("held_out", {"evaluate": 25})]
+    assert not c.over
+    c.hear("eval", {"round": 25})
+    assert c.over
+
+
+def test_a_round_still_running_at_the_end_is_followed_by_the_last_one() -> None:
+    c = conductor()
+    c.start()
+    c.hear("eval", {"round": 0})
+    c.hear("trainer", {"step": 10})
+    assert said(c.hear("trainer", {"step": 15, "done": 1})) == []
+    assert said(c.hear("eval", {"round": 10})) == [("held_out", {"evaluate": 15})]
+    c.hear("eval", {"round": 15})
+    assert c.over
+
+
+def test_the_last_step_is_not_evaluated_twice() -> None:
+    c = conductor()
+    c.start()
+    c.hear("eval", {"round": 0})
+    assert said(c.hear("trainer", {"step": 10})) == [("held_out", {"evaluate": 10})]
+    assert said(c.hear("eval", {"round": 10})) == []
+    assert said(c.hear("trainer", {"step": 10, "done": 1})) == []
+    assert c.over
+
+
+def test_without_evaluation_training_starts_at_once_and_ends_with_the_trainer() -> None:
+    c = conductor(every_steps=None)
+    assert said(c.start()) == [("prompts", {"pause": False})]
+    c.hear("trainer", {"step": 3, "done": 1})
+    assert c.over
+
+
+def test_dropped_groups_are_told_to_the_source_once() -> None:
+    c = conductor(every_steps=None)
+    c.start()
+    assert said(c.hear("trainer", {"step": 1, "dropped": 2})) == [("prompts", {"dropped": 2})]
+    assert said(c.hear("trainer", {"step": 1, "dropped": 2})) == []
+
+
+def test_draining_stops_sources_and_trainers_and_skips_the_last_evaluation() -> None:
+    c = conductor()
+    c.start()
+    assert said(c.drain())[:2] == [("prompts", {"drain": True}), ("trainer", {"drain": True})]
+    c.hear("trainer", {"step": 3, "done": 1})
+    assert c.over
+
+
+def test_a_graph_without_trainer_is_over_when_its_sinks_have_ended() -> None:
+    graph = Graph("test")
+    from dataflow.collect import _Collect
+
+    _Collect(name="sink")(FakeGenerator()(graph.source(FakePrompts())))
+    c = Conductor(graph, plan(graph, Devices(cpus=2)))
+    c.start()
+    assert not c.over
+    c.ended("sink")
+    assert c.over

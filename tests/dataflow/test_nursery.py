@@ -1,0 +1,117 @@
+"""The forkserver: workers inherit what the scheduler has in memory, and none outlives it."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dataflow.errors import RunError
+from dataflow.nursery import Nursery
+
+
+def wait_until(holds: Callable[[], bool], deadline_s: float = 10.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Events:
+    def __init__(self, nursery: Nursery) -> None:
+        self.nursery, self.seen = nursery, []
+
+    def find(self, event: str) -> dict:
+        def there() -> bool:
+            self.seen += self.nursery.events()
+            return any(each["event"] == event for each in self.seen)
+
+        wait_until(there)
+        return next(each for each in self.seen if each["event"] == event)
+
+
+def test_a_worker_gets_the_callers_objects_without_pickling(tmp_path: Path) -> None:
+    secret = {"function": lambda x: x + 1}
+
+    def main(settings: dict) -> int:
+        (tmp_path / "out").write_text(str(secret["function"](settings["x"])))
+        return 7
+
+    nursery = Nursery(main, {}, lambda: None)
+    try:
+        nursery.spawn("a", {"x": 41}, heavy=False)
+        exited = Events(nursery).find("exited")
+        assert (exited["name"], exited["status"]) == ("a", 7)
+        assert (tmp_path / "out").read_text() == "42"
+    finally:
+        nursery.close()
+
+
+def test_heavy_workers_find_the_preloaded_modules_and_light_ones_do_not_wait_for_them(tmp_path: Path) -> None:
+    def main(settings: dict) -> int:
+        return int(os.environ.get("PRELOADED", "0"))
+
+    nursery = Nursery(main, {}, lambda: os.environ.update(PRELOADED="3"))
+    try:
+        nursery.spawn("heavy", {}, heavy=True)
+        nursery.spawn("light", {}, heavy=False)
+        events = Events(nursery)
+        wait_until(lambda: events.seen.extend(nursery.events()) or len([e for e in events.seen if e["event"] == "exited"]) == 2)
+        assert {e["name"]: e["status"] for e in events.seen if e["event"] == "exited"} == {"light": 0, "heavy": 3}
+    finally:
+        nursery.close()
+
+
+def test_a_killed_worker_is_reported_with_its_signal() -> None:
+    nursery = Nursery(lambda settings: time.sleep(60) or 0, {}, lambda: None)
+    try:
+        nursery.spawn("a", {}, heavy=False)
+        events = Events(nursery)
+        events.find("started")
+        nursery.kill("a", signal.SIGKILL)
+        assert events.find("exited")["status"] == -signal.SIGKILL
+    finally:
+        nursery.close()
+
+
+def test_no_worker_outlives_the_scheduler(tmp_path: Path) -> None:
+    """A scheduler in a process of its own is killed; its forkserver and its worker end by themselves."""
+    scheduler = os.fork()
+    if scheduler == 0:
+        nursery = Nursery(lambda settings: time.sleep(60) or 0, {}, lambda: None)
+        nursery.spawn("a", {}, heavy=False)
+        pid = Events(nursery).find("started")["pid"]
+        (tmp_path / "pids.part").write_text(f"{nursery.pid} {pid}")
+        (tmp_path / "pids.part").rename(tmp_path / "pids")
+        time.sleep(60)
+        os._exit(0)
+    wait_until((tmp_path / "pids").exists)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert all(alive(pid) for pid in pids)
+    os.kill(scheduler, signal.SIGKILL)
+    os.waitpid(scheduler, 0)
+    wait_until(lambda: not any(alive(pid) for pid in pids), deadline_s=5.0)
+
+
+def test_closing_ends_a_worker_that_does_not_listen() -> None:
+    def deaf(settings: dict) -> int:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+        return 0
+
+    nursery = Nursery(deaf, {}, lambda: None)
+    nursery.spawn("a", {}, heavy=False)
+    pid = Events(nursery).find("started")["pid"]
+    nursery.close()
+    wait_until(lambda: not alive(pid))
+    with pytest.raises(RunError, match="forkserver .* is gone.*start the run again"):
+        nursery.spawn("b", {}, heavy=False)

@@ -1,0 +1,79 @@
+"""Tiny random models of several families, a character tokenizer, and folders that hold both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz= .\n"
+PAD, EOS = 0, 1
+VOCABULARY = len(ALPHABET) + 2
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "initializer_range": 0.2,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "mistral": ("MistralConfig", {"sliding_window": 7}),
+    "gemma": ("GemmaConfig", {"head_dim": 8}),
+    "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., Any]:
+    """A freshly initialised causal LM of a family, float32, the same for the same seed."""
+
+    def make(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
+        kind, extra = FAMILIES[family]
+        config = getattr(transformers, kind)(**{**SIZES, **extra, **changes})
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        return model.eval().requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """One token per character of ALPHABET."""
+    vocabulary = {"<pad>": PAD, "<eos>": EOS, **{letter: i + 2 for i, letter in enumerate(ALPHABET)}}
+    core = Tokenizer(models.BPE(vocabulary, merges=[]))
+    core.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], tokenizer: Any) -> Path:
+    """A Hugging Face folder with a tiny Llama and its tokenizer."""
+    path = tmp_path_factory.mktemp("policy")
+    make_model("llama").save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

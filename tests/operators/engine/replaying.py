@@ -1,0 +1,62 @@
+"""The oracle: replays finished rows through transformers' own cache, each token under the weights its version names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from operators.engine.decode import Engine, Finished, Start
+from operators.engine.sampler import Sampling, log_distribution
+
+
+@torch.no_grad()
+def replayed(
+    models: Mapping[int, Any], tokens: Any, versions: Any, start: int, sampling: Sampling | None = None
+) -> np.ndarray[Any, Any]:
+    """Log-probabilities [tokens - start] of a completion, with keys and values kept from older versions."""
+    ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64))[None]
+    found = []
+    cache = None
+    for place in range(start, ids.shape[1]):
+        model = models[int(versions[place])]
+        fed = ids[:, :start] if cache is None else ids[:, place - 1 : place]
+        output = model(input_ids=fed, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logprobs = log_distribution(output.logits[:, -1], sampling or Sampling())
+        found.append(float(logprobs[0, ids[0, place]]))
+    return np.array(found)
+
+
+def drive(engine: Engine, starts: Sequence[Start], at_step: Any = lambda step: None) -> dict[int, dict[str, Any]]:
+    """Run an engine dry, starting prompts as soon as they fit; what each ticket got."""
+    waiting = list(starts)
+    found: dict[int, dict[str, Any]] = {}
+    for step in range(10_000):
+        at_step(step)
+        now, free = [], engine.free
+        while waiting and len(waiting[0].tickets) <= free:
+            free -= len(waiting[0].tickets)
+            now.append(waiting.pop(0))
+        if not now and not engine.live:
+            return found
+        finished = engine.step(now)
+        if finished is not None:
+            _collect(finished, found)
+    raise AssertionError("the engine did not come to an end")
+
+
+def _collect(finished: Finished, found: dict[int, dict[str, Any]]) -> None:
+    for i, ticket in enumerate(finished.tickets.tolist()):
+        assert ticket not in found, "a rollout came out twice"
+        length = int(finished.lengths[i])
+        found[ticket] = {
+            "tokens": finished.tokens[i, :length],
+            "logprobs": finished.logprobs[i, :length],
+            "versions": finished.versions[i, :length],
+            "start": int(finished.starts[i]),
+            "reason": int(finished.reasons[i]),
+            "text": finished.texts.get(ticket),
+        }

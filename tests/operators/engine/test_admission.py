@@ -1,0 +1,73 @@
+"""Groups start in order, within the staleness bound, when their rollouts fit; lanes without a bound go first."""
+
+from dataclasses import dataclass
+
+from dataflow.node import Bound
+from operators.engine.admission import Admission
+
+
+@dataclass
+class Waiting:
+    group_id: int
+    min_version: int = 0
+    unstarted: int = 4
+
+
+def admission(lanes, *, in_flight=None, steps=None, staleness=1):
+    found = Admission({"train": Bound(max_staleness=staleness, prompts_per_step=2, steps=steps)}, in_flight)
+    for lane, groups in lanes.items():
+        for group in groups:
+            found.add(lane, group)
+    return found
+
+
+def started(policy, free=100, slots=100, version=0, dropped=0):
+    found = []
+    for lane, group, count in policy.start(free=free, slots=slots, version=version, dropped=dropped):
+        group.unstarted -= count
+        found.append((lane, group.group_id, count))
+    return found
+
+
+def test_no_group_starts_further_ahead_than_the_bound():
+    policy = admission({"train": [Waiting(i) for i in range(20)]})
+    assert [group for _, group, _ in started(policy)] == [0, 1, 2, 3]
+    assert started(policy) == []
+    assert [group for _, group, _ in started(policy, version=2)] == [4, 5, 6, 7]
+    assert [group for _, group, _ in started(policy, version=2, dropped=3)] == [8, 9, 10]
+
+
+def test_fewer_groups_start_when_fewer_may_be_in_flight():
+    policy = admission({"train": [Waiting(i) for i in range(20)]}, in_flight=3)
+    assert [group for _, group, _ in started(policy)] == [0, 1, 2]
+
+
+def test_no_group_beyond_the_last_step_starts():
+    policy = admission({"train": [Waiting(i) for i in range(20)]}, steps=3, staleness=50)
+    assert [group for _, group, _ in started(policy)] == [0, 1, 2, 3, 4, 5]
+    assert [group for _, group, _ in started(policy, dropped=2)] == [6, 7]
+
+
+def test_a_prompt_waits_for_its_version():
+    policy = admission({"held_out": [Waiting(0, 5), Waiting(1, 5)]})
+    assert started(policy, version=4) == []
+    assert len(started(policy, version=5)) == 2
+
+
+def test_lanes_without_a_bound_go_first_and_do_not_count():
+    policy = admission({"train": [Waiting(i) for i in range(9)], "held_out": [Waiting(i) for i in range(9)]})
+    assert started(policy, free=40) == [("held_out", i, 4) for i in range(9)] + [("train", 0, 4)]
+
+
+def test_a_small_group_waits_until_it_fits_as_a_whole():
+    policy = admission({"train": [Waiting(0), Waiting(1)]})
+    assert started(policy, free=7) == [("train", 0, 4)]
+    assert len(policy) == 1
+
+
+def test_a_group_larger_than_a_quarter_of_the_slots_starts_in_parts():
+    policy = admission({"train": [Waiting(0, unstarted=10), Waiting(1)]})
+    assert started(policy, free=6, slots=8) == [("train", 0, 6)]
+    assert started(policy, free=1, slots=8) == [("train", 0, 1)]
+    assert started(policy, free=8, slots=8) == [("train", 0, 3), ("train", 1, 4)]
+    assert len(policy) == 0

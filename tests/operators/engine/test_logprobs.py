@@ -1,0 +1,137 @@
+"""Recorded log-probabilities and versions are true per token: in any company, over segments and weight updates."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from replaying import drive, replayed
+
+from operators.engine.decode import Engine, Start
+from operators.engine.proof import adapt
+from operators.engine.sampler import Sampling, log_distribution
+
+
+def many(count, seed=0, copies=4):
+    random = np.random.default_rng(seed)
+    found = []
+    for i in range(count):
+        prompt = random.integers(2, 32, random.integers(1, 12))
+        tickets = range(i * copies, (i + 1) * copies)
+        limit = len(prompt) + int(random.integers(1, 20))
+        found.append(Start(prompt=prompt, limit=limit, tickets=tickets, seeds=[t * 7919 for t in tickets]))
+    return found
+
+
+def adapted(make_model, family="llama", **knobs):
+    model = make_model(family)
+    adapt(model, family)
+    return Engine(model, context_tokens=64, **{"end_tokens": [1], "sampling": Sampling(), "slots": 16, **knobs})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.7, top_k=12), Sampling(temperature=1.3, top_p=0.8)], ids=str
+)
+def test_logprobs_equal_a_full_forward_pass(family, sampling, make_model):
+    engine, trainer = adapted(make_model, family, sampling=sampling), make_model(family)
+    for row in drive(engine, many(12)).values():
+        start = row["start"]
+        with torch.no_grad():
+            logits = trainer(torch.tensor(row["tokens"].astype(np.int64))[None]).logits[0, start - 1 : -1]
+        expected = log_distribution(logits, sampling).gather(
+            1, torch.tensor(row["tokens"][start:].astype(np.int64))[:, None]
+        )
+        np.testing.assert_allclose(row["logprobs"][start:], expected[:, 0], atol=1e-5)
+        assert not row["logprobs"][:start].any()
+        assert (row["versions"][:start] == -1).all() and (row["versions"][start:] == 0).all()
+
+
+def test_a_rollout_over_two_updates_names_the_weights_of_every_token(make_model):
+    engine = adapted(make_model, slots=12, end_tokens=[])
+    versions = {0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}
+
+    def update(step):
+        if step in (5, 11):
+            engine.version += 1
+            engine.model.load_state_dict(versions[engine.version].state_dict())
+
+    rows = drive(engine, many(9), update)
+    spanning = [row for row in rows.values() if len(set(row["versions"][row["start"] :])) > 1]
+    assert len(spanning) >= 5
+    for row in rows.values():
+        assert (np.diff(row["versions"][row["start"] :]) >= 0).all()
+        expected = replayed(versions, row["tokens"], row["versions"], row["start"])
+        np.testing.assert_allclose(row["logprobs"][row["start"] :], expected, atol=1e-5)
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(make_model):
+    alone = {}
+    for start in many(8):
+        alone |= drive(adapted(make_model, slots=4), [start])
+    for slots, order in ((64, 1), (7, 1), (12, -1)):
+        together = drive(adapted(make_model, slots=slots), many(8)[::order])
+        assert together.keys() == alone.keys()
+        for ticket, row in together.items():
+            assert row["tokens"].tolist() == alone[ticket]["tokens"].tolist()
+            np.testing.assert_allclose(row["logprobs"], alone[ticket]["logprobs"], atol=1e-5)
+
+
+def test_seeds_tell_rollouts_of_one_prompt_apart(make_model):
+    start = Start(prompt=np.array([5, 6]), limit=12, tickets=range(16), seeds=range(16))
+    rows = drive(adapted(make_model, end_tokens=[], sampling=Sampling(temperature=4.0)), [start])
+    assert len({tuple(row["tokens"].tolist()) for row in rows.values()}) == 16
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    slots=st.integers(4, 24),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    copies=st.integers(1, 4),
+)
+def test_no_rollout_is_lost_or_doubled_and_each_has_its_length(slots, lengths, copies, make_model):
+    engine = adapted(make_model, slots=slots, end_tokens=[])
+    work = [
+        Start(
+            prompt=np.full(1 + i % 5, 3 + i % 7), limit=1 + i % 5 + length,
+            tickets=range(i * copies, (i + 1) * copies), seeds=range(copies),
+        )
+        for i, length in enumerate(lengths)
+    ]
+    rows = drive(engine, work)
+    assert sorted(rows) == list(range(len(lengths) * copies))
+    for ticket, row in rows.items():
+        assert len(row["tokens"]) == work[ticket // copies].limit
+        assert row["tokens"][: row["start"]].tolist() == work[ticket // copies].prompt.tolist()
+    assert engine.live == 0
+    assert engine.drawn == sum(lengths) * copies
+
+
+def test_a_freed_slot_is_refilled_at_the_next_step(make_model):
+    engine = adapted(make_model, slots=2, end_tokens=[])
+    work = [
+        Start(prompt=np.array([4]), limit=limit, tickets=[i], seeds=[i]) for i, limit in enumerate((21, 3, 3, 3, 3, 3))
+    ]
+    drive(engine, work)
+    assert engine.steps == 20, "two slots: the long rollout in one, the five short ones one after the other beside it"
+
+
+def test_broken_weights_end_rows_with_an_error_and_the_engine_goes_on(make_model):
+    engine = adapted(make_model, slots=4, end_tokens=[])
+    good = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    work = [Start(prompt=np.array([4, 5]), limit=12, tickets=[i], seeds=[i]) for i in range(8)]
+
+    def spoil(step):
+        if step == 3:
+            engine.model.lm_head.weight.fill_(float("nan"))
+            engine.model.model.layers[0].self_attn.v_proj.weight.fill_(float("inf"))
+        if step == 4:
+            engine.model.load_state_dict(good)
+
+    rows = drive(engine, work, spoil)
+    assert [rows[i]["reason"] for i in range(8)] == [2, 2, 2, 2, 1, 1, 1, 1]
+    assert [len(rows[i]["tokens"]) for i in range(8)] == [5, 5, 5, 5, 12, 12, 12, 12]
+    for i in range(4, 8):
+        np.testing.assert_allclose(
+            rows[i]["logprobs"][2:], replayed({0: make_model()}, rows[i]["tokens"], rows[i]["versions"], 2), atol=1e-5
+        )

@@ -1,0 +1,121 @@
+"""One law of the architecture per test."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dataflow
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("graphs", "operators", "dataflow", "transport")
+MAY_IMPORT = {
+    "transport": {"transport"},
+    "dataflow": {"dataflow", "transport"},
+    "operators": {"operators", "dataflow"},
+    "graphs": {"graphs", "operators", "dataflow"},
+}
+TRANSPORT_USERS = {"dataflow/ports.py"}
+"""The only place outside transport/ that opens a transport; worker and inline go through it."""
+
+
+def files(*rooms: str) -> list[Path]:
+    return sorted(path for room in rooms for path in (ROOT / room).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
+    for path in files(room):
+        rooms = {module.split(".")[0] for module in imports(path)} & set(ROOMS)
+        assert rooms <= MAY_IMPORT[room], f"{name(path)} imports {rooms - MAY_IMPORT[room]}"
+
+
+def test_only_the_ports_open_transports() -> None:
+    users = {name(p) for p in files("dataflow") if any(m.split(".")[0] == "transport" for m in imports(p))}
+    assert users <= TRANSPORT_USERS
+
+
+def test_the_language_and_the_data_plane_never_import_torch_at_their_top() -> None:
+    heavy = {"torch", "transformers"}
+    for path in [*files("dataflow", "graphs"), *files("transport/data")]:
+        top = {
+            module.split(".")[0]
+            for node in ast.parse(path.read_text()).body
+            for module in imports_of(node)
+        }  # fmt: skip
+        assert not top & heavy, f"{name(path)} imports {top & heavy}"
+
+
+def imports_of(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+
+
+def test_building_and_planning_a_graph_leaves_torch_unimported() -> None:
+    program = (
+        "import sys; import dataflow, graphs.aipo, graphs.grpo, graphs.sorting, graphs.calculator;"
+        "from dataflow.testing import FakePrompts, FakeGenerator, FakeTrainer;"
+        "from dataflow import *;"
+        "g, m = Graph('t'), Model('m'); gen, t = FakeGenerator(model=m), FakeTrainer(model=m);"
+        "t(gen(g.source(FakePrompts()))); g.feedback(t.weights, gen, max_staleness=1);"
+        "plan(g, Devices(cpus=2)).explain(); g._repr_mimebundle_();"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_nothing_is_pickled_and_no_tensor_file_runs_code() -> None:
+    banned = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
+    for path in files(*ROOMS):
+        found = {module.split(".")[0] for module in imports(path)} & banned
+        assert not found, f"{name(path)} imports {found}"
+        assert not re.search(r"torch\.(load|save)\(|multiprocessing\.(Queue|Pipe|Process)", path.read_text()), name(path)
+
+
+def test_no_publish_subscribe_socket_may_drop_rows() -> None:
+    for path in files(*ROOMS):
+        assert not re.search(r"zmq\.(PUB|SUB|XPUB|XSUB)\b", path.read_text()), name(path)
+
+
+def test_no_file_is_longer_than_400_lines_and_the_median_is_small() -> None:
+    sizes = sorted((path.read_text().count("\n"), name(path)) for path in files(*ROOMS))
+    assert sizes[-1][0] <= 400, sizes[-1]
+    assert sizes[len(sizes) // 2][0] <= 150
+
+
+def test_every_module_says_in_one_sentence_what_it_is() -> None:
+    for path in files(*ROOMS, "bench"):
+        said = ast.get_docstring(ast.parse(path.read_text()))
+        assert said or not path.read_text().strip(), name(path)
+
+
+def test_graphs_stay_under_sixty_lines() -> None:
+    for path in (ROOT / "graphs").glob("*.py"):
+        assert path.read_text().count("\n") <= 60, name(path)
+
+
+def test_the_exported_names_are_these() -> None:
+    assert dataflow.__all__ == [
+        "Array", "DataflowError", "Devices", "Graph", "GraphError", "Model", "Plan", "Prompt", "Result", "Rollout",
+        "RunError", "Stream", "Weights", "collect", "inline", "join", "main", "plan", "run", "scorer", "verify",
+    ]  # fmt: skip
+    for exported in dataflow.__all__:
+        assert getattr(dataflow, exported) is not None

@@ -1,0 +1,387 @@
+"""The promises of a data edge, kept by every kind of channel."""
+
+import pyarrow as pa
+import pytest
+
+from transport.data.frames import encoded_bytes
+from transport.data.messages import Ack, Data, Refusal, Welcome
+from transport.errors import BatchTooLarge, PeerGone, Refused, SchemaMismatch, TransportError, WaitTimeout
+
+from .rig import SCHEMA, RawLine, Rig, connect, drain, firsts, make_batch, settle, take, until
+
+
+def test_batches_arrive_in_order_and_unchanged(rig: Rig) -> None:
+    receiver = rig.receiver()
+    sender = rig.sender(receiver)
+    connect(sender, to=receiver)
+    sent = [make_batch(number, rows=3) for number in range(50)]
+    assert all(sender.send(batch) for batch in sent)
+    got = take(receiver, 50, sender)
+    assert [delivery.sequence for delivery in got] == list(range(50))
+    assert all(delivery.batch.equals(batch) for delivery, batch in zip(got, sent, strict=True))
+    assert {(delivery.sender, delivery.epoch) for delivery in got} == {("sender", 1)}
+
+
+def test_a_sender_without_a_receiver_has_no_room_and_takes_nothing(rig: Rig) -> None:
+    receiver = rig.receiver()
+    sender = rig.sender(receiver)
+    assert sender.room() == 0
+    assert not sender.send(make_batch(0))
+    assert sender.unacknowledged == 0
+
+
+def test_a_slow_reader_bounds_the_senders_memory_and_loses_nothing(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=16)
+    sender = rig.sender(receiver)
+    connect(sender, to=receiver)
+    accepted = [number for number in range(10) if sender.send(make_batch(number, rows=8))]
+    assert accepted == [0, 1]
+    settle(sender.poll)
+    assert (sender.unacknowledged, sender.room()) == (2, 0)
+    assert firsts(take(receiver, 2, sender)) == [0, 1]
+    connect(sender, to=receiver)
+    assert sender.send(make_batch(2, rows=8))
+    assert firsts(take(receiver, 1, sender)) == [2]
+
+
+def test_credit_is_counted_in_bytes_too(rig: Rig) -> None:
+    batch = make_batch(0, rows=1, tokens=1000)
+    receiver = rig.receiver(capacity_rows=1000, capacity_bytes=2 * encoded_bytes(batch))
+    sender = rig.sender(receiver)
+    connect(sender, to=receiver)
+    assert [sender.send(batch) for _ in range(3)] == [True, True, False]
+
+
+def test_credit_returns_only_by_ack(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=8)
+    sender = rig.sender(receiver)
+    connect(sender, to=receiver)
+    assert sender.send(make_batch(0, rows=8))
+    (held,) = take(receiver, 1, sender, ack=False)
+    settle(lambda: (receiver.poll(), sender.poll()))
+    assert sender.room() == 0
+    assert receiver.depth == (8, encoded_bytes(held.batch))
+    held.ack()
+    held.ack()
+    assert receiver.depth == (0, 0)
+    connect(sender, to=receiver)
+    assert (sender.room(), sender.unacknowledged) == (8, 0)
+
+
+def test_a_batch_larger_than_the_receiver_is_refused_by_name(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=4, capacity_bytes=100_000, max_message_bytes=50_000)
+    sender = rig.sender(receiver)
+    connect(sender, to=receiver)
+    with pytest.raises(BatchTooLarge, match=r"'edge'.*5 rows.*raise capacity_rows"):
+        sender.send(make_batch(0, rows=5))
+    with pytest.raises(BatchTooLarge, match="max_message_bytes"):
+        sender.send(make_batch(0, rows=1, tokens=20_000))
+    assert sender.unacknowledged == 0
+
+
+def test_an_empty_batch_travels_and_takes_credit(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=2)
+    sender = rig.sender(receiver)
+    connect(sender, to=receiver)
+    empty = make_batch(0, rows=2).slice(0, 0)
+    assert [sender.send(empty) for _ in range(3)] == [True, True, False]
+    assert [delivery.batch.num_rows for delivery in take(receiver, 2, sender)] == [0, 0]
+
+
+def test_the_end_comes_after_the_last_batch(rig: Rig) -> None:
+    receiver = rig.receiver()
+    sender = rig.sender(receiver)
+    connect(sender, to=receiver)
+    assert sender.send(make_batch(0)) and sender.send(make_batch(1))
+    sender.finish()
+    with pytest.raises(TransportError, match="ended"):
+        sender.send(make_batch(2))
+    first, second = take(receiver, 2, sender, ack=False)
+    until(lambda: receiver.receive(0.01) is None and receiver.finished)
+    settle(sender.poll)
+    assert not sender.drained
+    first.ack(), second.ack()
+    drain(sender, receiver)
+    sender.close(linger_s=1.0)
+
+
+def test_a_sender_that_ends_before_it_is_connected_still_ends(rig: Rig) -> None:
+    receiver = rig.receiver()
+    sender = rig.sender(receiver)
+    sender.finish()
+    drain(sender, receiver)
+    assert receiver.finished
+
+
+def test_the_end_waits_for_every_expected_sender(rig: Rig) -> None:
+    receiver = rig.receiver(senders=2)
+    one, two = (rig.sender(receiver, sender_id=name) for name in ("one", "two"))
+    one.finish()
+    drain(one, receiver)
+    assert not receiver.finished
+    two.finish()
+    drain(two, receiver)
+    assert receiver.finished
+
+
+def test_unacknowledged_batches_come_again_at_a_restarted_receiver(rig: Rig) -> None:
+    first = rig.receiver()
+    sender = rig.sender(first)
+    connect(sender, to=first)
+    for number in range(4):
+        assert sender.send(make_batch(number))
+    held = take(first, 4, sender, ack=False)
+    held[1].ack()
+    until(lambda: (sender.poll(), sender.unacknowledged == 3)[1])
+    first.close()
+    held[2].ack()
+    second = rig.receiver(first.address)
+    assert firsts(take(second, 3, sender)) == [0, 2, 3]
+    connect(sender, to=second)
+    assert sender.send(make_batch(4))
+    assert firsts(take(second, 1, sender)) == [4]
+    sender.finish()
+    drain(sender, second)
+    assert second.finished and second.duplicates == 0
+
+
+def test_a_smaller_receiver_after_a_restart_is_not_overrun(rig: Rig) -> None:
+    first = rig.receiver(capacity_rows=8)
+    sender = rig.sender(first)
+    connect(sender, to=first)
+    for number in range(8):
+        assert sender.send(make_batch(number))
+    take(first, 8, sender, ack=False)
+    first.close()
+    second = rig.receiver(first.address, capacity_rows=2)
+    held = take(second, 2, sender, ack=False)
+    settle(lambda: (sender.poll(), second.poll()))
+    assert second.depth[0] == 2
+    for delivery in held:
+        delivery.ack()
+    assert firsts(take(second, 6, sender)) == [2, 3, 4, 5, 6, 7]
+    assert second.refused == 0
+
+
+def test_a_duplicate_is_acknowledged_and_not_delivered_again(rig: Rig) -> None:
+    receiver = rig.receiver()
+    raw = rig.raw(receiver)
+    raw.up()
+    assert isinstance(raw.hello(), Welcome)
+    header, payload = _data(raw, 0)
+    assert raw.line.put(header, payload)
+    (delivery,) = take(receiver, 1, ack=False)
+    assert raw.line.put(header, payload)
+    until(lambda: (receiver.poll(), receiver.duplicates == 1)[1])
+    delivery.ack()
+    assert raw.hear().sequences == (0,)
+    answer = raw.ask(header, payload)
+    assert isinstance(answer, Ack) and answer.sequences == (0,)
+    assert receiver.receive() is None
+    assert (receiver.duplicates, receiver.depth) == (2, (0, 0))
+
+
+def test_a_missing_batch_is_asked_for_again(rig: Rig) -> None:
+    receiver = rig.receiver()
+    raw = rig.raw(receiver)
+    raw.up()
+    raw.hello()
+    answer = raw.ask(*_data(raw, 1))
+    assert isinstance(answer, Welcome) and answer.expected == 0
+    assert receiver.receive() is None
+    for number in (0, 1):
+        assert raw.line.put(*_data(raw, number))
+    assert [delivery.sequence for delivery in take(receiver, 2)] == [0, 1]
+
+
+def test_sending_without_credit_is_refused_and_not_taken(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=1)
+    raw = rig.raw(receiver)
+    raw.up()
+    raw.hello()
+    assert raw.line.put(*_data(raw, 0))
+    answer = raw.ask(*_data(raw, 1))
+    assert isinstance(answer, Refusal) and "without credit" in answer.reason
+    assert (receiver.depth[0], receiver.refused) == (1, 1)
+
+
+def test_a_stranger_that_never_said_hello_changes_nothing(rig: Rig) -> None:
+    receiver = rig.receiver()
+    sender = rig.sender(receiver)
+    connect(sender, to=receiver)
+    raw = rig.raw(receiver)
+    raw.up()
+    header, payload = _data(raw, 0, sender="sender")
+    assert raw.line.put(header, payload)
+    assert sender.send(make_batch(7))
+    assert firsts(take(receiver, 1, sender)) == [7]
+
+
+def test_a_batch_that_stays_unsound_ends_its_sender_and_is_never_delivered(rig: Rig) -> None:
+    receiver = rig.receiver()
+    sender = rig.sender(receiver)
+    connect(sender, to=receiver)
+    offsets = pa.array([0, 2, 1_000_000], pa.int32())
+    unsound = pa.RecordBatch.from_arrays(
+        [pa.array([1, 2]), pa.ListArray.from_arrays(offsets, pa.array([1, 2, 3], pa.int32()))], schema=SCHEMA
+    )
+    assert sender.send(unsound)
+    with pytest.raises(Refused, match="not valid|no Arrow stream"):
+        settle(lambda: (receiver.poll(), sender.poll()), times=5000)
+    assert receiver.receive() is None
+    assert receiver.refused == 3
+
+
+def test_a_restarted_sender_is_heard_and_its_former_self_is_refused(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=4)
+    old = rig.sender(receiver, epoch=1)
+    connect(old, to=receiver)
+    assert old.send(make_batch(1, rows=3))
+    (held,) = take(receiver, 1, old, ack=False)
+    new = rig.sender(receiver, epoch=2)
+    connect(new, to=receiver)
+    assert new.room() == 1
+    assert new.send(make_batch(20))
+    assert firsts(take(receiver, 1, new)) == [20]
+    held.ack()
+    until(lambda: (new.poll(), new.room() == 4)[1])
+    zombie = rig.sender(receiver, epoch=1)
+    with pytest.raises(Refused, match="was replaced"):
+        settle(lambda: (receiver.poll(), zombie.poll()), times=5000)
+
+
+@pytest.mark.parametrize("knobs", [{"schema": pa.schema([("value", pa.int32())])}, {"edge": "another"}])
+def test_a_sender_of_another_edge_or_schema_is_refused_by_name(rig: Rig, knobs: dict[str, object]) -> None:
+    told: list[str] = []
+    receiver = rig.receiver(on_refused=lambda edge, peer, reason: told.append(reason))
+    sender = rig.sender(receiver, **knobs)
+    with pytest.raises(Refused, match="edge"):
+        settle(lambda: (receiver.poll(), sender.poll()), times=5000)
+    assert receiver.refused == len(told) == 1
+    assert not receiver.finished
+
+
+def test_a_batch_of_another_schema_is_not_taken(rig: Rig) -> None:
+    receiver = rig.receiver()
+    sender = rig.sender(receiver)
+    connect(sender, to=receiver)
+    with pytest.raises(SchemaMismatch, match=r"missing \['tokens'\], not expected \['other'\]"):
+        sender.send(make_batch(0).rename_columns(["value", "other"]))
+
+
+def test_senders_share_the_capacity_and_leave_their_share_to_the_others(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=16)
+    first = rig.sender(receiver, sender_id="first")
+    connect(first, to=receiver)
+    assert first.room() == 16
+    second = rig.sender(receiver, sender_id="second")
+    connect(first, second, to=receiver)
+
+    def rooms() -> tuple[int, int]:
+        receiver.poll(), first.poll(), second.poll()
+        return first.room(), second.room()
+
+    until(lambda: rooms() == (8, 8))
+    second.finish()
+    drain(second, receiver)
+    until(lambda: rooms()[0] == 16)
+
+
+def test_a_newcomer_waits_until_the_others_gave_back_what_they_were_promised(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=8)
+    first = rig.sender(receiver, sender_id="first")
+    connect(first, to=receiver)
+    assert all(first.send(make_batch(number)) for number in range(8))
+    held = take(receiver, 8, first, ack=False)
+    second = rig.sender(receiver, sender_id="second")
+    settle(lambda: (receiver.poll(), first.poll(), second.poll()))
+    assert second.room() == 0
+    for delivery in held:
+        delivery.ack()
+    connect(first, second, to=receiver)
+    assert receiver.depth == (0, 0)
+
+
+def test_a_forgotten_sender_counts_as_ended_and_frees_its_share(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=16, senders=2)
+    stays, dies = (rig.sender(receiver, sender_id=name) for name in ("stays", "dies"))
+    connect(stays, dies, to=receiver)
+    dies.close()
+    receiver.forget("dies")
+    until(lambda: (receiver.poll(), stays.poll(), stays.room() == 16)[2])
+    stays.finish()
+    drain(stays, receiver)
+    assert receiver.finished
+
+
+def test_balanced_batches_go_where_the_most_credit_is(rig: Rig) -> None:
+    wide, narrow = rig.receiver(capacity_rows=8), rig.receiver(capacity_rows=4)
+    sender = rig.sender(narrow, wide)
+    connect(sender, to=[wide, narrow])
+    until(lambda: (wide.poll(), narrow.poll(), sender.poll(), sender.room() == 8)[3])
+    assert [sender.send(make_batch(number, rows=2)) for number in range(7)] == [True] * 6 + [False]
+    got_wide, got_narrow = take(wide, 4, sender), take(narrow, 2, sender)
+    assert firsts(got_wide)[:2] == [0, 1]
+    assert sorted(firsts(got_wide) + firsts(got_narrow)) == list(range(6))
+
+
+def test_keyed_batches_with_one_key_go_to_one_receiver(rig: Rig) -> None:
+    receivers = [rig.receiver(), rig.receiver()]
+    sender = rig.sender(*receivers, partition="keyed")
+    connect(sender, to=receivers)
+    assert all(sender.send(make_batch(number), key=number % 3) for number in range(9))
+    assert firsts(take(receivers[0], 6, sender)) == [0, 2, 3, 5, 6, 8]
+    assert firsts(take(receivers[1], 3, sender)) == [1, 4, 7]
+    with pytest.raises(ValueError, match="needs a key"):
+        sender.send(make_batch(0))
+
+
+def test_broadcast_reaches_all_or_none(rig: Rig) -> None:
+    receivers = [rig.receiver(capacity_rows=4), rig.receiver(capacity_rows=2)]
+    sender = rig.sender(*receivers, partition="broadcast")
+    connect(sender, to=receivers)
+    assert sender.room() == 2
+    assert [sender.send(make_batch(number)) for number in range(3)] == [True, True, False]
+    assert firsts(take(receivers[0], 2, sender)) == firsts(take(receivers[1], 2, sender)) == [0, 1]
+
+
+def test_a_receiver_that_stays_away_is_gone_at_the_deadline_and_named(rig: Rig) -> None:
+    now = [0.0]
+    receiver = rig.receiver()
+    sender = rig.sender(receiver, clock=lambda: now[0], peer_timeout_s=5.0)
+    connect(sender, to=receiver)
+    now[0] = 100.0
+    assert sender.send(make_batch(0))
+    sender.poll()
+    receiver.close()
+    until(lambda: (sender.poll(), sender.room() == 0)[1])
+    now[0] = 104.0
+    sender.poll()
+    now[0] = 106.0
+    with pytest.raises(PeerGone, match=r"'sender' waited for the receiver of edge 'edge'.*1 batches"):
+        sender.poll()
+
+
+def test_closing_names_who_did_not_acknowledge(rig: Rig) -> None:
+    ticks = iter(range(1000))
+    receiver = rig.receiver()
+    sender = rig.sender(receiver, clock=lambda: float(next(ticks)), peer_timeout_s=1e9)
+    connect(sender, to=receiver)
+    assert sender.send(make_batch(0))
+    with pytest.raises(WaitTimeout, match=r"'sender' closed edge 'edge'.*1 batches"):
+        sender.close(linger_s=3.0)
+
+
+def _data(raw: RawLine, sequence: int, sender: str = "raw") -> tuple[Data, object]:
+    batch = make_batch(sequence)
+    packed = raw.line.pack(batch, encoded_bytes(batch))
+    header = Data(
+        edge="edge",
+        sender=sender,
+        epoch=1,
+        sequence=sequence,
+        rows=1,
+        bytes=packed.size_bytes,
+        checksum=packed.checksum,
+    )
+    return header, packed.content

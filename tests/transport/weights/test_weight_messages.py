@@ -1,0 +1,51 @@
+"""Messages of the weight handshake survive the wire, and nothing else is taken for one."""
+
+import subprocess
+import sys
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transport.weights import MessageError
+from transport.weights.messages import Beat, Offer, Welcome, decode, encode
+
+
+def test_messages_survive_the_wire():
+    note = {"a": 1, "b": 0.5, "c": "x"}
+    offer = Offer(epoch=7, version=3, segment="s", checksum=2**64 - 1, sums=[0, 2**64 - 1], note=note)
+    layout = {"tensors": [["a", [1], "int8", 0]], "aliases": {}}
+    welcome = Welcome(attempt=1, epoch=2, writer=3, layout=layout)
+    for message in (offer, welcome, Beat(epoch=1, version=-1)):
+        assert decode(encode(message)) == message
+
+
+@given(st.binary(max_size=60))
+def test_random_bytes_are_no_message(payload):
+    with pytest.raises(MessageError, match="cannot be read"):
+        decode(payload)
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        3,
+        [],
+        {},
+        {"kind": "beat"},
+        {"kind": "steal", "epoch": 1},
+        {"kind": "beat", "epoch": "1", "version": 2},
+        {"kind": "beat", "epoch": True, "version": 2},
+        {"kind": "beat", "epoch": 1, "version": 2, "more": 3},
+        {"kind": ["beat"], "epoch": 1, "version": 2},
+    ],
+)
+def test_malformed_messages_are_refused(plain):
+    with pytest.raises(MessageError, match="cannot be read"):
+        decode(msgpack.packb(plain))
+
+
+def test_layouts_and_the_handshake_import_no_torch():
+    code = "import sys, transport.weights, transport.weights.handshake; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,132 @@
+"""Between real processes, killed and frozen at the worst moments, no version is ever mixed."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+
+from transport.weights import WeightWriter
+
+from . import programs
+from .programs import LAYOUT, PACE, model
+
+pytestmark = pytest.mark.usefixtures("clean_shm")
+
+
+@pytest.fixture(scope="module")
+def processes():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transport.weights.reader", "transport.weights.writer"])
+    return context
+
+
+@pytest.fixture
+def start(processes):
+    children = []
+
+    def start(program, *arguments):
+        children.append(processes.Process(target=program, args=arguments, daemon=True))
+        children[-1].start()
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.join(10)
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"ipc://{tmp_path}/w.sock"
+
+
+@pytest.fixture
+def writer(address):
+    writer = WeightWriter(LAYOUT, address, pace=PACE)
+    yield writer
+    writer.close()
+
+
+def until(writer, condition):
+    """Poll the writer until the condition holds."""
+    deadline = time.monotonic() + programs.DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, writer.readers
+        writer.poll()
+        time.sleep(0.001)
+
+
+def publish(writer, version):
+    writer.publish(version, model(version))
+    until(writer, lambda: writer.pending is None)
+
+
+def found(writer, name):
+    return next((status for status in writer.readers if status.name == name), None)
+
+
+def state(writer, name):
+    return found(writer, name).state if found(writer, name) else None
+
+
+def holds(writer, name, version):
+    return found(writer, name) is not None and found(writer, name).version == version
+
+
+def ended(child):
+    return lambda: child.exitcode is not None
+
+
+def test_no_reader_ever_serves_a_mixture_of_versions(start, writer, address):
+    last = 150
+    children = [start(programs.serve, address, f"r{n}", ["view", "copy", "view"][n], last) for n in range(3)]
+    until(writer, lambda: len(writer.readers) == 3)
+    for version in range(1, last + 1):
+        writer.publish(version, model(version))
+    for child in children:
+        until(writer, ended(child))
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert sum(writer.segments) <= 2 + len(children)
+
+
+@pytest.mark.parametrize("adopt", ["view", "copy"])
+def test_a_reader_killed_in_a_transfer_holds_nobody_up(start, address, adopt):
+    endless = Pace(beat_s=0.05, silent_s=0.5, fence_s=1000.0)
+    with closing(WeightWriter(LAYOUT, address, pace=endless)) as writer:
+        victim = start(programs.linger, address, "victim", adopt, 100.0)
+        other = start(programs.serve, address, "other", "view", 9)
+        publish(writer, 1)
+        until(writer, lambda: holds(writer, "other", 1) and state(writer, "victim") == "taking")
+        os.kill(victim.pid, signal.SIGKILL)
+        for version in range(2, 10):
+            publish(writer, version)
+        until(writer, ended(other))
+        assert other.exitcode == 0
+        assert writer.segments == (2, 0)
+
+
+@pytest.mark.parametrize("moment", ["taking", "committed"])
+def test_a_frozen_reader_is_fenced_and_rejoins_with_its_memory_intact(start, writer, address, moment):
+    if moment == "taking":
+        frozen = start(programs.linger, address, "frozen", "view", 0.5)
+    else:
+        frozen = start(programs.serve, address, "frozen", "view", 9)
+    other = start(programs.serve, address, "other", "view", 9)
+    publish(writer, 1)
+    until(writer, lambda: state(writer, "frozen") == moment and holds(writer, "other", 1))
+    epoch = found(writer, "frozen").epoch
+    os.kill(frozen.pid, signal.SIGSTOP)
+    for version in range(2, 9):
+        publish(writer, version)
+        until(writer, lambda version=version: holds(writer, "other", version))
+    assert writer.segments == (2, 1)
+    assert found(writer, "frozen") is None
+    os.kill(frozen.pid, signal.SIGCONT)
+    until(writer, lambda: holds(writer, "frozen", 8))
+    assert found(writer, "frozen").epoch > epoch
+    publish(writer, 9)
+    until(writer, ended(frozen))
+    until(writer, ended(other))
+    assert (frozen.exitcode, other.exitcode) == (0, 0)
