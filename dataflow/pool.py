@@ -18,7 +18,7 @@ from dataflow.pool_process import Chunk, Frame, Piece, Process, memory_kb, piece
 from dataflow.pool_server import END, LANE_WORDS, ORDER, REPLY, SPAWN, start_server
 
 _PATIENCE_S = 10.0
-_MEMORY_LOOK_S = 0.2
+_MEMORY_LOOK_S = 0.1
 _CLOSE_S = 5.0
 _DEATHS = 3
 _QUICK_S, _SLOW_S = 0.02, 0.2
@@ -281,14 +281,14 @@ class Pool:
         limit_mb = self._settings.memory_mb
         if limit_mb is None or process.grown_kb() <= limit_mb << 10:
             return False
-        process.cause = f"its process was ended (memory limit {limit_mb} MB)"
+        process.cause = f"its process took more memory than its limit of {limit_mb} MB"
         return True
 
     def _bury(self, processes: list[Process], status: int) -> None:
         """Fail the calls that processes ended for, and have the rest made again.
 
         A call is to blame when it alone was being made; several are made again one at a time, to find out.
-        A first SIGKILL may have come from outside, and is excused.
+        A first SIGKILL is excused: it may have come from outside, or the memory may be that of earlier calls.
         """
         chunks = [chunk for process in processes for chunk in process.chunks.values()]
         for process in processes:
@@ -303,7 +303,7 @@ class Pool:
         for chunk, call in accused:
             deaths = self._jobs[chunk.job].deaths
             deaths[call] = deaths.get(call, 0) + 1
-            if status == signal.SIGKILL and not cause and deaths[call] == 1:
+            if status == signal.SIGKILL and deaths[call] == 1:
                 continue
             if len(accused) == 1:
                 self._fail(chunk, call, cause or self._how_it_ended(status))

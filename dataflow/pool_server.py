@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -20,6 +21,7 @@ REPLY = struct.Struct("<Bii")  # what, which process, pid or wait status
 SPAWN, END = 1, 2
 LANE_WORDS = 3
 _LOOK_S = 1.0
+_RESERVE_MB = 1536
 _PR_SET_PDEATHSIG = 1
 
 
@@ -97,6 +99,8 @@ def _spawn(fd: int, number: int, progress: memoryview, settings: Settings) -> in
         make_calls(socket.socket(fileno=fd), lanes, settings)
     except (OSError, EOFError):
         os._exit(0)
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(1)
 
@@ -138,12 +142,13 @@ def _die_with(server: int) -> None:
 
 
 def _limit_memory(memory_mb: int | None) -> None:
+    """A wall some way behind the limit that the owner keeps: allocators reserve more than they use."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_mb is None or sys.platform != "linux":
         return
     with Path("/proc/self/status").open() as status:
         used_kb = next((int(line.split()[1]) for line in status if line.startswith("VmData:")), 0)
-    limit = (used_kb << 10) + (memory_mb << 20)
+    limit = (used_kb << 10) + ((memory_mb + _RESERVE_MB) << 20)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard == resource.RLIM_INFINITY or limit < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

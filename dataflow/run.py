@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 
 from dataflow.control import Limits, Scheduler
-from dataflow.display import make_view
+from dataflow.display import SafeView, make_view
+from dataflow.draw import reward_curve_svg
 from dataflow.errors import GraphError
 from dataflow.graph import Graph
 from dataflow.host import Settings
@@ -125,7 +126,11 @@ def run(
         folder=folder.path, seconds=outcome.seconds, steps=outcome.steps, verdict=verify(folder.path),
         busy_seconds=outcome.busy_seconds,
     )  # fmt: skip
-    watch.finish(result, quiet)
+    (folder.path / "curve.svg").write_text(reward_curve_svg(watch.lines, title=graph.name), encoding="utf-8")
+    if not quiet:
+        with make_view(sys.stdout) as view:
+            outcome_word = "stopped" if steps is not None and result.steps < steps else "finished"
+            view.summary(watch.summary(result.verdict.line, result.verdict.clean, outcome_word))
     return result
 
 
@@ -141,7 +146,7 @@ def _run_processes(
 ) -> _Outcome:
     scheduler = Scheduler(graph, planned, settings, limits=limits)
     try:
-        with make_view(quiet=quiet) as view, _interrupts(scheduler, view):
+        with _view(quiet) as view, _interrupts(scheduler, view):
             scheduler.start(progress=lambda late: view.update(watch.starting(late)))
             while not scheduler.conductor.over:
                 scheduler.turn(0.1)
@@ -163,13 +168,17 @@ def _run_inline(graph: Graph, planned: Plan, settings: Settings, watch: Watch, q
         return False
 
     try:
-        with make_view(quiet=quiet) as view:
+        with _view(quiet) as view:
             running.start()
             running.run(until=look)
             look()
     finally:
         running.close()
     return _Outcome(seconds=watch.seconds, steps=running.conductor.step, busy_seconds=watch.busy_seconds)
+
+
+def _view(quiet: bool) -> SafeView:
+    return SafeView([]) if quiet else make_view(sys.stdout)
 
 
 @contextlib.contextmanager

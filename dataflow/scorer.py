@@ -208,7 +208,7 @@ def scorer(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
     Parameters without a default are the columns it reads, those with one are knobs, its name is the column it
     writes and its return annotation the type of that column. A per-row function gets the values of one
     rollout. A per-group function gets, for the rows of a group that have no error, a numpy array for a column
-    of numbers and a list for any other, and returns one value for each (or a number for all, if annotated so).
+    of numbers and a list for any other, and returns one value for each (or one for all).
     None, NaN, an exception, a call longer than `timeout_s` or a process that ends become the row's `error`.
     Raises GraphError for a function that cannot be one.
     """

@@ -15,13 +15,13 @@ from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS
 
 @dataclass(frozen=True, eq=False)
 class Evaluate(Sink):
-    """Reads held-out rollouts, round by round, and writes their mean score to metrics.jsonl as `eval_accuracy`."""
+    """Reads held-out rollouts round by round; their mean score is `eval_accuracy` in metrics.jsonl."""
 
     light: ClassVar[bool] = True
 
     _: KW_ONLY
     every_steps: int = 50
-    """Steps of the trainer between rounds; there is one before the first step and one after the last as well."""
+    """Steps of the trainer between rounds; there is one before the first step and after the last as well."""
     of: str = "reward"
     """Column whose mean is taken."""
     name: str = "eval"
@@ -97,8 +97,8 @@ class EvaluateRuntime(Runtime):
             size, step = rows.column(ROUND_SIZE)[start].as_py(), rows.column(MIN_VERSION)[start].as_py()
             if not size:
                 raise OperatorError(
-                    f"'{self._context.node}' evaluates rounds, but group {group_id} of '{batch.lane}' belongs to none "
-                    f'(round_size {size}); give it prompts of their own: g.source(Prompts(..., name="held_out"))'
+                    f"'{self._context.node}' evaluates rounds, but group {group_id} of '{batch.lane}' belongs to "
+                    f"none (round_size {size}); give it prompts of their own, in a source of another name"
                 )
             if group_id <= self._closed.get(batch.lane, -1):
                 release()
@@ -176,8 +176,8 @@ def _shared(batch: Batch, groups: int) -> Callable[[], None]:
 def round_metrics(table: pa.Table, of: str) -> dict[str, Any]:
     """What one round found: the mean of column `of` over the rows that have it, and how many have not.
 
-    A row with an error, or without a score, is counted in eval_errors and is not part of the mean, which is None
-    when nothing is left. Versions are those of all tokens of the rows in the mean.
+    A row with an error, or without a score, is counted in eval_errors and is no part of the mean, which is
+    None when nothing is left. Versions are those of all tokens of the rows in the mean.
     """
     good = table.filter(pc.and_(pc.is_null(table.column(ERROR)), pc.is_valid(table.column(of))))
     versions = pc.list_flatten(good.column(VERSIONS))

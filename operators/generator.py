@@ -87,7 +87,7 @@ class Generator(Generate):
             )
         if isinstance(self.model, Model) and self.model.head != "lm":
             found.append(
-                f"'{self.name}' generates with '{self.model.name}', whose head is {self.model.head!r}; "
+                f"'{self.name}' generates with model '{self.model.name}', whose head is {self.model.head!r}; "
                 f'give it a Model with head="lm"'
             )
         return found

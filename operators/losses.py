@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def aipo(new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, rho: float = 4.0) -> Tensor:
-    """Policy gradient weighted by the importance ratio, capped at `rho` from above (LlamaRL, arXiv 2505.24034).
+    """Policy gradient weighted by the importance ratio, capped at `rho` from above (arXiv 2505.24034).
 
     The gradient is  min(pi / mu, rho) * A * grad log pi  token by token: the weight is a constant under
     differentiation, so a truncated token still pushes, with rho * A. Assumes that `logprobs` are those of the

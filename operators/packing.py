@@ -5,8 +5,8 @@ micro-batch form a tree: the prompt of a group is one path, and rollouts share a
 Only the nodes of that tree go through the model, without any padding; attention alone sees rows, and gathers
 them from the nodes by index.
 
-Axis suffixes: R rollouts, S all their tokens one after the other, T trained tokens (the mask is true), N nodes,
-U nodes that some trained token is predicted from, L positions of a row, B rows of a bucket, G groups.
+Axis suffixes: R rollouts, S all their tokens one after the other, T trained tokens (the mask is true),
+N nodes, U nodes that some trained token is predicted from, L positions of a row, B rows of a bucket.
 """
 
 from dataclasses import dataclass
@@ -111,13 +111,13 @@ def split(tokens_S: Array, offsets: Array, groups_R: Array, limit: int) -> list[
     rollouts = len(lengths_R)
     starts = np.flatnonzero(np.r_[True, groups_R[1:] != groups_R[:-1]]) if rollouts else np.zeros(0, np.int64)
     units: list[tuple[int, int, int]] = []
-    for first, last in zip(starts, np.r_[starts[1:], rollouts], strict=True):
-        common = _common(tokens_S, offsets, int(first), int(last))
-        cost = int(lengths_R[first:last].sum()) - common * (int(last - first) - 1)
+    for first, last in zip(starts.tolist(), [*starts[1:].tolist(), rollouts], strict=True):
+        common = _common(tokens_S, offsets, first, last)
+        cost = int(lengths_R[first:last].sum()) - common * (last - first - 1)
         if cost <= limit:
-            units.append((int(first), int(last), cost))
+            units.append((first, last, cost))
         else:
-            units += _cut(lengths_R, int(first), int(last), limit)
+            units += _cut(lengths_R, first, last, limit)
     total = sum(cost for *_, cost in units)
     target = total / max(1, -(-total // limit))
     batches: list[Array] = []
@@ -158,7 +158,7 @@ def _common_with_previous(table_R_L: Array) -> Array:
         if differs.size
         else differs.sum(1)
     )
-    return np.r_[0, common].astype(np.int64)[: len(table_R_L)]
+    return np.asarray(np.r_[0, common].astype(np.int64)[: len(table_R_L)])
 
 
 def _buckets(node_B_L: Array, lengths_B: Array, nodes: int) -> tuple[tuple[Array, ...], Array]:

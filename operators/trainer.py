@@ -22,7 +22,7 @@ class Trainer(Learn):
     """Trains `model` on groups in the order of their issue, `prompts_per_step` at a time, with AdamW.
 
     Groups whose rollouts all failed, or that are older than the feedback's max_staleness, are dropped and
-    counted; so are those of a step with a loss or gradient that is not finite, which leaves the weights alone.
+    counted; so are those of a step whose loss or gradient is not finite, which leaves the weights alone.
     """
 
     light: ClassVar[bool] = False
@@ -54,7 +54,7 @@ class Trainer(Learn):
     micro_batch_tokens: int = 8192
     """Tokens of one forward and backward; prompts that a group has in common count once."""
     skip_zero_advantage: bool = True
-    """Leave out rollouts of advantage 0 where the loss is found to vanish on them; denominators stay the same."""
+    """Leave out rollouts of advantage 0 where the loss is found to vanish on them; denominators stay."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; the last step is always kept."""
     queue_prompts: int | None = None
@@ -127,7 +127,7 @@ class Trainer(Learn):
         if self.queue_prompts is not None and not found and self.queue_prompts < self.prompts_per_step:
             found.append(
                 f"'{self.name}' may queue {self.queue_prompts} prompts but one of its steps needs "
-                f"{self.prompts_per_step}: this would deadlock; raise queue_prompts, or lower prompts_per_step"
+                f"{self.prompts_per_step}: this would deadlock; raise queue_prompts or lower prompts_per_step"
             )
         if isinstance(self.model, Model):
             if self.model.head != "lm":
@@ -137,8 +137,8 @@ class Trainer(Learn):
                 )
             if self.model.dtype == "float16":
                 found.append(
-                    f"'{self.name}' trains '{self.model.name}' with dtype 'float16', whose gradients overflow; "
-                    f"use 'bfloat16' or 'float32'"
+                    f"'{self.name}' trains '{self.model.name}' with dtype 'float16', whose gradients "
+                    f"overflow; use 'bfloat16' or 'float32'"
                 )
         else:
             found.append(

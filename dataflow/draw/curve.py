@@ -48,9 +48,8 @@ def reward_curve_svg(metrics: Sequence[Mapping[str, Any]], title: str = "Learnin
             body.append(
                 f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{_number(tick)}</text>'
             )
-    body.append(
-        f'<text class="axis middle" x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{HEIGHT - 12:g}">step (optimiser updates)</text>'
-    )
+    middle = f'x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{HEIGHT - 12:g}"'
+    body.append(f'<text class="axis middle" {middle}>step (optimiser updates)</text>')
     legend = []
     if reward:
         many = len(reward) >= SMOOTHED

@@ -152,8 +152,9 @@ def knob_text(value: Any) -> str:
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
         return value.__name__
     if isinstance(value, tuple | list) and len(value) <= 8:
-        inner_text = ", ".join(knob_text(item) for item in value)
-        return f"({inner_text})" if isinstance(value, tuple) else f"[{inner_text}]"
+        listed = ", ".join(knob_text(item) for item in value)
+        comma = "," if len(value) == 1 else ""
+        return f"({listed}{comma})" if isinstance(value, tuple) else f"[{listed}]"
     plain = getattr(type(value), "__repr__", None) is object.__repr__
     return type(value).__name__ if plain else repr(value)
 

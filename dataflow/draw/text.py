@@ -75,9 +75,8 @@ def to_plain(picture: Picture) -> str:
     after: dict[str, dict[str, None]] = {}
     for wire in picture.wires:
         after.setdefault(wire.tail, {})[wire.head] = None
-    lines = [
-        f"{picture.title or 'graph'}: {len(picture.boxes)} operators, lanes {', '.join(picture.lanes) or 'none'}"
-    ]
+    lanes = ", ".join(picture.lanes) or "none"
+    lines = [f"{picture.title or 'graph'}: {len(picture.boxes)} operators, lanes {lanes}"]
     for box in picture.boxes:
         to = ", ".join(after.get(box.name, {}))
         lines.append(f"  {box.name}" + (f" -> {to}" if to else ""))

@@ -63,7 +63,11 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
                 raise RecordError(f"{path}:{number} is no JSON; found {line[:60]!r} ({error}); mend the line") from None
             if not isinstance(row, dict):
                 raise RecordError(f"{path}:{number} is no object; found {line[:60]!r}; mend the line")
-            yield from steps(row)
+            try:
+                found = steps(row)
+            except RecordError as error:
+                raise RecordError(f"{path}:{number}: {error}") from None
+            yield from found
 
 
 def unseen(rows: Iterable[dict[str, str]], training: Iterable[dict[str, str]]) -> list[dict[str, str]]:

@@ -227,4 +227,4 @@ class GeneratorRuntime(Runtime):
 
 def _seed(key: str, position: int) -> int:
     """A rollout's seed: the same whatever else is generated, and wherever. int64."""
-    return xxhash.xxh3_64_intdigest(f"{key}/{position}") - (1 << 63)
+    return xxhash.xxh3_64_intdigest(f"{key}/{position}".encode()) - (1 << 63)

@@ -1,1 +1,1 @@
-"""What the trainer is made of; its modules are imported on the worker alone, and some of them import torch."""
+"""What the trainer is made of; imported where a worker builds it, because some of it imports torch."""

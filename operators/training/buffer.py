@@ -1,4 +1,4 @@
-"""The reorder buffer at the trainer's door: groups arrive in any order and leave in the order of their issue."""
+"""The reorder buffer at the trainer's door: groups arrive in any order and leave in order of issue."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class ReorderBuffer:
         return self.following in self._held
 
     def add(self, batch: Batch) -> int:
-        """Take the groups of a batch in; those that were here before are released at once. The number of new rows."""
+        """Take the groups of a batch in, releasing those that were here before; the number of new rows."""
         ids = batch.records.column(GROUP_ID).to_numpy()
         starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else np.zeros(0, int)
         ends = np.r_[starts[1:], len(ids)]

@@ -1,4 +1,4 @@
-"""A checkpoint: a Hugging Face folder that `from_pretrained` loads, with the optimiser's state beside the weights."""
+"""A checkpoint: a Hugging Face folder that `from_pretrained` loads, the optimiser's state beside it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_checkpoint(
     parameters: Mapping[str, Tensor],
     facts: Mapping[str, int | float | str],
 ) -> None:
-    """Fill `folder` with weights (safetensors), config, tokenizer, optimiser state and `facts`. No pickle anywhere."""
+    """Fill `folder` with weights (safetensors), config, tokenizer, optimiser state and `facts`; no pickle."""
     module.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -43,7 +43,8 @@ def read_state(folder: Path) -> dict[str, Any]:
             raise ValueError(f"format {state['format']}, this release reads {FORMAT}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"'{folder}' cannot be resumed from: its {STATE_FILE} is not readable ({error}); use an older checkpoint"
+            f"'{folder}' cannot be resumed from: its {STATE_FILE} is not readable ({error}); "
+            f"use an older checkpoint"
         ) from error
     return dict(state)
 

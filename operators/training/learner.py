@@ -1,4 +1,4 @@
-"""The optimiser step over packed micro-batches: forward, loss, backward, clip, update; knows torch and no graph."""
+"""The optimiser step over packed micro-batches: forward, loss, backward, clip, update; imports torch."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Learner:
         }
         losses = self._call({name: computed[name] for name in self.loss.computed} | given, new_T)
         total = (losses * self._tensor(self._scale_R[row_T], new_T)).sum()
-        total.backward()
+        torch.autograd.backward(total)
         self._measure(total, losses, new_T.detach(), given.get("logprobs"), part[packed.row_T])
 
     def end(self, learning_rate: float) -> Outcome:
@@ -201,8 +201,8 @@ def _bounds(loss: LossFunction) -> tuple[float | None, float] | None:
 
 
 def vanishes_without_advantage(loss: LossFunction) -> bool:
-    """Whether tokens of advantage 0 can be left out: they add exactly nothing to the loss and to its gradient, and
-    the other tokens' part does not depend on them. Found by trying.
+    """Whether tokens of advantage 0 can be left out: they add exactly nothing to the loss and its gradient,
+    and the other tokens' part does not depend on them. Found by trying.
 
     False for losses with an entropy bonus, a KL term or a whitened advantage, for those that do not read the
     advantage, and for those that cannot be called on random numbers.

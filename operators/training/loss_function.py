@@ -1,4 +1,4 @@
-"""What a loss function asks for: its parameters without defaults are columns, those with defaults are knobs."""
+"""What a loss function asks for: parameters without defaults are columns, those with defaults are knobs."""
 
 import difflib
 import functools
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 COMPUTED = ("new_logprobs", "mask", "entropy", "rollout_index")
-"""What the trainer computes by itself: log-probabilities and entropy [T] with gradient, mask, index of the rollout."""
+"""What the trainer computes by itself, each [T]; the log-probabilities and the entropy have a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def read_loss(loss: Any, node: str) -> LossFunction:
     if not callable(loss):
         return LossFunction(
             call=loss, name=repr(loss), where="",
-            faults=(f"'{node}' needs a loss function, but loss is {loss!r}; give one, such as operators.losses.aipo",),
+            faults=(f"'{node}' needs a loss function, but loss is {loss!r}; give operators.losses.aipo",),
         )  # fmt: skip
     name, where = getattr(function, "__name__", type(function).__name__), _where(function)
     known = inspect.signature(function).parameters
@@ -90,7 +90,6 @@ def _unknown(node: str, name: str, where: str, bound: set[str], known: list[str]
 
 
 def _where(function: Any) -> str:
-    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(
-        getattr(type(function), "__call__", None), "__code__", None
-    )
+    function = inspect.unwrap(function)
+    code = getattr(function if inspect.isroutine(function) else type(function).__call__, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else "built in"

@@ -33,9 +33,19 @@ class Pace:
 
 
 def step_metrics(
-    *, step: int, now: float, started: float, version: int, lr: float, rows: StepRows, trained: Sequence[pa.RecordBatch],
-    outcome: Outcome, pace: Pace, dropped: Mapping[str, int], skipped_steps: int,
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    step: int,
+    now: float,
+    started: float,
+    version: int,
+    lr: float,
+    rows: StepRows,
+    trained: Sequence[pa.RecordBatch],
+    outcome: Outcome,
+    pace: Pace,
+    dropped: Mapping[str, int],
+    skipped_steps: int,
+) -> dict[str, Any]:
     """Every figure of one step, under its plain name.
 
     Units: seconds; versions for staleness; nats per token for kl; shares from 0 to 1. Means over what was
@@ -48,7 +58,7 @@ def step_metrics(
     tokens = rows.trained_R
     reward = mean_of(trained, "reward")
     advantage = rows.columns_R.get(ADVANTAGE)
-    starts = np.flatnonzero(np.r_[True, rows.groups_R[1:] != rows.groups_R[:-1]]) if rows.rollouts else []
+    starts = np.flatnonzero(np.diff(rows.groups_R, prepend=-1)) if rows.rollouts else np.zeros(0, np.int64)
     signal = np.logical_or.reduceat(rows.signal_R, starts) if len(starts) else np.zeros(0)
     return {
         "step": step,

@@ -61,8 +61,8 @@ def load_state(
             if saved is None or (moment != "step" and saved.shape != weight.shape):
                 raise RunError(
                     f"the saved optimiser state does not fit parameter '{name}' {list(weight.shape)}; found "
-                    f"{None if saved is None else list(saved.shape)} for '{moment}'; resume with the model of the "
-                    f"checkpoint"
+                    f"{None if saved is None else list(saved.shape)} for '{moment}'; "
+                    f"resume with the model of the checkpoint"
                 )
             state[moment] = saved.to(weight.device).clone()
         optimizer.state[weight] = state

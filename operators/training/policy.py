@@ -1,4 +1,4 @@
-"""The model as the trainer sees it: log-probabilities of the trained tokens of a packed micro-batch; imports torch."""
+"""The model as the trainer sees it: log-probabilities of a packed micro-batch's tokens; imports torch."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def packed_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within rows that are gathered from the nodes by index; an attention function of transformers.
+    """Causal attention within rows gathered from the nodes by index; an attention function of transformers.
 
-    query, key, value: [1, heads, N, D]. Returns [1, N, heads, D]. Padding stands at the right of the rows, where
-    no token before it sees it, so a full-attention layer needs no mask. Raises ValueError for variants that it
-    does not compute (soft caps, sinks, biases).
+    query, key, value: [1, heads, N, D]. Returns [1, N, heads, D]. Padding stands at the right of the rows,
+    where no token before it sees it, so a full-attention layer needs no mask. Raises ValueError for variants
+    that it does not compute (soft caps, sinks, biases).
     """
     for unknown in ("softcap", "s_aux", "position_bias"):
         if rest.get(unknown) is not None:
@@ -98,7 +98,7 @@ class Policy:
             self.packs = self._switch_to_packed(must=bool(packed))
 
     def logprobs(self, packed: Packed, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [T] of the trained tokens, and the entropy [T] in nats where asked for; with gradient."""
+        """Log-probabilities [T] of the trained tokens and, where asked for, the entropy [T] in nats."""
         logits_U_V = self._logits(packed)
         if logits_U_V.dtype in (torch.bfloat16, torch.float16):
             logits_U_V = logits_U_V.float()

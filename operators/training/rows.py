@@ -123,6 +123,6 @@ def _per_token(column: pa.ListArray, name: str, table: pa.Table, offsets: Array)
         rollout = table.column(records.ROLLOUT_ID)[row].as_py()
         raise RecordError(
             f"column '{name}' of rollout {rollout} has {lengths[row]} numbers but the rollout has "
-            f"{np.diff(offsets)[row]} tokens, prompt included; give one number per token, 0 where the mask is false"
+            f"{np.diff(offsets)[row]} tokens, prompt included; give each token a number, 0 where mask is false"
         )
     return _flat(column)

@@ -11,11 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-import torch
-
-from operators.warm_start.policy import character_tokenizer, small_llama
 from operators.warm_start.spec import BAD_INPUT, RECORD_FILE, WarmStartSpec
-from operators.warm_start.train import train
 
 
 def die_with_parent() -> None:
@@ -31,6 +27,11 @@ def die_with_parent() -> None:
 
 def make_policy(work: Path) -> None:
     """Train the policy that `work`/spec.json asks for on `work`/examples.jsonl and save it as `work`/policy."""
+    import torch
+
+    from operators.warm_start.policy import character_tokenizer, small_llama
+    from operators.warm_start.train import train
+
     spec = WarmStartSpec(**json.loads((work / "spec.json").read_text("utf-8")))
     with (work / "examples.jsonl").open(encoding="utf-8") as lines:
         examples = [(pair[0], pair[1]) for pair in map(json.loads, lines)]

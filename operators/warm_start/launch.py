@@ -15,11 +15,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
+from dataflow.errors import GraphError, RunError
 from operators.warm_start.progress import Report, shown
 from operators.warm_start.spec import BAD_INPUT, RECORD_FILE, WarmStartSpec, recorded_fingerprint
 
 
-class WarmStartError(RuntimeError):
+class WarmStartError(RunError):
     """The process that trains the policy failed, or did not end in time."""
 
 
@@ -57,7 +58,7 @@ def warm_start(
         timeout_s: after so many seconds the process is ended and a WarmStartError raised.
 
     Raises:
-        ValueError: an argument or an example that could not be trained.
+        GraphError: an argument or an example that could not be trained.
         FileExistsError: `folder` exists and was not made by a warm start.
         WarmStartError: the process failed or took too long.
     """
@@ -101,7 +102,7 @@ def _write_examples(path: Path, examples: Iterable[tuple[str, str]]) -> str:
             digest.update(line)
             out.write(line)
     if not count:
-        raise ValueError("a warm start needs examples; found none; pass at least one (prompt, answer) pair")
+        raise GraphError("a warm start needs examples; found none; pass at least one (prompt, answer) pair")
     return digest.hexdigest()
 
 
@@ -139,7 +140,7 @@ def _train(work: Path, spec: WarmStartSpec, report: Report, timeout_s: float) ->
             errors.seek(0)
             said = errors.read().decode("utf-8", "replace").strip()[-2000:]
             if status == BAD_INPUT:
-                raise ValueError(said)
+                raise GraphError(said)
             raise WarmStartError(
                 f"the process of a warm start failed; found exit status {status} after {last} of "
                 f"{spec.steps} steps; it said: {said or 'nothing'}"
@@ -153,7 +154,7 @@ def _follow(lines: IO[str] | None, report: Report) -> int:
         try:
             progress = json.loads(line)
             last, loss = int(progress["step"]), float(progress["loss"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):  # a line some library printed, not one of ours
             continue
         report(last, loss)
     return last

@@ -7,6 +7,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from dataflow.errors import GraphError
+
 RECORD_FILE = "warm_start.json"
 """The file in a finished policy folder that says which spec made it."""
 
@@ -50,23 +52,23 @@ class WarmStartSpec:
         """Refuse what could not be trained.
 
         Raises:
-            ValueError: with what is wrong, what was found and what to do next.
+            GraphError: with what is wrong, what was found and what to do next.
         """
         if not self.alphabet or len(set(self.alphabet)) != len(self.alphabet):
-            raise ValueError(
+            raise GraphError(
                 f"the alphabet of a warm start must name each character once; found {self.alphabet!r}; "
                 "pass a string without repetitions"
             )
         for field in ("layers", "width", "heads", "mlp_width", "max_positions", "steps", "batch_size", "threads"):
             if getattr(self, field) < 1:
-                raise ValueError(f"{field} of a warm start must be 1 or more; found {getattr(self, field)}; raise it")
+                raise GraphError(f"{field} of a warm start must be 1 or more; found {getattr(self, field)}; raise it")
         if self.width % (2 * self.heads):
-            raise ValueError(
-                f"a warm start's width must be a multiple of twice its heads; found width {self.width} "
-                f"and heads {self.heads}; choose a width such as {2 * self.heads * max(1, self.width // (2 * self.heads))}"
+            raise GraphError(
+                f"a warm start's width must be a multiple of twice its heads; found width {self.width} and heads "
+                f"{self.heads}; choose a width such as {2 * self.heads * max(1, self.width // (2 * self.heads))}"
             )
         if not 0 < self.learning_rate < 1:
-            raise ValueError(
+            raise GraphError(
                 f"learning_rate of a warm start must lie between 0 and 1; found {self.learning_rate}; try 1e-3"
             )
 
@@ -81,7 +83,7 @@ def recorded_fingerprint(folder: Path) -> str | None:
     """The fingerprint that a finished policy folder records, or None where there is none to read."""
     try:
         record = json.loads((folder / RECORD_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # absent, unreadable or cut short: not a finished folder
         return None
     found = record.get("fingerprint") if isinstance(record, dict) else None
     return found if isinstance(found, str) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from struct import pack
 
@@ -35,14 +35,29 @@ def prove(layout: Layout, buffer: torch.Tensor, per_tensor: bool) -> tuple[int, 
     return xxhash.xxh3_64_intdigest(pack(f"<{len(sums)}Q", *sums)), sums
 
 
-def damage(layout: Layout, buffer: torch.Tensor, checksum: int, sums: Sequence[int]) -> str | None:
-    """Where the buffer is not what `prove` saw: a tensor's name where sums tell, or None if it is whole."""
-    found, found_sums = prove(layout, buffer, bool(sums))
-    if found == checksum:
-        return None
-    differing = (t.name for t, a, b in zip(layout.tensors, sums, found_sums, strict=False) if a != b)
-    where = next(differing, None)
-    return f"tensor '{where}'" if where else f"the buffer (xxh3_64 {found:016x}, published {checksum:016x})"
+def damage(
+    layout: Layout, buffer: torch.Tensor, checksum: int, sums: Sequence[int], slice_bytes: int | None = None
+) -> Generator[None, None, str | None]:
+    """Returns where the buffer is not what `prove` saw, a tensor's name where sums tell, or None if it is whole.
+
+    Yields after about `slice_bytes` of reading, and once more for every such slice; never if it is None."""
+    data = memoryview(buffer.numpy().data)
+    step = slice_bytes or len(data)
+    parts = (
+        [(t.name, t.offset, t.offset + t.nbytes) for t in layout.tensors] if sums else [("", 0, len(data))]
+    )
+    read = 0
+    for (name, start, end), published in zip(parts, sums or (checksum,), strict=True):
+        digest = xxhash.xxh3_64()
+        for at in range(start, end, step):
+            if read >= step:
+                yield
+                read = 0
+            digest.update(data[at : min(at + step, end)])
+            read += min(step, end - at)
+        if digest.intdigest() != published:
+            return f"tensor '{name}'" if name else "the buffer"
+    return None
 
 
 @contextmanager

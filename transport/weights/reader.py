@@ -33,6 +33,26 @@ class _Mapped:
                 (self.flips if flip else self.copies).append((target, source))
 
 
+class _Transfer:
+    """A version on its way: the reader is inside its segment and proves the bytes, slice by slice."""
+
+    def __init__(self, offer: Offer, mapped: _Mapped, layout: Layout, slice_bytes: int | None) -> None:
+        self.offer, self.mapped = offer, mapped
+        self.damage: str | None = None
+        self._proof = memory.damage(
+            layout, mapped.segment.buffer, offer.checksum, offer.sums, slice_bytes=slice_bytes
+        )
+
+    def proved(self) -> bool:
+        """Read one slice more; True when there is none left, and `damage` tells what was found."""
+        try:
+            next(self._proof)
+        except StopIteration as end:
+            self.damage = self.damage or end.value
+            return True
+        return False
+
+
 class WeightReader:
     """Takes versions of one model's tensors from one writer. For a single-threaded loop.
 
@@ -46,6 +66,7 @@ class WeightReader:
         name: str,
         *,
         adopt: Literal["view", "copy"] = "view",
+        prove_bytes_per_poll: int | None = None,
         threads: int = 1,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -54,7 +75,9 @@ class WeightReader:
 
         `adopt`: "view" turns parameters into views of the shared buffer, so that an update is a pointer flip;
         "copy" copies into the parameters' own memory, for callers that keep pointers to it (captured graphs,
-        fused tensors). Tensors that are no Parameter, or have another dtype or device, are always copied."""
+        fused tensors). Tensors that are no Parameter, or have another dtype or device, are always copied.
+        `prove_bytes_per_poll`: check a version's sums in slices of that size, one per poll, and offer it when
+        it is proved, so that adopting a large model stops nobody for long; None checks all of it in `adopt`."""
         self.name = name
         self._view = adopt == "view"
         self._port = (SharedMemory(address) if isinstance(address, str) else address).reader()
@@ -64,7 +87,9 @@ class WeightReader:
         self._targets: list[list[torch.Tensor]] = []
         self._mapped: dict[str, _Mapped] = {}
         self._inside: _Mapped | None = None
+        self._transfer: _Transfer | None = None
         self._torn = False
+        self._slice_bytes = prove_bytes_per_poll
         self._threads, self._clock = threads, clock
         self._closed = False
 
@@ -131,7 +156,11 @@ class WeightReader:
         if plain is not None and (self._layout is None or self._layout.to_plain() != plain):
             self._layout = Layout.from_plain(plain)
             self._bind()
-        return self._handshake.offer
+        offer = self._handshake.offer
+        if self._slice_bytes is None or self._attached is None:
+            return offer
+        transfer = self._begin()
+        return offer if transfer and transfer.proved() else None
 
     def adopt(self) -> int:
         """Make the offered version the attached tensors' value; the version now held.
@@ -139,28 +168,21 @@ class WeightReader:
         It is proved by checksum first: a damaged one raises ChecksumMismatch and the old one stays. When
         there is no offer, or the writer has just withdrawn it for a newer one, nothing changes."""
         self._require_open()
-        offer, layout = self._handshake.offer, self._layout
-        if offer is None or layout is None:
+        transfer = self._begin()
+        if transfer is None:
             return self.version
-        if self._attached is None:
-            raise WeightError(
-                f"reader '{self.name}' has nowhere to put version {offer.version}; found nothing attached; "
-                "call attach(dict(model.named_parameters())) first"
-            )
-        mapped = self._map(offer.segment, layout)
-        if mapped is None or not mapped.segment.enter(offer.version):
-            self._handshake.withdrawn(offer)
-            return self.version
-        self._port.send(self._handshake.entered(offer))
-        where = memory.damage(layout, mapped.segment.buffer, offer.checksum, offer.sums)
-        if where is not None:
-            mapped.segment.leave()
-            self._port.send(self._handshake.refused(offer, where))
+        offer = transfer.offer
+        while not transfer.proved():
+            pass
+        self._transfer = None
+        if transfer.damage is not None:
+            transfer.mapped.segment.leave()
+            self._port.send(self._handshake.refused(offer, transfer.damage))
             raise ChecksumMismatch(
                 f"version {offer.version} is damaged and reader '{self.name}' keeps version {self.version}; "
-                f"found other bytes in {where} than were published; wait for the next version"
+                f"found other bytes in {transfer.damage} than were published; wait for the next version"
             )
-        self._take(mapped)
+        self._take(transfer.mapped)
         self._port.send(self._handshake.committed(offer))
         return self.version
 
@@ -198,10 +220,12 @@ class WeightReader:
                 if parameter.data_ptr() == source.data_ptr():
                     parameter.data = source.clone()
             self._inside.segment.leave()
+        if self._transfer:
+            self._transfer.mapped.segment.leave()
         for mapped in self._mapped.values():
             mapped.segment.close()
         self._mapped.clear()
-        self._inside = None
+        self._inside = self._transfer = None
         if self._handshake.joined:
             self._port.send(self._handshake.leaving())
         self._port.close()
@@ -222,6 +246,27 @@ class WeightReader:
                     )
                 owners[pointer] = spec.name
         self._mapped = {}
+
+    def _begin(self) -> _Transfer | None:
+        """The transfer of the newest offer, entered if it is not yet; the one before is given up."""
+        offer, layout = self._handshake.offer, self._layout
+        if self._transfer is not None and self._transfer.offer is not offer:
+            self._transfer.mapped.segment.leave()
+            self._transfer = None
+        if offer is None or layout is None or self._transfer is not None:
+            return self._transfer
+        if self._attached is None:
+            raise WeightError(
+                f"reader '{self.name}' has nowhere to put version {offer.version}; found nothing attached; "
+                "call attach(dict(model.named_parameters())) first"
+            )
+        mapped = self._map(offer.segment, layout)
+        if mapped is None or not mapped.segment.enter(offer.version):
+            self._handshake.withdrawn(offer)
+            return None
+        self._port.send(self._handshake.entered(offer))
+        self._transfer = _Transfer(offer, mapped, layout, self._slice_bytes)
+        return self._transfer
 
     def _map(self, key: str, layout: Layout) -> _Mapped | None:
         if key not in self._mapped:

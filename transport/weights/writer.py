@@ -112,7 +112,8 @@ class WeightWriter:
         for peer, message in self._port.receive():
             self._send(self._handshake.receive(peer, message, now))
         if self._pending and (segment := self._free_segment(now)):
-            self._write(segment, *self._pending)
+            (version, sources), self._pending = self._pending, None
+            self._write(segment, version, sources)
         for key in [key for key, segment in self._abandoned.items() if segment.seal()]:
             self._abandoned.pop(key).close()
             self._handshake.freed(key)
@@ -150,16 +151,15 @@ class WeightWriter:
         self._views[segment.key] = memory.views(self.layout, segment.buffer)
         return segment
 
-    def _write(self, segment: WriterSegment, version: int, tensors: list[torch.Tensor]) -> None:
+    def _write(self, segment: WriterSegment, version: int, sources: list[torch.Tensor]) -> None:
         self._handshake.writing(segment.key)
         whole = False
         try:
             with memory.copying(self._threads):
-                memory.copy(self._views[segment.key], tensors)
+                memory.copy(self._views[segment.key], sources)
             checksum, sums = memory.prove(self.layout, segment.buffer, self._per_tensor)
             whole = True
         finally:
-            self._pending = None
             segment.unseal(version if whole else -1)
         self._send(self._handshake.written(segment.key, version, checksum, sums, self._clock()))
 

@@ -13,8 +13,8 @@ DEADLINE_S = 40.0
 
 
 def model(value: float = 0.0) -> dict[str, torch.nn.Parameter]:
-    """Two megabytes of parameters, every element of the same value."""
-    return {f"t{n}": torch.nn.Parameter(torch.full((256, 256), float(value))) for n in range(8)}
+    """Half a megabyte of parameters, every element of the same value."""
+    return {f"t{n}": torch.nn.Parameter(torch.full((128, 128), float(value))) for n in range(8)}
 
 
 LAYOUT = Layout.of(model())
@@ -49,10 +49,10 @@ def linger(address: str, name: str, adopt: str, seconds: float) -> None:
     """A generator that stays in its first transfer for that long, then serves on until version 9."""
     whole = memory.damage
 
-    def slow(*arguments):
+    def slow(*arguments, **knobs):
         memory.damage = whole
         time.sleep(seconds)
-        return whole(*arguments)
+        return (yield from whole(*arguments, **knobs))
 
     memory.damage = slow
     serve(address, name, adopt, 9)

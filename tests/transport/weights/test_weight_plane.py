@@ -241,7 +241,7 @@ def test_a_flipped_byte_is_found_at_adoption_and_the_old_version_stays(place, ch
     place.settle(writer, reader, adopt=False)
     offer = reader.poll()
     place.flip(offer.segment, LAYOUT.tensors[1].offset + 5)
-    found = "tensor 'up'" if checksum == "tensors" else "xxh3_64"
+    found = "tensor 'up'" if checksum == "tensors" else "the buffer"
     with pytest.raises(ChecksumMismatch, match=f"keeps version 1; found other bytes in .*{found}"):
         reader.adopt()
     assert reader.version == 1
@@ -432,3 +432,71 @@ def test_a_model_computes_with_adopted_views(place):
     place.settle(writer, reader)
     with torch.inference_mode():
         assert model(torch.ones(2, 8)).unique().tolist() == [8.0]
+
+
+@pytest.mark.parametrize("checksum", ["buffer", "tensors"])
+def test_a_version_proved_in_slices_is_offered_when_all_of_it_is_proved(place, checksum):
+    mine = parameters()
+    writer = place.writer(LAYOUT, checksum=checksum)
+    reader = place.reader(attach=mine, prove_bytes_per_poll=256)
+    writer.publish(1, parameters(1))
+    place.settle(reader, writer)
+    writer.publish(2, parameters(2))
+    place.arrive(reader)
+    polls = 1
+    while not reader.poll():
+        assert values(mine) == {1}
+        polls += 1
+    assert polls >= LAYOUT.nbytes // (2 * 256)
+    assert reader.adopt() == 2
+    assert values(mine) == {2}
+
+
+def test_a_flipped_byte_is_found_by_the_slice_that_reads_it(place):
+    mine = parameters()
+    writer, reader = place.writer(LAYOUT), place.reader(attach=mine, prove_bytes_per_poll=256)
+    writer.publish(1, parameters(1))
+    place.settle(writer, reader)
+    writer.publish(2, parameters(2))
+    place.flip(writer._handshake.front.segment, LAYOUT.nbytes - 64)
+    with pytest.raises(ChecksumMismatch, match="keeps version 1"):
+        place.settle(writer, reader)
+    assert values(mine) == {1}
+
+
+def test_a_newer_version_replaces_one_that_is_being_proved(place):
+    mine = parameters()
+    writer, reader = place.writer(LAYOUT), place.reader(attach=mine, prove_bytes_per_poll=64)
+    place.settle(writer, reader)
+    writer.publish(1, parameters(1))
+    place.arrive(reader)
+    assert reader.poll() is None
+    for version in (2, 3, 4):
+        assert writer.publish(version, parameters(version))
+    place.settle(reader, writer)
+    while not reader.poll():
+        writer.poll()
+    assert reader.adopt() == 4
+    assert values(mine) == {4}
+
+
+def test_a_reader_fenced_while_it_proves_a_version_lets_go_of_it(place):
+    mine = parameters()
+    writer = place.writer(LAYOUT)
+    slow = place.reader("slow", attach=mine, prove_bytes_per_poll=64)
+    fast = place.reader("fast", attach=parameters())
+    place.settle(writer, slow, fast)
+    writer.publish(1, parameters(1))
+    place.settle(writer, fast)
+    place.arrive(slow)
+    assert slow.poll() is None
+    writer.publish(2, parameters(2))
+    place.settle(writer, fast)
+    assert not writer.publish(3, parameters(3))
+    place.clock.now += PACE.fence_s
+    place.settle(writer, fast)
+    assert (fast.version, writer.segments) == (3, (2, 1))
+    while slow.version != 3:
+        place.settle(writer, slow)
+    assert values(mine) == {3}
+    assert writer.segments == (2, 0)

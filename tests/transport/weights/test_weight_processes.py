@@ -4,12 +4,15 @@ import multiprocessing
 import os
 import signal
 import time
+from contextlib import closing
 
 import pytest
 
-from transport.weights import WeightWriter
+from transport.errors import PeerGone
+from transport.weights import AddressTaken, Pace, SharedMemory, WeightReader, WeightWriter
 
 from . import programs
+from .conftest import leftovers, values
 from .programs import LAYOUT, PACE, model
 
 pytestmark = pytest.mark.usefixtures("clean_shm")
@@ -80,7 +83,7 @@ def ended(child):
 
 
 def test_no_reader_ever_serves_a_mixture_of_versions(start, writer, address):
-    last = 150
+    last = 50
     children = [start(programs.serve, address, f"r{n}", ["view", "copy", "view"][n], last) for n in range(3)]
     until(writer, lambda: len(writer.readers) == 3)
     for version in range(1, last + 1):
@@ -130,3 +133,53 @@ def test_a_frozen_reader_is_fenced_and_rejoins_with_its_memory_intact(start, wri
     until(writer, ended(frozen))
     until(writer, ended(other))
     assert (frozen.exitcode, other.exitcode) == (0, 0)
+
+
+def test_the_memory_left_to_a_frozen_reader_comes_back_when_it_dies(start, writer, address):
+    frozen = start(programs.serve, address, "frozen", "view", 9)
+    other = start(programs.serve, address, "other", "view", 3)
+    publish(writer, 1)
+    until(writer, lambda: holds(writer, "frozen", 1) and holds(writer, "other", 1))
+    os.kill(frozen.pid, signal.SIGSTOP)
+    publish(writer, 2)
+    until(writer, lambda: holds(writer, "other", 2))
+    publish(writer, 3)
+    until(writer, ended(other))
+    assert other.exitcode == 0
+    assert writer.segments == (2, 1)
+    os.kill(frozen.pid, signal.SIGKILL)
+    until(writer, lambda: writer.segments == (2, 0))
+
+
+def test_a_trainer_killed_in_a_publish_leaves_the_last_version_and_nothing_else(start, address):
+    before = leftovers()
+    trainer = start(programs.publish_and_stop_in_the_middle, address)
+    mine = model()
+    with closing(WeightReader(address, "generator", pace=PACE)) as reader:
+        reader.attach(mine)
+        reader.wait(1, timeout_s=programs.DEADLINE_S)
+        deadline = time.monotonic() + programs.DEADLINE_S
+        while not reader.note and time.monotonic() < deadline:
+            reader.poll()
+        assert reader.note == {"half": "way"}
+        with pytest.raises(AddressTaken, match=f"process {trainer.pid} alive"):
+            SharedMemory(address).sweep()
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.join(10)
+        while reader.silent_s < PACE.silent_s:
+            reader.poll()
+        with pytest.raises(PeerGone, match="version 2; found no word from the writer"):
+            reader.wait(2, timeout_s=0.2)
+        assert reader.version == 1
+        assert values(mine) == {1}
+        stale = leftovers() - before
+        assert len(stale) == 3
+        with closing(WeightWriter(LAYOUT, address, pace=PACE)) as writer:
+            assert leftovers() & stale == {SharedMemory(address).lock_path.name}
+            writer.publish(1, model(7))
+            deadline = time.monotonic() + programs.DEADLINE_S
+            while values({"t0": mine["t0"]}) != {7} and time.monotonic() < deadline:
+                writer.poll()
+                if reader.poll():
+                    reader.adopt()
+            assert values(mine) == {7}

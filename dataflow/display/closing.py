@@ -1,0 +1,77 @@
+"""The summary of a run as lines of styled text, and the one line that a plain display writes now and then."""
+
+from dataflow.display.screen import Line
+from dataflow.display.snapshot import Snapshot, Summary
+from dataflow.display.words import Glyphs, age, clean, count, duration, known, rate, score
+
+
+def plain_line(snapshot: Snapshot) -> str:
+    """The run on one line of ASCII: `step 40/300  reward 0.42  ...`; what is not known is left out."""
+    steps = f"/{count(snapshot.steps)}" if known(snapshot.steps) is not None else ""
+    facts = [f"step {count(snapshot.step, '0')}{steps}"]
+    if known(snapshot.reward) is not None:
+        facts.append(f"reward {score(snapshot.reward)}")
+    if known(snapshot.accuracy) is not None:
+        facts.append(f"eval {score(snapshot.accuracy)}")
+    if known(snapshot.staleness_mean) is not None:
+        bound = f"/{age(snapshot.staleness_bound)}" if known(snapshot.staleness_bound) is not None else ""
+        facts.append(f"staleness {age(snapshot.staleness_mean)}{bound}")
+    if known(snapshot.rollouts_per_s) is not None:
+        facts.append(f"{rate(snapshot.rollouts_per_s)} rollouts/s")
+    if known(snapshot.tokens_per_s) is not None:
+        facts.append(f"{rate(snapshot.tokens_per_s)} tokens/s")
+    times = f"{duration(snapshot.elapsed_s, '0:00')} elapsed"
+    if known(snapshot.left_s) is not None:
+        times += f", {duration(snapshot.left_s)} left"
+    return "  ".join([*facts, times])
+
+
+def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) -> list[Line]:
+    """The closing table, the run folder and the commands that look further, for a screen of `width` cells."""
+    style = "good" if summary.outcome == "finished" else "bad" if summary.outcome == "failed" else "warning"
+    head: Line = [(clean(summary.graph) or "run", "title"), (" ", ""), (clean(summary.outcome), style)]
+    if known(summary.steps) is not None:
+        head.append((f"  {count(summary.steps)} steps in {duration(summary.wall_s, glyphs.dash)}", ""))
+    rows: list[tuple[str, str, str]] = []
+
+    def change(name: str, before: float | None, after: float | None) -> None:
+        start, end = known(before), known(after)
+        if start is not None and end is not None:
+            rows.append((name, f"{score(start)} {glyphs.arrow} {score(end)}", f"{end - start:+.2f}"))
+        elif start is not None or end is not None:
+            rows.append((name, score(end if end is not None else start), ""))
+
+    change("accuracy", summary.accuracy_before, summary.accuracy_after)
+    change("reward", summary.reward_before, summary.reward_after)
+    if known(summary.rollouts) is not None:
+        wall = known(summary.wall_s)
+        per_s = f"{rate((known(summary.rollouts) or 0) / wall)} per second" if wall else ""
+        rows.append(("rollouts", f"{summary.rollouts:,.0f}", per_s))
+    if known(summary.dropped):
+        rows.append(("dropped", f"{count(summary.dropped)} groups", ""))
+    if known(summary.efficiency) is not None:
+        busiest = f"busiest stage: {clean(summary.busiest)}" if summary.busiest else ""
+        rows.append(("efficiency", score(summary.efficiency), busiest))
+    elif summary.busiest:
+        rows.append(("busiest", clean(summary.busiest), ""))
+    if known(summary.staleness_mean) is not None or known(summary.staleness_max) is not None:
+        mean, most = age(summary.staleness_mean, glyphs.dash), age(summary.staleness_max, glyphs.dash)
+        rows.append(("staleness", f"{mean} mean, {most} max", ""))
+    found: list[Line] = [head]
+    for name, value, note in rows:
+        found.append([(f"  {name:<12}", "dim"), (value, "strong"), *([(f"  {note}", "dim")] if note else [])])
+    if summary.verdict:
+        verdict = "" if summary.is_clean is None else "good" if summary.is_clean else "bad"
+        found.append([(f"  {'ledger':<12}", "dim"), (clean(summary.verdict), verdict)])
+    if summary.folder:
+        found.append([(f"  {'run folder':<12}", "dim"), (clean(summary.folder), "")])
+    if summary.commands:
+        commands = [(clean(command), clean(shows)) for command, shows in summary.commands]
+        longest = max(len(command) for command, _ in commands)
+        fits = width is None or longest + 4 + max(len(shows) for _, shows in commands) < width
+        found += [[], [("to look further", "dim")]]
+        for command, shows in commands:
+            # Where both do not fit side by side the command stands alone, to be copied whole.
+            told = [(f"  {shows}", "dim")] if fits else []
+            found.append([(f"  {command:<{longest if fits else 0}}", "accent"), *told])
+    return found

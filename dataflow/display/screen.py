@@ -1,0 +1,237 @@
+"""A snapshot as lines of styled text for a screen of a given size: pure, so tests read what users see."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from rich.cells import cell_len
+
+from dataflow.display.snapshot import EdgeSnapshot, NodeSnapshot, Snapshot
+from dataflow.display.words import (
+    Glyphs,
+    age,
+    clean,
+    count,
+    duration,
+    fit,
+    fit_right,
+    known,
+    rate,
+    score,
+    share,
+    sparkline,
+    split_bar,
+)
+
+Piece: TypeAlias = tuple[str, str]
+Line: TypeAlias = list[Piece]
+"""Pieces of text, each with the name of its style."""
+
+SPARK = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Screen:
+    """Where the lines go."""
+
+    width: int = 80
+    """Cells."""
+    height: int = 24
+    """Lines that may be used."""
+    glyphs: Glyphs = Glyphs()
+
+
+def lines(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list[Line]:
+    """Everything about the run in at most `screen.height` lines of at most `screen.width` cells."""
+    if screen.width < 8 or screen.height < 1:
+        return []
+    found = [_progress(snapshot, screen), *_facts(snapshot, rewards, screen)]
+    left = screen.height - len(found)
+    warnings = [clean(text) for text in snapshot.warnings][-2:] if left >= 6 else []
+    edges = _edges(snapshot.edges, screen)
+    left -= len(warnings) + bool(warnings)
+    nodes = _nodes(snapshot.nodes, screen, max(left - 2, 0))
+    if nodes:
+        found += [[], *nodes]
+        left -= len(nodes) + 1
+    if edges and left >= 3:
+        shown = edges if len(edges) < left else [*edges[: left - 2], [(f"  {screen.glyphs.more}", "dim")]]
+        found += [[], *shown]
+    if warnings:
+        found += [[], *([("! ", "warning"), (text, "warning")] for text in warnings)]
+    return [_cut(line, screen.width) for line in found[: screen.height]]
+
+
+def text_of(line: Line) -> str:
+    """The line without its styles."""
+    return "".join(text for text, _ in line)
+
+
+def _progress(snapshot: Snapshot, screen: Screen) -> Line:
+    glyphs = screen.glyphs
+    step, steps = known(snapshot.step), known(snapshot.steps)
+    name = clean(snapshot.graph) or "run"
+    total = f"/{count(steps)}" if steps is not None else ""
+    counted = f"step {count(step, '0')}{total}"
+    times = f"{duration(snapshot.elapsed_s, '0:00')} elapsed"
+    if known(snapshot.left_s) is not None:
+        times += f", {duration(snapshot.left_s)} left"
+    room = screen.width - cell_len(name) - cell_len(counted) - cell_len(times) - 6
+    line = [(name, "title"), ("  ", "")]
+    if steps and room >= 8:
+        width = min(room, 60)
+        done = round(share((step or 0.0) / steps) * width)
+        line += [(glyphs.done * done, "good"), (glyphs.left * (width - done), "dim"), ("  ", "")]
+    return [*line, (counted, "strong"), ("  ", ""), (times, "")]
+
+
+def _facts(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list[Line]:
+    """Facts of the run, as many to a line as fit."""
+    glyphs = screen.glyphs
+    facts: list[Line] = []
+
+    def add(name: str, value: str, after: Line | None = None) -> None:
+        facts.append([(f"{name} ", "dim"), (value, "strong"), *(after or [])])
+
+    if known(snapshot.reward) is not None:
+        spark = sparkline(rewards, SPARK, glyphs.spark) if len(rewards) > 1 else ""
+        add("reward", score(snapshot.reward), [(" ", ""), (spark, "accent")] if spark else None)
+    if known(snapshot.accuracy) is not None:
+        before = known(snapshot.accuracy_before)
+        start = f"{score(before)} {glyphs.arrow} " if before is not None else ""
+        add("accuracy", start + score(snapshot.accuracy))
+    if known(snapshot.staleness_mean) is not None:
+        most = f", max {age(snapshot.staleness_max)}" if known(snapshot.staleness_max) is not None else ""
+        bound = f" of {age(snapshot.staleness_bound)}" if known(snapshot.staleness_bound) is not None else ""
+        add("staleness", age(snapshot.staleness_mean), [(f"{most}{bound}", "dim")])
+    if known(snapshot.version) is not None:
+        add("version", count(snapshot.version))
+    if known(snapshot.rollouts_per_s) is not None:
+        facts.append([(rate(snapshot.rollouts_per_s), "strong"), (" rollouts/s", "dim")])
+    if known(snapshot.tokens_per_s) is not None:
+        facts.append([(rate(snapshot.tokens_per_s), "strong"), (" tokens/s", "dim")])
+    told = [f"{count(value)} {clean(state)}" for state, value in snapshot.groups.items() if known(value)]
+    if told:
+        add("groups", ", ".join(told))
+    return _flow(facts, screen.width)
+
+
+def _flow(facts: Sequence[Line], width: int) -> list[Line]:
+    found: list[Line] = []
+    used = width
+    for fact in facts:
+        size = cell_len(text_of(fact))
+        if used + 3 + size > width:
+            found.append(list(fact))
+            used = size
+        else:
+            found[-1] += [("   ", ""), *fact]
+            used += 3 + size
+    return found
+
+
+def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Line]:
+    """A line per node; where they are too many, the busiest of them in their order."""
+    if not nodes or room < 2:
+        return []
+    glyphs, width = screen.glyphs, screen.width
+    shown = list(nodes)
+    if len(nodes) + 1 > room:
+        ranked = sorted(range(len(nodes)), key=lambda at: -share(nodes[at].busy))[: max(room - 2, 0)]
+        shown = [nodes[at] for at in sorted(ranked)]
+    name_width = min(max([cell_len(clean(node.name)) for node in shown] + [8]), max(width // 3, 8), 28)
+    with_state, with_note = width >= 64, width >= 76
+    bar = min(max((width - name_width - 46) // 2, 10), 30)
+    head = [fit("node", name_width)]
+    if with_state:
+        head.append(fit("state", 9))
+    head += [fit_right("rows/s", 7), fit_right("queue", 6)]
+    key = [
+        (f"busy {glyphs.busy}", "good"),
+        (f" blocked {glyphs.blocked}", "hot"),
+        (f" idle {glyphs.idle}", "dim"),
+    ]
+    found: list[Line] = [[("  ".join(head) + "  ", "dim"), *(key if bar >= 10 else [])]]
+    for node in shown:
+        busy, blocked, idle = split_bar(node.busy, node.blocked, bar, glyphs)
+        line: Line = [(fit(clean(node.name), name_width, glyphs.more), "strong"), ("  ", "")]
+        if with_state:
+            line += [(fit(clean(node.state), 9, glyphs.more), _state_style(node.state)), ("  ", "")]
+        line += [(fit_right(rate(node.rate, glyphs.dash), 7) + "  ", "")]
+        line += [(fit_right(count(node.queue, glyphs.dash), 6) + "  ", "")]
+        percent = f"{share(node.busy):4.0%}" if known(node.busy) is not None else "    "
+        line += [(busy, "good"), (blocked, "hot"), (idle, "dim"), (f" {percent}", "")]
+        if with_note and node.note:
+            line.append((f"  {clean(node.note)}", "dim"))
+        found.append(line)
+    if len(shown) < len(nodes):
+        found.append([(f"{glyphs.more} {len(nodes) - len(shown)} more nodes, less busy", "dim")])
+    return found
+
+
+def _state_style(state: Any) -> str:
+    word = str(state)
+    if word in ("dead", "failed", "error", "lost"):
+        return "bad"
+    return "warning" if word in ("starting", "draining", "restarting", "stopping") else ""
+
+
+def _edges(edges: Sequence[EdgeSnapshot], screen: Screen) -> list[Line]:
+    """Depth of each edge against its capacity, two to a line where there is room."""
+    if not edges:
+        return []
+    glyphs = screen.glyphs
+    per_line = 2 if screen.width >= 76 else 1
+    cell = (screen.width - 4 * (per_line - 1)) // per_line
+    depths = [_depth(edge, glyphs) for edge in edges]
+    depth_width = max(cell_len(text) for text in depths)
+    beside = Counter((edge.source, edge.target) for edge in edges)
+    names = [_edge_name(edge, beside[edge.source, edge.target] > 1, glyphs) for edge in edges]
+    room = cell - depth_width - 2
+    name_width = min(max(cell_len(name) for name in names), max(room - 6, 6))
+    bar = min(max(room - name_width - 1, 0), 20)
+    found: list[Line] = []
+    for at, (edge, name, depth) in enumerate(zip(edges, names, depths, strict=True)):
+        full = round(_fill(edge) * bar)
+        pieces: Line = [
+            (fit(name, name_width, glyphs.more) + " ", ""),
+            (glyphs.full * full, "hot" if _fill(edge) > 0.95 else "accent"),
+            (glyphs.free * (bar - full), "dim"),
+            (" " + fit_right(depth, depth_width), "dim"),
+        ]
+        if at % per_line == 0:
+            found.append(pieces)
+        else:
+            gap = cell + 4 - cell_len(text_of(found[-1]))
+            found[-1] += [(" " * max(gap, 1), ""), *pieces]
+    return found
+
+
+def _edge_name(edge: EdgeSnapshot, is_parallel: bool, glyphs: Glyphs) -> str:
+    lane = f" ({clean(edge.lane)})" if edge.lane and is_parallel else ""
+    return f"{clean(edge.source)} {glyphs.arrow} {clean(edge.target)}{lane}"
+
+
+def _depth(edge: EdgeSnapshot, glyphs: Glyphs) -> str:
+    return f"{count(edge.depth, glyphs.dash)}/{count(edge.capacity, glyphs.dash)}"
+
+
+def _fill(edge: EdgeSnapshot) -> float:
+    capacity = known(edge.capacity)
+    return share((known(edge.depth) or 0.0) / capacity) if capacity else 0.0
+
+
+def _cut(line: Line, width: int) -> Line:
+    """The pieces that fit."""
+    kept: Line = []
+    for text, style in line:
+        size = cell_len(text)
+        if size > width:
+            if width > 0:
+                kept.append((fit(text, width), style))
+            break
+        if text:
+            kept.append((text, style))
+        width -= size
+    return kept

@@ -1,0 +1,112 @@
+"""What the display shows, as plain values; None or NaN stands for what is not known yet."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSnapshot:
+    """One operator, all its replicas together."""
+
+    name: str
+    state: str = ""
+    """A word: starting, running, waiting, draining, done, dead, ..."""
+    rate: float | None = None
+    """Rows per second."""
+    queue: int | None = None
+    """Rows that wait inside it."""
+    busy: float | None = None
+    """Share of the last seconds spent at work, 0 to 1."""
+    idle: float | None = None
+    """Share spent without input."""
+    blocked: float | None = None
+    """Share spent waiting for room further on (back-pressure)."""
+    note: str = ""
+    """A few words, such as `v39` or `12 slots`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeSnapshot:
+    """One data edge."""
+
+    source: str
+    target: str
+    lane: str = ""
+    """Told where two edges join the same nodes."""
+    depth: float | None = None
+    """Rows on their way."""
+    capacity: float | None = None
+    """Most rows that may be on their way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The run at one moment."""
+
+    graph: str = ""
+    """Name of the graph."""
+    step: int | None = None
+    """Steps done."""
+    steps: int | None = None
+    """Steps to do; None: until the prompts end."""
+    version: int | None = None
+    """Version that the generator uses."""
+    staleness_mean: float | None = None
+    """Versions, over the last step."""
+    staleness_max: float | None = None
+    """Versions, over the last step."""
+    staleness_bound: int | None = None
+    """max_staleness of the graph."""
+    reward: float | None = None
+    """Mean of the last step."""
+    accuracy: float | None = None
+    """eval_accuracy of the last round."""
+    accuracy_before: float | None = None
+    """eval_accuracy before the first step."""
+    tokens_per_s: float | None = None
+    """Generated tokens per second."""
+    rollouts_per_s: float | None = None
+    elapsed_s: float | None = None
+    left_s: float | None = None
+    """Estimated seconds to the end."""
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Prompt groups by ledger state."""
+    warnings: tuple[str, ...] = ()
+    """The last warnings, newest last."""
+    nodes: tuple[NodeSnapshot, ...] = ()
+    edges: tuple[EdgeSnapshot, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The run at its end."""
+
+    graph: str = ""
+    outcome: str = "finished"
+    """finished, stopped, failed."""
+    steps: int | None = None
+    wall_s: float | None = None
+    rollouts: int | None = None
+    """Rollouts that were trained on."""
+    dropped: int | None = None
+    """Groups dropped."""
+    reward_before: float | None = None
+    """Mean over the first steps."""
+    reward_after: float | None = None
+    """Mean over the last steps."""
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    efficiency: float | None = None
+    """Busy seconds of the busiest stage by wall seconds."""
+    busiest: str = ""
+    """Name of that stage."""
+    staleness_mean: float | None = None
+    staleness_max: float | None = None
+    verdict: str = ""
+    """The ledger's verdict, one line."""
+    is_clean: bool | None = None
+    """Whether the verdict is good."""
+    folder: str = ""
+    """Path of the run folder."""
+    commands: tuple[tuple[str, str], ...] = ()
+    """Commands that look further, each with what it shows."""

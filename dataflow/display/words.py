@@ -1,0 +1,146 @@
+"""Numbers and names as short text for the terminal; anything unknown becomes a dash, nothing raises."""
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glyphs:
+    """The signs a terminal can show."""
+
+    busy: str = "█"
+    blocked: str = "▒"
+    idle: str = "·"
+    done: str = "━"
+    left: str = "─"
+    full: str = "■"
+    free: str = "·"
+    spark: str = "▁▂▃▄▅▆▇█"
+    arrow: str = "→"
+    dash: str = "–"
+    more: str = "…"
+
+
+UNICODE = Glyphs()
+ASCII = Glyphs(
+    busy="#",
+    blocked="x",
+    idle=".",
+    done="=",
+    left="-",
+    full="#",
+    free=".",
+    spark="_.-=+*#@",
+    arrow="->",
+    dash="-",
+    more="~",
+)
+
+
+def known(value: Any) -> float | None:
+    """The value as a finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < 1e300 else None  # false for NaN as well
+
+
+def count(value: Any, dash: str = "–") -> str:
+    """A whole number: 38, 1,240, 23 k, 4.1 M."""
+    number = known(value)
+    if number is None:
+        return dash
+    if abs(number) >= 99_950_000_000_000:
+        return f"{number:.1e}"
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(number) >= max(size, 9_999.5):
+            short = number / size
+            return f"{short:.1f}{unit}" if abs(short) < 9.95 else f"{short:,.0f}{unit}"
+    return f"{number:,.0f}"
+
+
+def rate(value: Any, dash: str = "–") -> str:
+    """Something per second: 0.4, 38, 1,240, 23 k."""
+    number = known(value)
+    return count(value, dash) if number is None or not 0 < abs(number) < 9.95 else f"{number:.1f}"
+
+
+def score(value: Any, dash: str = "–") -> str:
+    """A reward, an accuracy or a staleness: two decimals, fewer when large."""
+    number = known(value)
+    if number is None:
+        return dash
+    if abs(number) >= 999.5:
+        return count(number)
+    return f"{number:.2f}" if abs(number) < 99.95 else f"{number:.0f}"
+
+
+def age(value: Any, dash: str = "–") -> str:
+    """Versions: 2, 1.9."""
+    number = known(value)
+    if number is None:
+        return dash
+    return f"{number:.1f}" if number != int(number) and abs(number) < 1000 else count(number)
+
+
+def duration(seconds: Any, dash: str = "–") -> str:
+    """Seconds as 0:41, 12:05 or 1:02:03."""
+    number = known(seconds)
+    if number is None:
+        return dash
+    whole = round(max(min(number, 3.6e8), 0.0))
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def share(value: Any) -> float:
+    """A share between 0 and 1; 0 where it is not known."""
+    number = known(value)
+    return 0.0 if number is None else min(max(number, 0.0), 1.0)
+
+
+def clean(text: Any) -> str:
+    """Text on one line without control characters or escape sequences."""
+    words = " ".join(str(text).split())
+    return "".join(char for char in words if unicodedata.category(char) not in ("Cc", "Cf", "Cs"))
+
+
+def fit(text: str, width: int, more: str = "…") -> str:
+    """Text in exactly `width` cells, the end left out where it is too long."""
+    if width <= 0:
+        return ""
+    if cell_len(text) > width:
+        text = set_cell_size(text, max(width - cell_len(more), 0)) + more
+    return set_cell_size(text, width)
+
+
+def fit_right(text: str, width: int) -> str:
+    """Text at the right end of `width` cells."""
+    return " " * max(width - cell_len(text), 0) + fit(text, min(cell_len(text), width))
+
+
+def sparkline(values: Sequence[float], width: int, signs: str) -> str:
+    """At most `width` signs that show how the values went, each the mean of its stretch."""
+    finite = [value for value in values if known(value) is not None]
+    if not finite or width <= 0:
+        return ""
+    width = min(width, len(finite))
+    edges = [at * len(finite) // width for at in range(width + 1)]
+    means = [math.fsum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = high - low
+    if not 0 < span < math.inf:
+        return signs[0] * width
+    return "".join(signs[min(int((mean - low) / span * len(signs)), len(signs) - 1)] for mean in means)
+
+
+def split_bar(busy: Any, blocked: Any, width: int, glyphs: Glyphs) -> tuple[str, str, str]:
+    """A bar of `width` cells in three pieces: busy, back-pressured, and the rest."""
+    working = min(round(share(busy) * width), width)
+    waiting = min(round(share(blocked) * width), width - working)
+    return glyphs.busy * working, glyphs.blocked * waiting, glyphs.idle * (width - working - waiting)

@@ -1,0 +1,237 @@
+"""Turns what the workers report into what the display shows, and keeps the accounts of the training phase."""
+
+import collections
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dataflow.conductor import Conductor
+from dataflow.display import EdgeSnapshot, NodeSnapshot, Snapshot, Summary
+from dataflow.graph import Graph
+from dataflow.plan import Plan
+from dataflow.run_folder import RunFolder
+from dataflow.wiring import edges
+
+_WINDOW_S = 5.0
+_SUMS = ("busy", "idle", "blocked")
+
+
+class Watch:
+    """Reports in, snapshots out.
+
+    consumes: the beats of all workers, the lines of metrics.jsonl
+    produces: snapshots for the display; wall and busy seconds of the training phase
+    waits for: nothing
+    unblocked by: -
+    """
+
+    def __init__(
+        self, graph: Graph, plan: Plan, folder: RunFolder, steps: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:  # fmt: skip
+        self._graph, self._plan, self._folder, self._steps, self._clock = graph, plan, folder, steps, clock
+        self._began = clock()
+        self._training: tuple[float, dict[str, float]] | None = None
+        self._trained: tuple[float, dict[str, float]] | None = None
+        self._nodes: dict[str, dict[str, Any]] = {}
+        self._depths: dict[str, tuple[int, int]] = {}
+        self._past: collections.deque[tuple[float, dict[str, dict[str, Any]]]] = collections.deque()
+        self._lines: list[dict[str, Any]] = []
+        self._read = 0
+        self._phase = "starting"
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds of the training phase, so far or in all."""
+        if self._training is None:
+            return 0.0
+        return (self._trained[0] if self._trained else self._clock()) - self._training[0]
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """By node, seconds at work during the training phase."""
+        if self._training is None:
+            return {}
+        end = self._trained[1] if self._trained else self._busy()
+        return {node: end.get(node, 0.0) - self._training[1].get(node, 0.0) for node in end}
+
+    def note(self, conductor: Conductor, beats: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take in the newest beats."""
+        now = self._clock()
+        self._merge(beats)
+        if self._training is None and conductor.phase != "first_evaluation":
+            self._training = (now, self._busy())
+        if self._training and self._trained is None and conductor.phase in ("last_evaluation", "over"):
+            self._trained = (now, self._busy())
+        self._phase = "draining" if conductor.draining else conductor.phase
+        self._past.append((now, self._nodes))
+        while len(self._past) > 2 and now - self._past[0][0] > _WINDOW_S:
+            self._past.popleft()
+        self._tail()
+
+    def starting(self, late: str) -> Snapshot:
+        """Before the workers are ready: who is still on its way."""
+        waiting = late.split(", ")
+        nodes = tuple(
+            NodeSnapshot(name=name, state="starting" if self._plan.placements[name].worker + "-0" in waiting else "ready")
+            for name in self._graph.operators
+        )
+        return Snapshot(graph=self._graph.name, steps=self._steps, elapsed_s=self._clock() - self._began, nodes=nodes)
+
+    def snapshot(self) -> Snapshot:
+        """The run as it is now."""
+        last = next((line for line in reversed(self._lines) if "loss" in line), {})
+        scores = [line["eval_accuracy"] for line in self._lines if "eval_accuracy" in line]
+        step = last.get("step", 0)
+        elapsed = self._clock() - self._began
+        left = None
+        if self._steps and step and self._training:
+            left = (self._steps - step) * self.seconds / step
+        bounds = [feedback.max_staleness for feedback in self._graph.feedbacks]
+        return Snapshot(
+            graph=self._graph.name, step=step, steps=self._steps, version=self._version(),
+            staleness_mean=last.get("staleness_mean"), staleness_max=last.get("staleness_max"),
+            staleness_bound=max(bounds, default=None), reward=last.get("reward_mean"),
+            accuracy=scores[-1] if scores else None, accuracy_before=scores[0] if scores else None,
+            tokens_per_s=self._rate(lambda nodes: sum(n["status"].get("tokens", 0) for n in nodes.values())),
+            rollouts_per_s=self._rate(lambda nodes: sum(nodes[n]["rows_in"] for n in self._trainers() if n in nodes)),
+            elapsed_s=elapsed, left_s=left, groups=dict(last.get("dropped") or {}),
+            nodes=tuple(self._node(name) for name in self._graph.operators), edges=self._edges(),
+        )  # fmt: skip
+
+    def summary(self, verdict: str, is_clean: bool, outcome: str = "finished") -> Summary:
+        """The run at its end."""
+        self._tail()
+        steps = [line for line in self._lines if "loss" in line]
+        scores = [line["eval_accuracy"] for line in self._lines if "eval_accuracy" in line]
+        rewards = [line["reward_mean"] for line in steps if line.get("reward_mean") is not None]
+        tenth = max(1, len(rewards) // 10)
+        busy = self.busy_seconds
+        busiest = max(busy, key=lambda node: busy[node], default="")
+        ages = [line["staleness_mean"] for line in steps]
+        return Summary(
+            graph=self._graph.name, outcome=outcome, steps=len(steps), wall_s=self.seconds,
+            rollouts=sum(line.get("rollouts", 0) for line in steps),
+            dropped=sum((steps[-1].get("dropped") or {}).values()) if steps else None,
+            reward_before=_mean(rewards[:tenth]), reward_after=_mean(rewards[-tenth:]),
+            accuracy_before=scores[0] if scores else None, accuracy_after=scores[-1] if len(scores) > 1 else None,
+            efficiency=busy[busiest] / self.seconds if busiest and self.seconds else None, busiest=busiest,
+            staleness_mean=_mean(ages), staleness_max=max((line["staleness_max"] for line in steps), default=None),
+            verdict=verdict, is_clean=is_clean, folder=str(self._folder.path),
+            commands=(
+                (f"dataflow verify {self._folder.path}", "the ledger, recomputed from the folder"),
+                (f"dataflow show {self._folder.path}", "this summary again"),
+                (str(self._folder.path / "curve.svg"), "reward and accuracy by step"),
+                (str(self._folder.path / "graph.svg"), "the graph as it was placed"),
+            ),
+        )  # fmt: skip
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl so far."""
+        self._tail()
+        return self._lines
+
+    def _merge(self, beats: Mapping[str, Mapping[str, Any]]) -> None:
+        """Sum over the replicas of a node."""
+        nodes: dict[str, dict[str, Any]] = {}
+        for beat in beats.values():
+            for name, report in beat.get("nodes", {}).items():
+                known = nodes.setdefault(
+                    name, {"status": {}, "seconds": dict.fromkeys(_SUMS, 0.0), "rows_in": 0, "rows_out": 0,
+                           "blocked": False, "ended": True, "replicas": 0}
+                )  # fmt: skip
+                known["replicas"] += 1
+                known["rows_in"] += report["rows_in"]
+                known["rows_out"] += report["rows_out"]
+                known["blocked"] |= report["blocked"]
+                known["ended"] &= report["ended"]
+                for key in _SUMS:
+                    known["seconds"][key] += report["seconds"][key]
+                for key, value in report["status"].items():
+                    both = key in known["status"] and isinstance(value, int | float) and key != "version"
+                    known["status"][key] = known["status"][key] + value if both else value
+            for edge, (depth, capacity) in beat.get("edges", {}).items():
+                self._depths[edge] = (depth, capacity)
+        self._nodes = nodes
+
+    def _tail(self) -> None:
+        """Read what has been added to metrics.jsonl."""
+        try:
+            with self._folder.metrics.open("rb") as stream:
+                stream.seek(self._read)
+                content = stream.read()
+        except FileNotFoundError:
+            return
+        whole = content.rfind(b"\n") + 1
+        self._read += whole
+        for text in content[:whole].splitlines():
+            try:
+                self._lines.append(json.loads(text))
+            except ValueError:
+                continue
+
+    def _trainers(self) -> list[str]:
+        return [name for name, operator in self._graph.operators.items() if operator.trains]
+
+    def _busy(self) -> dict[str, float]:
+        return {name: n["seconds"]["busy"] / max(1, n["replicas"]) for name, n in self._nodes.items()}
+
+    def _version(self) -> int | None:
+        versions = [n["status"]["version"] for n in self._nodes.values() if "version" in n["status"]]
+        return int(min(versions)) if versions else None
+
+    def _rate(self, of: Callable[[dict[str, dict[str, Any]]], float]) -> float | None:
+        if len(self._past) < 2:
+            return None
+        (then, before), (now, after) = self._past[0], self._past[-1]
+        return max(0.0, of(after) - of(before)) / (now - then) if now > then else None
+
+    def _node(self, name: str) -> NodeSnapshot:
+        node = self._nodes.get(name)
+        if node is None:
+            return NodeSnapshot(name=name, state="starting")
+        before = self._past[0][1].get(name, node) if self._past else node
+        spent = {key: node["seconds"][key] - before["seconds"][key] for key in _SUMS}
+        whole = sum(spent.values())
+        status = node["status"]
+        made = "rows_in" if self._graph.operators[name].kind == "sink" else "rows_out"
+        state = "ended" if node["ended"] else "blocked" if node["blocked"] else "working" if spent["busy"] else "waiting"
+        return NodeSnapshot(
+            name=name, state=state, rate=self._rate(lambda nodes: nodes.get(name, node)[made]),
+            queue=_whole(status.get("queue", status.get("waiting"))), busy=spent["busy"] / whole if whole else None,
+            idle=spent["idle"] / whole if whole else None, blocked=spent["blocked"] / whole if whole else None,
+            note=_note(status),
+        )  # fmt: skip
+
+    def _edges(self) -> tuple[EdgeSnapshot, ...]:
+        found = edges(self._graph)
+        lanes = len({edge.lane for edge in found}) > 1
+        return tuple(
+            EdgeSnapshot(
+                source=edge.producer, target=edge.consumer, lane=edge.lane if lanes else "",
+                depth=self._depths[edge.name][0], capacity=self._depths[edge.name][1],
+            )
+            for edge in found if edge.name in self._depths
+        )  # fmt: skip
+
+
+def _note(status: Mapping[str, Any]) -> str:
+    words = []
+    if "active" in status:
+        words.append(f"{status['active']} rollouts")
+    if "version" in status:
+        words.append(f"v{status['version']}")
+    if status.get("failed"):
+        words.append(f"{status['failed']} failed")
+    if "eval_accuracy" in status:
+        words.append(f"last {status['eval_accuracy']:.2f}")
+    return ", ".join(words)
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

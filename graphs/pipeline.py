@@ -1,0 +1,42 @@
+"""The wiring that the four policy-gradient graphs share: prompts, rollouts, reward, credit, trainer, held-out prompts."""
+
+from collections.abc import Callable
+from typing import Any
+
+from dataflow import Graph, Model
+from dataflow.node import Source
+from dataflow.scorer import Scorer
+from operators import Evaluate, Generator, Trainer
+
+
+def policy_gradient(
+    name: str,
+    *,
+    policy: str,
+    prompts: Source,
+    held_out: Source | None,
+    reward: Scorer[..., Any],
+    credit: Scorer[..., Any],
+    loss: Callable[..., Any],
+    max_staleness: int,
+    max_tokens: int,
+    group_size: int,
+    prompts_per_step: int,
+    lr: float,
+    every_steps: int = 50,
+    normalize: str = "tokens",
+    dtype: str = "float32",
+    **trainer_knobs: Any,
+) -> Graph:
+    """A graph that trains `policy` on the rewards of its own rollouts, and evaluates it on held-out prompts."""
+    g = Graph(name)
+    model = Model(policy, dtype=dtype)
+    generator = Generator(model, group_size=group_size, max_tokens=max_tokens)
+    trainer = Trainer(
+        model, loss=loss, prompts_per_step=prompts_per_step, lr=lr, normalize=normalize, **trainer_knobs
+    )
+    trainer(credit(reward(generator(g.source(prompts)))))
+    if held_out is not None:
+        Evaluate(every_steps=every_steps)(reward(generator(g.source(held_out))))
+    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return g

@@ -1,0 +1,500 @@
+"""Pictures: the layout's geometry, what each format shows, and that no name can break out of its place."""
+
+import itertools
+import json
+import re
+import time
+from dataclasses import dataclass
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, ClassVar
+from xml.etree import ElementTree
+
+import networkx as nx
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataflow.draw import Frame, draw, mimebundle, render_svg, reward_curve_svg
+from dataflow.draw.frames import pieces
+from dataflow.draw.geometry import Back, Layout, Link, Rect, Size
+from dataflow.draw.layout import arrange
+from dataflow.draw.levels import spread
+from dataflow.draw.ordering import acyclic, crossings, layers_of, order
+from dataflow.draw.picture import KNOBS_SHOWN, column_lines, knob_text, read, shorten
+from dataflow.errors import GraphError
+from dataflow.model import Model
+from dataflow.node import Learn, Operator, Sink, Source, Transform
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts(Source):
+    """Rows of a file."""
+
+    path: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Generator(Transform):
+    """Writes <rollouts> & more."""
+
+    model: Any = None
+    group_size: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Score(Transform):
+    light: ClassVar[bool] = True
+    a: int = 0
+    b: int = 0
+    c: int = 0
+    d: int = 0
+    e: int = 0
+    f: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Train(Learn):
+    model: Any = None
+    loss: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluate(Sink):
+    pass
+
+
+def data(graph: nx.MultiDiGraph, tail: str, head: str, lane: str, *added: str) -> None:
+    columns = {name: pa.float64() for name in ("prompt", *added)}
+    graph.add_edge(tail, head, key=lane, plane="data", lane=lane, columns=columns, added=added)
+
+
+def weights(graph: nx.MultiDiGraph, tail: str, head: str, model: Model, max_staleness: int) -> None:
+    graph.add_edge(tail, head, key="weights", plane="weights", model=model, max_staleness=max_staleness)
+
+
+def nodes(graph: nx.MultiDiGraph, *operators: Operator) -> None:
+    for operator in operators:
+        graph.add_node(operator.name, operator=operator)
+
+
+def aipo_with_evaluation() -> nx.MultiDiGraph:
+    graph, model = nx.MultiDiGraph(), Model("runs/policy")
+    nodes(
+        graph,
+        Prompts("train.jsonl", name="prompts"),
+        Prompts("test.jsonl", name="held_out"),
+        Generator(model, 8, name="generator"),
+        Score(name="reward"),
+        Score(name="advantage"),
+        Train(model, partial(max, default=4.0), name="trainer"),
+        Evaluate(name="evaluate"),
+    )
+    for lane in ("prompts", "held_out"):
+        data(graph, lane, "generator", lane, "prompt", "group_id")
+        data(graph, "generator", "reward", lane, "completion", "tokens", "logprobs", "versions", "mask")
+    data(graph, "reward", "advantage", "prompts", "reward")
+    data(graph, "reward", "evaluate", "held_out", "reward")
+    data(graph, "advantage", "trainer", "prompts", "advantage")
+    weights(graph, "trainer", "generator", model, 4)
+    return graph
+
+
+def texts(svg: str, kind: str = "") -> list[str]:
+    found = ElementTree.fromstring(svg).iter(f"{SVG}text")
+    return ["".join(text.itertext()) for text in found if not kind or kind in (text.get("class") or "")]
+
+
+# --- the layout
+
+
+@st.composite
+def drawings(draw_from: st.DrawFn) -> tuple[dict[str, Size], list[Link], list[Back]]:
+    count = draw_from(st.integers(1, 14))
+    length = st.floats(20, 160)
+    sizes = {
+        f"n{at}": Size(
+            width=draw_from(length),
+            height=draw_from(length),
+            trunk=draw_from(st.sampled_from([0.0, 60.0])),
+            label_above=draw_from(st.sampled_from([0.0, 50.0])),
+        )
+        for at in range(count)
+    }
+    pairs = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1), st.integers(0, 2))
+    chosen = draw_from(st.lists(pairs, max_size=24, unique=True))
+    links = [Link(tail=f"n{a}", head=f"n{b}", lane=lane) for a, b, lane in chosen if a < b]
+    chosen = draw_from(st.lists(pairs, max_size=3, unique_by=lambda pair: pair[:2]))
+    backs = [Back(tail=f"n{a}", head=f"n{b}", label_width=90) for a, b, _ in chosen if a > b]
+    return sizes, links, backs
+
+
+def stretches(points: tuple[tuple[float, float], ...]) -> list[Rect]:
+    """For each piece of a path the rectangle it stays in."""
+    return [
+        Rect(left=min(x0, x1), right=max(x0, x1), top=min(y0, y1) - 1e-6, bottom=max(y0, y1) + 1e-6)
+        for (x0, y0), (x1, y1) in itertools.pairwise(points)
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(drawings())
+def test_boxes_never_overlap_and_no_edge_runs_through_a_box(
+    drawing: tuple[dict[str, Size], list[Link], list[Back]],
+) -> None:
+    sizes, links, backs = drawing
+    layout = arrange(sizes, links, backs)
+    for one, other in itertools.combinations(layout.boxes.values(), 2):
+        assert not one.touches(other)
+    paths = [*layout.links, *(route.points for route in layout.backs)]
+    for path, box in itertools.product(paths, layout.boxes.values()):
+        smaller = Rect(
+            left=box.left + 0.01, right=box.right - 0.01, top=box.top + 0.01, bottom=box.bottom - 0.01
+        )
+        assert not any(stretch.touches(smaller) for stretch in stretches(path))
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawings())
+def test_every_link_flows_to_the_right_from_its_tail_to_its_head(
+    drawing: tuple[dict[str, Size], list[Link], list[Back]],
+) -> None:
+    sizes, links, backs = drawing
+    layout = arrange(sizes, links, backs)
+    assert arrange(sizes, links, backs) == layout
+    for link, points in zip(links, layout.links, strict=True):
+        tail, head = layout.boxes[link.tail], layout.boxes[link.head]
+        assert points[0][0] == tail.right and tail.top <= points[0][1] <= tail.bottom
+        assert points[-1][0] == head.left and head.top <= points[-1][1] <= head.bottom
+        assert all(a[0] <= b[0] for a, b in itertools.pairwise(points))
+    for back, route in zip(backs, layout.backs, strict=True):
+        assert inside(layout.bounds, *route.points, route.label)
+        assert on_border(layout.boxes[back.tail], route.points[0])
+        assert on_border(layout.boxes[back.head], route.points[-1])
+
+
+def inside(rect: Rect, *points: tuple[float, float]) -> bool:
+    return all(rect.left <= x <= rect.right and rect.top <= y <= rect.bottom for x, y in points)
+
+
+def on_border(rect: Rect, point: tuple[float, float]) -> bool:
+    return rect.left < point[0] < rect.right and point[1] in (rect.top, rect.bottom)
+
+
+def chain_layout() -> Layout:
+    size = Size(width=80, height=40)
+    names = ["a", "b", "c", "d"]
+    links = [Link(tail=tail, head=head) for tail, head in itertools.pairwise(names)]
+    return arrange(dict.fromkeys(names, size), links, [Back(tail="d", head="b")])
+
+
+def test_a_chain_is_one_straight_line() -> None:
+    layout = chain_layout()
+    assert {box.middle for box in layout.boxes.values()} == {0.0}
+    assert {y for points in layout.links for _, y in points} == {0.0}
+
+
+def test_parallel_back_edges_keep_apart() -> None:
+    size = Size(width=80, height=40)
+    names = ["a", "b", "c", "d"]
+    links = [Link(tail=tail, head=head) for tail, head in itertools.pairwise(names)]
+    backs = [Back(tail="d", head="a"), Back(tail="d", head="b"), Back(tail="c", head="a")]
+    layout = arrange(dict.fromkeys(names, size), links, backs)
+    assert len({(route.label[1]) for route in layout.backs}) == 3
+
+
+def test_a_cycle_and_a_loop_are_left_out_of_the_layers() -> None:
+    kept = acyclic(["a", "b", "c"], [("a", "b"), ("b", "c"), ("c", "a"), ("b", "b")])
+    assert kept == [("a", "b"), ("b", "c")]
+
+
+def test_a_late_source_stands_beside_its_reader() -> None:
+    assert layers_of(["a", "b", "c", "late"], [("a", "b"), ("b", "c"), ("late", "c")])["late"] == 1
+
+
+def test_the_order_undoes_crossings_that_can_be_undone() -> None:
+    after = [[5], [4], [3], [], [], []]
+    before = [[], [], [], [2], [1], [0]]
+    rows = [[0, 1, 2], [3, 4, 5]]
+    assert crossings(rows, after) == 3
+    assert crossings(order(rows, before, after), after) == 0
+
+
+@given(
+    st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0.1, 9)), min_size=1, max_size=20), st.floats(0, 50)
+)
+def test_spread_keeps_the_distance_and_moves_nothing_that_has_room(
+    wanted: list[tuple[float, float]], step: float
+) -> None:
+    values = [value for value, _ in wanted]
+    steps = [0.0] + [step] * (len(values) - 1)
+    placed = spread(values, [weight for _, weight in wanted], steps)
+    assert all(b - a >= step - 1e-6 for a, b in itertools.pairwise(placed))
+    if all(b - a > step for a, b in itertools.pairwise(values)):
+        assert placed == pytest.approx(values)
+
+
+def test_a_frame_in_two_places_holds_no_foreign_box() -> None:
+    def square(x: float, y: float = 0) -> Rect:
+        return Rect(left=x, right=x + 10, top=y, bottom=y + 10)
+
+    assert pieces([square(0), square(40)], [square(20)], reach=100) == [square(0), square(40)]
+    joined = pieces([square(0), square(20), square(0, 20)], [square(60)], reach=15)
+    assert joined == [Rect(left=0, right=30, top=0, bottom=30)]
+
+
+# --- what a picture shows
+
+
+def test_svg_shows_operators_knobs_new_columns_and_staleness() -> None:
+    svg = render_svg(aipo_with_evaluation(), title="AIPO")
+    assert texts(svg, "name") == [
+        "prompts", "held_out", "generator", "reward", "advantage", "trainer", "evaluate",
+    ]  # fmt: skip
+    assert "group_size=8" in texts(svg, "knob") and "loss=max(default=4)" in texts(svg, "knob")
+    assert "…+2" in texts(svg, "column") and "completion" in texts(svg, "column")
+    assert texts(svg, "note") == ["policy · max_staleness=4"]
+    assert texts(svg, "legend") == ["rows of prompts", "rows of held_out", "weights"]
+    assert texts(svg, "heading") == ["AIPO"]
+
+
+def test_lanes_are_told_apart_only_where_there_are_several() -> None:
+    assert 'class="link lane1"' in render_svg(aipo_with_evaluation())
+    graph = nx.MultiDiGraph()
+    nodes(graph, Prompts(name="a"), Score(name="b"))
+    data(graph, "a", "b", "a", "x")
+    single = render_svg(graph)
+    assert 'class="link lane"' in single and texts(single, "legend") == []
+
+
+def test_frames_are_drawn_in_each_format_and_unknown_nodes_ignored(tmp_path: Path) -> None:
+    frames = [Frame("gpu 0-5", ("generator", "ghost")), Frame("cpu x1", ("prompts", "reward", "advantage"))]
+    graph = aipo_with_evaluation()
+    svg = render_svg(graph, frames)
+    root = ElementTree.fromstring(svg)
+    framed = [group for group in root.iter(f"{SVG}g") if (group.get("class") or "").startswith("frame")]
+    labels = ["".join(group.find(f"{SVG}text").itertext()) for group in framed]  # type: ignore[union-attr]
+    assert sorted(labels) == ["cpu x1", "cpu x1", "gpu 0-5"]
+    assert draw(graph, tmp_path / "g.dot", frames).read_text().count("subgraph") == 3
+    assert draw(graph, tmp_path / "g.mmd", frames).read_text().count("subgraph") == 3
+    assert "ghost" not in svg
+
+
+def test_every_style_rule_is_bound_to_the_class_of_the_picture() -> None:
+    style = next(ElementTree.fromstring(render_svg(aipo_with_evaluation())).iter(f"{SVG}style")).text or ""
+    light, _, dark = style.partition("@media (prefers-color-scheme:dark){")
+    selectors = re.findall(r"([^{}]+)\{[^{}]*\}", light + dark)
+    assert len(selectors) > 40
+    assert all(selector.startswith(".dataflow-graph") for selector in selectors)
+
+
+def test_the_same_graph_gives_the_same_bytes() -> None:
+    assert render_svg(aipo_with_evaluation()) == render_svg(aipo_with_evaluation())
+
+
+def test_an_empty_graph_has_a_picture() -> None:
+    assert ElementTree.fromstring(render_svg(nx.MultiDiGraph())).tag == f"{SVG}svg"
+
+
+def test_a_box_shows_few_knobs_and_counts_the_rest() -> None:
+    graph = nx.MultiDiGraph()
+    nodes(graph, Score(a=1, b=2, c=3, d=4, e=5, f=6, name="s"))
+    assert read(graph).boxes[0].knobs == ("a=1", "b=2", "c=3", "d=4", "…+2")
+    assert len(read(graph).boxes[0].knobs) == KNOBS_SHOWN + 1
+
+
+def test_labels_leave_out_the_columns_that_keep_the_books() -> None:
+    assert column_lines(["group_id", "prompt", "round_size", "answer"]) == ["prompt", "answer", "…+2"]
+    assert column_lines(["group_id"]) == ["group_id"]
+    assert column_lines([]) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.0002, "0.0002"),
+        ("a b", '"a b"'),
+        (("answer",), '("answer",)'),
+        ([1, 2], "[1, 2]"),
+        (Model("some/where/policy"), "policy"),
+        (partial(shorten, length=4), "shorten(length=4)"),
+        (object(), "object"),
+        (Path, "Path"),
+        (None, "None"),
+    ],
+)
+def test_knobs_are_short_code(value: object, shown: str) -> None:
+    assert knob_text(value) == shown
+
+
+def test_long_text_loses_its_middle() -> None:
+    assert shorten("x" * 50 + "end", 9) == "xxxx…xend"
+
+
+def test_a_thousand_operators_are_drawn_within_the_limits_of_the_sweeps() -> None:
+    graph = nx.MultiDiGraph()
+    nodes(graph, *(Score(name=f"n{at}") for at in range(1000)))
+    for at in range(1, 1000):
+        data(graph, f"n{at * 7 // 8}", f"n{at}", "n0", f"c{at}")
+    before = time.process_time()
+    svg = render_svg(graph)
+    assert len(texts(svg, "name")) == 1000
+    assert time.process_time() - before < 60  # ends; the figure belongs to bench
+
+
+# --- files
+
+
+def test_an_unknown_suffix_is_refused_with_the_four_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(GraphError, match=r"\.svg, \.dot, \.mmd or \.html, but got 'x\.png'"):
+        draw(aipo_with_evaluation(), tmp_path / "x.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_folder_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(GraphError, match="'nowhere'|nowhere' is not there"):
+        draw(aipo_with_evaluation(), tmp_path / "nowhere" / "x.svg")
+
+
+def test_a_notebook_gets_svg_and_text() -> None:
+    bundle = mimebundle(aipo_with_evaluation(), title="aipo")
+    assert set(bundle) == {"image/svg+xml", "text/plain"}
+    assert "generator -> reward" in bundle["text/plain"]
+    assert "trainer ~> generator (policy · max_staleness=4)" in bundle["text/plain"]
+
+
+class Page(HTMLParser):
+    """What a browser would find in a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.texts: dict[str, str] = {}
+        self._open = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self._open = tag if dict(attrs).get("id") is None else dict(attrs)["id"] or ""
+
+    def handle_data(self, data: str) -> None:
+        self.texts[self._open] = self.texts.get(self._open, "") + data
+
+
+def test_the_page_loads_nothing_and_knows_every_operator(tmp_path: Path) -> None:
+    frames = [Frame("gpu 0-5", ("generator",))]
+    page = Page(draw(aipo_with_evaluation(), tmp_path / "g.html", frames).read_text())
+    assert page.links == []
+    facts = {fact["name"]: fact for fact in json.loads(page.texts["data"])}
+    generator = facts["generator"]
+    assert generator["doc"] == "Writes <rollouts> & more."
+    assert generator["knobs"] == {"model": "policy", "group_size": "8"}
+    assert generator["devices"] == ["gpu 0-5"]
+    assert generator["added"] == ["completion", "tokens", "logprobs", "versions", "mask"]
+    assert generator["arriving"][0][0] == "columns in, rows of prompts, held_out"
+    assert generator["arriving"][0][1] == {"prompt": "double", "group_id": "double"}
+
+
+# --- names
+
+HOSTILE = st.one_of(
+    st.text(min_size=1, max_size=12),
+    st.sampled_from(
+        [
+            "</script><script>x",
+            '"];a->b[label="',
+            "<img src=x>",
+            "a\\",
+            'a\\"',
+            "]]>",
+            "#quot;",
+            "end",
+            "&amp;",
+            "\x00",
+        ]
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(HOSTILE, min_size=2, max_size=4, unique=True), HOSTILE)
+def test_no_name_breaks_out_of_any_format(names: list[str], text: str) -> None:
+    graph = nx.MultiDiGraph()
+    nodes(graph, *(Prompts(text, name=name) for name in names))
+    for tail, head in itertools.pairwise(names):
+        data(graph, tail, head, names[0], text)
+    weights(graph, names[-1], names[0], Model("m", name=text), 1)
+    frames = [Frame(text, (names[0],))]
+    picture = read(graph, frames, text)
+
+    svg = render_svg(graph, frames, text)
+    root = ElementTree.fromstring(svg)
+    allowed = {"svg", "title", "desc", "style", "rect", "g", "path", "text", "tspan", "line"}
+    assert {element.tag.removeprefix(SVG) for element in root.iter()} <= allowed
+    assert len(texts(svg, "name")) == len(names)
+
+    from dataflow.draw import html
+    from dataflow.draw import text as languages
+
+    page = Page(html.render(picture))
+    assert page.tags.count("script") == 2 and "img" not in page.tags
+    assert [fact["name"] for fact in json.loads(page.texts["data"])] == names
+
+    dot = languages.to_dot(picture)
+    bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", dot, flags=re.DOTALL)
+    assert '"' not in bare and bare.count("->") == len(names)
+    assert bare.count("{") == bare.count("}") == 2
+
+    for line in languages.to_mermaid(picture).splitlines():
+        for label in re.findall(r'"([^"]*)"', line):
+            assert not set(label.replace("<br/>", "")) & set("<>[](){}|\\`'&")
+        assert line.count('"') in (0, 2)
+
+
+# --- the curve
+
+
+def curve_classes(svg: str) -> list[str]:
+    return [group.get("class") or "" for group in ElementTree.fromstring(svg).iter(f"{SVG}g")]
+
+
+def test_the_curve_has_axes_a_legend_and_a_dot_per_evaluation() -> None:
+    metrics = [{"step": step, "reward_mean": step / 100} for step in range(1, 61)]
+    metrics += [{"step": step, "eval_accuracy": 0.2 + step / 200} for step in (0, 30, 60)]
+    svg = reward_curve_svg(metrics, title="a <curve>")
+    words = texts(svg)
+    assert "a <curve>" in words and "step (optimiser updates)" in words
+    assert {"reward, mean of a step", "its running mean", "accuracy on held-out prompts"} <= set(words)
+    assert "0.20" in words and "0.50" in words
+    assert svg.count("<circle") == 3
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        [],
+        [{"step": 1}],
+        [{"step": 1, "reward_mean": float("nan")}, {"step": 2, "reward_mean": None}],
+        [{"step": 0, "eval_accuracy": 0.5}],
+        [{"step": 1, "reward": -1e12}, {"step": 2, "reward": 1e12}],
+        [{"step": 5, "reward_mean": 0.3}] * 3,
+    ],
+)
+def test_the_curve_stands_whatever_the_metrics_lack(metrics: list[dict[str, Any]]) -> None:
+    svg = reward_curve_svg(metrics)
+    assert ElementTree.fromstring(svg).tag == f"{SVG}svg"
+    assert "nan" not in svg and "inf" not in svg
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.fixed_dictionaries({"step": st.integers(0, 10**6), "reward_mean": st.floats() | st.none()}))
+)
+def test_no_reward_makes_the_curve_fail(metrics: list[dict[str, Any]]) -> None:
+    assert ElementTree.fromstring(reward_curve_svg(metrics)).tag == f"{SVG}svg"

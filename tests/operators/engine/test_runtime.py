@@ -1,0 +1,311 @@
+"""The generator at work: whole groups out, bounds kept, weights taken between steps, bad prompts as rows."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from replaying import replayed
+
+from dataflow.model import Model
+from dataflow.node import Batch, Bound, Context
+from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, check_schema
+from operators.generator import Generator
+
+COLUMNS = {**PROMPT_COLUMNS, "answer": pa.string()}
+
+
+class FakePlane:
+    """Weights that are offered at chosen polls, and a note."""
+
+    def __init__(self, versions, at_poll=None):
+        self.versions, self.at_poll = versions, at_poll or {0: 0}
+        self.version, self.note, self.polls, self.offered = -1, {}, -1, None
+
+    def __call__(self, tensors):
+        self.tensors = tensors
+        return self
+
+    def poll(self):
+        self.polls += 1
+        self.offered = self.at_poll.get(self.polls, self.offered)
+        return self.offered
+
+    def adopt(self):
+        self.version, self.offered = self.offered, None
+        new = dict(self.versions[self.version].named_parameters())
+        assert new.keys() == self.tensors.keys()
+        for name, tensor in self.tensors.items():
+            tensor.data = new[name].data.clone()
+        return self.version
+
+
+class FakeLedger:
+    def __init__(self):
+        self.calls = []
+
+    def advance(self, source, group_ids, state):
+        self.calls.append((source, list(group_ids), state))
+
+
+def prompts(texts, lane="train", *, first=0, sizes=None, min_version=0, acked=None):
+    count = len(texts)
+    records = pa.record_batch(
+        {
+            "group_id": pa.array(range(first, first + count), pa.int64()),
+            "prompt_id": pa.array([f"task{i}" for i in range(count)]),
+            "prompt": pa.array(texts, pa.string()),
+            "group_size": pa.array(sizes or [0] * count, pa.int32()),
+            "min_version": pa.array([min_version] * count, pa.int32()),
+            "round_size": pa.array([0] * count, pa.int32()),
+            "answer": pa.array([f"answer {first + i}" for i in range(count)]),
+        }
+    )
+    return Batch(lane, records, ack=lambda: acked.append((lane, first)) if acked is not None else None)
+
+
+@pytest.fixture
+def build(folder):
+    def make(*, context=None, **knobs):
+        knobs = {"group_size": 4, "max_tokens": 12, "slots": 16, "segment_tokens": 8, **knobs}
+        return Generator(Model(str(folder)), **knobs).build(Context(node="generator", **(context or {})))
+
+    return make
+
+
+def run_dry(runtime, turns=500):
+    made = []
+    for _ in range(turns):
+        batches = runtime.work()
+        if batches is None:
+            return made
+        made += batches
+    raise AssertionError("the generator never came to rest")
+
+
+def rows_of(batches, lane="train"):
+    return [row for batch in batches if batch.lane == lane for row in batch.records.to_pylist()]
+
+
+def letters(count, seed=0):
+    random = np.random.default_rng(seed)
+    return ["".join(random.choice(list("abcdefgh="), random.integers(1, 9))) for _ in range(count)]
+
+
+def test_groups_leave_whole_with_the_promised_columns(build, tokenizer):
+    runtime = build(max_tokens=30)
+    texts = letters(25)
+    runtime.push(prompts(texts))
+    batches = run_dry(runtime)
+    for batch in batches:
+        check_schema(batch.records, {**COLUMNS, **ROLLOUT_COLUMNS}, "generator")
+        batch.records.validate(full=True)
+        ids = batch.records.column("group_id").to_numpy().reshape(-1, 4)
+        assert (ids == ids[:, :1]).all()
+    rows = rows_of(batches)
+    assert sorted(row["rollout_id"] for row in rows) == list(range(100))
+    for row in rows:
+        assert row["rollout_id"] == row["group_id"] * 4 + row["position"]
+        assert row["answer"] == f"answer {row['group_id']}"
+        start = len(texts[row["group_id"]])
+        assert tokenizer.decode(row["tokens"][:start]) == row["prompt"]
+        assert row["mask"] == [False] * start + [True] * (len(row["tokens"]) - start)
+        wrote = row["tokens"][start:]
+        assert row["completion"] == tokenizer.decode([t for t in wrote if t > 1])
+        assert row["finish_reason"] == ("stop" if wrote[-1] == 1 else "length")
+        assert 1 not in wrote[:-1] and (wrote[-1] == 1 or len(wrote) == 30)
+        assert row["versions"] == [-1] * start + [0] * len(wrote)
+        assert row["error"] is None and row["group_size"] == 4
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+
+
+def test_it_has_nothing_to_do_until_prompts_arrive(build):
+    runtime = build()
+    assert runtime.work() is None
+    assert runtime.pending() == 0 and runtime.room() > 0
+    runtime.push(prompts(["abc"]))
+    assert runtime.pending() == 4
+    assert runtime.work() is not None
+    run_dry(runtime)
+    assert runtime.pending() == 0 and runtime.work() is None
+
+
+def test_an_arrival_is_acknowledged_with_the_last_of_its_groups(build):
+    acked = []
+    runtime = build(slots=4, max_tokens=6)
+    runtime.push(prompts(["a", "b"], first=0, acked=acked))
+    runtime.push(prompts(["c"], first=2, acked=acked))
+    seen = []
+    while (made := runtime.work()) is not None:
+        seen += [row["group_id"] for row in rows_of(made)]
+        assert [first for _, first in acked] == [first for first, last in ((0, 1), (2, 2)) if last in seen]
+    assert len(acked) == 2
+
+
+def test_the_prompt_may_ask_for_its_own_group_size(build):
+    runtime = build(slots=4, max_tokens=5)
+    runtime.push(prompts(["ab", "cd", "ef"], sizes=[1, 0, 11]))
+    rows = rows_of(run_dry(runtime))
+    assert [sum(row["group_id"] == i for row in rows) for i in range(3)] == [1, 4, 11]
+    assert {row["rollout_id"] for row in rows if row["group_id"] == 2} == set(range(22, 33))
+    assert {row["group_size"] for row in rows if row["group_id"] == 1} == {4}
+
+
+def test_training_groups_start_only_within_the_staleness_bound(build, make_model):
+    plane, ledger = FakePlane({0: make_model(), 1: make_model(seed=1)}), FakeLedger()
+    bounds = {"train": Bound(max_staleness=1, prompts_per_step=2, steps=4)}
+    runtime = build(context={"reader": plane, "bounds": bounds, "ledger": ledger}, slots=64)
+    runtime.push(prompts(letters(20)))
+
+    def groups():
+        return sorted({row["group_id"] for row in rows_of(run_dry(runtime))})
+
+    assert groups() == [0, 1, 2, 3]
+    plane.offered = 1
+    assert groups() == [4, 5]
+    plane.note = {"dropped": 1}
+    assert groups() == [6]
+    runtime.tell({"dropped": 2})
+    assert groups() == [7]
+    plane.note = {"dropped": 9}
+    plane.version = 40
+    assert groups() == list(range(8, 17)), "four steps of two groups, and nine dropped"
+    assert [group for source, ids, state in ledger.calls for group in ids] == list(range(17))
+    assert {(source, state) for source, _, state in ledger.calls} == {("train", "generating")}
+
+
+def test_evaluation_goes_first_and_waits_only_for_its_version(build, make_model):
+    plane = FakePlane({0: make_model(), 1: make_model(seed=1)})
+    bounds = {"train": Bound(max_staleness=0, prompts_per_step=4)}
+    runtime = build(context={"reader": plane, "bounds": bounds}, slots=8)
+    runtime.push(prompts(letters(4)))
+    runtime.push(prompts(letters(4), "held_out"))
+    runtime.push(prompts(letters(2), "held_out", first=4, min_version=1))
+    runtime.work()
+    order = [(group.lane, group.group_id) for group, _ in runtime._tickets.values()]
+    assert {lane for lane, _ in order} <= {"held_out"}
+    rows = run_dry(runtime)
+    assert not {row["group_id"] for row in rows_of(rows, "held_out")} & {4, 5}
+    plane.offered = 1
+    rows = rows_of(run_dry(runtime), "held_out")
+    assert {row["group_id"] for row in rows} == {4, 5}
+    assert {version for row in rows for version in row["versions"]} == {-1, 1}
+
+
+def test_nothing_starts_before_the_first_version_has_come(build, make_model):
+    plane = FakePlane({0: make_model()}, at_poll={3: 0})
+    runtime = build(context={"reader": plane})
+    runtime.push(prompts(["abc"]))
+    assert [runtime.work() is None for _ in range(4)] == [True, True, True, False]
+
+
+def test_weights_change_in_the_middle_of_rollouts_and_every_token_tells(build, make_model):
+    models = {0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}
+    plane = FakePlane(models, at_poll={0: 0, 6: 1, 13: 2})
+    runtime = build(context={"reader": plane}, slots=12, max_tokens=25, temperature=1.5)
+    runtime.push(prompts(letters(9)))
+    rows = rows_of(run_dry(runtime))
+    assert len(rows) == 36
+    assert sum(len(set(row["versions"]) - {-1}) == 3 for row in rows) > 3
+    from operators.engine.sampler import Sampling
+
+    for row in rows:
+        start = row["mask"].index(True)
+        expected = replayed(models, row["tokens"], row["versions"], start, Sampling(temperature=1.5))
+        np.testing.assert_allclose(row["logprobs"][start:], expected, atol=1e-5)
+        assert not any(row["logprobs"][:start])
+
+
+def test_the_same_seed_gives_the_same_rollouts_in_other_slots_and_another_does_not(build):
+    def tokens(seed, **knobs):
+        runtime = build(context={"seed": seed}, **knobs)
+        runtime.push(prompts(letters(12)))
+        return {row["rollout_id"]: row["tokens"] for row in rows_of(run_dry(runtime))}
+
+    assert tokens(1) == tokens(1, slots=5, segment_tokens=1)
+    assert tokens(1) != tokens(2)
+
+
+def test_lengths_that_are_sent_on_are_those_that_were_started(build):
+    """Nothing is thrown away at the end of a segment, so long rollouts are not fewer than they were."""
+    whole = build(slots=256, segment_tokens=100, max_tokens=60)
+    cut = build(slots=8, segment_tokens=2, max_tokens=60)
+    lengths = []
+    for runtime in (whole, cut):
+        runtime.push(prompts(letters(30)))
+        lengths.append({row["rollout_id"]: len(row["tokens"]) for row in rows_of(run_dry(runtime))})
+    assert lengths[0] == lengths[1] and len(lengths[0]) == 120
+
+
+def test_prompts_that_cannot_be_served_become_error_rows_beside_the_others(build):
+    runtime = build(context_tokens=16, max_tokens=50)
+    runtime.push(prompts(["ab", "", "x" * 16, None, "y" * 15]))
+    rows = rows_of(run_dry(runtime))
+    errors = {row["group_id"]: row["error"] for row in rows if row["finish_reason"] == "error"}
+    assert set(errors) == {1, 2, 3}
+    assert "empty" in errors[1] and "16 tokens" in errors[2] and "null" in errors[3]
+    for row in rows:
+        if row["error"]:
+            assert row["tokens"] == row["mask"] == row["logprobs"] == row["versions"] == []
+            assert row["completion"] == ""
+    assert sorted(row["rollout_id"] for row in rows) == list(range(20))
+    assert {len(row["tokens"]) for row in rows if row["group_id"] == 4} == {16}
+
+
+def test_logits_that_are_not_finite_become_error_rows(build):
+    runtime = build()
+    with torch.no_grad():
+        runtime.model.lm_head.weight.fill_(float("nan"))
+    runtime.push(prompts(["abc"]))
+    rows = rows_of(run_dry(runtime))
+    assert len(rows) == 4
+    assert all(row["finish_reason"] == "error" and "not finite" in row["error"] for row in rows)
+    assert all(row["tokens"] == [2, 3, 4] and not any(row["mask"]) for row in rows)
+
+
+def test_the_completion_ends_before_a_stop_string(build, tokenizer):
+    runtime = build(stop=("a", "bc"), temperature=2.0, max_tokens=40)
+    runtime.push(prompts(letters(20)))
+    rows = rows_of(run_dry(runtime))
+    assert len(rows) == 80
+    stopped = [row for row in rows if row["finish_reason"] == "stop" and row["tokens"][-1] != 1]
+    assert len(stopped) > 20
+    for row in stopped:
+        whole = tokenizer.decode(row["tokens"][row["mask"].index(True) :])
+        assert whole in (row["completion"] + "a", row["completion"] + "bc")
+
+
+def test_chat_messages_are_laid_out_by_the_template(build):
+    runtime = build(chat=True, max_tokens=3)
+    runtime.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }}.{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+    )
+    runtime.push(prompts([json.dumps([{"role": "user", "content": "hi"}]), "no json"]))
+    rows = rows_of(run_dry(runtime))
+    good = [row for row in rows if row["group_id"] == 0]
+    assert all(runtime.tokenizer.decode(row["tokens"][:7]) == "u=hi.a=" for row in good)
+    assert all("not chat messages" in row["error"] for row in rows if row["group_id"] == 1)
+
+
+def test_the_heartbeat_tells_version_load_and_rate(build):
+    now = [0.0]
+    runtime = build(context={"clock": lambda: now[0]}, slots=4, max_tokens=8, temperature=0.0)
+    runtime.push(prompts(letters(6)))
+    runtime.work()
+    status = runtime.status()
+    assert status["version"] == 0 and status["tokens_per_s"] == 0.0 and 0 < status["slot_share"] <= 1
+    now[0] = 2.0
+    rows = rows_of(run_dry(runtime))
+    before, status = status["tokens"], runtime.status()
+    assert status["tokens_per_s"] == (status["tokens"] - before) / 2 and status["waiting"] == status["active"] == 0
+    assert len(rows) > 0
+    runtime.close()
+
+
+def test_room_is_left_while_one_lane_has_no_prompts(build):
+    runtime = build(context={"columns": {"train": COLUMNS, "held_out": COLUMNS}})
+    runtime.push(prompts(letters(300)))
+    assert runtime.room() > 0
+    runtime.push(prompts(letters(300), "held_out"))
+    assert runtime.room() == 0

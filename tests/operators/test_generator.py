@@ -1,0 +1,45 @@
+"""The declaration of a generator: light, and honest about its knobs."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dataflow.model import Model
+from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS
+from operators.generator import Generator
+
+MODEL = Model("somewhere/policy")
+
+
+def test_declaring_a_generator_imports_no_torch():
+    code = "import sys, operators.generator, operators.models; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_plain_generator_has_no_faults():
+    assert Generator(MODEL).faults() == []
+    assert Generator(MODEL, temperature=0.0, top_k=3, top_p=0.5, stop=("END",), in_flight=4, context_tokens=64).faults() == []
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("group_size", 0), ("max_tokens", 0), ("max_tokens", 1.5), ("segment_tokens", 0), ("slots", 0), ("slots", True),
+        ("in_flight", 0), ("context_tokens", 1), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5), ("temperature", -0.1),
+        ("temperature", float("nan")), ("stop", "END"), ("stop", ("",)), ("stop", (1,)), ("on_update", "forget"),
+        ("model", Model("somewhere/critic", head="value")),
+    ],
+)  # fmt: skip
+def test_a_knob_that_cannot_be_right_is_named_with_a_way_out(knob, value):
+    knobs = {"model": MODEL, knob: value}
+    (fault,) = Generator(**knobs).faults()
+    assert knob in fault and ";" in fault and "'generator'" in fault
+
+
+def test_it_adds_the_rollout_columns_and_shows_its_knobs():
+    generator = Generator(MODEL, group_size=4, top_p=0.9)
+    assert dict(generator.provides(PROMPT_COLUMNS)) == {**PROMPT_COLUMNS, **ROLLOUT_COLUMNS}
+    assert generator.rollouts_per_prompt == 4
+    assert generator.reads() == {"prompt": str}
+    assert generator.knobs()["top_p"] == 0.9

@@ -1,0 +1,193 @@
+"""Shared memory keeps out who does not belong, and says so when there is none left."""
+
+import errno
+import os
+
+import msgpack
+import pytest
+import torch
+import zmq
+
+from transport.errors import AddressError
+from transport.weights import (
+    ChecksumMismatch,
+    Layout,
+    MessageError,
+    SegmentError,
+    SharedMemory,
+    WeightReader,
+    WeightWriter,
+)
+from transport.weights.messages import Offer, encode
+
+from .conftest import leftovers, parameters, values
+
+pytestmark = pytest.mark.usefixtures("clean_shm")
+
+LAYOUT = Layout.of(parameters())
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"ipc://{tmp_path}/w.sock"
+
+
+@pytest.fixture
+def writer(address):
+    writer = WeightWriter(LAYOUT, address)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def reader(address):
+    reader = WeightReader(address, "generator-0")
+    yield reader
+    reader.close()
+
+
+def joined(writer, reader, mine):
+    reader.attach(mine)
+    while not any(status.version == writer.version for status in writer.readers):
+        writer.poll()
+        if reader.poll():
+            reader.adopt()
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://10.0.0.7:5000", "tcp://*:5000", "tcp://127.0.0.1", "inproc://w", "w.sock", ""]
+)
+def test_an_address_that_others_could_reach_is_refused(address):
+    with pytest.raises(AddressError, match="stay on one machine; found address"):
+        SharedMemory(address)
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(AddressError, match="found mode 0755; make it with mode 0700"):
+        SharedMemory(f"ipc://{tmp_path}/w.sock")
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(AddressError, match="found no such folder"):
+        SharedMemory(f"ipc://{tmp_path}/none/w.sock")
+
+
+def test_an_address_too_long_for_a_socket_is_refused_and_leaves_nothing(tmp_path):
+    with pytest.raises(AddressError, match="at most 107 characters"):
+        WeightWriter(LAYOUT, f"ipc://{tmp_path}/{'w' * 120}")
+
+
+def test_loopback_serves_as_well(unused_port):
+    mine = parameters()
+    writer = WeightWriter(LAYOUT, f"tcp://127.0.0.1:{unused_port}")
+    reader = WeightReader(f"tcp://127.0.0.1:{unused_port}", "generator-0")
+    writer.publish(1, parameters(1))
+    joined(writer, reader, mine)
+    assert values(mine) == {1}
+    reader.close()
+    writer.close()
+
+
+@pytest.fixture
+def unused_port():
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    socket.close()
+    return port
+
+
+def test_full_memory_is_an_error_that_says_what_to_do(writer, monkeypatch):
+    def full(file, start, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(
+            SegmentError, match="found No space left on device, .* MiB free in .*; enlarge it"
+        ):
+            writer.publish(1, parameters(1))
+    assert writer.pending == 1
+    writer.poll()
+    assert writer.version == 1
+
+
+def test_segments_are_for_their_owner_alone(writer):
+    writer.publish(1, parameters(1))
+    site = writer._port._site
+    assert {(site.folder / name).stat().st_mode & 0o777 for name in leftovers() if site.prefix in name} == {
+        0o600
+    }
+
+
+def test_a_segment_outside_the_address_is_never_opened(address, tmp_path, reader):
+    (tmp_path / "other").write_bytes(bytes(4096))
+    site = SharedMemory(address)
+    for key in ("../../etc/passwd", "other", site.prefix + "/../other", site.prefix + "nowhere"):
+        assert reader._port.segment(key, 4032) is None
+
+
+def test_a_reader_that_writes_to_its_views_spoils_nobody_elses(writer, reader, address):
+    mine, theirs = parameters(), parameters()
+    other = WeightReader(address, "generator-1")
+    other.attach(theirs)
+    writer.publish(1, parameters(1))
+    joined(writer, reader, mine)
+    while other.version != 1:
+        writer.poll()
+        if other.poll():
+            other.adopt()
+    with torch.no_grad():
+        mine["up"].fill_(5)
+    assert values(theirs) == {1}
+    with pytest.raises(ChecksumMismatch, match="generator-0"):
+        for version in range(2, 9):
+            writer.publish(version, parameters(version))
+            while other.version != version:
+                writer.poll()
+                for end in (other, reader):
+                    if end.poll():
+                        end.adopt()
+    other.close()
+
+
+def test_what_is_no_message_is_dropped_by_the_writer_with_a_warning(writer, address):
+    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.connect(address)
+    stranger.send(msgpack.packb({"kind": "hello"}))
+    writer.socket.poll(5000)
+    with pytest.warns(RuntimeWarning, match="cannot be read; found"):
+        writer.poll()
+    assert writer.readers == ()
+    stranger.close()
+
+
+def test_what_is_no_message_is_an_error_for_the_reader(address, reader):
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.bind(address)
+    reader.poll()
+    peer, _ = router.recv_multipart()
+    router.send_multipart([peer, b"\xc1"])
+    reader.socket.poll(5000)
+    with pytest.raises(MessageError, match="cannot be read"):
+        reader.poll()
+    router.close()
+
+
+def test_an_offer_of_an_epoch_that_is_not_the_readers_is_ignored(address, reader):
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.bind(address)
+    reader.poll()
+    peer, _ = router.recv_multipart()
+    router.send_multipart([peer, encode(Offer(epoch=9, version=1, segment="x", checksum=0, sums=[]))])
+    reader.socket.poll(5000)
+    assert reader.poll() is None
+    router.close()
+
+
+def test_a_killed_writers_segments_can_be_swept(address):
+    site = SharedMemory(address)
+    for name in ("one", "two"):
+        (site.folder / f"{site.prefix}{name}").write_bytes(b"stale")
+    assert site.sweep() == 2
+    assert not any(site.prefix in name for name in leftovers())
