@@ -1,4 +1,4 @@
-"""The loop a researcher would write first: generate, score, one backward, in one process; the baseline to beat."""
+"""The loop a researcher would write first, in one process: generate, score, one backward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PlainRun:
     generate_s: float
     """Part of it spent in `model.generate`, in seconds."""
     points: tuple[Point, ...]
-    """Measured before the first step, every `eval_every` steps and after the last; empty without held-out rows."""
+    """Before the first step, every `eval_every` steps and after the last; empty without held-out rows."""
 
 
 def load(folder: str | Path) -> tuple[Any, Any]:
@@ -62,7 +62,11 @@ def generate(
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True)
     start = inputs["input_ids"].shape[1]
     tokens_B_T = model.generate(
-        **inputs, max_new_tokens=max_tokens, do_sample=not greedy, top_k=0, pad_token_id=tokenizer.pad_token_id
+        **inputs,
+        max_new_tokens=max_tokens,
+        do_sample=not greedy,
+        top_k=0,
+        pad_token_id=tokenizer.pad_token_id,
     )
     ended_B_T = (tokens_B_T[:, start:] == tokenizer.eos_token_id).cumsum(1)
     before_end_B_T = ended_B_T - (tokens_B_T[:, start:] == tokenizer.eos_token_id).long() == 0
@@ -83,7 +87,9 @@ def accuracy(
     total = 0.0
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
-        tokens, _, start = generate(model, tokenizer, [row["prompt"] for row in batch], max_tokens, greedy=greedy)
+        tokens, _, start = generate(
+            model, tokenizer, [row["prompt"] for row in batch], max_tokens, greedy=greedy
+        )
         completions = tokenizer.batch_decode(tokens[:, start:], skip_special_tokens=True)
         total += sum(reward(text, row["answer"]) for text, row in zip(completions, batch, strict=True))
     return total / len(rows)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from dataflow.files import RunFolderError, disk, flush_folder, to_json, write_atomically
+from dataflow.files import RunFolderError, disk, flush_to_disk, to_json, write_atomically
 
 MARKER = "commit.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -98,7 +97,7 @@ class Checkpoints:
             if final.exists():
                 final.replace(replaced)
             partial.replace(final)
-            flush_folder(self.path)
+            flush_to_disk(self.path)
             shutil.rmtree(replaced, ignore_errors=True)
         return final
 
@@ -133,9 +132,8 @@ def _names(folder: Path) -> list[str]:
 
 
 def _seal(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    flush_folder(path.parent)
+    flush_to_disk(path)
+    flush_to_disk(path.parent)
     return _facts(path)
 
 

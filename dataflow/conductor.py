@@ -45,8 +45,8 @@ class Conductor:
 
     graph: Graph
     plan: Plan
-    phase: str = "first_evaluation"
-    """first_evaluation | training | last_evaluation | over"""
+    phase: str = "starting"
+    """starting | first_evaluation | training | last_evaluation | over"""
     draining: bool = False
     _trainers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     _evaluations: dict[str, _Evaluation] = field(default_factory=dict)
@@ -75,6 +75,7 @@ class Conductor:
 
     def start(self) -> list[Word]:
         """The first words, once all workers are ready."""
+        self.phase = "first_evaluation"
         words = [Word(source, {"pause": bool(self._evaluations)}) for source in self._training_sources()]
         words += self._ask(0)
         return words + self._advance()
@@ -100,7 +101,7 @@ class Conductor:
     def drain(self) -> list[Word]:
         """The user wants to stop: finish the step under way, write a checkpoint, end."""
         self.draining = True
-        if not self._trainers:
+        if not self._trainers or self.phase == "starting":
             self.phase = "over"
         return [Word(name, {"drain": True}) for name in [*self._training_sources(), *self._trainers]] + self._advance()
 

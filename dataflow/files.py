@@ -40,11 +40,13 @@ def disk(doing: str, path: Path) -> Iterator[None]:
         raise RunFolderError(f"{doing} '{path}' failed: {said}; {_advice(error, path)}") from error
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], None], *, what: str = "writing") -> None:
-    """Let `write` fill a new file and put it at `path` in one step, flushed to the disk.
+def write_atomically(
+    path: Path, write: Callable[[BinaryIO], None], *, what: str = "writing", flush: bool = True
+) -> None:
+    """Let `write` fill a new file and put it at `path` in one step.
 
-    Whatever happens, `path` holds either all of the new content or what it held before.
-    Errors: RunFolderError.
+    Whatever happens to this process, `path` holds either all of the new content or what it held before; with
+    `flush` (milliseconds: it waits for the disk) also when the power is cut. Errors: RunFolderError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk(what, path):
@@ -52,18 +54,20 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None], *, what: str
             with temporary.open("wb") as file:
                 write(file)
                 file.flush()
-                os.fsync(file.fileno())
+                if flush:
+                    os.fsync(file.fileno())
             temporary.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        flush_folder(path.parent)
+        if flush:
+            flush_to_disk(path.parent)
 
 
-def flush_folder(folder: Path) -> None:
-    """Make renames inside `folder` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def flush_to_disk(path: Path) -> None:
+    """Make the content of a file, or the names inside a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

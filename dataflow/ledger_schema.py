@@ -9,6 +9,7 @@ from dataflow.errors import RunError
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 30.0
+WAL_PAGES = 4000  # 16 MB; each time it is full, one call waits for the disk
 STATES = ("issued", "generating", "generated", "scored")
 
 _STATES_SQL = ", ".join(f"'{state}'" for state in STATES)
@@ -52,10 +53,9 @@ TABLES = (
     from_step INTEGER NOT NULL,
     at        REAL NOT NULL)""",
     f"""CREATE TABLE abandoned_outcomes (line INTEGER NOT NULL, {_OUTCOME_COLUMNS},
-    PRIMARY KEY (line, source, group_id, node)) WITHOUT ROWID""",
-    "CREATE INDEX abandoned_by_step ON abandoned_outcomes (line, node, step)",
+    PRIMARY KEY (line, node, step, source, group_id)) WITHOUT ROWID""",
     f"""CREATE TABLE abandoned_steps (line INTEGER NOT NULL, {_STEP_COLUMNS},
-    PRIMARY KEY (line, node, step)) WITHOUT ROWID""",
+    PRIMARY KEY (node, step, line)) WITHOUT ROWID""",
 )
 
 
@@ -71,6 +71,7 @@ def connect(path: Path, *, mode: str, busy_timeout_s: float = BUSY_TIMEOUT_S) ->
         )
         try:
             db.execute("PRAGMA synchronous = NORMAL")
+            db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
             db.execute("PRAGMA foreign_keys = ON")
         except BaseException:
             db.close()

@@ -15,7 +15,7 @@ from typing import Any
 from dataflow.errors import WorkerDied
 from dataflow.pool_calls import Settings
 from dataflow.pool_process import Chunk, Frame, Piece, Process, memory_kb, pieces_of
-from dataflow.pool_server import END, LANE_WORDS, ORDER, REPLY, SPAWN, start_server
+from dataflow.pool_server import ALIVE, END, LANE_WORDS, LOST, ORDER, REPLY, SPAWN, start_server
 
 _PATIENCE_S = 10.0
 _MEMORY_LOOK_S = 0.1
@@ -67,7 +67,7 @@ class Pool:
         self._pending: deque[Piece] = deque()
         self._answers: list[Answer] = []
         self._orders: deque[float] = deque()
-        self._next_job = self._next_chunk = self._deaths = 0
+        self._next_job = self._next_chunk = self._deaths = self._blameless = 0
         self._memory_looked_s = 0.0
         self._window = 2 * settings.concurrency
         window = self._window if settings.processes > 1 else 1 << 30
@@ -145,11 +145,11 @@ class Pool:
         theirs.close()
         self._orders.append(time.monotonic())
 
-    def _end(self, process: Process) -> None:
+    def _end(self, process: Process, order: int = END) -> None:
         self.restarts += 1
         self._drop_wire(process)
         with contextlib.suppress(OSError):
-            self._control.sendall(ORDER.pack(END, process.number))
+            self._control.sendall(ORDER.pack(order, process.number))
         self._orders.append(time.monotonic())
 
     def _drop_wire(self, process: Process) -> None:
@@ -183,9 +183,11 @@ class Pool:
         self._selector.unregister(self._control)
         self._control.close()
         _reap(self._server_pid, 0.0)
-        if self._deaths > 2 * _DEATHS:
+        is_blameless = not any(process.running() for process in self._processes)
+        self._blameless = self._blameless + 1 if is_blameless else 0
+        if self._blameless > _DEATHS:
             raise WorkerDied(
-                f"the server of a scorer's processes ended {self._deaths} times without one answer between; "
+                f"the server of a scorer's processes ended {self._blameless} times while no call was made; "
                 f"look in the system's log for what ends it (memory?), then run again"
             )
         for process in self._processes:
@@ -231,13 +233,13 @@ class Pool:
     def _read(self, process: Process) -> None:
         frames, is_over = process.read()
         for frame in frames:
-            self._deaths = 0
+            self._deaths = self._blameless = 0
             self._answer(frame)
             if not frame.chunk.open:
                 self._pace(process, time.monotonic() - frame.chunk.sent_s)
         if is_over:
             self._deaths += 1
-            self._end(process)
+            self._end(process, LOST)
 
     def _pace(self, process: Process, took_s: float) -> None:
         """Several processes share the calls in pieces that grow while they come back quickly."""
@@ -294,7 +296,8 @@ class Pool:
         for process in processes:
             for chunk, call in process.late:
                 self._fail(chunk, call, self._settings.late)
-        accused = [each for process in processes if not process.late for each in process.running()]
+        at_work = [process for process in processes if not process.late and status != ALIVE]
+        accused = [each for process in at_work for each in process.running()]
         left = [(chunk, call) for chunk in chunks for call in chunk.open]
         if not accused and len(left) == 1 and not any(process.late for process in processes):
             accused = left
@@ -310,7 +313,7 @@ class Pool:
             else:
                 chunk.open.discard(call)
                 apart.append(Piece(chunk.job, call, call + 1, is_alone=True))
-        if not accused and self._deaths >= _DEATHS:
+        if not accused and (self._deaths >= _DEATHS or status == ALIVE):
             for chunk in chunks:
                 chunk.is_alone = True
         self._pending.extendleft(reversed(apart + pieces_of(chunks)))
@@ -322,6 +325,8 @@ class Pool:
         self._answer(Frame(chunk, [call], [None], {call: text}))
 
     def _how_it_ended(self, status: int) -> str:
+        if status == ALIVE:
+            return "it closed the wire of its process"
         if os.WIFEXITED(status):
             return f"its process exited with status {os.WEXITSTATUS(status)}"
         limit_mb = self._settings.memory_mb

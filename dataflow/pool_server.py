@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -18,9 +19,11 @@ from dataflow.pool_calls import Settings, make_calls
 
 ORDER = struct.Struct("<Bi")  # what, which process
 REPLY = struct.Struct("<Bii")  # what, which process, pid or wait status
-SPAWN, END = 1, 2
+SPAWN, END, LOST = 1, 2, 3
+ALIVE = -1  # wait status of a process that was lost and had not ended
 LANE_WORDS = 3
 _LOOK_S = 1.0
+_LAST_BREATH_S = 0.1
 _RESERVE_MB = 1536
 _PR_SET_PDEATHSIG = 1
 
@@ -49,7 +52,7 @@ def start_server(progress: memoryview, settings: Settings) -> tuple[socket.socke
 def _serve(control: socket.socket, owner: int, progress: memoryview, settings: Settings) -> None:
     """Fork and end processes as told; never returns.
 
-    consumes: orders to spawn (with the process's socket) or to end a process
+    consumes: orders to spawn a process (with its socket), to end one, or to say how a lost one ended
     produces: a reply to each, with its pid or its wait status
     waits for: an order, looking every second whether the owner still lives
     unblocked by: an order, or the end of the owner
@@ -70,7 +73,9 @@ def _serve(control: socket.socket, owner: int, progress: memoryview, settings: S
                 os.close(fds[0])
                 control.sendall(REPLY.pack(SPAWN, number, pids[number]))
             else:
-                control.sendall(REPLY.pack(END, number, _end(pids.pop(number))))
+                pid = pids.pop(number)
+                status = _end(pid) if what == END else _bury_lost(pid)
+                control.sendall(REPLY.pack(END, number, status))
     except OSError:
         pass
     finally:
@@ -111,6 +116,17 @@ def _end(pid: int) -> int:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
+
+
+def _bury_lost(pid: int) -> int:
+    """The wait status of a process whose wire was closed; ALIVE when it did that and lived on until now."""
+    deadline = time.monotonic() + _LAST_BREATH_S
+    while time.monotonic() < deadline:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return _end(pid)
+        time.sleep(0.001)
+    _end(pid)
+    return ALIVE
 
 
 def _go_quiet() -> None:

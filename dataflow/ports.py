@@ -52,13 +52,14 @@ class Ports:
         return self._outlets
 
     def writer_of(self, trainer: str) -> Callable[[Mapping[str, Any]], WeightsOut]:
-        """Opens the trainer's end of its weight plane."""
+        """Opens the trainer's end of its weight plane, and offers the weights that it starts from as version 0."""
 
         def open_writer(tensors: Mapping[str, Any]) -> WeightsOut:
             from transport.weights import Layout, WeightWriter
 
             writer = WeightWriter(Layout.of(tensors), self._site(trainer))
             self._weights.append(writer)
+            writer.publish(0, tensors)
             return writer
 
         return open_writer

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from dataflow.conductor import Conductor
 from dataflow.control import Limits, Scheduler
 from dataflow.display import SafeView, make_view
 from dataflow.draw import reward_curve_svg
@@ -23,6 +24,7 @@ from dataflow.ledger import Ledger
 from dataflow.model_size import measure_models
 from dataflow.plan import Devices, Plan, plan
 from dataflow.run_folder import RunFolder
+from dataflow.summary import summarize
 from dataflow.verify import Verdict, verify
 from dataflow.watch import Watch
 
@@ -122,22 +124,30 @@ def run(
         outcome = _run_processes(graph, planned, settings, watch, quiet, limits)
     else:
         outcome = _run_inline(graph, planned, settings, watch, quiet)
-    result = Result(
-        folder=folder.path, seconds=outcome.seconds, steps=outcome.steps, verdict=verify(folder.path),
-        busy_seconds=outcome.busy_seconds,
+    folder.write_json(
+        "times.json",
+        {
+            "outcome": "stopped" if outcome.stopped else "finished", "seconds": outcome.seconds,
+            "busy_seconds": dict(outcome.busy_seconds),
+        },
     )  # fmt: skip
     (folder.path / "curve.svg").write_text(reward_curve_svg(watch.lines, title=graph.name), encoding="utf-8")
+    verdict = verify(folder.path)
     if not quiet:
         with make_view(sys.stdout) as view:
-            outcome_word = "stopped" if steps is not None and result.steps < steps else "finished"
-            view.summary(watch.summary(result.verdict.line, result.verdict.clean, outcome_word))
-    return result
+            view.summary(summarize(folder, verdict.line, verdict.clean))
+    return Result(
+        folder=folder.path, seconds=outcome.seconds, steps=outcome.steps, verdict=verdict,
+        busy_seconds=outcome.busy_seconds,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
     seconds: float
     steps: int
+    stopped: bool
+    """Whether the user ended it early."""
     busy_seconds: Mapping[str, float]
 
 
@@ -156,7 +166,7 @@ def _run_processes(
             view.update(watch.snapshot())
     finally:
         scheduler.close()
-    return _Outcome(seconds=watch.seconds, steps=scheduler.conductor.step, busy_seconds=watch.busy_seconds)
+    return _outcome(watch, scheduler.conductor)
 
 
 def _run_inline(graph: Graph, planned: Plan, settings: Settings, watch: Watch, quiet: bool) -> _Outcome:
@@ -174,7 +184,13 @@ def _run_inline(graph: Graph, planned: Plan, settings: Settings, watch: Watch, q
             look()
     finally:
         running.close()
-    return _Outcome(seconds=watch.seconds, steps=running.conductor.step, busy_seconds=watch.busy_seconds)
+    return _outcome(watch, running.conductor)
+
+
+def _outcome(watch: Watch, conductor: Conductor) -> _Outcome:
+    return _Outcome(
+        seconds=watch.seconds, steps=conductor.step, stopped=conductor.draining, busy_seconds=watch.busy_seconds
+    )
 
 
 def _view(quiet: bool) -> SafeView:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeAlias
 import pyarrow as pa
 
 from dataflow.checkpoints import Checkpoints
-from dataflow.files import RunFolderError, append_line, disk, to_json, write_atomically
+from dataflow.files import RunFolderError, append_line, disk, flush_to_disk, to_json, write_atomically
 
 Rows: TypeAlias = pa.Table | pa.RecordBatch | Iterable[pa.RecordBatch]
 
@@ -160,10 +160,24 @@ class RunFolder:
         return lines, torn
 
     def write_rollouts(self, step: int, rows: Rows, *, node: str | None = None) -> Path:
-        """Write what `step` trained, before it is committed to the ledger. Errors: RunFolderError."""
+        """Write what `step` trained, before it is committed to the ledger. Errors: RunFolderError.
+
+        Whole or not there after any crash of the process; flush_rollouts() is for power cuts.
+        """
         path = self.step_file(step, node=node)
         write_arrow(path, rows)
         return path
+
+    def flush_rollouts(self, steps: Iterable[int], *, node: str | None = None) -> None:
+        """Bring the files of these steps to the disk itself, before the checkpoint after them is marked.
+
+        So a power cut takes at most what a resume from that checkpoint makes again. Errors: RunFolderError.
+        """
+        folder = self._rollout_folder(node)
+        with disk("flushing", folder):
+            for step in steps:
+                flush_to_disk(self.step_file(step, node=node))
+            flush_to_disk(folder)
 
     def read_rollouts(self, step: int, *, node: str | None = None) -> pa.Table:
         """What step `step` trained, in order. Errors: RunFolderError when the file is missing or damaged."""
@@ -188,7 +202,7 @@ def write_arrow(path: Path, rows: Rows) -> None:
     table = rows if isinstance(rows, pa.Table) else _table(path, rows)
     with disk("writing", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda file: _put_table(file, table))
+    write_atomically(path, lambda file: _put_table(file, table), flush=False)
 
 
 def read_arrow(path: Path) -> pa.Table:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dataflow.conductor import Conductor
-from dataflow.display import EdgeSnapshot, NodeSnapshot, Snapshot, Summary
+from dataflow.display import EdgeSnapshot, NodeSnapshot, Snapshot
 from dataflow.graph import Graph
 from dataflow.plan import Plan
 from dataflow.run_folder import RunFolder
@@ -59,7 +59,7 @@ class Watch:
         """Take in the newest beats."""
         now = self._clock()
         self._merge(beats)
-        if self._training is None and conductor.phase != "first_evaluation":
+        if self._training is None and conductor.phase not in ("starting", "first_evaluation"):
             self._training = (now, self._busy())
         if self._training and self._trained is None and conductor.phase in ("last_evaluation", "over"):
             self._trained = (now, self._busy())
@@ -97,33 +97,6 @@ class Watch:
             rollouts_per_s=self._rate(lambda nodes: sum(nodes[n]["rows_in"] for n in self._trainers() if n in nodes)),
             elapsed_s=elapsed, left_s=left, groups=dict(last.get("dropped") or {}),
             nodes=tuple(self._node(name) for name in self._graph.operators), edges=self._edges(),
-        )  # fmt: skip
-
-    def summary(self, verdict: str, is_clean: bool, outcome: str = "finished") -> Summary:
-        """The run at its end."""
-        self._tail()
-        steps = [line for line in self._lines if "loss" in line]
-        scores = [line["eval_accuracy"] for line in self._lines if "eval_accuracy" in line]
-        rewards = [line["reward_mean"] for line in steps if line.get("reward_mean") is not None]
-        tenth = max(1, len(rewards) // 10)
-        busy = self.busy_seconds
-        busiest = max(busy, key=lambda node: busy[node], default="")
-        ages = [line["staleness_mean"] for line in steps]
-        return Summary(
-            graph=self._graph.name, outcome=outcome, steps=len(steps), wall_s=self.seconds,
-            rollouts=sum(line.get("rollouts", 0) for line in steps),
-            dropped=sum((steps[-1].get("dropped") or {}).values()) if steps else None,
-            reward_before=_mean(rewards[:tenth]), reward_after=_mean(rewards[-tenth:]),
-            accuracy_before=scores[0] if scores else None, accuracy_after=scores[-1] if len(scores) > 1 else None,
-            efficiency=busy[busiest] / self.seconds if busiest and self.seconds else None, busiest=busiest,
-            staleness_mean=_mean(ages), staleness_max=max((line["staleness_max"] for line in steps), default=None),
-            verdict=verdict, is_clean=is_clean, folder=str(self._folder.path),
-            commands=(
-                (f"dataflow verify {self._folder.path}", "the ledger, recomputed from the folder"),
-                (f"dataflow show {self._folder.path}", "this summary again"),
-                (str(self._folder.path / "curve.svg"), "reward and accuracy by step"),
-                (str(self._folder.path / "graph.svg"), "the graph as it was placed"),
-            ),
         )  # fmt: skip
 
     @property
@@ -232,6 +205,3 @@ def _note(status: Mapping[str, Any]) -> str:
 def _whole(value: Any) -> int | None:
     return None if value is None else int(value)
 
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -17,6 +17,7 @@ import psutil
 import structlog
 import zmq
 
+from dataflow.errors import DeadlineError
 from dataflow.graph import Graph
 from dataflow.host import Host, Settings
 from dataflow.link import Link
@@ -77,6 +78,7 @@ class Worker:
         self._report: dict[str, Any] = {}
         self._depths: dict[str, tuple[int, int]] = {}
         self._refreshed = 0.0
+        self._early: list[dict[str, Any]] = []
         self._state = "starting"
 
     def run(self) -> None:
@@ -121,7 +123,8 @@ class Worker:
             self._report, self._depths = self._host.report(), self._ports.depths()
 
     def _hear(self) -> None:
-        for word in self._link.words():
+        words, self._early = [*self._early, *self._link.words()], []
+        for word in words:
             if word["kind"] == "tell":
                 self._host.tell(word["node"], word["message"])
             elif word["kind"] == "stop":
@@ -131,13 +134,13 @@ class Worker:
         deadline = time.monotonic() + deadline_s
         while time.monotonic() < deadline:
             self._link.socket.poll(100)
-            for word in self._link.words():
+            self._early += self._link.words()
+            while self._early:
+                word = self._early.pop(0)
                 if word["kind"] == "stop":
                     raise SystemExit(0)
                 if word["kind"] == kind:
                     return word
-        from dataflow.errors import DeadlineError
-
         raise DeadlineError(
             f"worker '{self._settings.worker}' waited {deadline_s:.0f} s for the scheduler's word '{kind}' and did "
             f"not get it; another worker may not have started: see the other logs of this run"

@@ -76,7 +76,7 @@ class EvaluateRuntime(Runtime):
     def __init__(self, evaluate: Evaluate, context: Context) -> None:
         self._evaluate, self._context = evaluate, context
         self._rounds: dict[int, dict[str, _Round]] = {}
-        self._closed: dict[str, int] = {}
+        self._closed: set[int] = set()
         self._last: dict[str, float | int | str] = {}
 
     def room(self) -> int:
@@ -97,10 +97,10 @@ class EvaluateRuntime(Runtime):
             size, step = rows.column(ROUND_SIZE)[start].as_py(), rows.column(MIN_VERSION)[start].as_py()
             if not size:
                 raise OperatorError(
-                    f"'{self._context.node}' evaluates rounds, but group {group_id} of '{batch.lane}' belongs to "
-                    f"none (round_size {size}); give it prompts of their own, in a source of another name"
+                    f"'{self._context.node}' evaluates rounds, but group {group_id} of '{batch.lane}' is "
+                    f"in none (round_size {size}); give it prompts of their own, in a source of another name"
                 )
-            if group_id <= self._closed.get(batch.lane, -1):
+            if step in self._closed:
                 release()
                 continue
             found = self._rounds.setdefault(step, {}).setdefault(batch.lane, _Round(size, {}))
@@ -143,9 +143,8 @@ class EvaluateRuntime(Runtime):
         metrics = {"step": step, **round_metrics(table, self._evaluate.of)}
         if context.folder is not None:
             context.folder.write_evaluation(step, table)
-        for lane, found in lanes.items():
-            self._closed[lane] = max(found.groups)
-            if context.ledger is not None:
+        if context.ledger is not None:
+            for lane, found in lanes.items():
                 context.ledger.evaluated(context.node, lane, sorted(found.groups), step)
         if context.folder is not None:
             context.folder.append_metrics(metrics)
@@ -154,6 +153,7 @@ class EvaluateRuntime(Runtime):
                 "evaluation has failures", node=context.node, step=step, errors=metrics["eval_errors"],
                 of=metrics["eval_n"] + metrics["eval_errors"],
             )  # fmt: skip
+        self._closed.add(step)
         self._last = {"round": step}
         if metrics["eval_accuracy"] is not None:
             self._last["eval_accuracy"] = metrics["eval_accuracy"]

@@ -82,9 +82,7 @@ class Generator(Generate):
                 f'give it as stop=("END",)'
             )
         if self.on_update != "keep":
-            found.append(
-                f"'{self.name}' got on_update={self.on_update!r}, which is not known; use \"keep\""
-            )
+            found.append(f"'{self.name}' got on_update={self.on_update!r}, which is not known; use \"keep\"")
         if isinstance(self.model, Model) and self.model.head != "lm":
             found.append(
                 f"'{self.name}' generates with model '{self.model.name}', whose head is {self.model.head!r}; "
@@ -105,5 +103,3 @@ def _is_whole(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-

@@ -140,7 +140,9 @@ def _attributed(model: Model, what: str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             way_out = "read that code and, if you trust it, give Model(..., trust_remote_code=True)"
             text = "it comes with Python code of its own (auto_map), which may not run"
-        raise ModelError(f"{what} of model '{model.name}' cannot be loaded from {model.source}: {text}; {way_out}") from error
+        raise ModelError(
+            f"{what} of model '{model.name}' cannot be loaded from {model.source}: {text}; {way_out}"
+        ) from error
 
 
 @contextlib.contextmanager

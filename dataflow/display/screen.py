@@ -60,7 +60,7 @@ def lines(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list[
         found += [[], *shown]
     if warnings:
         found += [[], *([("! ", "warning"), (text, "warning")] for text in warnings)]
-    return [_cut(line, screen.width) for line in found[: screen.height]]
+    return [_cut(line, screen) for line in found[: screen.height]]
 
 
 def text_of(line: Line) -> str:
@@ -78,6 +78,8 @@ def _progress(snapshot: Snapshot, screen: Screen) -> Line:
     if known(snapshot.left_s) is not None:
         times += f", {duration(snapshot.left_s)} left"
     room = screen.width - cell_len(name) - cell_len(counted) - cell_len(times) - 6
+    if room < -2:
+        times = f"{duration(snapshot.elapsed_s, '0:00')} elapsed"
     line = [(name, "title"), ("  ", "")]
     if steps and room >= 8:
         width = min(room, 60)
@@ -142,7 +144,8 @@ def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Lin
         shown = [nodes[at] for at in sorted(ranked)]
     name_width = min(max([cell_len(clean(node.name)) for node in shown] + [8]), max(width // 3, 8), 28)
     with_state, with_note = width >= 64, width >= 76
-    bar = min(max((width - name_width - 46) // 2, 10), 30)
+    fixed = name_width + 24 + 11 * with_state + 20 * with_note
+    bar = min(max(width - fixed, 4), 30)
     head = [fit("node", name_width)]
     if with_state:
         head.append(fit("state", 9))
@@ -152,7 +155,7 @@ def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Lin
         (f" blocked {glyphs.blocked}", "hot"),
         (f" idle {glyphs.idle}", "dim"),
     ]
-    found: list[Line] = [[("  ".join(head) + "  ", "dim"), *(key if bar >= 10 else [])]]
+    found: list[Line] = [[("  ".join(head) + "  ", "dim"), *(key if bar >= 10 else key[:1])]]
     for node in shown:
         busy, blocked, idle = split_bar(node.busy, node.blocked, bar, glyphs)
         line: Line = [(fit(clean(node.name), name_width, glyphs.more), "strong"), ("  ", "")]
@@ -222,14 +225,15 @@ def _fill(edge: EdgeSnapshot) -> float:
     return share((known(edge.depth) or 0.0) / capacity) if capacity else 0.0
 
 
-def _cut(line: Line, width: int) -> Line:
+def _cut(line: Line, screen: Screen) -> Line:
     """The pieces that fit."""
     kept: Line = []
+    width = screen.width
     for text, style in line:
         size = cell_len(text)
         if size > width:
             if width > 0:
-                kept.append((fit(text, width), style))
+                kept.append((fit(text, width, screen.glyphs.more), style))
             break
         if text:
             kept.append((text, style))

@@ -150,6 +150,8 @@ class SafeView:
     def __init__(self, makers: Iterable[Callable[[], View]]) -> None:
         self._makers = list(makers)
         self._view: View | None = None
+        self._is_acting = False
+        self._later: list[Callable[[View], None]] = []
         self._next()
 
     def __enter__(self) -> Self:
@@ -177,6 +179,17 @@ class SafeView:
         self._attempt(lambda view: view.close())
 
     def _attempt(self, act: Callable[[View], None]) -> None:
+        self._later.append(act)
+        if self._is_acting:
+            return  # called by a signal handler from the midst of another act, which will see to it
+        self._is_acting = True
+        try:
+            while self._later:
+                self._act(self._later.pop(0))
+        finally:
+            self._is_acting = False
+
+    def _act(self, act: Callable[[View], None]) -> None:
         while self._view is not None:
             try:
                 act(self._view)
@@ -195,7 +208,7 @@ class SafeView:
 
 
 class _Lines:
-    """Lines as rich draws them, without its costly wrapping; signs the terminal lacks become question marks."""
+    """Lines as rich draws them, without its costly wrapping; signs it cannot show become question marks."""
 
     def __init__(self, found: list[Line], encoding: str) -> None:
         self._found, self._encoding = found, encoding

@@ -10,6 +10,8 @@ from dataflow.draw.words import xml
 WIDTH, HEIGHT = 760.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 30.0, 64.0, 52.0
 MOST_POINTS = 1_500
+LARGEST = 1e100
+"""Numbers beyond are not drawn."""
 SMOOTHED = 20
 """From so many steps on, a running mean is drawn."""
 REWARD_NAMES = ("reward_mean", "reward")
@@ -85,7 +87,7 @@ def _series(metrics: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) < LARGEST  # false for NaN
 
 
 def _smooth(series: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -107,8 +109,8 @@ def _thin(series: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
     """Round numbers that enclose low and high."""
-    if not high > low:
-        high = low + 1
+    # A span that floats cannot divide is widened.
+    high = max(high, low + 1e-6 * max(abs(low), abs(high)), low + 1e-9)
     raw = (high - low) / about
     size = 10 ** math.floor(math.log10(raw))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
@@ -119,7 +121,7 @@ def _ticks(low: float, high: float, about: int, whole: bool = False) -> list[flo
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.10g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.10g}"
 
 
 def _line(name: str, points: Sequence[tuple[float, float]]) -> str:
@@ -137,8 +139,7 @@ def _dot(x: float, y: float, point: tuple[float, float]) -> str:
 def _document(title: str, body: Sequence[str]) -> str:
     extra = (
         ".dataflow-graph .end{text-anchor:end}.dataflow-graph .middle{text-anchor:middle}"
-        ".dataflow-graph .mark{font-size:11px;font-weight:600;paint-order:stroke;"
-        "stroke-width:4px;stroke-linejoin:round}"
+        ".dataflow-graph .mark{font-size:11px;font-weight:600}"
         ".dataflow-graph .line{stroke-linejoin:round;stroke-width:2}"
         ".dataflow-graph .raw .line{stroke-width:1;stroke-opacity:.4}"
     )

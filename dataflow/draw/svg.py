@@ -1,6 +1,7 @@
 """The picture of a graph as one SVG without anything outside it, readable on light and dark pages."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from dataflow.draw import frames as device_frames
@@ -14,6 +15,7 @@ NAME, SMALL, CODE = 13.0, 10.0, 9.5
 LINE = 12.5
 PAD = 12.0
 NAME_LENGTH = 32
+FRAME_LENGTH = 40
 ARROW = 6.0
 FRAME_PAD, FRAME_TITLE = 11.0, 15.0
 
@@ -38,6 +40,10 @@ def render(picture: Picture) -> str:
         Back(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12) for b in picture.loops
     ]
     layout = arrange(sizes, links, backs, spacing)
+    wider = _widened(picture, layout, sizes)
+    if wider:
+        sizes.update(wider)
+        layout = arrange(sizes, links, backs, spacing)
     columns = [_columns(layout.boxes[name], sizes[name], found, indent) for name, found in labels.items()]
     return _document(picture, layout, columns, spacing)
 
@@ -55,6 +61,8 @@ def _document(picture: Picture, layout: Layout, columns: Sequence[str], spacing:
         led.add((wire.tail, wire.lane))
     for loop, route in zip(picture.loops, layout.backs, strict=True):
         body.append(_back(f"{loop.tail} → {loop.head}: {loop.label}", route))
+    for number, (frame, found) in enumerate(zip(picture.frames, framed, strict=True)):
+        body += [_frame_label(number, frame.label, rect) for rect in found]
     for number, box in enumerate(picture.boxes):
         body.append(_box(number, box, layout.boxes[box.name]))
     body += columns
@@ -231,6 +239,19 @@ def _back_label(label: str, at: Point) -> str:
     )
 
 
+def _widened(picture: Picture, layout: Layout, sizes: dict[str, Size]) -> dict[str, Size]:
+    """Boxes that must be wider, because the frame around them is too narrow for its label."""
+    wider: dict[str, Size] = {}
+    for frame in picture.frames:
+        needed = sans_width(shorten(frame.label, FRAME_LENGTH), SMALL) + 20
+        for piece in _pieces(frame.nodes, layout):
+            if piece.width < needed:
+                name = next(name for name in frame.nodes if layout.boxes[name].touches(piece))
+                room = layout.boxes[name].width + needed - piece.width
+                wider[name] = replace(sizes[name], width=room)
+    return wider
+
+
 def _pieces(nodes: Sequence[str], layout: Layout) -> list[Rect]:
     members, others = device_frames.members_of(layout.boxes, nodes)
     found = device_frames.pieces(members, others, reach=300.0)
@@ -241,8 +262,15 @@ def _frame(number: int, label: str, rect: Rect) -> str:
     return (
         f'<g class="frame frame{number % len(theme.LIGHT_FRAMES)}"><title>{xml(label)}</title>'
         f'<rect x="{_n(rect.left)}" y="{_n(rect.top)}" width="{_n(rect.width)}" '
-        f'height="{_n(rect.height)}" rx="10"/>'
-        f'<text x="{_n(rect.left + 10)}" y="{_n(rect.top + 14)}">{xml(label)}</text></g>'
+        f'height="{_n(rect.height)}" rx="10"/></g>'
+    )
+
+
+def _frame_label(number: int, label: str, rect: Rect) -> str:
+    shown = xml(shorten(label, FRAME_LENGTH))
+    return (
+        f'<g class="frame frame{number % len(theme.LIGHT_FRAMES)}">'
+        f'<text x="{_n(rect.left + 10)}" y="{_n(rect.top + 14)}">{shown}</text></g>'
     )
 
 

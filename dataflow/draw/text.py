@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from dataflow.draw.picture import Box, Frame, Picture, column_lines
 from dataflow.draw.theme import LIGHT, LIGHT_FRAMES, LIGHT_LANES
-from dataflow.draw.words import dot, mermaid
+from dataflow.draw.words import dot, mermaid, yaml
 
 _SHAPES = {"source": ("([", "])"), "sink": ("[/", "/]"), "trainer": ("[[", "]]")}
 
@@ -47,7 +47,7 @@ def to_mermaid(picture: Picture) -> str:
     names = {box.name: f"n{number}" for number, box in enumerate(picture.boxes)}
     lines = ["flowchart LR"]
     if picture.title:
-        lines = ["---", f'title: "{mermaid(picture.title)}"', "---", *lines]
+        lines = ["---", f"title: {yaml(picture.title)}", "---", *lines]
     for box in picture.boxes:
         before, after = _SHAPES.get(box.role, ("[", "]"))
         label = "<br/>".join(mermaid(line) for line in _label(box).split("\n"))

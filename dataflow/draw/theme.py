@@ -65,6 +65,7 @@ def _fixed() -> str:
         " .weights .line": "stroke-dasharray:5 4;stroke-linecap:butt",
         " .frame rect": "fill-opacity:.07;stroke-opacity:.55;stroke-width:1",
         " .frame text": "font-size:10px;font-weight:600",
+        " .frame text,.dataflow-graph .mark": "paint-order:stroke;stroke-width:3px;stroke-linejoin:round",
     }
     return _rules(rules)
 
@@ -97,7 +98,7 @@ def _colours(of: Mapping[str, str], lanes: Sequence[str], frames: Sequence[str])
         rules[f" .lane{at} .tip"] = f"fill:{colour}"
     for at, colour in enumerate(frames):
         rules[f" .frame{at} rect"] = f"fill:{colour};stroke:{colour}"
-        rules[f" .frame{at} text"] = f"fill:{colour}"
+        rules[f" .frame{at} text"] = f"fill:{colour};stroke:{of['paper']}"
     return _rules(rules)
 
 

@@ -1,5 +1,6 @@
 """Text in pictures: how wide it is, and how it is escaped in each format."""
 
+import json
 import unicodedata
 
 _NARROW = frozenset("iljtfrI.,:;'|!()[]{} `-/\\")
@@ -35,6 +36,12 @@ def mermaid(text: str) -> str:
     return "".join(
         char if char.isalnum() or char in " _.,=…+·/" else f"#{ord(char)};" for char in text if _is_xml(char)
     )
+
+
+def yaml(text: str) -> str:
+    """A quoted YAML string on one line, without a sign that HTML could read as syntax."""
+    quoted = json.dumps("".join(char if _is_xml(char) else "\N{REPLACEMENT CHARACTER}" for char in text))
+    return "".join(f"\\u{ord(char):04x}" if char in "<>&`" else char for char in quoted)
 
 
 def _sans(char: str) -> float:

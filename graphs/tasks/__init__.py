@@ -1,1 +1,1 @@
-"""Tasks a small Llama can learn, as pure functions of text: where prompts come from and what an answer is worth."""
+"""Tasks that a small Llama can learn, as pure functions of text: prompts, answers and rewards."""

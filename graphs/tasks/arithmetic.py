@@ -14,7 +14,7 @@ _TOKEN = re.compile(rf"\$?{_DIGITS}%?|[-+*/()]", re.ASCII)
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of a number as it stands alone, or None: `0.20`, `.2`, `-5`, `$1,000`, `50%` (a half)."""
+    """The exact value of a number standing alone, or None: `0.20`, `.2`, `-5`, `$1,000`, `50%` (a half)."""
     found = _NUMBER.fullmatch(text.strip()) if len(text) <= LONGEST_TEXT else None
     if found is None:
         return None

@@ -23,7 +23,7 @@ HELD_OUT_SHARE = 8
 def is_held_out(answer: str) -> bool:
     """Whether an answer belongs to evaluation: a fixed eighth of all answers, whatever the seed.
 
-    The answer decides, so no held-out answer is ever trained on, not even from the same letters in another order.
+    The answer decides, so no held-out answer is ever trained on, in whatever order its letters are given.
     """
     return zlib.crc32(answer.encode()) % HELD_OUT_SHARE == 0
 

@@ -57,7 +57,9 @@ class Admission:
             group.group_id, dropped, version, bound.prompts_per_step, bound.max_staleness, self.in_flight
         )
 
-    def start(self, *, free: int, slots: int, version: int, dropped: int) -> Iterator[tuple[str, Waiting, int]]:
+    def start(
+        self, *, free: int, slots: int, version: int, dropped: int
+    ) -> Iterator[tuple[str, Waiting, int]]:
         """Lane, group and how many of its rollouts start now; a group leaves its queue once all have started.
 
         A group waits until all its rollouts fit, unless it is larger than a quarter of the slots: then it

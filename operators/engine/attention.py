@@ -7,12 +7,14 @@ H query heads, K key/value heads, R = H / K, D width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from operators.engine import native
 from operators.engine.kv_cache import KVCache
 from operators.models import ModelError
 
@@ -47,6 +49,10 @@ class Layout:
     longest: int
     """Positions to attend to: the largest of `positions` plus one."""
     prompts: NewPrompts | None = None
+    kernel: Callable[..., None] | None = None
+    """The C kernel for the active rows; None: torch's operators."""
+    slots: torch.Tensor | None = None
+    """With a kernel: the slot of each active row, [n]. Without, rows lie in slots 0 .. n-1."""
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
     """By number of heads: rows of the cache, seen as [S * K * T, D], that the new tokens go to."""
     biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
@@ -134,6 +140,11 @@ def _attend_slots(
     softcap: float | None,
 ) -> torch.Tensor:
     """One new token per active slot: output [n, H, D]."""
+    if slots.kernel is not None and slots.slots is not None:
+        return native.decode_attention(
+            slots.kernel, query[0, :, :active], key[0, :, :active], value[0, :, :active], keys, values, slots.slots,
+            slots.positions, scale, window, softcap,
+        )  # fmt: skip
     heads, width = key.shape[1], key.shape[3]
     rows = slots.rows_to_write(heads)
     keys.view(-1, width).index_copy_(0, rows, key[0, :, :active].transpose(0, 1).reshape(-1, width))

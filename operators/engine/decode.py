@@ -1,6 +1,6 @@
-"""The decode step: one forward pass over all active slots and the new prompts, one draw, the finished ones out.
+"""The decode step: one forward pass over all active rows and the new prompts, one draw, the finished ones out.
 
-Axes: S slots, n active ones (slots 0 .. n-1), T positions, k finished rows, m rows that start.
+Axes: S slots, n active rows, T positions, k finished rows, m rows that start.
 """
 
 from __future__ import annotations
@@ -74,12 +74,14 @@ class Engine:
         end_tokens: Sequence[int],
         may_stop: torch.Tensor | None = None,
         find_stop: Callable[[Array], str | None] | None = None,
+        kernel: Callable[..., None] | None = None,
     ) -> None:
         """Prepare `slots` slots for sequences of at most `context_tokens` tokens.
 
         Args:
             may_stop: bool [V], tokens after which `find_stop` is asked; None: no stop strings.
             find_stop: from the completion's tokens to its text before the stop string, or None.
+            kernel: `native.kernel()` for a float32 model on the CPU, None to attend with torch's operators.
         """
         self.model = model
         self.slots = slots
@@ -91,6 +93,7 @@ class Engine:
         self.drawn = 0
         self.device = next(model.parameters()).device
         self._find_stop = find_stop
+        self._kernel = kernel
         self._vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
         checked = torch.zeros(self._vocabulary, dtype=torch.bool)
         checked[[token for token in end_tokens if 0 <= token < self._vocabulary]] = True
@@ -111,6 +114,7 @@ class Engine:
         self._ticket = np.zeros(slots, dtype=np.int64)
         self._holes = np.zeros(0, dtype=np.int64)
         self._rows = torch.arange(slots, device=self.device)
+        self._slot = self._rows.clone()
         self._longest = 0
 
     @property
@@ -166,12 +170,14 @@ class Engine:
         )
         return output.logits[0]  # type: ignore[no-any-return]
 
-    def _input(self, starts: Sequence[Start]) -> tuple[Layout, torch.Tensor, torch.Tensor, torch.Tensor | int]:
+    def _input(
+        self, starts: Sequence[Start]
+    ) -> tuple[Layout, torch.Tensor, torch.Tensor, torch.Tensor | int]:
         """The flattened row of this step: its layout, tokens [N], positions [N] and which logits to keep."""
         n = self.active
         positions = self._length[:n] - 1
         if not starts:
-            return Layout(self.cache, positions, self._longest), self._last[:n], positions, 0
+            return self._layout(positions, None), self._last[:n], positions, 0
         lengths = np.array([len(start.prompt) for start in starts])
         counts = np.array([len(start.tickets) for start in starts])
         self._reserve(max(start.limit for start in starts))
@@ -181,25 +187,29 @@ class Engine:
         padded = np.minimum(offsets[:-1, None] + at, offsets[1:, None] - 1)
         packed = np.nonzero((at < lengths[:, None]).ravel())[0]
         origin = np.repeat(np.arange(len(starts)), counts)
-        slots = slice(n, n + len(origin))
+        rows = slice(n, n + len(origin))
         flat = np.concatenate([start.prompt for start in starts])
         put = self._put
         tokens = put(flat)
         padded_on = put(padded)
         origin_on = put(origin)
-        self._tokens[slots, :longest] = tokens[padded_on][origin_on].int()
-        self._logprobs[slots, :longest] = 0.0
-        self._versions[slots, :longest] = -1
-        self._start[slots] = self._length[slots] = put(lengths[origin])
-        self._limit[slots] = put(np.repeat([start.limit for start in starts], counts))
-        self._seed[slots] = put(np.array([seed for start in starts for seed in start.seeds], dtype=np.int64))
-        self._ticket[slots] = [ticket for start in starts for ticket in start.tickets]
-        new = NewPrompts(padded=padded_on, packed=put(packed), slots=self._rows[slots], origin=origin_on)
-        layout = Layout(self.cache, positions, self._longest, new)
+        self._tokens[rows, :longest] = tokens[padded_on][origin_on].int()
+        self._logprobs[rows, :longest] = 0.0
+        self._versions[rows, :longest] = -1
+        self._start[rows] = self._length[rows] = put(lengths[origin])
+        self._limit[rows] = put(np.repeat([start.limit for start in starts], counts))
+        self._seed[rows] = put(np.array([seed for start in starts for seed in start.seeds], dtype=np.int64))
+        self._ticket[rows] = [ticket for start in starts for ticket in start.tickets]
+        new = NewPrompts(padded=padded_on, packed=put(packed), slots=self._slot[rows], origin=origin_on)
+        layout = self._layout(positions, new)
         last = put(np.concatenate([np.arange(n), n + offsets[1:] - 1]))
         places = put(np.concatenate([np.arange(length) for length in lengths]))
         self._longest = max(self._longest, longest)
         return layout, torch.cat([self._last[:n], tokens]), torch.cat([positions, places]), last
+
+    def _layout(self, positions: torch.Tensor, new: NewPrompts | None) -> Layout:
+        slots = None if self._kernel is None else self._slot[: len(positions)]
+        return Layout(self.cache, positions, self._longest, new, self._kernel, slots)
 
     def _take(self, rows: torch.Tensor) -> Finished | None:
         """Take the rows that ended out of their slots; rows that only might have hit a stop string stay."""
@@ -224,7 +234,7 @@ class Engine:
         if not ended.any():
             return None
         if broken.any():
-            self.cache.clear(rows[self._put(broken)])
+            self.cache.clear(self._slot[rows[self._put(broken)]])
         reasons = np.where(broken, BROKEN, np.where(stopped, STOPPED, TOO_LONG))
         self._holes = picked[ended]
         return Finished(
@@ -239,7 +249,10 @@ class Engine:
         )
 
     def _close_holes(self) -> None:
-        """Move the last active rows into the slots of those that ended, so that slots 0 .. n-1 are the active ones."""
+        """Move the last active rows into the places of those that ended, so that rows 0 .. n-1 are the active ones.
+
+        The C kernel looks each row's slot up; for torch's operators the keys and values move along.
+        """
         holes, n = self._holes, self.active
         if not len(holes):
             return
@@ -250,7 +263,10 @@ class Engine:
         origin = np.nonzero(~is_hole[left:])[0] + left
         if len(target):
             to, come = self._put(target), self._put(origin)
-            self.cache.move(to, come, self._longest)
+            if self._kernel is None:
+                self.cache.move(to, come, self._longest)
+            else:
+                self._slot[torch.cat([to, come])] = self._slot[torch.cat([come, to])]
             for table in (self._tokens, self._logprobs, self._versions):
                 table[to, : self._longest] = table[come, : self._longest]
             for column in (self._last, self._length, self._start, self._limit, self._seed):

@@ -88,13 +88,20 @@ def keep(finished: Finished, tickets: dict[int, tuple[Group, int]]) -> list[Grou
     """Give each finished row to its group; the groups that are complete by it."""
     complete = []
     columns = zip(
-        finished.tickets.tolist(), finished.starts.tolist(), finished.lengths.tolist(), finished.reasons.tolist(),
+        finished.tickets.tolist(),
+        finished.starts.tolist(),
+        finished.lengths.tolist(),
+        finished.reasons.tolist(),
         strict=True,
     )
     for i, (ticket, start, length, reason) in enumerate(columns):
         group, position = tickets.pop(ticket)
         group.rows[position] = Row(
-            finished.tokens[i, :length], finished.logprobs[i, :length], finished.versions[i, :length], start, reason,
+            finished.tokens[i, :length],
+            finished.logprobs[i, :length],
+            finished.versions[i, :length],
+            start,
+            reason,
             finished.texts.get(ticket) if finished.texts else None,
             NOT_FINITE.format(length - start) if reason == BROKEN else None,
         )
@@ -156,6 +163,7 @@ def _texts(rows: Sequence[Row], tokenizer: Any, ends: frozenset[int]) -> list[st
         ids = rows[i].tokens[rows[i].start :].tolist()
         wanted.append(ids[:-1] if rows[i].reason == STOPPED and ids[-1] in ends else ids)
     texts = [row.text or "" for row in rows]
-    for i, text in zip(unsaid, tokenizer.batch_decode(wanted, skip_special_tokens=True), strict=True):
-        texts[i] = text
+    if wanted:
+        for i, text in zip(unsaid, tokenizer.batch_decode(wanted, skip_special_tokens=True), strict=True):
+            texts[i] = text
     return texts

@@ -15,10 +15,10 @@ from operators.engine import groups
 from operators.engine.admission import Admission
 from operators.engine.decode import Engine, Start
 from operators.engine.groups import Arrival, Group
-from operators.engine.proof import adapt
 from operators.engine.prompts import encode
+from operators.engine.proof import adapt
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings, end_tokens
+from operators.engine.stops import StopStrings, end_tokens, split
 from operators.models import load_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -47,12 +47,13 @@ class GeneratorRuntime(Runtime):
         self._declaration, self._context = declaration, context
         self.model = load_model(declaration.model, device=context.device).requires_grad_(False)
         self.tokenizer = load_tokenizer(declaration.model)
-        adapt(self.model, declaration.model.name)
+        kernel = adapt(self.model, declaration.model.name)
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
         self._context_tokens = declaration.context_tokens or most or 4096
-        stops = StopStrings(self.tokenizer, declaration.stop) if declaration.stop else None
+        special, strings = split(self.tokenizer, declaration.stop)
+        stops = StopStrings(self.tokenizer, strings) if strings else None
         vocabulary = int(self.model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-        self._ends = frozenset(end_tokens(self.model, self.tokenizer))
+        self._ends = frozenset([*special, *end_tokens(self.model, self.tokenizer)])
         self.engine = Engine(
             self.model,
             slots=declaration.slots,
@@ -63,6 +64,7 @@ class GeneratorRuntime(Runtime):
             end_tokens=sorted(self._ends),
             may_stop=stops.may_stop(vocabulary) if stops else None,
             find_stop=stops.find if stops else None,
+            kernel=kernel,
         )
         self._admission = Admission(context.bounds, declaration.in_flight)
         self._reader = context.reader(dict(self.model.named_parameters())) if context.reader else None
@@ -96,8 +98,16 @@ class GeneratorRuntime(Runtime):
             size = asked or self._declaration.group_size
             tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
             group = Group(
-                lane=batch.lane, group_id=group_id, size=size, min_version=min_version, arrival=arrival, row=row,
-                prompt=tokens, unstarted=size, left=size, rows=[None] * size,
+                lane=batch.lane,
+                group_id=group_id,
+                size=size,
+                min_version=min_version,
+                arrival=arrival,
+                row=row,
+                prompt=tokens,
+                unstarted=size,
+                left=size,
+                rows=[None] * size,
             )
             self._owed += size
             if isinstance(prompt, str):

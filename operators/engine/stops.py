@@ -46,7 +46,15 @@ class StopStrings:
         return whole[: min(places)] if places else None
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
-        return self._tokenizer.batch_decode(rows, skip_special_tokens=False)  # type: ignore[no-any-return]
+        return self._tokenizer.batch_decode(rows, skip_special_tokens=True)  # type: ignore[no-any-return]
+
+
+def split(tokenizer: Any, stop: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
+    """Stop strings as ids, where one is a special token of the tokenizer, and the others as they are."""
+    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return [special[text] for text in stop if text in special], tuple(
+        text for text in stop if text not in special
+    )
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:

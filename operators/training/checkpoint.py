@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def write_checkpoint(
     facts: Mapping[str, int | float | str],
 ) -> None:
     """Fill `folder` with weights (safetensors), config, tokenizer, optimiser state and `facts`; no pickle."""
-    module.save_pretrained(folder)
+    with _no_progress_bar():
+        module.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     save_file(state_tensors(optimizer, parameters), folder / OPTIMIZER_FILE)
@@ -52,3 +54,16 @@ def read_state(folder: Path) -> dict[str, Any]:
 def read_optimizer(folder: Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
     """Put the optimiser's state of a checkpoint back. RunError when it does not fit."""
     load_state(optimizer, parameters, load_file(folder / OPTIMIZER_FILE))
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -30,21 +30,20 @@ class Journal:
     def commit(
         self,
         step: int,
-        passed: Sequence[Group],
         trained: Sequence[Group],
         dropped: Mapping[int, str],
         metrics: dict[str, Any],
         *,
         keep: bool,
     ) -> None:
-        """Record a step with all the groups it passed, in order; `keep`: with a checkpoint.
+        """Record a step with the groups it trained, in order, and those given up; `keep`: with a checkpoint.
 
         The rollouts are on the disk before the ledger names them, the ledger before a checkpoint is marked.
         """
         context, clock = self.context, self.context.clock
         began = clock()
         if context.folder is not None:
-            context.folder.write_rollouts(step, [group.records for group in passed])
+            context.folder.write_rollouts(step, [group.records for group in trained])
         if context.ledger is not None:
             context.ledger.commit_step(
                 context.node,
@@ -111,7 +110,7 @@ def resumed(model: Model, context: Context) -> tuple[Model, Path | None]:
     folder = context.folder.latest_checkpoint(at_most=step) if context.folder is not None else None
     if folder is None or int(checkpoint.read_state(folder)["step"]) != step:
         raise OperatorError(
-            f"'{context.node}' has {step} steps in the ledger, but its newest good checkpoint is "
-            f"{folder.name if folder else 'missing'}; roll the ledger back to a step that has one, then resume"
+            f"'{context.node}' has {step} steps in the ledger, but its newest good checkpoint "
+            f"is {folder.name if folder else 'missing'}; roll back to a step that has one, then resume"
         )
     return dataclasses.replace(model, source=str(folder), revision=None), folder

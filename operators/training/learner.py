@@ -57,6 +57,7 @@ class Learner:
     _sums: list[Tensor] = field(default_factory=list)
     _bad: list[tuple[Tensor, Array]] = field(default_factory=list)
     _nodes: int = 0
+    _tokens: int = 0
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.policy.module.named_parameters())
@@ -72,7 +73,8 @@ class Learner:
             self._scale_R = np.full(rows.rollouts, 1.0 / max(1, rows.rollouts))
             if self.normalize == "rollout_means":
                 self._scale_R = self._scale_R / np.maximum(trained_R, 1)
-        self._rows, self._sums, self._bad, self._nodes = rows, [], [], 0
+        self._rows, self._sums, self._bad = rows, [], []
+        self._nodes = self._tokens = 0
         self.optimizer.zero_grad(set_to_none=True)
         computed = np.flatnonzero((trained_R > 0) & (rows.signal_R | (not self.skip_zero_advantage)))
         if not len(computed):
@@ -90,9 +92,8 @@ class Learner:
         self._nodes += packed.nodes
         new_T, entropy_T = self.policy.logprobs(packed, entropy="entropy" in self.loss.computed)
         flat_T, row_T = positions[packed.flat_T], part[packed.row_T]
-        given: dict[str, Tensor] = {
-            name: self._tensor(values[flat_T], new_T) for name, values in rows.columns_S.items()
-        }
+        given = {name: self._tensor(values[flat_T], new_T) for name, values in rows.columns_S.items()}
+        old_T = given["logprobs"]
         given |= {name: self._tensor(values[row_T], new_T) for name, values in rows.columns_R.items()}
         computed = {
             "new_logprobs": new_T,
@@ -100,35 +101,36 @@ class Learner:
             "mask": torch.ones(len(new_T), dtype=torch.bool, device=new_T.device),
             "rollout_index": torch.from_numpy(packed.row_T).to(new_T.device),
         }
-        losses = self._call({name: computed[name] for name in self.loss.computed} | given, new_T)
+        known = given | computed
+        losses = self._call({name: known[name] for name in self.loss.columns + self.loss.computed}, new_T)
         total = (losses * self._tensor(self._scale_R[row_T], new_T)).sum()
         torch.autograd.backward(total)
-        self._measure(total, losses, new_T.detach(), given.get("logprobs"), part[packed.row_T])
+        self._measure(total, losses, new_T.detach(), old_T, row_T)
 
     def end(self, learning_rate: float) -> Outcome:
         """Clip, update the weights and report; the weights stay as they were when anything was not finite."""
         for parameter in self.parameters.values():
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)
-        sums = torch.stack(
-            [norm.double().cpu(), *torch.stack(self._sums or [torch.zeros(5)]).double().sum(0).cpu()]
-        )
-        grad_norm, loss, ratio, kl, clipped, tokens = sums.tolist()
-        culprit = None
+        grads = [weight.grad for weight in self.parameters.values() if weight.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        none = torch.zeros(4, dtype=torch.float64, device=norm.device)
+        sums = torch.stack([none, *self._sums]).sum(0)
+        grad_norm, loss, ratio, kl, clipped = torch.cat([norm.double()[None], sums]).tolist()
+        culprit, tokens = None, self._tokens
         if math.isfinite(loss) and math.isfinite(grad_norm):
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.max_grad_norm, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
         else:
             culprit = self._culprit()
-        measured = tokens > 0 and self._rows is not None and "logprobs" in self._rows.columns_S
         return Outcome(
             loss=loss,
             grad_norm=grad_norm,
-            ratio_mean=ratio / tokens if measured else None,
-            kl=kl / tokens if measured else None,
-            clipped_share=clipped / tokens if measured and _bounds(self.loss) else None,
+            ratio_mean=ratio / tokens if tokens else None,
+            kl=kl / tokens if tokens else None,
+            clipped_share=clipped / tokens if tokens and _bounds(self.loss) else None,
             nodes=self._nodes,
             culprit=culprit,
         )
@@ -144,27 +146,16 @@ class Learner:
             )
         return losses.expand(new_T.shape)
 
-    def _measure(
-        self, total: Tensor, losses: Tensor, new_T: Tensor, old_T: Tensor | None, row_T: Array
-    ) -> None:
+    def _measure(self, total: Tensor, losses: Tensor, new_T: Tensor, old_T: Tensor, row_T: Array) -> None:
         with torch.no_grad():
             self._bad.append((~torch.isfinite(losses), row_T))
-            zero = torch.zeros((), device=new_T.device, dtype=new_T.dtype)
-            if old_T is None:
-                self._sums.append(torch.stack([total.detach(), zero, zero, zero, zero]))
-                return
             log_ratio = new_T - old_T
             ratio = log_ratio.exp()
-            low, high = _bounds(self.loss) or (None, math.inf)
-            outside = ratio > high if low is None else (ratio > high) | (ratio < low)
-            sums = [
-                total.detach(),
-                ratio.sum(),
-                (ratio - 1 - log_ratio).sum(),
-                outside.sum().to(zero),
-                zero + len(new_T),
-            ]
-            self._sums.append(torch.stack(sums))
+            low, high = _bounds(self.loss) or (0.0, math.inf)
+            outside = (ratio > high) | (ratio < low)
+            sums = [total, ratio.sum(), (ratio - 1 - log_ratio).sum(), outside.sum()]
+            self._sums.append(torch.stack([value.to(torch.float64) for value in sums]))
+            self._tokens += len(new_T)
 
     def _culprit(self) -> str:
         """Where the numbers stopped being finite: rollouts if the loss was not, else the first parameter."""
@@ -191,10 +182,10 @@ class Learner:
         )
 
 
-def _bounds(loss: LossFunction) -> tuple[float | None, float] | None:
+def _bounds(loss: LossFunction) -> tuple[float, float] | None:
     """The interval of the ratio that a loss leaves alone, from its knobs: rho, or clip_low and clip_high."""
     if "rho" in loss.knobs:
-        return None, float(loss.knobs["rho"])
+        return 0.0, float(loss.knobs["rho"])
     if "clip_high" in loss.knobs:
         return 1.0 - float(loss.knobs.get("clip_low", math.inf)), 1.0 + float(loss.knobs["clip_high"])
     return None

@@ -1,6 +1,5 @@
 """The line of metrics.jsonl that a step writes."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +33,7 @@ class Pace:
 
 def step_metrics(
     *,
+    node: str,
     step: int,
     now: float,
     started: float,
@@ -50,7 +50,7 @@ def step_metrics(
 
     Units: seconds; versions for staleness; nats per token for kl; shares from 0 to 1. Means over what was
     computed (ratio_mean, kl, truncated_share) leave out rollouts of advantage 0 where the trainer skips them.
-    dropped: groups by reason, since the run began.
+    dropped: groups given up since the step before, by reason. rollouts: trained.
     """
     wall = max(now - pace.began, 1e-9)
     aged = rows.oldest_R[rows.oldest_R != NO_TOKEN]
@@ -62,6 +62,7 @@ def step_metrics(
     signal = np.logical_or.reduceat(rows.signal_R, starts) if len(starts) else np.zeros(0)
     return {
         "step": step,
+        "node": node,
         "version": version,
         "seconds": now - started,
         "loss": outcome.loss,
@@ -82,6 +83,6 @@ def step_metrics(
         "computed_tokens": outcome.nodes,
         "seconds_step": wall,
         **{f"seconds_{stage}": seconds for stage, seconds in pace.seconds.items()},
-        "dropped": dict(Counter(dropped)),
+        "dropped": dict(dropped),
         "skipped_steps": skipped_steps,
     }

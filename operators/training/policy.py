@@ -149,6 +149,8 @@ class Policy:
 
         AttentionInterface.register(ATTENTION, packed_attention)
         was = self.module.config._attn_implementation
+        if was == ATTENTION:
+            return True
         probe = _probe(int(self.module.config.get_text_config().vocab_size))
         with torch.no_grad():
             wanted, _ = self.logprobs(probe)

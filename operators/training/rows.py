@@ -33,7 +33,7 @@ class StepRows:
     columns_R: dict[str, Array]
     """Columns of the loss with one number per rollout."""
     columns_S: dict[str, Array]
-    """Columns of the loss with one number per token."""
+    """Columns of the loss with one number per token, and `logprobs` in any case."""
 
     @property
     def rollouts(self) -> int:
@@ -75,13 +75,14 @@ def usable(batch: pa.RecordBatch, columns: Iterable[str]) -> Array:
 def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> StepRows:
     """Flatten the usable rows of some groups, in their order. RecordError for lists of unequal length."""
     columns = tuple(columns)
+    wanted = dict.fromkeys((records.LOGPROBS, *columns))
     kept = [batch.filter(pa.array(usable(batch, columns))) for batch in batches]
     table = pa.Table.from_batches(kept).combine_chunks()
     tokens = _column(table, records.TOKENS)
     offsets = np.r_[0, np.cumsum(records.list_lengths(tokens))]
     columns_R: dict[str, Array] = {}
     columns_S: dict[str, Array] = {}
-    for name in columns:
+    for name in wanted:
         column = _column(table, name)
         if pa.types.is_list(column.type):
             columns_S[name] = _per_token(column, name, table, offsets)
@@ -123,6 +124,6 @@ def _per_token(column: pa.ListArray, name: str, table: pa.Table, offsets: Array)
         rollout = table.column(records.ROLLOUT_ID)[row].as_py()
         raise RecordError(
             f"column '{name}' of rollout {rollout} has {lengths[row]} numbers but the rollout has "
-            f"{np.diff(offsets)[row]} tokens, prompt included; give each token a number, 0 where mask is false"
+            f"{np.diff(offsets)[row]} tokens, prompt included; give each token one, 0 where mask is false"
         )
     return _flat(column)

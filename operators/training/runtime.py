@@ -201,6 +201,7 @@ class TrainerRuntime(Runtime):
                 self._dropped_in_a_row = 0
             else:
                 self._drop([group], reason)
+                self._check_drops()
         now = self._context.clock()
         self._pace.add("wait", now - self._pace.free)
         self._rows = step_rows([group.records for group in self._groups], self._learner.loss.columns)
@@ -227,6 +228,9 @@ class TrainerRuntime(Runtime):
         self._told_dropped += len(groups)
         self._dropped_in_a_row += len(groups)
         self._note()
+
+    def _check_drops(self) -> None:
+        """Raise OperatorError when nothing could be trained for long."""
         if self._dropped_in_a_row > MOST_DROPPED_STEPS * max(8, self._trainer.prompts_per_step):
             raise OperatorError(
                 f"'{self._context.node}' dropped {self._dropped_in_a_row} groups in a row and trained none; "
@@ -260,6 +264,7 @@ class TrainerRuntime(Runtime):
         ended = clock()
         self._pace.add("publish", ended - began)
         metrics = step_metrics(
+            node=context.node,
             step=self._step,
             now=ended,
             started=self._began,
@@ -269,7 +274,7 @@ class TrainerRuntime(Runtime):
             trained=[group.records for group in groups],
             outcome=outcome,
             pace=self._pace,
-            dropped=self._dropped,
+            dropped=Counter(self._reasons.values()),
             skipped_steps=self._skipped_steps,
         )
         self._pace = Pace(ended, ended)
@@ -277,7 +282,7 @@ class TrainerRuntime(Runtime):
         is_kept = is_last or bool(every and self._step % every == 0)
         passed, reasons = self._passed, self._reasons
         self._passed, self._reasons = [], {}
-        self._journal.commit(self._step, passed, groups, reasons, metrics, keep=is_kept)
+        self._journal.commit(self._step, groups, reasons, metrics, keep=is_kept)
         for group in passed:
             group.release()
         self._pace.free = clock()
@@ -313,7 +318,7 @@ def _only_lane(context: Context) -> str:
     lanes = list(context.columns) or list(context.bounds)
     if len(lanes) != 1:
         raise GraphError(
-            f"'{context.node}' trains groups in the order of one source, but {len(lanes)} lead to it: {lanes}; "
-            f"apply it to one stream"
+            f"'{context.node}' trains groups in the order of one source, but {len(lanes)} lead to it: "
+            f"{lanes}; apply it to one stream"
         )
     return lanes[0]

@@ -1,4 +1,4 @@
-"""A small policy of one's own: a Llama of a few layers, trained a little on examples before reinforcement learning."""
+"""A small policy of one's own: a Llama of a few layers, trained a little on examples."""
 
 from operators.warm_start.launch import WarmStartError, warm_start
 

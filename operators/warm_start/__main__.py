@@ -1,4 +1,4 @@
-"""The child process of a warm start: reads a work folder's spec and examples, writes the trained policy into it."""
+"""The child process of a warm start: trains the policy that a work folder asks for and saves it there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import threading
 import time
 from pathlib import Path
 
+from dataflow.errors import GraphError
 from operators.warm_start.spec import BAD_INPUT, RECORD_FILE, WarmStartSpec
+
+ORPHANED = 3
+"""Exit status of a process whose parent is gone."""
 
 
 def die_with_parent() -> None:
@@ -20,13 +24,13 @@ def die_with_parent() -> None:
     def watch() -> None:
         while os.read(0, 4096):
             continue
-        os._exit(1)
+        os._exit(ORPHANED)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
 def make_policy(work: Path) -> None:
-    """Train the policy that `work`/spec.json asks for on `work`/examples.jsonl and save it as `work`/policy."""
+    """Train the policy of `work`/spec.json on `work`/examples.jsonl and save it as `work`/policy."""
     import torch
 
     from operators.warm_start.policy import character_tokenizer, small_llama
@@ -70,7 +74,7 @@ def main() -> int:
         die_with_parent()
     try:
         make_policy(arguments.work)
-    except ValueError as error:
+    except GraphError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
     return 0

@@ -58,13 +58,13 @@ def warm_start(
         timeout_s: after so many seconds the process is ended and a WarmStartError raised.
 
     Raises:
-        GraphError: an argument or an example that could not be trained.
-        FileExistsError: `folder` exists and was not made by a warm start.
+        GraphError: an argument or an example that could not be trained; or `folder` exists and was not made
+            by a warm start.
         WarmStartError: the process failed or took too long.
     """
     target = Path(folder).absolute()
     if target.exists() and recorded_fingerprint(target) is None:
-        raise FileExistsError(
+        raise GraphError(
             f"a warm start would replace {target}, which it did not make; found a folder or file without "
             f"{RECORD_FILE}; name another folder or remove that one"
         )
@@ -95,13 +95,13 @@ def warm_start(
 
 
 def _write_examples(path: Path, examples: Iterable[tuple[str, str]]) -> str:
-    digest, count = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     with path.open("wb") as out:
-        for count, (prompt, answer) in enumerate(examples, 1):
+        for prompt, answer in examples:
             line = json.dumps([prompt, answer]).encode() + b"\n"
             digest.update(line)
             out.write(line)
-    if not count:
+    if not path.stat().st_size:
         raise GraphError("a warm start needs examples; found none; pass at least one (prompt, answer) pair")
     return digest.hexdigest()
 
@@ -162,14 +162,15 @@ def _follow(lines: IO[str] | None, report: Report) -> int:
 
 def _put_in_place(work: Path, target: Path, fingerprint: str) -> None:
     if recorded_fingerprint(work / "policy") != fingerprint:
+        found = sorted(path.name for path in work.glob("policy/*"))
         raise WarmStartError(
-            f"a warm start ended without a complete policy; found {sorted(p.name for p in work.glob('policy/*'))}; "
+            f"a warm start ended without a complete policy; found {found}; "
             "check the disk's free space and run again"
         )
     if target.exists():
-        os.rename(target, work / "replaced")
+        target.rename(work / "replaced")
     try:
-        os.rename(work / "policy", target)
+        (work / "policy").rename(target)
     except OSError:
         if recorded_fingerprint(target) != fingerprint:
             raise

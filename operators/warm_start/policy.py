@@ -16,7 +16,7 @@ def character_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokenize
     tokens = [PAD, EOS, UNKNOWN, *alphabet]
     core = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[], unk_token=UNKNOWN))
     core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
         pad_token=PAD,
         eos_token=EOS,

@@ -18,6 +18,8 @@ BAD_INPUT = 2
 RECIPE = 1
 """Raised whenever the same spec would now train another policy, so that old folders are made anew."""
 
+_COUNTS = ("layers", "width", "heads", "mlp_width", "max_positions", "steps", "batch_size", "threads")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmStartSpec:
@@ -59,17 +61,18 @@ class WarmStartSpec:
                 f"the alphabet of a warm start must name each character once; found {self.alphabet!r}; "
                 "pass a string without repetitions"
             )
-        for field in ("layers", "width", "heads", "mlp_width", "max_positions", "steps", "batch_size", "threads"):
-            if getattr(self, field) < 1:
-                raise GraphError(f"{field} of a warm start must be 1 or more; found {getattr(self, field)}; raise it")
+        for field in _COUNTS:
+            if (found := getattr(self, field)) < 1:
+                raise GraphError(f"{field} of a warm start must be 1 or more; found {found}; raise it")
         if self.width % (2 * self.heads):
             raise GraphError(
-                f"a warm start's width must be a multiple of twice its heads; found width {self.width} and heads "
-                f"{self.heads}; choose a width such as {2 * self.heads * max(1, self.width // (2 * self.heads))}"
+                f"width of a warm start must be a multiple of twice its heads; found {self.width} with "
+                f"heads={self.heads}; try {2 * self.heads * max(1, self.width // (2 * self.heads))}"
             )
         if not 0 < self.learning_rate < 1:
             raise GraphError(
-                f"learning_rate of a warm start must lie between 0 and 1; found {self.learning_rate}; try 1e-3"
+                f"learning_rate of a warm start must lie between 0 and 1; found {self.learning_rate}; "
+                "try 1e-3"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""The supervised loop of a warm start: cross-entropy on the answers, a fixed number of steps; imports torch."""
+"""The supervised loop of a warm start: cross-entropy on the answers, for a number of steps; imports torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from dataflow.errors import GraphError
 from operators.warm_start.spec import WarmStartSpec
 
 IGNORED = -100
@@ -19,7 +20,7 @@ def encode(
     """Examples as right-padded token ids [N, T], labels [N, T] (prompt and padding ignored) and lengths [N].
 
     Raises:
-        ValueError: an example holds a character outside of the alphabet, or is longer than `max_positions`.
+        GraphError: an example holds a character outside of the alphabet, or is longer than `max_positions`.
     """
     eos, pad, unknown = tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id
     assert isinstance(eos, int) and isinstance(pad, int)
@@ -28,12 +29,12 @@ def encode(
     lengths = [len(p) + len(a) + 1 for p, a in zip(prompts, answers, strict=True)]
     for n, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         if unknown in prompt or unknown in answer:
-            raise ValueError(
+            raise GraphError(
                 f"example {n} of a warm start has a character outside of the alphabet; "
                 f"found {examples[n]!r}; add the character to alphabet="
             )
         if lengths[n] > max_positions:
-            raise ValueError(
+            raise GraphError(
                 f"example {n} of a warm start is too long; found {lengths[n]} tokens with the end token, "
                 f"allowed are {max_positions}; raise max_positions"
             )
@@ -46,10 +47,11 @@ def encode(
 
 
 def batches(count: int, batch_size: int, seed: int) -> Iterator[torch.Tensor]:
-    """Endless batches of example numbers [B], every example once per epoch, in an order drawn from the seed."""
+    """Endless batches of example numbers [B], each example once per epoch, in an order of the seed's."""
     order = torch.Generator().manual_seed(seed)
     while True:
-        yield from torch.randperm(count, generator=order).split(batch_size)
+        numbers_N = torch.randperm(count, generator=order)
+        yield from (numbers_N[first : first + batch_size] for first in range(0, count, batch_size))
 
 
 def train(
@@ -59,12 +61,14 @@ def train(
     spec: WarmStartSpec,
     report: Callable[[int, float], None],
 ) -> float:
-    """Train the model in place and return the mean loss (nats per answer token) of the last tenth of the steps.
+    """Train the model in place; return the mean loss (nats per answer token) of the last tenth of the steps.
 
     `report` is called after every step with the step's number, from 1, and its loss.
     """
     tokens_N_T, labels_N_T, lengths_N = encode(tokenizer, examples, spec.max_positions)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
 
     def scale(step: int) -> float:
         return min(1.0, (step + 1) / WARMUP_STEPS) * (1 - 0.9 * step / spec.steps)
@@ -82,7 +86,7 @@ def train(
             logits_B_T_V[:, :-1].flatten(0, 1), labels_B_T[:, 1:].flatten(), ignore_index=IGNORED
         )
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

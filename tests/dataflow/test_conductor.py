@@ -37,6 +37,12 @@ def test_training_waits_for_the_first_evaluation() -> None:
     assert c.phase == "training"
 
 
+def test_what_workers_say_before_the_start_does_not_skip_the_first_evaluation() -> None:
+    c = conductor()
+    assert said(c.hear("trainer", {"step": 0})) == []
+    assert said(c.start()) == [("prompts", {"pause": True}), ("held_out", {"evaluate": 0})]
+
+
 def test_rounds_come_when_their_step_comes_and_one_at_a_time() -> None:
     c = conductor()
     c.start()

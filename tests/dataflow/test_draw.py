@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import time
 from dataclasses import dataclass
 from functools import partial
 from html.parser import HTMLParser
@@ -24,6 +23,7 @@ from dataflow.draw.layout import arrange
 from dataflow.draw.levels import spread
 from dataflow.draw.ordering import acyclic, crossings, layers_of, order
 from dataflow.draw.picture import KNOBS_SHOWN, column_lines, knob_text, read, shorten
+from dataflow.draw.words import sans_width
 from dataflow.errors import GraphError
 from dataflow.model import Model
 from dataflow.node import Learn, Operator, Sink, Source, Transform
@@ -277,11 +277,20 @@ def test_frames_are_drawn_in_each_format_and_unknown_nodes_ignored(tmp_path: Pat
     svg = render_svg(graph, frames)
     root = ElementTree.fromstring(svg)
     framed = [group for group in root.iter(f"{SVG}g") if (group.get("class") or "").startswith("frame")]
-    labels = ["".join(group.find(f"{SVG}text").itertext()) for group in framed]  # type: ignore[union-attr]
+    labels = ["".join(text.itertext()) for group in framed for text in group.iter(f"{SVG}text")]
     assert sorted(labels) == ["cpu x1", "cpu x1", "gpu 0-5"]
     assert draw(graph, tmp_path / "g.dot", frames).read_text().count("subgraph") == 3
     assert draw(graph, tmp_path / "g.mmd", frames).read_text().count("subgraph") == 3
     assert "ghost" not in svg
+
+
+def test_a_frame_is_as_wide_as_its_label() -> None:
+    graph = nx.MultiDiGraph()
+    nodes(graph, Score(name="s"))
+    label = "a label much wider than the box s"
+    svg = render_svg(graph, [Frame(label, ("s",))])
+    rect = next(ElementTree.fromstring(svg).iter(f"{SVG}g")).find(f"{SVG}rect")
+    assert rect is not None and float(rect.get("width", "0")) >= sans_width(label, 10)
 
 
 def test_every_style_rule_is_bound_to_the_class_of_the_picture() -> None:
@@ -335,15 +344,12 @@ def test_long_text_loses_its_middle() -> None:
     assert shorten("x" * 50 + "end", 9) == "xxxx…xend"
 
 
-def test_a_thousand_operators_are_drawn_within_the_limits_of_the_sweeps() -> None:
+def test_a_thousand_operators_are_drawn() -> None:
     graph = nx.MultiDiGraph()
     nodes(graph, *(Score(name=f"n{at}") for at in range(1000)))
     for at in range(1, 1000):
         data(graph, f"n{at * 7 // 8}", f"n{at}", "n0", f"c{at}")
-    before = time.process_time()
-    svg = render_svg(graph)
-    assert len(texts(svg, "name")) == 1000
-    assert time.process_time() - before < 60  # ends; the figure belongs to bench
+    assert len(texts(render_svg(graph), "name")) == 1000
 
 
 # --- files
@@ -356,7 +362,7 @@ def test_an_unknown_suffix_is_refused_with_the_four_known_ones(tmp_path: Path) -
 
 
 def test_a_missing_folder_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(GraphError, match="'nowhere'|nowhere' is not there"):
+    with pytest.raises(GraphError, match="nowhere' is not there"):
         draw(aipo_with_evaluation(), tmp_path / "nowhere" / "x.svg")
 
 
@@ -402,6 +408,12 @@ def test_the_page_loads_nothing_and_knows_every_operator(tmp_path: Path) -> None
 
 
 # --- names
+
+
+def is_control(char: str) -> bool:
+    """Whether XML forbids it."""
+    return (char < " " and char not in "\t\n\r") or "\ud800" <= char <= "\udfff" or char in "\ufffe\uffff"
+
 
 HOSTILE = st.one_of(
     st.text(min_size=1, max_size=12),
@@ -451,7 +463,12 @@ def test_no_name_breaks_out_of_any_format(names: list[str], text: str) -> None:
     assert '"' not in bare and bare.count("->") == len(names)
     assert bare.count("{") == bare.count("}") == 2
 
-    for line in languages.to_mermaid(picture).splitlines():
+    chart = languages.to_mermaid(picture)
+    if picture.title:
+        title = chart.split("\n")[1].removeprefix("title: ")
+        assert json.loads(title) == "".join("\N{REPLACEMENT CHARACTER}" if is_control(c) else c for c in text)
+        chart = chart.split("\n", 3)[3]
+    for line in chart.splitlines():
         for label in re.findall(r'"([^"]*)"', line):
             assert not set(label.replace("<br/>", "")) & set("<>[](){}|\\`'&")
         assert line.count('"') in (0, 2)

@@ -48,7 +48,8 @@ def test_every_issued_group_is_trained_or_dropped_or_in_flight(ledger: Ledger) -
     assert counts.dropped == {"stale": 1, "too long": 1}
     assert counts.in_flight == {"issued": 3, "generating": 3}
     assert ledger.verdict("actor") == (
-        "clean: 10 issued = 2 trained + 2 dropped (1 stale, 1 too long) + 6 in flight (3 issued, 3 generating)"
+        "clean: 10 issued = 2 trained + 2 dropped (1 stale, 1 too long) "
+        "+ 6 in flight (3 issued, 3 generating)"
     )
 
 

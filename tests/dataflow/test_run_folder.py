@@ -36,10 +36,11 @@ def test_the_layout_is_that_of_the_design(folder: RunFolder) -> None:
     below = {
         name: str(path.relative_to(folder.path))
         for name, path in {
-            "graph": folder.graph_json, "svg": folder.graph_svg, "config": folder.config, "log": folder.log("a", 1),
+            "graph": folder.graph_json, "svg": folder.graph_svg, "config": folder.config,
+            "log": folder.log("a", 1),
             "metrics": folder.metrics, "ledger": folder.ledger, "trace": folder.trace,
-            "step": folder.step_file(1), "eval": folder.evaluation_file(100), "critic": folder.step_file(1, node="critic"),
-            "checkpoint": folder.checkpoints.folder(100),
+            "step": folder.step_file(1), "eval": folder.evaluation_file(100),
+            "critic": folder.step_file(1, node="critic"), "checkpoint": folder.checkpoints.folder(100),
         }.items()
     }  # fmt: skip
     assert below == {
@@ -71,8 +72,9 @@ class Knobs:
 
 def test_json_is_strict_and_takes_what_metrics_and_configs_hold() -> None:
     value = {
-        "nan": math.nan, "infinite": np.float32(np.inf), "number": np.int64(3), "flag": np.bool_(True), "none": None,
-        "array": np.array([[1.0, math.nan]]), 7: (1, 2), "set": {"b", "a"}, "knobs": Knobs(0.5, Path("x/y")),
+        "nan": math.nan, "infinite": np.float32(np.inf), "number": np.int64(3), "flag": np.bool_(True),
+        "none": None, "array": np.array([[1.0, math.nan]]), 7: (1, 2), "set": {"b", "a"},
+        "knobs": Knobs(0.5, Path("x/y")),
     }  # fmt: skip
     assert json.loads(to_json(value)) == {
         "nan": None, "infinite": None, "number": 3, "flag": True, "none": None,
@@ -141,7 +143,7 @@ def test_a_failed_write_leaves_the_old_file_and_says_why(tmp_path: Path, number:
     with pytest.raises(RunFolderError, match=f"{os.strerror(number)}; .*{advice}"):
         write_atomically(path, fail)
     assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["state.json"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_rollouts_come_back_as_they_were_written(folder: RunFolder) -> None:
@@ -166,6 +168,22 @@ def test_rows_stay_readable_when_their_file_is_replaced(folder: RunFolder) -> No
     assert folder.read_rollouts(1) == table(1, 2)
 
 
+def test_rollouts_wait_for_the_disk_only_where_a_checkpoint_asks(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: flushed.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+    )
+    folder.write_rollouts(1, table(0))
+    folder.write_rollouts(2, table(1))
+    assert flushed == []
+    folder.flush_rollouts([1, 2])
+    assert flushed == ["step-000001.arrow", "step-000002.arrow", "rollouts"]
+    with pytest.raises(RunFolderError, match=r"flushing .*rollouts' failed: No such file"):
+        folder.flush_rollouts([3])
+
+
 def test_rows_that_make_no_table_are_refused(folder: RunFolder) -> None:
     for rows in ([], [*table(0).to_batches(), *pa.table({"other": [1]}).to_batches()]):
         with pytest.raises(RunFolderError, match="do not make one table"):
@@ -177,7 +195,7 @@ def test_rows_that_make_no_table_are_refused(folder: RunFolder) -> None:
 def test_a_truncated_arrow_file_is_an_error_not_a_crash(folder: RunFolder, keep: int) -> None:
     path = folder.write_rollouts(1, table(*range(100)))
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(RunFolderError, match="is not a whole Arrow file|reading"):
+    with pytest.raises(RunFolderError, match=r"is not a whole Arrow file|reading"):
         read_arrow(path)
 
 

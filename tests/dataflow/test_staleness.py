@@ -10,7 +10,7 @@ from dataflow.staleness import NO_TOKEN, admissible, admit, age, oldest_versions
 
 
 class Loop:
-    """A generator and a trainer that take turns in any order; each group remembers the version it started under."""
+    """A generator and a trainer that take turns in any order; groups keep the version they started under."""
 
     def __init__(self, prompts_per_step: int, max_staleness: int, limit: int | None, drops: set[int]) -> None:
         self.prompts_per_step, self.max_staleness, self.limit = prompts_per_step, max_staleness, limit
@@ -108,8 +108,8 @@ def test_synchronous_training_starts_one_step_of_groups_per_version() -> None:
 
 
 @given(
-    group=st.integers(0, 100), dropped=st.integers(0, 20), version=st.integers(0, 20), prompts=st.integers(1, 8),
-    staleness=st.integers(0, 5), limit=st.none() | st.integers(1, 60),
+    group=st.integers(0, 100), dropped=st.integers(0, 20), version=st.integers(0, 20),
+    prompts=st.integers(1, 8), staleness=st.integers(0, 5), limit=st.none() | st.integers(1, 60),
 )  # fmt: skip
 def test_admissible_counts_exactly_the_groups_that_admit_lets_in(
     group: int, dropped: int, version: int, prompts: int, staleness: int, limit: int | None

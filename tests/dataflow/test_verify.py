@@ -1,4 +1,4 @@
-"""Each law that verify keeps: a good folder is clean, and the same folder with one thing changed is BROKEN."""
+"""Each law of verify: a good folder is clean, and the same folder with one thing changed is BROKEN."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ DROPPED = {5: "stale", 6: "stale", 12: "failed"}  # in steps 2, 2 and 3
 
 
 def rollouts(groups: Iterable[int], trainer_version: int) -> pa.Table:
-    """Whole groups, each started 0 to BOUND versions before the trainer's, the last rollout of each failed."""
+    """Whole groups, each 0 to BOUND versions behind the trainer, the last rollout of each failed."""
     ids = np.repeat(np.array(list(groups), np.int64), GROUP_SIZE)
     position = np.tile(np.arange(GROUP_SIZE, dtype=np.int32), len(ids) // GROUP_SIZE)
     oldest = np.maximum(trainer_version - ids % (BOUND + 1), 0)
@@ -202,12 +202,12 @@ def test_the_order_of_rows_does_not_matter(run: RunFolder) -> None:
 
 
 def test_no_rollout_is_older_than_the_bound(run: RunFolder) -> None:
-    rewrite(run, 5, lambda table: put(table, "versions", [[9, 1]] + table["versions"].to_pylist()[1:]))
+    rewrite(run, 5, lambda table: put(table, "versions", [[9, 1], *table["versions"].to_pylist()[1:]]))
     broken(run, "step 5 of 'trainer' trained rollouts 3 versions old; the bound is 2")
 
 
 def test_no_rollout_comes_from_a_version_that_did_not_exist(run: RunFolder) -> None:
-    rewrite(run, 2, lambda table: put(table, "versions", [[2]] + table["versions"].to_pylist()[1:]))
+    rewrite(run, 2, lambda table: put(table, "versions", [[2], *table["versions"].to_pylist()[1:]]))
     broken(run, "step 2 of 'trainer' trained rollouts of version 2, which did not exist before it")
 
 

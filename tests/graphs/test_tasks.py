@@ -25,8 +25,8 @@ def test_the_same_seed_gives_the_same_rows_and_another_seed_gives_others(task):
 
 @GENERATORS
 def test_no_held_out_prompt_is_ever_a_training_prompt(task):
-    training = {row["prompt"] for seed in range(5) for row in task.rows(1000, seed=seed)}
-    held_out = {row["prompt"] for seed in range(5) for row in task.rows(300, seed=seed, held_out=True)}
+    training = {row["prompt"] for seed in range(4) for row in task.rows(300, seed=seed)}
+    held_out = {row["prompt"] for seed in range(4) for row in task.rows(100, seed=seed, held_out=True)}
     assert held_out and not training & held_out
 
 
@@ -35,7 +35,7 @@ def test_a_rows_own_answer_earns_the_whole_reward(task):
     reward = {sorting: sorting.reward, expressions: calculator.reward}[task]
     for row in task.rows(300, seed=3):
         assert reward(row["answer"], row["answer"]) == 1.0
-        assert reward(row["answer"] + "0", row["answer"]) == 0.0 or "." in row["answer"]
+        assert reward(row["answer"] + "9", row["answer"]) == 0.0
         assert reward("", row["answer"]) == 0.0
 
 
@@ -83,8 +83,9 @@ def test_made_up_expressions_have_the_operators_of_gsm8k():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("24", "24"), ("-5", "-5"), ("+18", "18"), (".2", "1/5"), ("0.20", "1/5"), ("5.", "5"), ("1,000", "1000"),
-        ("12,345,678.5", "24691357/2"), ("$3.50", "7/2"), ("50%", "1/2"), (" 7 ", "7"), ("007", "7"),
+        ("24", "24"), ("-5", "-5"), ("+18", "18"), (".2", "1/5"), ("0.20", "1/5"), ("5.", "5"),
+        ("1,000", "1000"), ("12,345,678.5", "24691357/2"),
+        ("$3.50", "7/2"), ("50%", "1/2"), (" 7 ", "7"), ("007", "7"),
     ],
 )  # fmt: skip
 def test_a_number_is_read_exactly_however_it_is_written(text, expected):
@@ -93,8 +94,9 @@ def test_a_number_is_read_exactly_however_it_is_written(text, expected):
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "-", ".", "1,00", "1,0000", "--5", "2+2", "3/4", "24 apples", "1e5", "0x10", "٣", "²", "nan", "9" * 101],
-)
+    ["", " ", "-", ".", "1,00", "1,0000", "--5", "2+2", "3/4", "24 apples", "1e5", "0x10", "٣", "²", "nan",
+     "9" * 101],
+)  # fmt: skip
 def test_what_is_no_number_is_none(text):
     assert arithmetic.number(text) is None
 
@@ -102,8 +104,10 @@ def test_what_is_no_number_is_none(text):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("48/2", "24"), ("2/5*50", "20"), ("24*(1/6)", "4"), ("71+-3", "68"), ("-48+21+(-3)", "-30"), ("+2", "2"),
-        ("30-(30*(10/100))", "27"), ("1/3+1/3+1/3", "1"), ("18-6-4-2", "6"), ("64/8/2", "4"), ("1,000*.2", "200"),
+        ("48/2", "24"), ("2/5*50", "20"), ("24*(1/6)", "4"), ("71+-3", "68"), ("-48+21+(-3)", "-30"),
+        ("+2", "2"),
+        ("30-(30*(10/100))", "27"), ("1/3+1/3+1/3", "1"), ("18-6-4-2", "6"), ("64/8/2", "4"),
+        ("1,000*.2", "200"),
         ("50%*80", "40"), ("2 + 3 * 4", "14"), ("(5)", "5"),
     ],
 )  # fmt: skip
@@ -111,7 +115,10 @@ def test_an_expression_has_its_exact_value(text, expected):
     assert arithmetic.value(text) == Fraction(expected)
 
 
-@pytest.mark.parametrize("text", ["", "560//10", "1/0", "(1", "1)", "2**3", "x*2", "5+", "3 4a", "1" + "+1" * 60])
+NO_EXPRESSIONS = ["", "560//10", "1/0", "(1", "1)", "2**3", "x*2", "5+", "3 4a", "1" + "+1" * 60]
+
+
+@pytest.mark.parametrize("text", NO_EXPRESSIONS)
 def test_what_is_no_expression_is_none(text):
     assert arithmetic.value(text) is None
 
@@ -136,14 +143,15 @@ def test_trailing_zeros_never_change_a_number(units, zeros):
         ("50%", "0.5", 1.0), ("(24)", "24", 0.0),
     ],
 )  # fmt: skip
-def test_a_completion_is_paid_for_its_number_and_never_for_repeating_the_division(completion, answer, expected):
+def test_a_completion_is_paid_for_its_number_never_for_repeating_the_division(completion, answer, expected):
     assert calculator.reward(completion, answer) == expected
 
 
 def test_the_steps_of_a_row_come_in_order_and_unreadable_ones_are_skipped():
     answer = (
-        "Half is 48/2 = <<48/2=24>>24. So $<<1,000*$.5=500.00>>500, but <<560//10=56>>56, <<x*2=4>>4, <<=5>>5,"
-        " <<5=>>, <<7>>7, <<a=b>> and <<1/0=0>>0 say nothing. <<9=9>>9 <<3/4=3/4>> <<" + "1+" * 30 + "1=31>>\n#### 72"
+        "Half is 48/2 = <<48/2=24>>24. So $<<1,000*$.5=500.00>>500, but <<560//10=56>>56, <<x*2=4>>4,"
+        " <<=5>>5, <<5=>>, <<7>>7, <<a=b>> and <<1/0=0>>0 say nothing. <<9=9>>9 <<3/4=3/4>>"
+        f" <<{'1+' * 30}1=31>>\n#### 72"
     )
     assert calculator.steps({"question": "?", "answer": answer}) == [
         {"prompt": "48/2=", "answer": "24"},
@@ -172,6 +180,8 @@ def test_unseen_rows_are_those_that_training_never_showed():
 
 
 def test_the_tasks_import_no_torch():
-    code = "import sys, graphs.tasks.calculator, graphs.tasks.expressions, graphs.tasks.sorting; print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert found.stdout.strip() == "False"
+    code = (
+        "import sys; from graphs.tasks import calculator, expressions, sorting; print('torch' in sys.modules)"
+    )
+    found = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    assert found.strip() == "False"

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import zmq
 
+from transport.data.frames import Encoder
 from transport.data.messages import Data, Message
 
 
@@ -90,7 +91,7 @@ class Line(Protocol):
     sockets: Sequence[zmq.Socket[bytes]]
     """What a poller may watch; the first carries the messages."""
 
-    def pack(self, batch: pa.RecordBatch, size_bytes: int) -> Packed:
+    def pack(self, batch: pa.RecordBatch, encoder: Encoder, size_bytes: int) -> Packed:
         """What travels for a batch; the same may go over several lines, and more than once."""
 
     def put(self, message: Message, payload: Any = None) -> bool:

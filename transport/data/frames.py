@@ -6,10 +6,8 @@ inside it covers the body. The body is a whole Arrow stream: schema, dictionarie
 schema with every batch costs about 15 us; it spares dictionary columns a protocol of their own.)
 """
 
-import dataclasses
 import typing
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pyarrow as pa
@@ -25,28 +23,18 @@ _NO_MAP = (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgp
 _UNREADABLE = (pa.ArrowException, ValueError, TypeError, KeyError, OSError, MemoryError, StopIteration)
 
 
-def _whole(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 64
-
-
-_IS: dict[Any, Callable[[object], bool]] = {
-    int: _whole,
-    str: lambda value: type(value) is str,
-    bytes: lambda value: type(value) is bytes,
-    bool: lambda value: type(value) is bool,
-    tuple[int, ...]: lambda value: type(value) is tuple and all(map(_whole, value)),
-}
 _KINDS: dict[str, type[Message]] = {cls.__name__.lower(): cls for cls in (Hello, Data, Welcome, Ack, Refusal)}
-_CHECKS = {
-    kind: {name: _IS[hint] for name, hint in typing.get_type_hints(cls).items()}
+_FIELDS = {
+    kind: tuple((name, typing.get_origin(hint) or hint) for name, hint in typing.get_type_hints(cls).items())
     for kind, cls in _KINDS.items()
 }
+_LAYOUT = {cls: ({"kind": kind}, tuple(name for name, _ in _FIELDS[kind])) for kind, cls in _KINDS.items()}
 
 
 def encode_message(message: Message) -> bytes:
     """The header frame of a message."""
-    fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
-    packed: bytes = msgpack.packb({"kind": type(message).__name__.lower()} | fields)
+    kind, names = _LAYOUT[type(message)]
+    packed: bytes = msgpack.packb(kind | {name: getattr(message, name) for name in names})
     return packed + xxhash.xxh3_64_digest(packed)
 
 
@@ -61,18 +49,26 @@ def decode_message(frame: Any) -> Message:
     try:
         fields = msgpack.unpackb(packed, use_list=False)
         kind = fields.pop("kind")
-        checks = _CHECKS[kind]
+        expected = _FIELDS[kind]
     except _NO_MAP as error:
         raise FrameError(
             f"a header frame is no message; {type(error).__name__} in {len(packed)} sealed bytes; "
             f"run the same version of this project on both sides"
         ) from error
-    if fields.keys() != checks.keys() or not all(check(fields[name]) for name, check in checks.items()):
+    if len(fields) != len(expected) or not all(_fits(fields.get(name), hint) for name, hint in expected):
         raise FrameError(
             f"a '{kind}' header has the wrong fields; got {sorted(map(str, fields))}; "
             f"run the same version of this project on both sides"
         )
     return _KINDS[kind](**fields)
+
+
+def _fits(value: object, kind: type) -> bool:
+    if type(value) is not kind:
+        return False
+    if kind is int:
+        return cast(int, value) >= 0
+    return kind is not tuple or all(type(one) is int and one >= 0 for one in cast(tuple[object, ...], value))
 
 
 def encode_schema(schema: pa.Schema) -> bytes:
@@ -88,22 +84,36 @@ def decode_schema(data: bytes) -> pa.Schema:
         raise FrameError(f"a schema cannot be read; {error}; run the same version on both sides") from error
 
 
-def encoded_bytes(batch: pa.RecordBatch) -> int:
-    """Exact length of `encode_batch(batch)`, without encoding it."""
+class Encoder:
+    """Makes the body frames of one schema."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+        empty = pa.RecordBatch.from_pylist([], schema=schema)
+        self._frame_bytes = _stream_bytes(empty) - pa.ipc.get_record_batch_size(empty)
+        self._has_dictionaries = "dictionary<" in " ".join(str(field.type) for field in schema)
+
+    def size_bytes(self, batch: pa.RecordBatch) -> int:
+        """Exact length of the body of a batch, without making it."""
+        if self._has_dictionaries:
+            return _stream_bytes(batch)
+        return int(self._frame_bytes + pa.ipc.get_record_batch_size(batch))
+
+    def encode(self, batch: pa.RecordBatch, size_bytes: int) -> pa.Buffer:
+        """The body frame of a batch: one copy of its columns, into a buffer of exactly `size_bytes`."""
+        body = pa.allocate_buffer(size_bytes)
+        _write(pa.FixedSizeBufferWriter(body), batch)
+        return body
+
+
+def _stream_bytes(batch: pa.RecordBatch) -> int:
     sink = pa.MockOutputStream()
     _write(sink, batch)
     return int(sink.size())
 
 
-def encode_batch(batch: pa.RecordBatch, size_bytes: int) -> pa.Buffer:
-    """The body frame of a batch: one copy of its columns; `size_bytes` is what `encoded_bytes` says."""
-    body = pa.allocate_buffer(size_bytes)
-    _write(pa.FixedSizeBufferWriter(body), batch)
-    return body
-
-
 def _write(sink: Any, batch: pa.RecordBatch) -> None:
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
+    with pa.RecordBatchStreamWriter(sink, batch.schema) as writer:
         writer.write_batch(batch)
 
 

@@ -115,11 +115,11 @@ class Receiver:
         return self._inbox.ended and not self._ready
 
     def receive(self, timeout_s: float = 0.0) -> Delivery | None:
-        """The next batch, or None when none came within the timeout."""
+        """The next batch; None when none came within the timeout, or at once when the stream has ended."""
         deadline = time.monotonic() + timeout_s
         while not self._ready:
-            left = max(0.0, deadline - time.monotonic()) if timeout_s > 0 else 0.0
-            if self.finished or not self._step(left):
+            waits = timeout_s > 0 and not self.finished
+            if not self._step(max(0.0, deadline - time.monotonic()) if waits else 0.0):
                 return None
         return self._ready.popleft()
 
@@ -134,8 +134,9 @@ class Receiver:
 
     def close(self) -> None:
         """Stop listening; what is unacknowledged will go to the next receiver at this address."""
-        self._closed = True
-        self._door.close()
+        if not self._closed:
+            self._closed = True
+            self._door.close()
 
     def _step(self, timeout_s: float) -> bool:
         """Handle one arrival; False when there was none."""

@@ -64,6 +64,7 @@ class Sender:
         self._partition, self._peer_timeout_s, self._clock = partition, peer_timeout_s, clock
         network = network or SocketNetwork()
         encoded = frames.encode_schema(schema)
+        self._encoder = frames.Encoder(schema)
         self._links: list[_Link] = []
         for address in receivers:
             outbox = Outbox(edge=edge, sender=sender_id, epoch=epoch, schema=encoded)
@@ -104,7 +105,7 @@ class Sender:
         if self._closed:
             raise TransportError(f"edge '{self.edge}' has ended; got one more batch; send before finish")
         frames.check_schema(batch.schema, self.schema, edge=self.edge)
-        size_bytes = frames.encoded_bytes(batch)
+        size_bytes = self._encoder.size_bytes(batch)
         need = cost(batch.num_rows, size_bytes)
         chosen = choose(self._partition, [link.outbox.room(need) for link in self._links], key)
         if not chosen:
@@ -113,7 +114,7 @@ class Sender:
         chosen_links = [self._links[index] for index in chosen]
         for link in chosen_links:
             self._check_fits(link, need)
-        payload = chosen_links[0].line.pack(batch, size_bytes)
+        payload = chosen_links[0].line.pack(batch, self._encoder, size_bytes)
         for link in chosen_links:
             link.outbox.add(rows=batch.num_rows, cost=need, payload=payload)
             self._transmit(link)

@@ -38,7 +38,7 @@ def prove(layout: Layout, buffer: torch.Tensor, per_tensor: bool) -> tuple[int, 
 def damage(
     layout: Layout, buffer: torch.Tensor, checksum: int, sums: Sequence[int], slice_bytes: int | None = None
 ) -> Generator[None, None, str | None]:
-    """Returns where the buffer is not what `prove` saw, a tensor's name where sums tell, or None if it is whole.
+    """Returns where the buffer is not what `prove` saw, a tensor's name where sums tell; None if it is whole.
 
     Yields after about `slice_bytes` of reading, and once more for every such slice; never if it is None."""
     data = memoryview(buffer.numpy().data)

@@ -77,7 +77,7 @@ class WeightReader:
         "copy" copies into the parameters' own memory, for callers that keep pointers to it (captured graphs,
         fused tensors). Tensors that are no Parameter, or have another dtype or device, are always copied.
         `prove_bytes_per_poll`: check a version's sums in slices of that size, one per poll, and offer it when
-        it is proved, so that adopting a large model stops nobody for long; None checks all of it in `adopt`."""
+        it is proved, so that adopting a large model stops nobody for long; None checks it all in `adopt`."""
         self.name = name
         self._view = adopt == "view"
         self._port = (SharedMemory(address) if isinstance(address, str) else address).reader()
@@ -220,12 +220,13 @@ class WeightReader:
                 if parameter.data_ptr() == source.data_ptr():
                     parameter.data = source.clone()
             self._inside.segment.leave()
-        if self._transfer:
-            self._transfer.mapped.segment.leave()
+        self._give_up()
+        if self._inside and self._inside not in self._mapped.values():
+            self._inside.segment.close()
         for mapped in self._mapped.values():
             mapped.segment.close()
         self._mapped.clear()
-        self._inside = self._transfer = None
+        self._inside = None
         if self._handshake.joined:
             self._port.send(self._handshake.leaving())
         self._port.close()
@@ -234,9 +235,9 @@ class WeightReader:
         layout, tensors = self._layout, self._attached
         if layout is None or tensors is None:
             return
-        self._targets = layout.arrange(tensors, f"reader '{self.name}'")
+        targets = layout.arrange(tensors, f"reader '{self.name}'")
         owners: dict[int, str] = {}
-        for spec, tied in zip(layout.tensors, self._targets, strict=True):
+        for spec, tied in zip(layout.tensors, targets, strict=True):
             for pointer in {tensor.data_ptr() for tensor in tied if tensor.numel()}:
                 if pointer in owners:
                     raise LayoutMismatch(
@@ -245,14 +246,23 @@ class WeightReader:
                         "trainer's model, or untie them here"
                     )
                 owners[pointer] = spec.name
+        self._targets = targets
+        self._give_up()
+        for mapped in self._mapped.values():
+            if mapped is not self._inside:
+                mapped.segment.close()
         self._mapped = {}
+
+    def _give_up(self) -> None:
+        if self._transfer is not None:
+            self._transfer.mapped.segment.leave()
+            self._transfer = None
 
     def _begin(self) -> _Transfer | None:
         """The transfer of the newest offer, entered if it is not yet; the one before is given up."""
         offer, layout = self._handshake.offer, self._layout
         if self._transfer is not None and self._transfer.offer is not offer:
-            self._transfer.mapped.segment.leave()
-            self._transfer = None
+            self._give_up()
         if offer is None or layout is None or self._transfer is not None:
             return self._transfer
         if self._attached is None:

@@ -3,7 +3,7 @@
 A segment is a file of its own, mapped by the writer and by its readers. Its gate is a lock (flock) on it:
 shared while a reader is inside, exclusive while the writer writes. The kernel lets go of a dead process's
 locks, so a killed reader holds nothing up; a frozen one keeps its lock, and its file is left to it. A lock on
-a file beside the segments makes one writer the owner of an address, and lets the next one sweep what a killed
+a file beside the socket makes one writer the owner of an address, and lets the next one sweep what a killed
 one left. (A process forked from a reader shares its locks; fork before connecting.)
 """
 
@@ -15,6 +15,7 @@ import os
 import secrets
 import struct
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,8 @@ HEADER_BYTES = 64
 MAGIC = b"DFWEIGHT"
 MESSAGE_BYTES = 64 << 20
 """The largest message taken; a layout of 100,000 tensors is about 10 MB."""
+RELEASE_S = 1.0
+"""How long ZeroMQ may take to let go of an address that was closed."""
 
 
 class SharedMemory:
@@ -54,17 +57,9 @@ class SharedMemory:
             socket.set(zmq.ROUTER_MANDATORY, 1)
             socket.set(zmq.ROUTER_HANDOVER, 1)
             _bounded(socket)
-            try:
-                socket.bind(self.address)
-            except zmq.ZMQError as error:
-                socket.close()
-                kind = AddressTaken if error.errno == zmq.EADDRINUSE else AddressError
-                raise kind(
-                    f"the weight plane cannot listen at {self.address}; found: {error}; "
-                    "name another address (an ipc path has at most 107 characters)"
-                ) from None
+            self._bind(socket)
         except BaseException:
-            os.close(lock)
+            self._unlock(lock)
             raise
         return _WriterPort(self, socket, lock)
 
@@ -86,13 +81,33 @@ class SharedMemory:
         try:
             return self._unlink_segments()
         finally:
-            self.lock_path.unlink(missing_ok=True)
-            os.close(lock)
+            self._unlock(lock)
 
     @property
     def lock_path(self) -> Path:
         """The file whose lock owns the address."""
-        return self.folder / f"{self.prefix}lock"
+        return Path(f"{self._socket_path or self.folder / self.prefix}.lock")
+
+    @property
+    def _socket_path(self) -> Path | None:
+        return Path(self.address.removeprefix("ipc://")) if self.address.startswith("ipc://") else None
+
+    def _bind(self, socket: zmq.Socket[bytes]) -> None:
+        deadline = time.monotonic() + RELEASE_S
+        while True:
+            try:
+                socket.bind(self.address)
+                return
+            except zmq.ZMQError as error:
+                taken = error.errno == zmq.EADDRINUSE
+                if taken and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    continue
+                socket.close()
+                raise (AddressTaken if taken else AddressError)(
+                    f"the weight plane cannot listen at {self.address}; found: {error}; "
+                    "name another address (an ipc path has at most 107 characters)"
+                ) from None
 
     def _lock(self) -> int:
         while True:
@@ -113,6 +128,10 @@ class SharedMemory:
                 os.pwrite(lock, str(os.getpid()).encode(), 0)
                 return lock
             os.close(lock)
+
+    def _unlock(self, lock: int) -> None:
+        self.lock_path.unlink(missing_ok=True)
+        os.close(lock)
 
     def _unlink_segments(self) -> int:
         stale = [path for path in self.folder.glob(f"{self.prefix}*") if path != self.lock_path]
@@ -219,8 +238,10 @@ class _WriterPort:
 
     def close(self) -> None:
         self._socket.close()
-        self._site.lock_path.unlink(missing_ok=True)
-        os.close(self._lock)
+        path, deadline = self._site._socket_path, time.monotonic() + RELEASE_S
+        while path and path.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self._site._unlock(self._lock)
 
 
 class _ReaderPort:

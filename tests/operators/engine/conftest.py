@@ -77,3 +77,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., A
     make_model("llama").save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(params=["torch", "c"])
+def adapt(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Switches a model to slots; the kernel for its Engine: none, or the C one (where there is a compiler)."""
+    from operators.engine import native, proof
+
+    if request.param == "c" and native.kernel() is None:
+        pytest.skip("no C compiler at hand")
+
+    def switch(model: Any) -> Any:
+        kernel = proof.adapt(model, "tiny")
+        assert kernel is not None or native.kernel() is None
+        return kernel if request.param == "c" else None
+
+    return switch

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from replaying import drive, replayed
 
 from operators.engine.decode import Engine, Start
-from operators.engine.proof import adapt
 from operators.engine.sampler import Sampling, log_distribution
 
 
@@ -23,18 +22,24 @@ def many(count, seed=0, copies=4):
     return found
 
 
-def adapted(make_model, family="llama", **knobs):
-    model = make_model(family)
-    adapt(model, family)
-    return Engine(model, context_tokens=64, **{"end_tokens": [1], "sampling": Sampling(), "slots": 16, **knobs})
+@pytest.fixture
+def adapted(make_model, adapt):
+    def make(family="llama", **knobs):
+        model = make_model(family)
+        knobs = {"end_tokens": [1], "sampling": Sampling(), "slots": 16, **knobs}
+        return Engine(model, context_tokens=64, kernel=adapt(model), **knobs)
+
+    return make
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2"])
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=0.7, top_k=12), Sampling(temperature=1.3, top_p=0.8)], ids=str
+    "sampling",
+    [Sampling(), Sampling(temperature=0.7, top_k=12), Sampling(temperature=1.3, top_p=0.8)],
+    ids=str,
 )
-def test_logprobs_equal_a_full_forward_pass(family, sampling, make_model):
-    engine, trainer = adapted(make_model, family, sampling=sampling), make_model(family)
+def test_logprobs_equal_a_full_forward_pass(family, sampling, make_model, adapted):
+    engine, trainer = adapted(family, sampling=sampling), make_model(family)
     for row in drive(engine, many(12)).values():
         start = row["start"]
         with torch.no_grad():
@@ -47,8 +52,8 @@ def test_logprobs_equal_a_full_forward_pass(family, sampling, make_model):
         assert (row["versions"][:start] == -1).all() and (row["versions"][start:] == 0).all()
 
 
-def test_a_rollout_over_two_updates_names_the_weights_of_every_token(make_model):
-    engine = adapted(make_model, slots=12, end_tokens=[])
+def test_a_rollout_over_two_updates_names_the_weights_of_every_token(make_model, adapted):
+    engine = adapted(slots=12, end_tokens=[])
     versions = {0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}
 
     def update(step):
@@ -65,21 +70,21 @@ def test_a_rollout_over_two_updates_names_the_weights_of_every_token(make_model)
         np.testing.assert_allclose(row["logprobs"][row["start"] :], expected, atol=1e-5)
 
 
-def test_a_seed_gives_the_same_tokens_in_any_company(make_model):
+def test_a_seed_gives_the_same_tokens_in_any_company(adapted):
     alone = {}
     for start in many(8):
-        alone |= drive(adapted(make_model, slots=4), [start])
+        alone |= drive(adapted(slots=4), [start])
     for slots, order in ((64, 1), (7, 1), (12, -1)):
-        together = drive(adapted(make_model, slots=slots), many(8)[::order])
+        together = drive(adapted(slots=slots), many(8)[::order])
         assert together.keys() == alone.keys()
         for ticket, row in together.items():
             assert row["tokens"].tolist() == alone[ticket]["tokens"].tolist()
             np.testing.assert_allclose(row["logprobs"], alone[ticket]["logprobs"], atol=1e-5)
 
 
-def test_seeds_tell_rollouts_of_one_prompt_apart(make_model):
+def test_seeds_tell_rollouts_of_one_prompt_apart(adapted):
     start = Start(prompt=np.array([5, 6]), limit=12, tickets=range(16), seeds=range(16))
-    rows = drive(adapted(make_model, end_tokens=[], sampling=Sampling(temperature=4.0)), [start])
+    rows = drive(adapted(end_tokens=[], sampling=Sampling(temperature=4.0)), [start])
     assert len({tuple(row["tokens"].tolist()) for row in rows.values()}) == 16
 
 
@@ -89,12 +94,14 @@ def test_seeds_tell_rollouts_of_one_prompt_apart(make_model):
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
     copies=st.integers(1, 4),
 )
-def test_no_rollout_is_lost_or_doubled_and_each_has_its_length(slots, lengths, copies, make_model):
-    engine = adapted(make_model, slots=slots, end_tokens=[])
+def test_no_rollout_is_lost_or_doubled_and_each_has_its_length(slots, lengths, copies, adapted):
+    engine = adapted(slots=slots, end_tokens=[])
     work = [
         Start(
-            prompt=np.full(1 + i % 5, 3 + i % 7), limit=1 + i % 5 + length,
-            tickets=range(i * copies, (i + 1) * copies), seeds=range(copies),
+            prompt=np.full(1 + i % 5, 3 + i % 7),
+            limit=1 + i % 5 + length,
+            tickets=range(i * copies, (i + 1) * copies),
+            seeds=range(copies),
         )
         for i, length in enumerate(lengths)
     ]
@@ -107,17 +114,20 @@ def test_no_rollout_is_lost_or_doubled_and_each_has_its_length(slots, lengths, c
     assert engine.drawn == sum(lengths) * copies
 
 
-def test_a_freed_slot_is_refilled_at_the_next_step(make_model):
-    engine = adapted(make_model, slots=2, end_tokens=[])
+def test_a_freed_slot_is_refilled_at_the_next_step(adapted):
+    engine = adapted(slots=2, end_tokens=[])
     work = [
-        Start(prompt=np.array([4]), limit=limit, tickets=[i], seeds=[i]) for i, limit in enumerate((21, 3, 3, 3, 3, 3))
+        Start(prompt=np.array([4]), limit=limit, tickets=[i], seeds=[i])
+        for i, limit in enumerate((21, 3, 3, 3, 3, 3))
     ]
     drive(engine, work)
-    assert engine.steps == 20, "two slots: the long rollout in one, the five short ones one after the other beside it"
+    assert engine.steps == 20, (
+        "two slots: the long rollout in one, the five short ones one after the other beside it"
+    )
 
 
-def test_broken_weights_end_rows_with_an_error_and_the_engine_goes_on(make_model):
-    engine = adapted(make_model, slots=4, end_tokens=[])
+def test_broken_weights_end_rows_with_an_error_and_the_engine_goes_on(make_model, adapted):
+    engine = adapted(slots=4, end_tokens=[])
     good = {name: value.clone() for name, value in engine.model.state_dict().items()}
     work = [Start(prompt=np.array([4, 5]), limit=12, tickets=[i], seeds=[i]) for i in range(8)]
 
@@ -133,5 +143,7 @@ def test_broken_weights_end_rows_with_an_error_and_the_engine_goes_on(make_model
     assert [len(rows[i]["tokens"]) for i in range(8)] == [5, 5, 5, 5, 12, 12, 12, 12]
     for i in range(4, 8):
         np.testing.assert_allclose(
-            rows[i]["logprobs"][2:], replayed({0: make_model()}, rows[i]["tokens"], rows[i]["versions"], 2), atol=1e-5
+            rows[i]["logprobs"][2:],
+            replayed({0: make_model()}, rows[i]["tokens"], rows[i]["versions"], 2),
+            atol=1e-5,
         )

@@ -41,7 +41,7 @@ def test_noise_is_uniform_over_positions_of_one_seed_and_over_seeds():
         (torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64)),
     ):
         noise = uniform(seeds, counts)
-        assert 0 <= float(noise.min()) and float(noise.max()) < 1
+        assert float(noise.min()) >= 0 and float(noise.max()) < 1
         bins = torch.histc(noise, 20, 0, 1)
         assert float(((bins - 5000) ** 2 / 5000).sum()) < 44
         assert abs(float(torch.corrcoef(torch.stack([noise[1:], noise[:-1]]))[0, 1])) < 0.02
@@ -60,7 +60,7 @@ def test_logits_that_are_not_finite_show_in_the_logprob(temperature, value):
     logits = torch.stack([LOGITS, torch.full((8,), value)])
     chosen, logprobs = draw(logits, Sampling(temperature=temperature), torch.arange(2), torch.arange(2))
     assert logprobs.isfinite().tolist() == [True, False]
-    assert 0 <= int(chosen.min()) and int(chosen.max()) < 8
+    assert int(chosen.min()) >= 0 and int(chosen.max()) < 8
 
 
 def test_top_p_keeps_the_likeliest_token_even_below_its_own_probability():

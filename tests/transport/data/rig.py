@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from transport.data import Delivery, LocalNetwork, Receiver, Sender, SocketNetwork
 from transport.data.channel import Line, LineEvent, Network
+from transport.data.frames import encode_schema
 from transport.data.messages import Hello, Message
 
 SCHEMA = pa.schema([("value", pa.int64()), ("tokens", pa.list_(pa.int32()))])
@@ -22,7 +23,8 @@ def make_batch(first: int, rows: int = 1, tokens: int = 4) -> pa.RecordBatch:
     offsets_R = pa.array(np.arange(rows + 1, dtype=np.int32) * tokens)
     tokens_T = pa.array(np.arange(rows * tokens, dtype=np.int32))
     values_R = pa.array(np.arange(first, first + rows))
-    return pa.RecordBatch.from_arrays([values_R, pa.ListArray.from_arrays(offsets_R, tokens_T)], schema=SCHEMA)
+    tokens_RT = pa.ListArray.from_arrays(offsets_R, tokens_T)
+    return pa.RecordBatch.from_arrays([values_R, tokens_RT], schema=SCHEMA)
 
 
 def firsts(deliveries: list[Delivery]) -> list[int]:
@@ -48,8 +50,8 @@ class Rig:
 
     def receiver(self, address: str | None = None, **knobs: Any) -> Receiver:
         """A receiver; roomy unless said otherwise."""
-        knobs = {"edge": "edge", "schema": SCHEMA, "capacity_rows": 1000, "on_refused": lambda *_: None} | knobs
-        made = Receiver(address=address or self.new_address(), network=self.network, **knobs)
+        known = {"edge": "edge", "schema": SCHEMA, "capacity_rows": 1000, "on_refused": lambda *_: None}
+        made = Receiver(address=address or self.new_address(), network=self.network, **(known | knobs))
         self._made.append(made)
         return made
 
@@ -103,10 +105,8 @@ class RawLine:
 
     def hello(self, **fields: Any) -> Message:
         """Greet, as a new sender unless said otherwise."""
-        from transport.data.frames import encode_schema
-
-        known = {"edge": "edge", "sender": "raw", "epoch": 1, "schema": encode_schema(SCHEMA), "base": 0, "next": 0}
-        known |= {"gone": (), "window_rows": 0, "window_bytes": 0, "ended": False}
+        known = {"edge": "edge", "sender": "raw", "epoch": 1, "schema": encode_schema(SCHEMA), "base": 0}
+        known |= {"next": 0, "gone": (), "window_rows": 0, "window_bytes": 0, "ended": False}
         return self.ask(Hello(**(known | fields)))
 
     def close(self) -> None:

@@ -76,9 +76,10 @@ def values(tensors: dict[str, torch.Tensor]) -> set[float]:
     return {float(v) for tensor in tensors.values() for v in tensor.detach().flatten()}
 
 
-def leftovers() -> set[str]:
-    """What the weight plane has in /dev/shm at this moment."""
-    return {path.name for path in Path("/dev/shm").glob("dataflow-*")}
+def leftovers(address: str) -> set[str]:
+    """What lies in shared memory for this address at this moment."""
+    site = SharedMemory(address)
+    return {path.name for path in site.folder.glob(f"{site.prefix}*")}
 
 
 def _count_messages(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightWriter | WeightReader], bool]:
@@ -143,8 +144,16 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.fixture
-def clean_shm() -> Iterator[None]:
-    """Nothing new may lie in /dev/shm afterwards."""
-    before = leftovers()
+def clean_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing may lie in shared memory afterwards, of any address that the test has used."""
+    used = set()
+    checked = shared_memory._checked
+
+    def noted(address: str) -> str:
+        used.add(checked(address))
+        return checked(address)
+
+    monkeypatch.setattr(shared_memory, "_checked", noted)
     yield
-    assert leftovers() <= before
+    assert not [name for address in used for name in leftovers(address)]
+    assert not [address for address in used if SharedMemory(address).lock_path.exists()]

@@ -209,3 +209,75 @@ class World(RuleBasedStateMachine):
 
 World.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 test_no_order_of_events_breaks_the_handshake = World.TestCase
+
+
+def pair():
+    """A writer that offers version 1 from segment a, and a reader that has joined it."""
+    writer, reader = WriterHandshake({}, writer=1, pace=PACE), ReaderHandshake("r", PACE)
+    writer.writing("a")
+    writer.written("a", 1, 0, [], 0.0)
+    talk(writer, reader, reader.tick(0.0), 0.0)
+    return writer, reader
+
+
+def talk(writer, reader, messages, now):
+    """Carry the reader's messages to the writer and the answers back."""
+    for message in messages:
+        for _, answer in writer.receive(b"r", message, now):
+            talk(writer, reader, reader.receive(answer, now), now)
+
+
+def test_an_offer_that_was_lost_is_made_again():
+    writer, reader = pair()
+    assert writer.written("b", 2, 0, [], 10.0)
+    assert reader.offer.version == 1
+    talk(writer, reader, reader.tick(11.0), 11.0)
+    assert reader.offer.version == 2
+
+
+def test_an_offer_is_not_repeated_to_a_reader_that_has_it():
+    writer, reader = pair()
+    writer.receive(b"r", reader.committed(reader.offer), 1.0)
+    assert not [m for beat in reader.tick(20.0) for m in writer.receive(b"r", beat, 20.0)]
+
+
+def test_a_repeated_hello_gets_the_same_epoch():
+    writer, reader = WriterHandshake({}, writer=1, pace=PACE), ReaderHandshake("r", PACE)
+    answers = [writer.receive(b"r", hello, 0.0) for hello in reader.tick(0.0) + reader.tick(PACE.beat_s)]
+    assert len(answers) == 2
+    assert answers[0] == answers[1]
+
+
+def test_nobody_is_offered_a_segment_that_is_being_written():
+    writer, _ = pair()
+    writer.writing("a")
+    assert writer.front is None
+    late = ReaderHandshake("late", PACE)
+    (hello,) = late.tick(0.0)
+    assert [type(answer).__name__ for _, answer in writer.receive(b"l", hello, 0.0)] == ["Welcome"]
+
+
+def test_every_waiting_version_gives_the_readers_their_full_time():
+    writer, _ = pair()
+    assert writer.blocked(0.0) is None
+    writer.writing("b")
+    writer.written("b", 2, 0, [], 1.0)
+    assert writer.blocked(PACE.fence_s + 1.0) is None
+    assert writer.blocked(2 * PACE.fence_s + 1.0) == "a"
+
+
+def test_a_reader_that_says_late_that_it_is_in_an_abandoned_segment_is_fenced():
+    writer, reader = pair()
+    ready = reader.entered(reader.offer)
+    writer.abandon("a", 5.0)
+    epoch = reader.epoch
+    talk(writer, reader, [ready], 6.0)
+    assert reader.joined
+    assert reader.epoch > epoch
+
+
+def test_a_silent_reader_is_sent_no_more_than_a_bounded_number_of_messages():
+    writer, _ = pair()
+    sent = [len(writer.written("a", version, 0, [], 0.0)) for version in range(2, 500)]
+    assert 0 < sum(sent) < 100
+    assert sent[-1] == 0

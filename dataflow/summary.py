@@ -1,0 +1,51 @@
+"""The summary of a run, computed from its folder."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from dataflow.display import Summary
+from dataflow.run_folder import RunFolder
+
+
+def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
+    """What came of a run: its metrics, its times (`times.json`, written when it ends), and the ledger's verdict."""
+    lines = folder.read_metrics()
+    times = _read(folder, "times.json")
+    steps = [line for line in lines if "loss" in line]
+    scores = [line["eval_accuracy"] for line in lines if line.get("eval_accuracy") is not None]
+    rewards = [line["reward_mean"] for line in steps if line.get("reward_mean") is not None]
+    tenth = max(1, len(rewards) // 10)
+    busy: dict[str, float] = times.get("busy_seconds", {})
+    busiest = max(busy, key=lambda node: busy[node], default="")
+    seconds = times.get("seconds")
+    path = folder.path
+    return Summary(
+        graph=_read(folder, "graph.json").get("name", path.name), outcome=times.get("outcome", "not finished"),
+        steps=len(steps), wall_s=seconds, rollouts=sum(line.get("rollouts", 0) for line in steps),
+        dropped=sum((steps[-1].get("dropped") or {}).values()) if steps else None,
+        reward_before=_mean(rewards[:tenth]), reward_after=_mean(rewards[-tenth:]),
+        accuracy_before=scores[0] if scores else None, accuracy_after=scores[-1] if len(scores) > 1 else None,
+        efficiency=busy[busiest] / seconds if busiest and seconds else None, busiest=busiest,
+        staleness_mean=_mean([line["staleness_mean"] for line in steps]),
+        staleness_max=max((line["staleness_max"] for line in steps), default=None),
+        verdict=verdict, is_clean=is_clean, folder=str(path),
+        commands=(
+            (f"dataflow verify {path}", "the ledger, recomputed from the folder"),
+            (f"dataflow show {path}", "this summary again"),
+            (str(path / "curve.svg"), "reward and accuracy by step"),
+            (str(path / "graph.svg"), "the graph as it was placed"),
+        ),
+    )  # fmt: skip
+
+
+def _read(folder: RunFolder, name: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder.path / name).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

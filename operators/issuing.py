@@ -1,0 +1,139 @@
+"""The runtime of Prompts: issues prompt groups in a seeded order that is a function of the group's number."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataflow.node import Batch, Context, Runtime
+from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, PROMPT_ID, ROUND_SIZE, Array
+from operators.prompt_rows import Report
+
+if TYPE_CHECKING:
+    from operators.prompts import Prompts
+
+ROWS_AT_ONCE = 32
+
+
+def permutation(seed: int | None, epoch: int, rows: int) -> Array:
+    """Order of the rows in an epoch, int64 [rows]: the same for the same numbers, on every machine.
+
+    The raw bits of PCG64 are sorted, because numpy promises those, but not its own shuffle, for ever.
+    """
+    if seed is None:
+        return np.arange(rows)
+    bits = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
+    return np.argsort(bits.random_raw(rows), kind="stable")
+
+
+class Issue(Runtime):
+    """Issues prompts.
+
+    consumes: nothing
+    produces: up to 32 groups at a time, each written into the ledger before it leaves
+    waits for: steps that need more groups (drops are told by the control), or the next evaluation round
+    unblocked by: {"dropped": n}, {"evaluate": step}
+    """
+
+    def __init__(self, prompts: "Prompts", table: pa.Table, report: Report, context: Context) -> None:
+        self._lane = prompts.name
+        self._seed = prompts.shuffle_seed
+        self._group_size = prompts.group_size or 0
+        self._table = table
+        self._dropped_rows = report.dropped
+        self._ledger = context.ledger
+        self._on_demand = context.on_demand
+        self._next = 0 if context.ledger is None else context.ledger.next_group_id(self._lane)
+        self._last = None if prompts.epochs is None else prompts.epochs * len(table)
+        bound = context.bounds.get(self._lane)
+        steps = None if bound is None else bound.steps if bound.steps is not None else context.steps
+        self._needed = None if bound is None or steps is None else steps * bound.prompts_per_step
+        self._dropped_groups = 0
+        self._is_draining = False
+        self._order: tuple[int, Array] = (-1, np.arange(0))
+        self._rounds: deque[int] = deque()
+        self._at = 0
+
+    def work(self) -> list[Batch] | None:
+        """The next groups, if any are wanted."""
+        if self._is_draining:
+            return None
+        if self._on_demand:
+            return self._round() if self._rounds else None
+        stops = (self._last, None if self._needed is None else self._needed + self._dropped_groups)
+        stop = min([self._next + ROWS_AT_ONCE, *(stop for stop in stops if stop is not None)])
+        if stop <= self._next:
+            return None
+        return [self._issue(self._rows(self._next, stop), 0, 0)]
+
+    def pending(self) -> int:
+        """Prompts that the rounds asked for still lack."""
+        if self._is_draining:
+            return 0
+        return len(self._rounds) * len(self._table) - self._at
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """{"evaluate": step}: a round; {"dropped": n}: n groups more are needed; {"drain": True}: no more."""
+        if "evaluate" in message and self._on_demand:
+            self._rounds.append(int(message["evaluate"]))
+        if "dropped" in message:
+            self._dropped_groups = max(self._dropped_groups, int(message["dropped"]))
+        if message.get("drain"):
+            self._is_draining = True
+
+    def status(self) -> dict[str, float | int | str]:
+        """Groups issued, prompts of an epoch, rows left out because they are bad, and whether it is done."""
+        is_over = self._last is not None and self._next >= self._last and not self._on_demand
+        return {
+            "issued": self._next,
+            "rows": len(self._table),
+            "bad_rows": self._dropped_rows,
+            "done": int(is_over or self._is_draining),
+        }
+
+    def _rows(self, start: int, stop: int) -> Array:
+        """Rows of the groups from start to stop."""
+        rows = np.empty(stop - start, np.int64)
+        size = len(self._table)
+        for at, group in enumerate(range(start, stop)):
+            epoch, place = divmod(group, size)
+            if self._order[0] != epoch:
+                self._order = (epoch, permutation(self._seed, epoch, size))
+            rows[at] = self._order[1][place]
+        return rows
+
+    def _round(self) -> list[Batch]:
+        stop = min(self._at + ROWS_AT_ONCE, len(self._table))
+        batch = self._issue(np.arange(self._at, stop), self._rounds[0], len(self._table))
+        self._at = stop
+        if stop == len(self._table):
+            self._rounds.popleft()
+            self._at = 0
+        return [batch]
+
+    def _issue(self, rows: Array, min_version: int, round_size: int) -> Batch:
+        count = len(rows)
+        ids = np.arange(self._next, self._next + count)
+        taken = self._table.take(pa.array(rows)).combine_chunks()
+        names = [PROMPT_ID, PROMPT, *(name for name in taken.schema.names if name not in (PROMPT_ID, PROMPT))]
+        columns = {name: _flat(taken.column(name)) for name in names}
+        columns[GROUP_ID] = pa.array(ids)
+        for name, value in (
+            (GROUP_SIZE, self._group_size),
+            (MIN_VERSION, min_version),
+            (ROUND_SIZE, round_size),
+        ):
+            columns[name] = pa.array(np.full(count, value, np.int32))
+        order = [GROUP_ID, PROMPT_ID, PROMPT, GROUP_SIZE, MIN_VERSION, ROUND_SIZE, *names[2:]]
+        if self._ledger is not None:
+            self._ledger.issue(
+                self._lane, list(zip(ids.tolist(), columns[PROMPT_ID].to_pylist(), strict=True))
+            )
+        self._next += count
+        return Batch(self._lane, pa.RecordBatch.from_arrays([columns[name] for name in order], names=order))
+
+
+def _flat(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)

@@ -1,0 +1,220 @@
+"""`Prompts`: the source of a graph, from a file, a data set or any iterable of rows."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from dataflow.errors import RecordError
+from dataflow.node import Context, Runtime, Source
+from dataflow.records import ERROR, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, arrow_type
+from operators.issuing import Issue
+from operators.prompt_rows import Recipe, Selection, load, sample_columns
+from operators.reading import Fault, Origin, Replay
+
+MakeRow = Callable[[Any], Any]
+
+
+class RowsKnob:
+    """What `Prompts.rows` becomes: `make` is the user's function; a call counts the prompts of an epoch."""
+
+    def __init__(self, prompts: "Prompts", make: MakeRow | None) -> None:
+        self.make = make
+        self._prompts = prompts
+
+    def __call__(self) -> int | None:
+        """Prompts of one epoch, where that is cheap to tell."""
+        return self._prompts.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts(Source):
+    """Issues prompts from JSONL, JSON, Parquet or Arrow files, a data set's folder or id, or an iterable.
+
+    Bad rows (broken JSON, a missing column, null, another type than before) end the run at its start with the
+    file and line, or are left out, counted and logged with on_bad="drop". Equal prompts are issued each.
+    """
+
+    source: Any
+    """Path of a file or folder, id on the hub, or an iterable of dicts or texts."""
+    columns: Sequence[str] | Mapping[str, Any] = field(default=(), kw_only=True)
+    """Columns kept beside the prompt; with types where the first rows do not tell them: {"answer": float}."""
+    rows: Any = field(default=None, kw_only=True)
+    """A function from a row to a prompt: a dict, a text, None to skip the row, or a list of prompts."""
+    prompt_column: str = field(default=PROMPT, kw_only=True)
+    """Column that holds the prompt."""
+    chat: bool = field(default=False, kw_only=True)
+    """Whether prompts are chat messages; a text becomes one message of the user."""
+    shuffle_seed: int | None = field(default=None, kw_only=True)
+    """Seed of the order, another one in every epoch; None: as they stand."""
+    epochs: int | None = field(default=None, kw_only=True)
+    """Times that all prompts are issued; None: for ever."""
+    start: int = field(default=0, kw_only=True)
+    """Prompts passed over at the beginning."""
+    limit: int | None = field(default=None, kw_only=True)
+    """Prompts of an epoch; None: all."""
+    group_size: int | None = field(default=None, kw_only=True)
+    """Rollouts of each prompt; None: as many as the generator makes."""
+    id_column: str | None = field(default=None, kw_only=True)
+    """Column that names a prompt, each once; None: the number of its row."""
+    split: str | None = field(default=None, kw_only=True)
+    """Split of a data set that has several."""
+    config: str | None = field(default=None, kw_only=True)
+    """Configuration of a data set on the hub that has several."""
+    on_bad: str = field(default="error", kw_only=True)
+    """error or drop: what a bad row does."""
+    seen: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    """What was read of the first rows."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        make = self.rows.make if isinstance(self.rows, RowsKnob) else self.rows
+        object.__setattr__(self, "rows", RowsKnob(self, make))
+        if isinstance(self.columns, str):
+            object.__setattr__(self, "columns", (self.columns,))
+        if isinstance(self.source, Iterator):
+            object.__setattr__(self, "source", Replay(self.source))
+
+    def renamed(self, name: str) -> "Prompts":
+        """The same prompts under another name."""
+        return dataclasses.replace(self, name=name)
+
+    @property
+    def origin(self) -> Origin:
+        """Where its rows are."""
+        needed = (self.prompt_column, *self.columns, *([self.id_column] if self.id_column else []))
+        columns = needed if self.rows.make is None else None
+        return Origin(source=self.source, split=self.split, config=self.config, columns=columns)
+
+    @property
+    def recipe(self) -> Recipe:
+        """How its rows become prompts."""
+        return Recipe(
+            columns=tuple(self.columns), prompt_column=self.prompt_column, id_column=self.id_column,
+            make=self.rows.make, chat=self.chat,
+        )  # fmt: skip
+
+    def extra_columns(self) -> Columns:
+        """The asked-for columns, typed as stated, else as in the first rows, else as text."""
+        if "types" not in self.seen:
+            types, self.seen["faults"] = self._sample()
+            if isinstance(self.columns, Mapping):
+                stated = {name: arrow_type(kind) for name, kind in self.columns.items()}
+                types |= {name: kind for name, kind in stated.items() if kind is not None}
+            self.seen["types"] = types
+        return dict(self.seen["types"])
+
+    def count(self) -> int | None:
+        """Prompts of one epoch, where that is cheap to tell."""
+        found = None if self.rows.make is not None or self.on_bad == "drop" else self.origin.count()
+        if found is None:
+            return None
+        left = max(0, found - self.start)
+        return left if self.limit is None else min(left, self.limit)
+
+    def knobs(self) -> dict[str, Any]:
+        """Knobs that differ from their defaults."""
+        shown: dict[str, Any] = {"source": self.origin.shown.strip("'")}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if item.name not in ("name", "source", "rows", "seen") and value != item.default:
+                shown[item.name] = value
+        if self.rows.make is not None:
+            shown["rows"] = getattr(self.rows.make, "__name__", type(self.rows.make).__name__)
+        return shown
+
+    def faults(self) -> list[str]:
+        """What is wrong with the knobs, or with a column that no row has."""
+        return [*self._knob_faults(), *self._column_faults()]
+
+    def build(self, context: Context) -> Runtime:
+        """Read everything, and issue; RecordError for a source that cannot be read, and for bad rows."""
+        types = self.extra_columns()
+        selection = Selection(start=self.start, limit=self.limit, drops_bad=self.on_bad == "drop")
+        try:
+            table, report = load(self.origin, self.recipe, types, selection)
+        except RecordError as error:
+            raise RecordError(f"'{self.name}': {error}") from error
+        for kind, (count, first) in report.bad.items():
+            context.log.warning("prompts left out", source=self.name, reason=kind, rows=count, first=first)
+        context.log.info(
+            "prompts read", source=self.name, prompts=len(table), left_out=report.dropped,
+            skipped=report.skipped, equal_to_another=report.duplicates,
+        )  # fmt: skip
+        return Issue(self, table, report, context)
+
+    def _sample(self) -> tuple[dict[str, pa.DataType], list[Fault]]:
+        unknown = {name: pa.string() for name in self.columns}
+        is_here = self.origin.path is not None or not isinstance(self.source, str | Path)
+        if not is_here or self._knob_faults():
+            return unknown, []
+        try:
+            return sample_columns(self.origin, self.recipe)
+        except RecordError:
+            return unknown, []  # said when the run starts, with the whole file read
+
+    def _column_faults(self) -> list[str]:
+        """A fault that all of the first rows have is one of the graph."""
+        self.extra_columns()
+        faults: list[Fault] = self.seen.get("faults", [])
+        kinds = {fault.kind for fault in faults}
+        if len(kinds) != 1 or not faults[0].kind.startswith("no column"):
+            return []
+        return [
+            f"'{self.name}' reads {self.origin.shown}, whose first row {faults[0].detail}; {faults[0].do}"
+        ]
+
+    def _knob_faults(self) -> list[str]:
+        faults = []
+        for knob, least in (
+            ("epochs", 1),
+            ("limit", 1),
+            ("group_size", 1),
+            ("start", 0),
+            ("shuffle_seed", 0),
+        ):
+            value = getattr(self, knob)
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_number and value >= least):
+                faults.append(
+                    f"'{self.name}' has {knob}={value!r}, which is no number from {least} up; give one"
+                )
+        if self.on_bad not in ("error", "drop"):
+            faults.append(
+                f"'{self.name}' has on_bad={self.on_bad!r}, which is not known; use 'error' or 'drop'"
+            )
+        if self.rows.make is not None and not callable(self.rows.make):
+            faults.append(
+                f"'{self.name}' has rows={self.rows.make!r:.60}, which is no function; "
+                f"give one from a row to a prompt, such as rows=lambda row: row['question']"
+            )
+        if isinstance(self.source, Mapping | bytes) or not (
+            isinstance(self.source, str | Path) or hasattr(self.source, "__iter__") or _is_arrow(self.source)
+        ):
+            faults.append(
+                f"'{self.name}' got {type(self.source).__name__} {self.source!r:.60} as its source; "
+                f"give a path, an id on the hub, or an iterable of dicts or texts"
+            )
+        taken = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, ERROR}
+        for name in self.columns:
+            if not isinstance(name, str):
+                faults.append(f"'{self.name}' has {name!r} in columns=, which is no name; give texts")
+            elif name in taken:
+                faults.append(
+                    f"'{self.name}' asks for column '{name}', a name that the engine's own column has; "
+                    f"leave it out, or rename yours with rows=..."
+                )
+        if isinstance(self.columns, Mapping):
+            faults += [
+                f"'{self.name}' gives column '{name}' the type {kind!r}, which no column has; use str or int"
+                for name, kind in self.columns.items()
+                if arrow_type(kind) is None and kind is not Any
+            ]
+        return faults
+
+
+def _is_arrow(source: Any) -> bool:
+    return isinstance(source, pa.Table | pa.RecordBatch)

@@ -1,0 +1,313 @@
+"""Reads rows from JSONL, JSON, Parquet, Arrow, folders of them, data sets of the hub, or any iterable."""
+
+import difflib
+import gzip
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataflow.errors import RecordError
+
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".arrow", ".feather")
+_ROWS_AT_ONCE = 4096
+_MOST_ROWS = 10_000_000
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What is wrong with a row."""
+
+    kind: str
+    """The same for all rows that have it, for counting."""
+    detail: str
+    """This row's case, as the middle of a sentence."""
+    do: str
+    """What the user can do."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row as it was found, or what is wrong with it."""
+
+    number: int
+    """Rows before it in the source."""
+    place: str
+    """File and line, for messages."""
+    row: Any
+    fault: Fault | None = None
+
+
+class Replay:
+    """An iterator that can be read again: what was drawn from it is kept."""
+
+    def __init__(self, rows: Iterator[Any]) -> None:
+        self._rows = rows
+        self._drawn: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for at in itertools.count():
+            if at == len(self._drawn):
+                try:
+                    self._drawn.append(next(self._rows))
+                except StopIteration:
+                    return
+            yield self._drawn[at]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where rows are read from."""
+
+    source: Any
+    """Path, id on the hub, or iterable."""
+    split: str | None = None
+    """Of a data set that has several."""
+    config: str | None = None
+    """Of a data set on the hub that has several."""
+    columns: tuple[str, ...] | None = None
+    """The only ones needed, where the format can leave others unread; None: all."""
+
+    @property
+    def path(self) -> Path | None:
+        """The file or folder, if it is there."""
+        if not isinstance(self.source, str | Path):
+            return None
+        path = Path(self.source).expanduser()
+        return path if path.exists() else None
+
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return f"'{self.source}'" if isinstance(self.source, str | Path) else type(self.source).__name__
+
+    def __iter__(self) -> Iterator[Found]:
+        """Every row; RecordError when the source cannot be read at all."""
+        if not isinstance(self.source, str | Path):
+            return self._iterate(self.source)
+        if (path := self.path) is not None:
+            return self._number(_file_rows(file, self.columns) for file in _files(path, self.split))
+        if _HUB_ID.fullmatch(str(self.source)) and not str(self.source).endswith(SUFFIXES):
+            return self._iterate(_from_hub(str(self.source), self.config, self.split))
+        raise RecordError(_missing(Path(self.source)))
+
+    def count(self) -> int | None:
+        """Rows, where that is cheap to tell."""
+        if isinstance(self.source, Sequence | pa.Table) and not isinstance(self.source, str):
+            return len(self.source)
+        if (path := self.path) is None:
+            return None
+        try:
+            counts = [_file_count(file) for file in _files(path, self.split)]
+        except (RecordError, OSError, pa.ArrowInvalid):
+            return None
+        return None if None in counts else sum(cast(list[int], counts))
+
+    def _iterate(self, rows: Iterable[Any]) -> Iterator[Found]:
+        if isinstance(rows, pa.Table | pa.RecordBatch):
+            rows = itertools.chain.from_iterable(_batch_rows([rows]))
+        for number, row in enumerate(rows):
+            if number >= _MOST_ROWS:
+                raise RecordError(
+                    f"the iterable of prompts gave {number} rows and has more; set Prompts(limit=...)"
+                )
+            yield Found(number, f"row {number} of {self.shown}", row)
+
+    def _number(self, files: Iterable[Iterator[tuple[str, Any, Fault | None]]]) -> Iterator[Found]:
+        for number, (place, row, fault) in enumerate(itertools.chain.from_iterable(files)):
+            yield Found(number, place, row, fault)
+
+
+_Rows = Iterator[tuple[str, Any, Fault | None]]
+
+
+class _Reader(Protocol):
+    def __call__(self, path: Path, columns: tuple[str, ...] | None) -> _Rows: ...
+
+
+def _files(path: Path, split: str | None) -> list[Path]:
+    """The data files of a file or folder; RecordError when there are none, or several splits."""
+    if path.is_file():
+        return [path]
+    names = sorted(entry.name for entry in path.iterdir())
+    if "dataset_dict.json" in names:
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        return _files(path / _one_split(str(path), splits, split), None)
+    if "state.json" in names:
+        state = json.loads((path / "state.json").read_text())
+        return [path / entry["filename"] for entry in state["_data_files"]]
+    found = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
+    files = [file for file in found if file.name not in ("dataset_info.json", "dataset_infos.json")]
+    if split is not None:
+        words = {file: re.split(r"[^A-Za-z]+", str(file.relative_to(path))) for file in files}
+        files = [file for file in files if split in words[file]]
+    if not files:
+        wanted = f" of split '{split}'" if split else ""
+        raise RecordError(
+            f"folder '{path}' has no prompts{wanted}: it holds {names[:8]}; "
+            f"give a folder with files ending in {', '.join(SUFFIXES)}, or one that save_to_disk wrote"
+        )
+    return files
+
+
+def _one_split(source: str, splits: Sequence[str], split: str | None) -> str:
+    if split is None and len(splits) == 1:
+        return splits[0]
+    if split is None or split not in splits:
+        raise RecordError(
+            f"data set '{source}' has the splits {list(splits)}, and split={split!r} names none of them; "
+            f"choose one with Prompts(..., split={splits[0]!r})"
+        )
+    return split
+
+
+def _file_rows(path: Path, columns: tuple[str, ...] | None) -> _Rows:
+    reader = _READERS.get(path.suffix)
+    if reader is None:
+        raise RecordError(
+            f"'{path}' ends in '{path.suffix}', which is not read; "
+            f"convert it to one of {', '.join(SUFFIXES)}, or read it yourself and give Prompts the rows"
+        )
+    try:
+        yield from reader(path, columns)
+    except (OSError, EOFError, pa.ArrowInvalid) as error:
+        raise RecordError(
+            f"'{path}' cannot be read as {path.suffix or 'JSON lines'} ({type(error).__name__}: {error}); "
+            f"check that it is whole, and that its name ends in what it is: {', '.join(SUFFIXES)}"
+        ) from error
+
+
+def _json_lines(path: Path, columns: tuple[str, ...] | None) -> _Rows:
+    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else Path.open
+    with opened(path, "rb") as file:
+        if ".json" in path.suffixes and _begins_list(file):
+            for number, row in enumerate(_json_list(path, file.read())):
+                yield f"row {number} of '{path}'", row, None
+            return
+        for number, line in enumerate(file, 1):
+            if line := (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip():
+                row, fault = _parsed(line)
+                yield f"line {number} of '{path}'", row, fault
+
+
+def _begins_list(file: Any) -> bool:
+    start = file.read(256).lstrip()
+    file.seek(0)
+    return bool(start.startswith(b"["))
+
+
+def _json_list(path: Path, text: bytes) -> list[Any]:
+    try:
+        return cast(list[Any], json.loads(text))
+    except ValueError as error:
+        raise RecordError(
+            f"'{path}' is no JSON list ({error}); mend it there, or write one row a line and call it .jsonl"
+        ) from error
+
+
+def _parsed(line: bytes) -> tuple[Any, Fault | None]:
+    try:
+        return json.loads(line.decode()), None
+    except UnicodeDecodeError as error:
+        detail = f"is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}"
+        return None, Fault(kind="not UTF-8", detail=detail, do="save the file as UTF-8")
+    except (ValueError, RecursionError) as error:
+        return None, Fault(kind="broken JSON", detail=f"is no JSON: {error}", do="mend the line")
+
+
+def _parquet(path: Path, columns: tuple[str, ...] | None) -> _Rows:
+    with pq.ParquetFile(path) as file:
+        kept = [name for name in file.schema_arrow.names if columns is None or name in columns]
+        batches = file.iter_batches(_ROWS_AT_ONCE, columns=kept or None, use_threads=False)
+        for number, row in enumerate(itertools.chain.from_iterable(_batch_rows(batches))):
+            yield f"row {number} of '{path}'", row, None
+
+
+def _arrow(path: Path, columns: tuple[str, ...] | None) -> _Rows:
+    with pa.memory_map(str(path)) as file:
+        batches = _arrow_batches(file)
+        if columns is not None:
+            batches = (
+                batch.select([name for name in batch.schema.names if name in columns]) for batch in batches
+            )
+        for number, row in enumerate(itertools.chain.from_iterable(_batch_rows(batches))):
+            yield f"row {number} of '{path}'", row, None
+
+
+def _arrow_batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """Batches of an Arrow file, or of a stream, which is what `datasets` writes."""
+    try:
+        reader = pa.ipc.open_file(file)
+    except pa.ArrowInvalid:
+        file.seek(0)
+        yield from pa.ipc.open_stream(file)
+        return
+    for at in range(reader.num_record_batches):
+        yield reader.get_batch(at)
+
+
+def _batch_rows(batches: Iterable[Any]) -> Iterator[list[Any]]:
+    for batch in batches:
+        for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+            yield batch.slice(start, _ROWS_AT_ONCE).to_pylist()
+
+
+_READERS: dict[str, _Reader] = {
+    "": _json_lines,
+    ".jsonl": _json_lines,
+    ".json": _json_lines,
+    ".gz": _json_lines,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".feather": _arrow,
+}
+
+
+def _file_count(path: Path) -> int | None:
+    if path.suffix == ".parquet":
+        return cast(int, pq.read_metadata(path).num_rows)
+    if path.suffix in (".arrow", ".feather"):
+        with pa.memory_map(str(path)) as file:
+            return int(sum(batch.num_rows for batch in _arrow_batches(file)))
+    if path.suffix != ".jsonl" or path.stat().st_size > 1 << 26:
+        return None
+    with path.open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
+
+
+def _from_hub(source: str, config: str | None, split: str | None) -> Iterable[Any]:
+    try:
+        import datasets  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise RecordError(
+            f"Prompts('{source}') is no file or folder here, and reading it from the hub needs `datasets`, "
+            f'which is not installed; pip install "dataflow-rl[hub]", or give the path of a file'
+        ) from error
+    try:
+        found = datasets.load_dataset(source, config)
+    except Exception as error:
+        raise RecordError(
+            f"Prompts('{source}') is no file or folder here, and the hub did not give it "
+            f"({type(error).__name__}: {error}); check the id, config=..., and the connection"
+        ) from error
+    if isinstance(found, Mapping):
+        return cast(Iterable[Any], found[_one_split(source, list(found), split)])
+    return cast(Iterable[Any], found)
+
+
+def _missing(path: Path) -> str:
+    folder = path.expanduser().parent
+    there = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    close = difflib.get_close_matches(path.name, there, n=1)
+    found = (
+        f"folder '{folder}' holds {there[:8]}" if there else f"there is no folder '{folder}', or it is empty"
+    )
+    do = f"did you mean '{folder / close[0]}'?" if close else "check the path"
+    return f"Prompts file '{path}' does not exist; {found}; {do}"

@@ -1,0 +1,165 @@
+"""Laws of the evaluation's sink: a round is written once, when it is whole; failures are not averaged in."""
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from trainer_rig import COLUMNS, FakeFolder, FakeLedger, group
+
+from dataflow.errors import OperatorError
+from dataflow.node import Batch, Context
+from operators.evaluate import Evaluate, EvaluateRuntime, round_metrics
+
+
+def _held_out(
+    number: int,
+    *,
+    step: int = 0,
+    size: int = 2,
+    score: float | None = 1.0,
+    error: str | None = None,
+    version: int = 0,
+) -> pa.RecordBatch:
+    batch = group(number, size=1, error=error, version=version)
+    for name, value in (("min_version", step), ("round_size", size), ("reward", score)):
+        place = batch.schema.get_field_index(name)
+        batch = batch.set_column(
+            place, batch.schema.field(place), pa.array([value], batch.schema.field(place).type)
+        )
+    return batch
+
+
+class World:
+    """An Evaluate among fakes."""
+
+    def __init__(self, tmp_path: Any, lanes: tuple[str, ...] = ("held_out",)) -> None:
+        self.events: list[Any] = []
+        self.acks: list[int] = []
+        self.folder, self.ledger = FakeFolder(tmp_path, self.events), FakeLedger(self.events)
+        context = Context(
+            node="eval", columns=dict.fromkeys(lanes, COLUMNS), folder=self.folder, ledger=self.ledger,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.runtime = Evaluate(every_steps=5).build(context)
+        assert isinstance(self.runtime, EvaluateRuntime)
+
+    def push(self, *groups: pa.RecordBatch, lane: str = "held_out") -> None:
+        first = groups[0].column("group_id")[0].as_py()
+        rows = pa.Table.from_batches(groups).combine_chunks().to_batches()[0]
+        self.runtime.push(Batch(lane, rows, "reward", lambda: self.acks.append(first)))
+
+    def run(self) -> None:
+        while self.runtime.work() is not None:
+            pass
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+def test_a_round_is_written_when_its_last_group_has_come_and_not_before(world):
+    world.push(_held_out(0, score=1.0))
+    world.run()
+    assert world.events == []
+    assert world.acks == []
+    assert "round" not in world.runtime.status()
+    world.push(_held_out(1, score=0.0))
+    assert world.runtime.pending() == 2
+    world.run()
+    assert world.events == [("evaluation", 0), ("ledger", 0), ("metrics", 0)]
+    assert world.folder.metrics == [
+        {
+            "step": 0,
+            "eval_accuracy": 0.5,
+            "eval_n": 2,
+            "eval_errors": 0,
+            "eval_version_min": 0,
+            "eval_version_max": 0,
+        }
+    ]
+    assert world.ledger.evaluations == {0: [0, 1]}
+    assert world.runtime.status()["round"] == 0
+    assert world.runtime.status()["eval_accuracy"] == 0.5
+    assert world.acks == [0, 1]
+
+
+def test_rounds_that_overlap_are_told_apart_by_their_step(world):
+    world.push(_held_out(2, step=5, score=1.0), _held_out(0, step=0, score=0.0))
+    world.push(_held_out(3, step=5, score=1.0))
+    world.run()
+    assert [line["step"] for line in world.folder.metrics] == [5]
+    world.push(_held_out(1, step=0, score=0.0))
+    world.run()
+    assert [(line["step"], line["eval_accuracy"]) for line in world.folder.metrics] == [(5, 1.0), (0, 0.0)]
+    assert world.acks == [3, 2, 1]
+
+
+def test_a_group_that_comes_twice_is_counted_once(world):
+    world.push(_held_out(0))
+    world.push(_held_out(0))
+    world.push(_held_out(1))
+    world.run()
+    world.push(_held_out(1))
+    world.run()
+    assert len(world.folder.metrics) == 1
+    assert world.ledger.evaluations == {0: [0, 1]}
+    assert sorted(world.acks) == [0, 0, 1, 1]
+
+
+def test_rows_in_a_file_are_in_the_order_of_issue(world):
+    world.push(_held_out(1))
+    world.push(_held_out(0))
+    world.run()
+    assert world.folder.evaluations[0].column("group_id").to_pylist() == [0, 1]
+
+
+def test_failures_are_counted_and_never_averaged_in(world):
+    world.push(_held_out(0, score=None, error="scorer timed out"), _held_out(1, score=1.0, version=3))
+    world.run()
+    (line,) = world.folder.metrics
+    assert (line["eval_accuracy"], line["eval_n"], line["eval_errors"]) == (1.0, 1, 1)
+    assert (line["eval_version_min"], line["eval_version_max"]) == (3, 3)
+
+
+def test_a_round_of_failures_has_no_accuracy(world):
+    world.push(*[_held_out(number, score=None, error="scorer timed out") for number in (0, 1)])
+    world.run()
+    (line,) = world.folder.metrics
+    assert line["eval_accuracy"] is None
+    assert line["eval_errors"] == 2
+    assert world.runtime.status()["round"] == 0
+
+
+def test_a_missing_score_is_a_failure_too():
+    table = pa.Table.from_batches([_held_out(0, score=None), _held_out(1, score=0.5)])
+    found = round_metrics(table, "reward")
+    assert (found["eval_accuracy"], found["eval_n"], found["eval_errors"]) == (0.5, 1, 1)
+
+
+def test_a_round_waits_for_every_source_that_leads_here(tmp_path):
+    world = World(tmp_path, ("easy", "hard"))
+    world.push(_held_out(0, size=1, score=1.0), lane="easy")
+    world.run()
+    assert world.folder.metrics == []
+    world.push(_held_out(0, size=1, score=0.0), lane="hard")
+    world.run()
+    assert world.folder.metrics[0]["eval_accuracy"] == 0.5
+    assert world.ledger.evaluations == {0: [0, 0]}
+
+
+def test_rows_outside_any_round_are_refused(world):
+    with pytest.raises(OperatorError, match=r"'eval' evaluates rounds.*round_size 0.*source of another name"):
+        world.push(_held_out(0, size=0))
+
+
+@pytest.mark.parametrize(("knobs", "said"), [({"every_steps": 0}, "every_steps=0"), ({"of": ""}, "of=''")])
+def test_knobs_that_cannot_be_right_are_refused(knobs, said):
+    (fault,) = Evaluate(**knobs).faults()
+    assert said in fault
+    assert ";" in fault
+
+
+def test_an_evaluation_reads_the_column_it_averages():
+    assert Evaluate(of="exact").reads()["exact"] is float
+    assert Evaluate().name == "eval"
+    assert Evaluate().faults() == []

@@ -1,0 +1,85 @@
+"""Credit and partitioning, as arithmetic."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transport.data.credit import NONE, Credit, Holding, allot, cost, may_send, room_rows
+from transport.data.partition import choose
+from transport.data.partition import room_rows as edge_room_rows
+
+amounts = st.builds(Credit, rows=st.integers(0, 100), bytes=st.integers(0, 1000))
+
+
+def test_an_empty_batch_is_not_free() -> None:
+    assert cost(0, 0) == Credit(rows=1, bytes=1)
+
+
+@given(amounts, amounts, amounts)
+def test_what_is_in_flight_stays_within_the_window_or_is_one_batch(
+    batch: Credit, used: Credit, window: Credit
+) -> None:
+    if may_send(batch, used, window):
+        assert used == NONE or (used + batch).within(window)
+
+
+@given(amounts, amounts)
+def test_any_batch_leaves_when_nothing_else_is_in_flight(batch: Credit, window: Credit) -> None:
+    assert may_send(batch, NONE, window) == (window.rows > 0 and window.bytes > 0)
+
+
+@given(amounts, amounts)
+def test_room_is_what_the_window_has_left(used: Credit, window: Credit) -> None:
+    room = room_rows(used, window)
+    assert room == (max(0, window.rows - used.rows) if window.bytes > used.bytes else 0)
+
+
+@st.composite
+def holdings(draw: st.DrawFn) -> tuple[Credit, dict[str, Holding]]:
+    """A capacity, and senders that together stay within it."""
+    capacity = Credit(rows=draw(st.integers(8, 100)), bytes=draw(st.integers(8, 1000)))
+    left, made = capacity, {}
+    for index in range(draw(st.integers(1, 5))):
+        promised, earlier = draw(amounts).least(left), draw(amounts)
+        left -= promised
+        earlier = earlier.least(left)
+        left -= earlier
+        made[f"s{index}"] = Holding(promised=promised, held=draw(amounts).least(promised), earlier=earlier)
+    return capacity, made
+
+
+@given(holdings(), st.integers(0, 6))
+def test_promises_never_exceed_the_capacity(given_: tuple[Credit, dict[str, Holding]], expected: int) -> None:
+    capacity, known = given_
+    windows = allot(capacity, expected, known)
+    assert windows.keys() == known.keys()
+    owed = [one.promised.most(one.held).most(windows[name]) + one.earlier for name, one in known.items()]
+    assert sum(owed, NONE).within(capacity)
+
+
+@given(st.integers(1, 6), st.integers(0, 6))
+def test_idle_senders_get_equal_shares(known: int, expected: int) -> None:
+    idle = Holding(promised=NONE, held=NONE, earlier=NONE)
+    windows = allot(Credit(rows=60, bytes=600), expected, {f"s{index}": idle for index in range(known)})
+    count = max(known, expected)
+    assert set(windows.values()) == {Credit(rows=60 // count, bytes=600 // count)}
+
+
+def test_balanced_takes_the_most_room_and_waits_when_there_is_none() -> None:
+    assert choose("balanced", [3, 9, 9]) == (1,)
+    assert choose("balanced", [0, 0]) == ()
+    assert edge_room_rows("balanced", [3, 9]) == 9
+
+
+def test_keyed_never_turns_to_another_receiver() -> None:
+    assert [choose("keyed", [1, 1, 1], key) for key in (0, 4, -1)] == [(0,), (1,), (2,)]
+    assert choose("keyed", [0, 5], 0) == ()
+    assert edge_room_rows("keyed", [3, 9]) == 3
+    with pytest.raises(ValueError, match="needs a key"):
+        choose("keyed", [1])
+
+
+def test_broadcast_is_all_or_none() -> None:
+    assert choose("broadcast", [1, 2, 3]) == (0, 1, 2)
+    assert choose("broadcast", [1, 0, 3]) == ()
+    assert edge_room_rows("broadcast", [3, 9]) == 3
