@@ -98,7 +98,7 @@ class OurProducer:
 
     def _wait(self) -> None:
         if not self._poller.poll(PATIENCE_S * 1000):
-            raise TimeoutError(f"the producer waited for the consumer for {PATIENCE_S} s; nothing came; see its log")
+            raise TimeoutError(f"the producer waited for the consumer; got nothing in {PATIENCE_S} s")
         self._sender.poll()
 
 
@@ -129,7 +129,7 @@ class Ours:
         self.done()
         self._held = self._receiver.receive(PATIENCE_S)
         if self._held is None:
-            raise TimeoutError(f"the consumer waited for the producer for {PATIENCE_S} s; nothing came; see its log")
+            raise TimeoutError(f"the consumer waited for the producer; got nothing in {PATIENCE_S} s")
         return from_batch(self._held.batch)
 
     def done(self) -> None:

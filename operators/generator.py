@@ -1,4 +1,4 @@
-"""Generator: turns prompts into rollouts of a language model, its weights updatable in the middle of a rollout."""
+"""Generator: turns prompts into rollouts of a language model whose weights may change midway."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Generator(Generate):
             )
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             found.append(
-                f"'{self.name}' needs top_p above 0 and at most 1, but got {self.top_p!r}; use 1.0 to keep all tokens"
+                f"'{self.name}' needs top_p above 0 and at most 1, but got {self.top_p!r}; use 1.0 for all"
             )
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
             found.append(

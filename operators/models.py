@@ -1,4 +1,4 @@
-"""Loads what a `dataflow.Model` names: the torch module and the tokenizer, from a Hugging Face folder or id."""
+"""Loads what a `dataflow.Model` names: torch module and tokenizer, from a Hugging Face folder or id."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _check_folder(model: Model) -> None:
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"model '{model.name}' cannot be loaded: {folder} has no config.json, only "
-            f"{sorted(path.name for path in folder.iterdir())[:8]}; give the folder that save_pretrained wrote"
+            f"{sorted(path.name for path in folder.iterdir())[:8]}; give a folder that save_pretrained wrote"
         )
     if not (folder / INDEX).is_file():
         return
@@ -105,7 +105,7 @@ def _check_folder(model: Model) -> None:
         shards = set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(
-            f"model '{model.name}' cannot be loaded: {folder / INDEX} is broken ({error}); copy the folder again"
+            f"model '{model.name}' cannot be loaded: {folder / INDEX} is broken ({error}); copy it again"
         ) from error
     missing = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing:
@@ -123,8 +123,9 @@ def _check_weights(model: Model, found: dict[str, Any]) -> None:
     mismatched = sorted(str(entry) for entry in found.get("mismatched_keys", ()))
     if missing or mismatched:
         raise ModelError(
-            f"model '{model.name}' cannot be loaded: its config needs {len(missing)} weights that {model.source} "
-            f"does not have and {len(mismatched)} of another shape, such as {(missing + mismatched)[:3]}; "
+            f"model '{model.name}' cannot be loaded: its config needs {len(missing)} weights that "
+            f"{model.source} does not have and {len(mismatched)} of another shape, "
+            f"such as {(missing + mismatched)[:3]}; "
             f"give weights that belong to this config.json"
         )
 
@@ -150,9 +151,9 @@ def _no_progress_bar() -> Iterator[None]:
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

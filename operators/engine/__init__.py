@@ -1,1 +1,1 @@
-"""The generation engine: slots in a KV-cache, attention over them, sampling, stops, admission, and the runtime around."""
+"""The generation engine: slots in a KV-cache, attention over them, sampling, stops, admission, runtime."""

@@ -1,11 +1,11 @@
-"""Which waiting groups start now: pure policy over lanes, versions and free slots; knows no tensors and no tokens."""
+"""Which waiting groups start now: pure policy over lanes, versions and free slots; it knows no tensors."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from dataflow.node import Bound
 from dataflow.staleness import admit
@@ -27,24 +27,27 @@ class Waiting(Protocol):
         """Rollouts that have no slot yet."""
 
 
+G = TypeVar("G", bound=Waiting)
+
+
 @dataclass
-class Admission:
+class Admission(Generic[G]):
     """Queues of waiting groups by lane, and the rule by which they leave; lanes without a bound go first."""
 
     bounds: Mapping[str, Bound]
     """Lanes that must not run ahead of their trainer."""
     in_flight: int | None = None
     """Most groups between admission and training; None: as many as the bound allows."""
-    lanes: dict[str, deque[Waiting]] = field(default_factory=dict)
+    lanes: dict[str, deque[G]] = field(default_factory=dict)
 
-    def add(self, lane: str, group: Waiting) -> None:
+    def add(self, lane: str, group: G) -> None:
         """Put a group at the end of its lane's queue."""
         self.lanes.setdefault(lane, deque()).append(group)
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self.lanes.values())
 
-    def may_start(self, lane: str, group: Waiting, version: int, dropped: int) -> bool:
+    def may_start(self, lane: str, group: G, version: int, dropped: int) -> bool:
         """Whether the group may start under weights of this version."""
         if group.min_version > version:
             return False
@@ -57,9 +60,7 @@ class Admission:
             group.group_id, dropped, version, bound.prompts_per_step, bound.max_staleness, self.in_flight
         )
 
-    def start(
-        self, *, free: int, slots: int, version: int, dropped: int
-    ) -> Iterator[tuple[str, Waiting, int]]:
+    def start(self, *, free: int, slots: int, version: int, dropped: int) -> Iterator[tuple[str, G, int]]:
         """Lane, group and how many of its rollouts start now; a group leaves its queue once all have started.
 
         A group waits until all its rollouts fit, unless it is larger than a quarter of the slots: then it

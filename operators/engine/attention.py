@@ -1,7 +1,7 @@
-"""Attention over slots, registered with transformers: one decoded token per active slot, and whole new prompts.
+"""Attention over slots, registered with transformers: one new token per active row, and whole new prompts.
 
-The model is called on one flattened row of N tokens: first the newest token of each active slot, in slot order,
-then the new prompts, one after the other without padding. Axes: n active slots, P new prompts, L positions,
+The model is called on one flattened sequence of N tokens: first the newest token of each active row, then the
+new prompts, one after the other without padding. Axes: n active rows, S slots, P new prompts, L positions,
 H query heads, K key/value heads, R = H / K, D width of a head.
 """
 
@@ -27,12 +27,12 @@ REFUSED = ("s_aux", "position_bias", "cache")
 
 @dataclass(eq=False)
 class NewPrompts:
-    """Where the tokens of P new prompts stand in the flattened row, and which slots get their keys and values."""
+    """Where the tokens of P new prompts stand in the sequence, and which slots get their keys and values."""
 
     padded: torch.Tensor
-    """Index of each prompt's tokens in the part of the row after the decoded ones, [P, L], clamped at its end."""
+    """Index of each prompt's tokens in the sequence after the decoded ones, [P, L], clamped at its end."""
     packed: torch.Tensor
-    """Index into the flattened [P * L] of each token of the row, [sum of lengths]."""
+    """Index into the flattened [P * L] of each prompt token of the sequence, [sum of lengths]."""
     slots: torch.Tensor
     """Slots that share these prompts, [m]."""
     origin: torch.Tensor
@@ -41,7 +41,7 @@ class NewPrompts:
 
 @dataclass(eq=False)
 class Layout:
-    """What one forward pass holds, as attention needs to know it; passed through the model as `slots`."""
+    """What one forward pass holds, as attention needs to know it; passed through the model as `slot_layout`."""
 
     cache: KVCache
     positions: torch.Tensor
@@ -93,7 +93,7 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    slots: Layout | None = None,
+    slot_layout: Layout | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values into their slots and attend: query [1, H, N, D] to output [1, N, H, D].
@@ -101,22 +101,28 @@ def attend(
     Raises:
         ModelError: the model asks for a kind of attention that is not known here.
     """
-    if slots is None or attention_mask is not None or any(rest.get(name) is not None for name in REFUSED):
+    if (
+        slot_layout is None
+        or attention_mask is not None
+        or any(rest.get(name) is not None for name in REFUSED)
+    ):
         found = [name for name in REFUSED if rest.get(name) is not None] or "a mask of its own, or no slots"
         raise ModelError(
-            f"{type(module).__name__} cannot be generated from with slots: its attention is called with {found}; "
+            f"{type(module).__name__} cannot generate from slots: its attention is called with {found}; "
             f"use a decoder whose attention is causal, full or with a sliding window"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    keys, values = slots.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
-    active = len(slots.positions)
+    keys, values = slot_layout.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
+    active = len(slot_layout.positions)
     parts: list[torch.Tensor] = []
     if active:
         parts.append(
-            _attend_slots(slots, keys, values, query, key, value, active, scale, sliding_window, softcap)
+            _attend_slots(
+                slot_layout, keys, values, query, key, value, active, scale, sliding_window, softcap
+            )
         )
-    if slots.prompts is not None:
-        new = slots.prompts
+    if slot_layout.prompts is not None:
+        new = slot_layout.prompts
         k = key[0, :, active:][:, new.padded].transpose(0, 1)
         v = value[0, :, active:][:, new.padded].transpose(0, 1)
         keys[new.slots, :, : k.shape[2]] = k[new.origin]
@@ -128,7 +134,7 @@ def attend(
 
 
 def _attend_slots(
-    slots: Layout,
+    layout: Layout,
     keys: torch.Tensor,
     values: torch.Tensor,
     query: torch.Tensor,
@@ -139,29 +145,29 @@ def _attend_slots(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One new token per active slot: output [n, H, D]."""
-    if slots.kernel is not None and slots.slots is not None:
+    """One new token per active row: output [n, H, D]."""
+    if layout.kernel is not None and layout.slots is not None:
         return native.decode_attention(
-            slots.kernel, query[0, :, :active], key[0, :, :active], value[0, :, :active], keys, values, slots.slots,
-            slots.positions, scale, window, softcap,
+            layout.kernel, query[0, :, :active], key[0, :, :active], value[0, :, :active], keys, values,
+            layout.slots, layout.positions, scale, window, softcap,
         )  # fmt: skip
     heads, width = key.shape[1], key.shape[3]
-    rows = slots.rows_to_write(heads)
+    rows = layout.rows_to_write(heads)
     keys.view(-1, width).index_copy_(0, rows, key[0, :, :active].transpose(0, 1).reshape(-1, width))
     values.view(-1, value.shape[3]).index_copy_(
         0, rows, value[0, :, :active].transpose(0, 1).reshape(-1, value.shape[3])
     )
     q = query[0, :, :active].transpose(0, 1).reshape(active * heads, -1, width)
-    seen_keys = keys[:active].flatten(0, 1)[:, : slots.longest]
-    scores = torch.bmm(q, seen_keys.transpose(1, 2)).view(active, -1, slots.longest)
+    seen_keys = keys[:active].flatten(0, 1)[:, : layout.longest]
+    scores = torch.bmm(q, seen_keys.transpose(1, 2)).view(active, -1, layout.longest)
     if softcap is not None:
         scores = torch.tanh(scores.float() * (scale / softcap)) * softcap
-        scores = scores + slots.bias(window)
+        scores = scores + layout.bias(window)
     else:
-        scores = torch.add(slots.bias(window), scores, alpha=scale)
+        scores = torch.add(layout.bias(window), scores, alpha=scale)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-    seen_values = values[:active].flatten(0, 1)[:, : slots.longest]
-    mixed = torch.bmm(weights.view(active * heads, -1, slots.longest), seen_values)
+    seen_values = values[:active].flatten(0, 1)[:, : layout.longest]
+    mixed = torch.bmm(weights.view(active * heads, -1, layout.longest), seen_values)
     return mixed.view(active, -1, values.shape[3])
 
 

@@ -1,4 +1,4 @@
-"""The decode step: one forward pass over all active rows and the new prompts, one draw, the finished ones out.
+"""The decode step: one forward pass over all active rows and the new prompts, one draw, the finished rows.
 
 Axes: S slots, n active rows, T positions, k finished rows, m rows that start.
 """
@@ -166,7 +166,7 @@ class Engine:
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=kept,
-            slots=layout,
+            slot_layout=layout,
         )
         return output.logits[0]  # type: ignore[no-any-return]
 
@@ -249,7 +249,7 @@ class Engine:
         )
 
     def _close_holes(self) -> None:
-        """Move the last active rows into the places of those that ended, so that rows 0 .. n-1 are the active ones.
+        """Move the last active rows into the places of those that ended, so that rows 0 .. n-1 are active.
 
         The C kernel looks each row's slot up; for torch's operators the keys and values move along.
         """

@@ -25,7 +25,7 @@ class KVCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [S, H, T, D] and values [S, H, T, D] of a layer, shaped after its new key and value [1, H, N, D]."""
+        """Keys [S, H, T, D] and values [S, H, T, D] of a layer, made like its new ones [1, H, N, D]."""
         found = self._layers.get(index)
         if found is None:
             found = (self._empty(key), self._empty(value))
@@ -71,8 +71,8 @@ class KVCache:
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
         except (RuntimeError, OSError) as error:
             raise ModelError(
-                f"the KV-cache does not fit: {self.slots} slots of {self.tokens} tokens need {2 * nbytes} bytes in "
-                f"every layer ({error}); lower slots, max_tokens or context_tokens of the generator"
+                f"the KV-cache does not fit: {self.slots} slots of {self.tokens} tokens need {2 * nbytes} "
+                f"bytes in every layer ({error}); lower slots, max_tokens or context_tokens of the generator"
             ) from error
 
     def _grown(self, old: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ class KVCache:
 
 
 def _huge_pages(nbytes: int) -> torch.Tensor:
-    """Zeros uint8 [nbytes] on huge pages, where the system gives them: slots are far apart, and small pages cost."""
+    """Zeros uint8 [nbytes] on huge pages where the system gives them: slots lie far apart."""
     memory = mmap.mmap(-1, nbytes)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Builds and loads the C kernel of decode attention; where no C compiler is at hand, attention stays with torch."""
+"""Builds and loads the C kernel of decode attention; without a C compiler, attention stays with torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kernel() -> Callable[..., None] | None:
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
     function.argtypes, function.restype = _ARGUMENTS, None
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def decode_attention(
@@ -59,13 +59,13 @@ def decode_attention(
 ) -> torch.Tensor:
     """Write key and value [K, n, D] at `positions` [n] of `slots` [n] and attend there with query [H, n, D].
 
-    keys and values are the cache's, [S, K, T, D]. All float32 on the CPU (see `serves`), slots and positions int64
-    and dense. Returns [n, H, D]. Raises ModelError for keys and values of unlike shape.
+    keys and values are the cache's, [S, K, T, D]. All float32 on the CPU (see `serves`), slots and positions
+    int64 and dense. Returns [n, H, D]. Raises ModelError for keys and values of unlike shape.
     """
     if key.shape != value.shape or not query.stride(2) == key.stride(2) == value.stride(2) == 1:
         raise ModelError(
-            f"the C kernel needs keys and values of one shape with a dense last axis, but got {tuple(key.shape)} and "
-            f"{tuple(value.shape)}; attend with torch's operators"
+            f"the C kernel needs keys and values of one shape with a dense last axis, but got "
+            f"{tuple(key.shape)} and {tuple(value.shape)}; attend with torch's operators"
         )
     heads, rows, width = query.shape
     tokens = keys.shape[2]
@@ -73,9 +73,9 @@ def decode_attention(
     scratch = torch.empty(tokens)
     function(
         query.data_ptr(), query.stride(1), query.stride(0), key.data_ptr(), key.stride(1), key.stride(0),
-        value.data_ptr(), value.stride(1), value.stride(0), keys.data_ptr(), values.data_ptr(), slots.data_ptr(),
-        positions.data_ptr(), out.data_ptr(), scratch.data_ptr(), rows, keys.shape[1], heads // keys.shape[1], tokens,
-        width, window or 0, scale, softcap or 0.0,
+        value.data_ptr(), value.stride(1), value.stride(0), keys.data_ptr(), values.data_ptr(),
+        slots.data_ptr(), positions.data_ptr(), out.data_ptr(), scratch.data_ptr(), rows, keys.shape[1],
+        heads // keys.shape[1], tokens, width, window or 0, scale, softcap or 0.0,
     )  # fmt: skip
     return out
 

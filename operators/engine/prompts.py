@@ -54,7 +54,7 @@ def _checked(ids: list[int], context_tokens: int) -> Array | str:
         return "the prompt is empty: the tokenizer made 0 tokens of it; give every row a text"
     if len(ids) >= context_tokens:
         return (
-            f"the prompt is too long: it has {len(ids)} tokens and the context has room for {context_tokens} with the "
-            f"completion; shorten it, or raise context_tokens"
+            f"the prompt is too long: it has {len(ids)} tokens and the context has room for {context_tokens} "
+            f"with the completion; shorten it, or raise context_tokens"
         )
     return np.asarray(ids, dtype=np.int64)

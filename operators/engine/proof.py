@@ -1,4 +1,4 @@
-"""Proves, once, that a model decodes from slots as it does by itself: a few tokens both ways, logits compared."""
+"""Proves, once, that a model decodes from slots as it does by itself: a few tokens both ways."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def adapt(model: torch.nn.Module, name: str) -> Callable[..., None] | None:
         raise
     except Exception as error:
         raise ModelError(
-            f"model '{name}' cannot be generated from with slots: {type(error).__name__}: {error}; "
+            f"model '{name}' cannot generate from slots: {type(error).__name__}: {error}; "
             f"use a decoder of transformers whose layers attend through its attention interface"
         ) from error
     allowed = TOLERANCE.get(next(model.parameters()).dtype, 1e-3)
     worst = _difference(found, expected)
     if not worst <= allowed and torch.isfinite(expected).all():
         raise ModelError(
-            f"model '{name}' cannot be generated from with slots: its logits differ by {worst:.2g} (relative) from "
+            f"model '{name}' cannot generate from slots: its logits differ by {worst:.2g} (relative) from "
             f"its own forward pass, more than {allowed}; use a decoder whose only state is keys and values"
         )
     kernel = native.kernel() if native.serves(model) else None
@@ -80,12 +80,12 @@ def _from_slots(
         here = torch.tensor([place], device=ids.device)
         layouts.append((Layout(cache, here, place + 1, None, kernel, slot), here))
     logits = [
-        model(input_ids=ids[None, at], position_ids=at[None], use_cache=False, slots=layout).logits[0]
+        model(input_ids=ids[None, at], position_ids=at[None], use_cache=False, slot_layout=layout).logits[0]
         for layout, at in layouts
     ]
     if not cache.layers:
         raise ModelError(
-            f"{type(model).__name__} cannot be generated from with slots: none of its layers called the attention "
+            f"{type(model).__name__} cannot generate from slots: none of its layers called the attention "
             f"interface of transformers; use a decoder that does"
         )
     return torch.cat(logits)

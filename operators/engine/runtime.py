@@ -1,4 +1,4 @@
-"""The generator at work: prompts in, segments of decode steps, finished groups out, weights taken in between."""
+"""The generator at work: prompts in, segments of decode steps, whole groups out, weights taken in between."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GeneratorRuntime(Runtime):
     """
 
     def __init__(self, declaration: Generator, context: Context) -> None:
-        """Load the model and its tokenizer onto the device of `context`, and attach the weights to its plane."""
+        """Load model and tokenizer onto the device of `context`, and attach the weights to its plane."""
         if context.device == "cpu":
             torch.set_num_threads(context.threads)
         self._declaration, self._context = declaration, context
@@ -66,7 +66,7 @@ class GeneratorRuntime(Runtime):
             find_stop=stops.find if stops else None,
             kernel=kernel,
         )
-        self._admission = Admission(context.bounds, declaration.in_flight)
+        self._admission: Admission[Group] = Admission(context.bounds, declaration.in_flight)
         self._reader = context.reader(dict(self.model.named_parameters())) if context.reader else None
         self._told_dropped = 0
         self._tickets: dict[int, tuple[Group, int]] = {}
@@ -83,7 +83,7 @@ class GeneratorRuntime(Runtime):
         return max(0, max(64, self._declaration.slots) - fewest)
 
     def push(self, batch: Batch) -> None:
-        """Tokenize the prompts and put them in their lane's queue; what cannot be served is complete at once."""
+        """Tokenize the prompts into their lane's queue; what cannot be served is complete at once."""
         records = batch.records
         arrival = Arrival(batch, records.num_rows)
         if not records.num_rows:
@@ -117,7 +117,7 @@ class GeneratorRuntime(Runtime):
                 self._admission.add(batch.lane, group)
 
     def work(self) -> list[Batch] | None:
-        """Decode up to `segment_tokens` steps; the groups that were completed, or None when nothing can be done."""
+        """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be done."""
         since = 0
         worked = bool(self._complete)
         enough = max(1, self._declaration.slots // (4 * self._declaration.group_size))
@@ -149,7 +149,7 @@ class GeneratorRuntime(Runtime):
         self._told_dropped = max(self._told_dropped, int(message.get("dropped", 0)))
 
     def status(self) -> dict[str, float | int | str]:
-        """version, active rollouts, waiting prompts, tokens/s and share of slots in use since the last call."""
+        """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the last call."""
         now, drawn, steps = self._context.clock(), self.engine.drawn, self.engine.steps
         then, drawn_then, steps_then = self._seen
         self._seen = (now, drawn, steps)
@@ -195,7 +195,7 @@ class GeneratorRuntime(Runtime):
                 break
         return starts
 
-    def _start(self, group: Any, count: int) -> Start:
+    def _start(self, group: Group, count: int) -> Start:
         """Begin `count` more rollouts of a group."""
         first = group.size - group.unstarted
         if first == 0:

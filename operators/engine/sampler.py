@@ -29,7 +29,7 @@ class Sampling:
 
 
 def uniform(seeds: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Multiples of 2^-40 in [0, 1) from seeds and counts, int64 [n] both: splitmix64 (Steele et al. 2014), float64 [n]."""
+    """Multiples of 2^-40 in [0, 1), float64 [n], by splitmix64 (Steele et al. 2014) of seeds and counts [n]."""
     z = seeds + (counts + 1) * _GOLDEN
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _FIRST
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _SECOND
@@ -38,7 +38,7 @@ def uniform(seeds: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def log_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Log-probabilities that tokens are drawn with, float32 [n, V]; -inf for those that truncation left out."""
+    """Log-probabilities that tokens are drawn with, float32 [n, V]; -inf where truncation left one out."""
     logits = logits.float()
     if sampling.temperature != 1.0:
         logits = logits / sampling.temperature
@@ -57,7 +57,7 @@ def log_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def draw(
     logits: torch.Tensor, sampling: Sampling, seeds: torch.Tensor, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next token of each row, int64 [n], and its log-probability, float32 [n] (not finite: broken logits)."""
+    """The next token of each row, int64 [n], and its log-probability [n]; not finite for broken logits."""
     if sampling.temperature == 0.0:
         best, chosen = logits.max(dim=-1)
         return chosen, (best - best).float()

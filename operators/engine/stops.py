@@ -10,7 +10,7 @@ import torch
 from dataflow.records import Array
 
 TAIL_TOKENS = 8
-"""Tokens decoded beyond the characters of the longest stop string, when looking at the end of a completion."""
+"""Tokens decoded at the end of a completion, beyond the characters of the longest stop string."""
 
 
 class StopStrings:

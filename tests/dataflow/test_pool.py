@@ -211,7 +211,7 @@ def test_a_process_killed_from_outside_costs_no_call() -> None:
         while len(made.pids) < 2:
             made.poll()
         os.kill(made.pids[1], signal.SIGKILL)
-        got = [value for value in _drain(made)]
+        got = _drain(made)
     assert sorted(got, key=int) == words
 
 

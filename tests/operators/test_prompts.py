@@ -381,6 +381,7 @@ def test_a_source_that_is_none_is_a_fault(source: Any) -> None:
 
 # Order
 
+
 @given(seed=st.integers(0, 2**32), epoch=st.integers(0, 1000), rows=st.integers(1, 200))
 def test_an_epoch_is_a_permutation_and_a_function_of_its_numbers(seed: int, epoch: int, rows: int) -> None:
     order = permutation(seed, epoch, rows)

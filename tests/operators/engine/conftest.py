@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., A
 
 @pytest.fixture(params=["torch", "c"])
 def adapt(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Switches a model to slots; the kernel for its Engine: none, or the C one (where there is a compiler)."""
+    """Switches a model to slots; gives the kernel for its Engine: none, or the C one."""
     from operators.engine import native, proof
 
     if request.param == "c" and native.kernel() is None:

@@ -1,4 +1,4 @@
-"""The oracle: replays finished rows through transformers' own cache, each token under the weights its version names."""
+"""The oracle: replays rows through transformers' own cache, each token under the weights it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups start in order, within the staleness bound, when their rollouts fit; lanes without a bound go first."""
+"""Groups start in order, within the staleness bound, when they fit; lanes without a bound go first."""
 
 from dataclasses import dataclass
 

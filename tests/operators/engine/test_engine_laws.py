@@ -1,4 +1,4 @@
-"""Recorded log-probabilities and versions are true per token: in any company, over segments and weight updates."""
+"""Recorded log-probabilities and versions are true per token, in any company and over weight updates."""
 
 import numpy as np
 import pytest

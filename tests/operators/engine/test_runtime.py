@@ -278,7 +278,10 @@ def test_the_completion_ends_before_a_stop_string(build, tokenizer):
 
 def test_chat_messages_are_laid_out_by_the_template(build):
     runtime = build(chat=True, max_tokens=3)
-    runtime.tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }}.{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+    runtime.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }}.{% endfor %}"
+        "{% if add_generation_prompt %}a={% endif %}"
+    )
     runtime.push(prompts([json.dumps([{"role": "user", "content": "hi"}]), "no json"]))
     rows = rows_of(run_dry(runtime))
     good = [row for row in rows if row["group_id"] == 0]

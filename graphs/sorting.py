@@ -1,0 +1,47 @@
+"""A small Llama learns to sort letters: `gbda=` to `abdg`. Needs no data; what `make demo` runs.
+
+python -m graphs.sorting
+"""
+
+from functools import partial
+
+from dataflow import Graph, main
+from graphs.pipeline import policy_gradient
+from graphs.tasks import sorting
+from operators import Prompts
+from operators.credit import advantage
+from operators.losses import aipo
+from operators.rewards import find
+from operators.warm_start import warm_start
+
+STEPS = 600
+
+
+def build(
+    *, policy: str = "policies/sorting", max_staleness: int = 4, rho: float = 4.0, lr: float = 4e-4, eval_every: int = 100
+) -> Graph:
+    """Train a policy that sorts one word in five on its own rollouts.
+
+    Args:
+        policy: folder of the policy; made there by a supervised warm start if it is not there yet.
+        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
+        rho: cap of the importance weight.
+        lr: learning rate of AdamW.
+        eval_every: steps between evaluations on words that are never trained.
+    """
+    words = list(sorting.rows(20_000, seed=0))
+    held_out = list(sorting.rows(512, seed=1, held_out=True))
+    folder = warm_start(
+        policy, examples=((row["prompt"], row["answer"]) for row in words), alphabet=sorting.ALPHABET,
+        layers=2, width=128, heads=4, steps=400, seed=0,
+    )  # fmt: skip
+    return policy_gradient(
+        "sorting", policy=str(folder), prompts=Prompts(words, columns=("answer",)),
+        held_out=Prompts(held_out, columns=("answer",), name="held_out", group_size=1), reward=find("exact"),
+        credit=advantage, loss=partial(aipo, rho=rho), max_staleness=max_staleness, max_tokens=sorting.MAX_TOKENS,
+        group_size=8, prompts_per_step=32, lr=lr, normalize="rollouts", every_steps=eval_every,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(build, steps=STEPS)
