@@ -1,6 +1,8 @@
 """Ray, actor to actor, for comparison only; imported only where Ray is installed. It listens on 127.0.0.1."""
 
+import os
 import queue
+import time
 from typing import Any
 
 import ray
@@ -12,8 +14,6 @@ from bench.rollouts import Arrays, Rollouts, read
 @ray.remote
 class _Consumer:
     def take(self, arrays: Arrays, issued_ns: int) -> int:
-        import time
-
         read(arrays)
         return time.monotonic_ns() - issued_ns
 
@@ -44,6 +44,7 @@ class RayActors:
     """A producing and a consuming actor; this process only hears when each batch had been read."""
 
     def __init__(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
         self._producer = _Producer.remote(_Consumer.remote())
         self._taken_ns: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -55,8 +56,6 @@ class RayActors:
 
     def receive(self) -> tuple[Arrays, int]:
         """Wait for the round once; then one entry per batch, back-dated by the time that it took."""
-        import time
-
         if self._running is not None:
             for taken_ns in ray.get(self._running, timeout=PATIENCE_S):
                 self._taken_ns.put(taken_ns)

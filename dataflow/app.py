@@ -24,7 +24,7 @@ def main(build: Callable[..., Graph], *, steps: int | None = None, args: list[st
     """
     chosen: dict[str, Any] = {}
     command = _command(build, steps, chosen)
-    tyro.cli(command, args=args, prog=_program(build))
+    tyro.cli(command, args=args, prog=_program(build), config=(tyro.conf.OmitArgPrefixes,))
     flags = {name: chosen.pop(name) for name in _RUN_FLAGS}
     try:
         _act(build(**chosen), flags)
@@ -81,7 +81,7 @@ def _command(build: Callable[..., Graph], steps: int | None, chosen: dict[str, A
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(name, str))
         )
     for name, (kind, default, text) in _RUN_FLAGS.items():
-        annotation: Any = Annotated[kind, tyro.conf.arg(help=text), tyro.conf.FlagCreatePairsOff]  # type: ignore[valid-type]
+        annotation: Any = Annotated[kind, tyro.conf.arg(help=text), tyro.conf.FlagCreatePairsOff]
         parameters.append(
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation,

@@ -148,6 +148,21 @@ def too_little_in_flight(graph: Graph) -> Iterator[str]:
                 )
 
 
+def unlike_temperatures(graph: Graph) -> Iterator[str]:
+    """The trainer's log-probabilities must be those of the distribution that was sampled from."""
+    for name, operator in graph.operators.items():
+        ours = getattr(operator, "temperature", None)
+        if not isinstance(operator, Learn) or ours is None:
+            continue
+        for generator in generators_of(graph, name):
+            theirs = getattr(generator, "temperature", ours)
+            if theirs != ours:
+                yield (
+                    f"'{generator.name}' samples at temperature {theirs} but '{name}' computes log-probabilities at "
+                    f"{ours}, so every ratio would be wrong; give both the same temperature"
+                )
+
+
 def too_few_prompts(graph: Graph) -> Iterator[str]:
     """A source that ends before the first step."""
     for name, operator in graph.operators.items():
@@ -165,7 +180,8 @@ def too_few_prompts(graph: Graph) -> Iterator[str]:
 
 _REASONS = (
     empty, unread_streams, two_trainers, frozen_trainer, missing_feedback, unknown_feedback, mixed_lanes,
-    evaluated_and_trained, lonely_groups, too_little_in_flight, too_few_prompts,
+    evaluated_and_trained, lonely_groups, too_little_in_flight, unlike_temperatures,
+    too_few_prompts,
 )  # fmt: skip
 
 

@@ -57,7 +57,9 @@ class Ports:
         def open_writer(tensors: Mapping[str, Any]) -> WeightsOut:
             from transport.weights import Layout, WeightWriter
 
-            writer = WeightWriter(Layout.of(tensors), self._site(trainer))
+            model = self._graph.operators[trainer].uses
+            assert model is not None, "a trainer has a model"
+            writer = WeightWriter(Layout.of(tensors, dtype=model.dtype), self._site(trainer))
             self._weights.append(writer)
             writer.publish(0, tensors)
             return writer

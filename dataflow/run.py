@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from dataflow.check import lanes_of
 from dataflow.conductor import Conductor
 from dataflow.control import Limits, Scheduler
 from dataflow.display import SafeView, make_view
@@ -245,4 +246,6 @@ def _describe(folder: RunFolder, graph: Graph, planned: Plan, seed: int, steps: 
         },
     )  # fmt: skip
     graph.draw(folder.graph_svg, planned)
-    Ledger.create(folder.ledger).close()
+    evaluations = [name for name, op in graph.operators.items() if getattr(op, "every_steps", None)]
+    sinks = {name: lanes_of(graph, name) for name, op in graph.operators.items() if op.trains or name in evaluations}
+    Ledger.create(folder.ledger, sinks).close()

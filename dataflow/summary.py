@@ -23,7 +23,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
     return Summary(
         graph=_read(folder, "graph.json").get("name", path.name), outcome=times.get("outcome", "not finished"),
         steps=len(steps), wall_s=seconds, rollouts=sum(line.get("rollouts", 0) for line in steps),
-        dropped=sum((steps[-1].get("dropped") or {}).values()) if steps else None,
+        dropped=sum(sum((line.get("dropped") or {}).values()) for line in steps),
         reward_before=_mean(rewards[:tenth]), reward_after=_mean(rewards[-tenth:]),
         accuracy_before=scores[0] if scores else None, accuracy_after=scores[-1] if len(scores) > 1 else None,
         efficiency=busy[busiest] / seconds if busiest and seconds else None, busiest=busiest,

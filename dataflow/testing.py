@@ -69,6 +69,7 @@ class FakeGenerator(Generate):
     model: Model | None = None
     group_size: int = 4
     in_flight: int | None = None
+    temperature: float = 1.0
 
     @property
     def rollouts_per_prompt(self) -> int:
@@ -127,6 +128,7 @@ class FakeTrainer(Learn):
     model: Model | None = None
     prompts_per_step: int = 8
     queue_prompts: int | None = None
+    temperature: float = 1.0
     columns: tuple[str, ...] = ()
     """Columns it claims to read."""
 

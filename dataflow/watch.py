@@ -80,7 +80,7 @@ class Watch:
 
     def snapshot(self) -> Snapshot:
         """The run as it is now."""
-        last = next((line for line in reversed(self._lines) if "loss" in line), {})
+        last: dict[str, Any] = next((line for line in reversed(self._lines) if "loss" in line), {})
         scores = [line["eval_accuracy"] for line in self._lines if "eval_accuracy" in line]
         step = last.get("step", 0)
         elapsed = self._clock() - self._began
@@ -95,7 +95,7 @@ class Watch:
             accuracy=scores[-1] if scores else None, accuracy_before=scores[0] if scores else None,
             tokens_per_s=self._rate(lambda nodes: sum(n["status"].get("tokens", 0) for n in nodes.values())),
             rollouts_per_s=self._rate(lambda nodes: sum(nodes[n]["rows_in"] for n in self._trainers() if n in nodes)),
-            elapsed_s=elapsed, left_s=left, groups=dict(last.get("dropped") or {}),
+            elapsed_s=elapsed, left_s=left, groups=self._groups(),
             nodes=tuple(self._node(name) for name in self._graph.operators), edges=self._edges(),
         )  # fmt: skip
 
@@ -143,6 +143,16 @@ class Watch:
                 self._lines.append(json.loads(text))
             except ValueError:
                 continue
+
+    def _groups(self) -> dict[str, int]:
+        """Groups of the training sources, as the nodes tell of them."""
+        issued = sum(
+            n["rows_out"] for name, n in self._nodes.items()
+            if self._graph.operators[name].kind == "source" and name not in self._plan.on_demand
+        )  # fmt: skip
+        dropped = sum(sum((line.get("dropped") or {}).values()) for line in self._lines if "loss" in line)
+        trained = sum(line.get("groups", 0) for line in self._lines if "loss" in line)
+        return {"issued": issued, "trained": trained, "dropped": dropped}
 
     def _trainers(self) -> list[str]:
         return [name for name, operator in self._graph.operators.items() if operator.trains]

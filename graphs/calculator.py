@@ -4,9 +4,10 @@ python -m graphs.calculator --prompts train.jsonl --eval test.jsonl
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from dataflow import Graph, main
+from dataflow import Graph, main, scorer
 from graphs.pipeline import policy_gradient
 from graphs.tasks import calculator, expressions
 from operators import Prompts
@@ -32,7 +33,25 @@ def build(
         lr: learning rate of AdamW.
         eval_every: steps between evaluations.
     """
-    ...
+    examples = calculator.read(prompts) if Path(prompts).is_file() else expressions.rows(24_000, seed=0)
+    folder = warm_start(
+        policy, examples=((row["prompt"], row["answer"]) for row in examples), alphabet=calculator.ALPHABET,
+        layers=4, width=128, heads=4, steps=4_000, seed=0,
+    )  # fmt: skip
+    return policy_gradient(
+        "calculator", policy=str(folder), prompts=_steps(prompts, "prompts", held_out=False),
+        held_out=_steps(eval, "held_out", held_out=True), reward=scorer(calculator.reward), credit=advantage,
+        loss=partial(aipo, rho=rho), max_staleness=max_staleness, max_tokens=calculator.MAX_TOKENS, group_size=8,
+        prompts_per_step=32, lr=lr, normalize="rollouts", every_steps=eval_every,
+    )  # fmt: skip
+
+
+def _steps(source: str, name: str, *, held_out: bool) -> Prompts:
+    """The calculator steps of a GSM8K file or data set; made-up ones without either."""
+    made_up = list(expressions.rows(2_000 if held_out else 24_000, seed=1, held_out=held_out))
+    rows: Any = calculator.steps if source else None
+    size = 1 if held_out else None
+    return Prompts(source or made_up, rows=rows, columns=("answer",), name=name, group_size=size)
 
 
 if __name__ == "__main__":

@@ -41,11 +41,11 @@ class NewPrompts:
 
 @dataclass(eq=False)
 class Layout:
-    """What one forward pass holds, as attention needs to know it; passed through the model as `slot_layout`."""
+    """What one forward pass holds, for attention to know; goes through the model as `slot_layout`."""
 
     cache: KVCache
     positions: torch.Tensor
-    """Position of the newest token in each of the n active slots, [n]."""
+    """Position of the newest token in each of the n active rows, [n]."""
     longest: int
     """Positions to attend to: the largest of `positions` plus one."""
     prompts: NewPrompts | None = None
@@ -70,7 +70,7 @@ class Layout:
         return rows
 
     def bias(self, window: int | None) -> torch.Tensor:
-        """What is added to the scores of the active slots, float32 [n, 1, L]."""
+        """What is added to the scores of the active rows, float32 [n, 1, L]."""
         if window is not None and window >= self.longest:
             window = None
         found = self.biases.get(window)

@@ -29,7 +29,7 @@ class Sampling:
 
 
 def uniform(seeds: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Multiples of 2^-40 in [0, 1), float64 [n], by splitmix64 (Steele et al. 2014) of seeds and counts [n]."""
+    """Multiples of 2^-40 in [0, 1), float64 [n], splitmix64 (Steele et al. 2014) of seeds and counts [n]."""
     z = seeds + (counts + 1) * _GOLDEN
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _FIRST
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _SECOND

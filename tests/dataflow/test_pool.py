@@ -289,7 +289,7 @@ def test_what_a_hung_call_started_ends_with_it() -> None:
 
 def _is_sleep(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return process.name() == "sleep" and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.name() == "sleep" and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
@@ -323,7 +323,7 @@ def test_no_process_outlives_a_worker_that_was_killed() -> None:
 
 def _lives(pid: int) -> bool:
     with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False
 
 

@@ -199,6 +199,10 @@ def queue_too_short() -> None:
     good(prompts_per_step=8, queue_prompts=4).check()
 
 
+def unlike_temperatures() -> None:
+    good(temperature=0.5).check()
+
+
 def too_few_prompts() -> None:
     good(prompts_per_step=101).check()
 
@@ -320,6 +324,7 @@ REFUSED: dict[Callable[[], None], str] = {
     group_of_one: r"'advantage' compares the rollouts of a group, but the groups of 'prompts' have 1 rollout; raise",
     too_little_in_flight: r"'generator' may hold 32 prompts in flight but one step of 'trainer' needs 64.*deadlock; raise",
     queue_too_short: r"'trainer' may queue 4 prompts but one of its steps needs 8.*deadlock; raise",
+    unlike_temperatures: r"'generator' samples at temperature 1.0 but 'trainer' .* at 0.5.*same temperature",
     too_few_prompts: r"'prompts' ends after 100 prompts .*needs 101; give more",
     two_lanes_into_a_trainer: r"'trainer' would train on rows of 2 sources.*mix them",
     evaluating_what_is_trained: r"trained by 'trainer' and evaluated by 'eval'; evaluate prompts of their own",

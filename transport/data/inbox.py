@@ -69,11 +69,7 @@ class Inbox:
     def hello(self, line: Line, message: Hello) -> Replies:
         """A sender tells where it stands: it gets its window and hears what arrived of it."""
         peer = self._peers.get(message.sender)
-        if peer is not None and message.epoch < peer.epoch:
-            reason = (
-                f"'{message.sender}' was replaced on edge '{self._edge}'; this is epoch {message.epoch}, "
-                f"the present one {peer.epoch}; end this process"
-            )
+        if peer is not None and (reason := self._outdated(peer, message)):
             return [(line, Refusal(edge=self._edge, reason=reason))]
         if peer is None or message.epoch > peer.epoch:
             if peer is not None:
@@ -146,6 +142,19 @@ class Inbox:
         peer.end = peer.expected
         peer.promised = peer.announced = NONE
         return self._announce()
+
+    def _outdated(self, peer: _Peer, message: Hello) -> str | None:
+        if message.epoch < peer.epoch:
+            return (
+                f"'{message.sender}' was replaced on edge '{self._edge}'; this is epoch {message.epoch}, "
+                f"the present one {peer.epoch}; end this process"
+            )
+        if message.epoch == peer.epoch and message.next < peer.expected:
+            return (
+                f"'{message.sender}' came again on edge '{self._edge}' under its old epoch; its next batch "
+                f"is {message.next}, {peer.expected} had arrived; give it a larger epoch after each restart"
+            )
+        return None
 
     def _windows(self) -> dict[str, Credit]:
         live = {

@@ -1,4 +1,7 @@
-"""Channels within one process: the same messages, credits and acknowledgements, without bytes or sockets."""
+"""Channels within one process: the same messages, credits and acknowledgements, without bytes or sockets.
+
+A `Sender` and a `Receiver` with the same `LocalNetwork` and address are a pair; drive both from one thread.
+"""
 
 import itertools
 from collections import deque

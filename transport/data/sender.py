@@ -69,7 +69,7 @@ class Sender:
         for address in receivers:
             outbox = Outbox(edge=edge, sender=sender_id, epoch=epoch, schema=encoded)
             self._links.append(_Link(network.line(address), outbox, clock()))
-        self._closed = False
+        self._closed = self._hung_up = False
         self.refused = 0
         """Messages from receivers that were none."""
 
@@ -148,7 +148,9 @@ class Sender:
         Raises WaitTimeout when that did not happen, PeerGone or Refused as `poll`. With 0 it neither waits
         nor complains, and what is unacknowledged is lost.
         """
-        self._closed = True
+        if self._hung_up:
+            return
+        self._closed = self._hung_up = True
         deadline = self._clock() + linger_s
         try:
             while linger_s > 0 and not self.drained:

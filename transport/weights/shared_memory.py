@@ -35,7 +35,7 @@ MAGIC = b"DFWEIGHT"
 MESSAGE_BYTES = 64 << 20
 """The largest message taken; a layout of 100,000 tensors is about 10 MB."""
 RELEASE_S = 1.0
-"""How long ZeroMQ may take to let go of an address that was closed."""
+"""How long ZeroMQ may take to let go of a port that was closed."""
 
 
 class SharedMemory:
@@ -238,9 +238,8 @@ class _WriterPort:
 
     def close(self) -> None:
         self._socket.close()
-        path, deadline = self._site._socket_path, time.monotonic() + RELEASE_S
-        while path and path.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
+        if path := self._site._socket_path:
+            path.unlink(missing_ok=True)
         self._site._unlock(self._lock)
 
 

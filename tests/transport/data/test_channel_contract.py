@@ -252,6 +252,18 @@ def test_a_restarted_sender_is_heard_and_its_former_self_is_refused(rig: Rig) ->
         until(lambda: bool(receiver.poll() or zombie.poll()))
 
 
+def test_a_sender_that_restarts_under_its_old_epoch_is_refused_before_anything_is_lost(rig: Rig) -> None:
+    receiver = rig.receiver()
+    first = rig.sender(receiver)
+    connect(first, to=receiver)
+    assert first.send(make_batch(1))
+    take(receiver, 1, first)
+    again = rig.sender(receiver)
+    with pytest.raises(Refused, match="larger epoch"):
+        until(lambda: bool(receiver.poll() or again.poll()))
+    assert again.room() == 0
+
+
 @pytest.mark.parametrize("knobs", [{"schema": pa.schema([("value", pa.int32())])}, {"edge": "another"}])
 def test_a_sender_of_another_edge_or_schema_is_refused_by_name(rig: Rig, knobs: dict[str, object]) -> None:
     told: list[str] = []

@@ -192,7 +192,7 @@ def test_a_killed_writers_segments_can_be_swept(address):
 
 def test_an_address_is_free_for_the_next_writer_as_soon_as_close_returns(address, unused_port):
     for place in (address, f"tcp://127.0.0.1:{unused_port}"):
-        for version in range(20):
+        for version in range(10):
             mine = parameters()
             with closing(WeightWriter(LAYOUT, place)) as writer, closing(WeightReader(place, "r")) as reader:
                 writer.publish(version, parameters(version))
