@@ -74,12 +74,8 @@ def _command(build: Callable[..., Graph], steps: int | None, chosen: dict[str, A
                 f"'{build.__name__}' has a parameter '{name}', which is a flag of every run; call it otherwise"
             )
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise GraphError(
-                f"'{build.__name__}' takes *{name}, which cannot become a flag; name each parameter"
-            )
-        parameters.append(
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(name, str))
-        )
+            raise GraphError(f"'{build.__name__}' takes *{name}, which cannot become a flag; name each parameter")
+        parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(name, str)))
     for name, (kind, default, text) in _RUN_FLAGS.items():
         annotation: Any = Annotated[kind, tyro.conf.arg(help=text), tyro.conf.FlagCreatePairsOff]
         parameters.append(
@@ -110,6 +106,8 @@ def _assignments(flag: str, text: str) -> dict[str, int | str]:
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
         if not equals or not value:
-            raise GraphError(f"--{flag} is {text!r}, which cannot be read at {part!r}; write it as generator=6,trainer=2")
+            raise GraphError(
+                f"--{flag} is {text!r}, which cannot be read at {part!r}; write it as generator=6,trainer=2"
+            )
         found[name.strip()] = int(value) if value.strip().isdigit() else value.strip()
     return found

@@ -108,7 +108,7 @@ def evaluated_and_trained(graph: Graph) -> Iterator[str]:
         if trainers and others:
             yield (
                 f"rows of '{lane}' are trained by '{trainers[0]}' and evaluated by '{others[0]}'; "
-                f"evaluate prompts of their own: g.source(Prompts(..., name=\"held_out\"))"
+                f'evaluate prompts of their own: g.source(Prompts(..., name="held_out"))'
             )
 
 
@@ -198,7 +198,9 @@ def missing_column(graph: Graph, operator: Operator, column: str, stream: Stream
     else:
         do = f'add it to Prompts(columns=...), or apply a @scorer called "{column}" first'
     close = nearest(column, stream.columns)
-    return f"'{operator.name}' reads column '{column}', but '{stream.node}' provides {list(stream.columns)}{close}; {do}"
+    return (
+        f"'{operator.name}' reads column '{column}', but '{stream.node}' provides {list(stream.columns)}{close}; {do}"
+    )
 
 
 def wrong_type(operator: Operator, column: str, stream: Stream[Any], annotation: Any) -> str:
@@ -223,8 +225,14 @@ def sinks_of(graph: Graph, lane: str) -> list[Operator]:
 def generators_of(graph: Graph, node: str) -> list[Generate]:
     """The generators upstream of a node."""
     lanes = set(lanes_of(graph, node))
-    found = {c.operator.name: c.operator for c in graph.calls if c.output.lane in lanes and isinstance(c.operator, Generate)}
-    reach = nx.ancestors(nx.DiGraph((u, v) for u, v, d in graph.nx.edges(data=True) if d["plane"] == "data"), node) if found else set()
+    found = {
+        c.operator.name: c.operator for c in graph.calls if c.output.lane in lanes and isinstance(c.operator, Generate)
+    }
+    reach = (
+        nx.ancestors(nx.DiGraph((u, v) for u, v, d in graph.nx.edges(data=True) if d["plane"] == "data"), node)
+        if found
+        else set()
+    )
     return [operator for name, operator in found.items() if name in reach]
 
 

@@ -4,6 +4,7 @@ No rollout and no weight passes through it.
 """
 
 import contextlib
+import os
 import shutil
 import tempfile
 import time
@@ -68,7 +69,7 @@ class Scheduler:
     ) -> None:  # fmt: skip
         """Fork the forkserver; call this before the process has threads."""
         self.graph, self.plan, self.limits = graph, plan, limits or Limits()
-        self._sockets = Path(tempfile.mkdtemp(prefix="dataflow-"))
+        self._sockets = sockets = _make_folder()
         self._settings = settings
         self._clock = clock
         self.conductor = Conductor(graph, plan)
@@ -78,7 +79,10 @@ class Scheduler:
         self._wish = False
         threads = max((p.threads for p in plan.placements.values()), default=1)
         self._nursery = Nursery(
-            lambda plain: worker.main(graph, plan, plain), worker.environment(threads), worker.preload
+            lambda plain: worker.main(graph, plan, plain),
+            worker.environment(threads),
+            worker.preload,
+            clean_up=lambda: shutil.rmtree(sockets, ignore_errors=True),
         )
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._zmq.socket(zmq.ROUTER)
@@ -240,6 +244,12 @@ class Scheduler:
 
     def _send(self, name: str, message: Mapping[str, Any]) -> None:
         self._router.send_multipart([name.encode(), msgpack.packb(message)])
+
+
+def _make_folder() -> Path:
+    """A folder of mode 0700 for the run's sockets and shared memory; it goes when the run ends, however it ends."""
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="dataflow-", dir=memory if os.access(memory, os.W_OK) else None))
 
 
 def _how(status: int | None) -> str:

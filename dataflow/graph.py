@@ -152,9 +152,7 @@ class Graph:
                 f"'{reader.uses.name}'{_difference(trainer.uses, reader.uses)}; give both the same Model"
             )
         if any(f.reader is reader and f.weights == weights for f in self.feedbacks):
-            raise GraphError(
-                f"'{reader.name}' already has a feedback from '{trainer.name}'; drop one of the two lines"
-            )
+            raise GraphError(f"'{reader.name}' already has a feedback from '{trainer.name}'; drop one of the two lines")
         self.feedbacks.append(Feedback(weights, reader, max_staleness))
 
     def swap(self, name: str, operator: Operator) -> "Graph":
@@ -166,9 +164,7 @@ class Graph:
             )
         old, new = self.operators[name], operator.renamed(name)
         if old.kind != new.kind:
-            raise GraphError(
-                f"'{name}' is a {old.kind} and {_describe(operator)} is a {new.kind}; swap like for like"
-            )
+            raise GraphError(f"'{name}' is a {old.kind} and {_describe(operator)} is a {new.kind}; swap like for like")
         graph = Graph(self.name)
         made: dict[tuple[str, str], Stream[Any]] = {}
         for call in self.calls:
@@ -259,9 +255,7 @@ class Graph:
                 raise GraphError(fault)
             self.operators[operator.name] = operator
 
-    def _record(
-        self, operator: Operator, inputs: tuple[Stream[Any], ...], output: Stream[Any]
-    ) -> Stream[Any]:
+    def _record(self, operator: Operator, inputs: tuple[Stream[Any], ...], output: Stream[Any]) -> Stream[Any]:
         self.calls.append(Call(operator, inputs, output))
         self._inputs[operator.name, output.lane] = inputs
         return output
@@ -281,8 +275,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """'; did you mean ...?' where something known is spelled much like `name`, else nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
-
-
 
 
 def _describe(value: Any) -> str:

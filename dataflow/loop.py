@@ -66,7 +66,10 @@ class NodeLoop:
         self.rows_in = self.rows_out = 0
         self.seconds = {"busy": 0.0, "idle": 0.0, "blocked": 0.0}
         self._inlets, self._outlets = inlets, outlets
-        self._ends: list[Inlet | Outlet] = [*(inlet for _, _, inlet in inlets), *(o for each in outlets.values() for o in each)]
+        self._ends: list[Inlet | Outlet] = [
+            *(inlet for _, _, inlet in inlets),
+            *(o for each in outlets.values() for o in each),
+        ]
         self._mark, self._clock = mark, clock
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch]] = collections.deque()
         self._acks: list[Callable[[], None]] = []

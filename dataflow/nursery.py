@@ -36,8 +36,18 @@ class Nursery:
     unblocked by: the forkserver's answers on its socket
     """
 
-    def __init__(self, main: Main, environment: Mapping[str, str], preload: Callable[[], None]) -> None:
-        """main: run by each worker; environment: set before anything heavy is imported; preload: imports it."""
+    def __init__(
+        self,
+        main: Main,
+        environment: Mapping[str, str],
+        preload: Callable[[], None],
+        clean_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Fork it.
+
+        main: run by each worker; environment: set before anything heavy is imported; preload: imports it;
+        clean_up: run once all workers have ended, also where the scheduler was killed.
+        """
         _refuse_used_cuda()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
@@ -45,7 +55,7 @@ class Nursery:
         self.pid = os.fork()
         if self.pid == 0:
             ours.close()
-            _run_forever(lambda: _serve(theirs, main, environment, preload))
+            _run_forever(lambda: _serve(theirs, main, environment, preload, clean_up))
         theirs.close()
         self._socket = ours
         self._socket.setblocking(False)
@@ -122,7 +132,11 @@ def _run_forever(body: Callable[[], int]) -> NoReturn:
 
 
 def _serve(
-    control: socket.socket, main: Main, environment: Mapping[str, str], preload: Callable[[], None]
+    control: socket.socket,
+    main: Main,
+    environment: Mapping[str, str],
+    preload: Callable[[], None],
+    clean_up: Callable[[], None],
 ) -> int:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -150,6 +164,9 @@ def _serve(
             _fork(control, waiting.pop(0), main, names)
         _reap(control, names)
     _signal(list(names), signal.SIGKILL)
+    for pid in names:
+        os.waitpid(pid, 0)
+    clean_up()
     return 0
 
 

@@ -108,7 +108,10 @@ class Plan:
             for p in self.placements.values()
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]
+        ]
         lines.insert(1, "  ".join("-" * width for width in widths))
         for lane, bound in self.bounds.items():
             lines.append(
@@ -160,9 +163,7 @@ def plan(
             threads=1 if operator.light else threads,
             memory_bytes=size.memory_bytes(model.dtype, operator.trains) if size and model else None,
         )  # fmt: skip
-    return Plan(
-        placements=placements, bounds=_bounds(graph, steps), on_demand=_on_demand(graph), devices=devices
-    )
+    return Plan(placements=placements, bounds=_bounds(graph, steps), on_demand=_on_demand(graph), devices=devices)
 
 
 def _assign(gpus: Mapping[str, int | str], devices: Devices) -> dict[str, tuple[int, ...]]:
@@ -222,7 +223,11 @@ def _bounds(graph: Graph, steps: int | None) -> dict[str, Bound]:
             continue
         for lane in lanes_of(graph, trainer.name):
             if any(call.operator is feedback.reader and call.output.lane == lane for call in graph.calls):
-                tightest = min(feedback.max_staleness, bounds[lane].max_staleness) if lane in bounds else feedback.max_staleness
+                tightest = (
+                    min(feedback.max_staleness, bounds[lane].max_staleness)
+                    if lane in bounds
+                    else feedback.max_staleness
+                )
                 bounds[lane] = Bound(max_staleness=tightest, prompts_per_step=trainer.step_prompts, steps=steps)
     return bounds
 

@@ -52,7 +52,7 @@ class Ports:
         return self._outlets
 
     def writer_of(self, trainer: str) -> Callable[[Mapping[str, Any]], WeightsOut]:
-        """Opens the trainer's end of its weight plane, and offers the weights that it starts from as version 0."""
+        """Opens the trainer's end of its weight plane."""
 
         def open_writer(tensors: Mapping[str, Any]) -> WeightsOut:
             from transport.weights import Layout, WeightWriter
@@ -61,7 +61,6 @@ class Ports:
             assert model is not None, "a trainer has a model"
             writer = WeightWriter(Layout.of(tensors, dtype=model.dtype), self._site(trainer))
             self._weights.append(writer)
-            writer.publish(0, tensors)
             return writer
 
         return open_writer
@@ -111,7 +110,10 @@ class Ports:
     def _site(self, trainer: str) -> Any:
         """Where a trainer and its readers meet: a socket between processes, a hub within one."""
         if self._settings.sockets:
-            return f"ipc://{self._settings.sockets}/weights.{trainer}"
+            from transport.weights import SharedMemory
+
+            folder = self._settings.sockets
+            return SharedMemory(f"ipc://{folder}/weights.{trainer}", folder=folder)
         from transport.weights import Hub
 
         return self._hubs.setdefault(trainer, Hub())

@@ -225,7 +225,12 @@ def _interrupts(scheduler: Scheduler, view: Any) -> Iterator[None]:
 def _describe(folder: RunFolder, graph: Graph, planned: Plan, seed: int, steps: int | None) -> None:
     """Put down what is run before it runs."""
     nodes = [
-        {"name": name, "operator": type(op).__name__, "kind": op.kind, "knobs": {k: str(v) for k, v in op.knobs().items()}}
+        {
+            "name": name,
+            "operator": type(op).__name__,
+            "kind": op.kind,
+            "knobs": {k: str(v) for k, v in op.knobs().items()},
+        }
         for name, op in graph.operators.items()
     ]
     links = [

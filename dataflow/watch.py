@@ -73,7 +73,9 @@ class Watch:
         """Before the workers are ready: who is still on its way."""
         waiting = late.split(", ")
         nodes = tuple(
-            NodeSnapshot(name=name, state="starting" if self._plan.placements[name].worker + "-0" in waiting else "ready")
+            NodeSnapshot(
+                name=name, state="starting" if self._plan.placements[name].worker + "-0" in waiting else "ready"
+            )
             for name in self._graph.operators
         )
         return Snapshot(graph=self._graph.name, steps=self._steps, elapsed_s=self._clock() - self._began, nodes=nodes)
@@ -179,7 +181,9 @@ class Watch:
         whole = sum(spent.values())
         status = node["status"]
         made = "rows_in" if self._graph.operators[name].kind == "sink" else "rows_out"
-        state = "ended" if node["ended"] else "blocked" if node["blocked"] else "working" if spent["busy"] else "waiting"
+        state = (
+            "ended" if node["ended"] else "blocked" if node["blocked"] else "working" if spent["busy"] else "waiting"
+        )
         return NodeSnapshot(
             name=name, state=state, rate=self._rate(lambda nodes: nodes.get(name, node)[made]),
             queue=_whole(status.get("queue", status.get("waiting"))), busy=spent["busy"] / whole if whole else None,
@@ -214,4 +218,3 @@ def _note(status: Mapping[str, Any]) -> str:
 
 def _whole(value: Any) -> int | None:
     return None if value is None else int(value)
-

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dataflow.graph import Graph
-from dataflow.node import Bound, Context, Generate
+from dataflow.node import Bound, Generate
 from dataflow.plan import Plan
 from dataflow.records import Columns
 

@@ -171,7 +171,7 @@ class Worker:
 def preload() -> None:
     """What the forkserver imports once, so that heavy workers start in milliseconds."""
     import torch
-    import transformers  # noqa: F401
+    import transformers
 
     torch.set_num_threads(1)
     with contextlib.suppress(ImportError):

@@ -32,9 +32,7 @@ def policy_gradient(
     g = Graph(name)
     model = Model(policy, dtype=dtype)
     generator = Generator(model, group_size=group_size, max_tokens=max_tokens)
-    trainer = Trainer(
-        model, loss=loss, prompts_per_step=prompts_per_step, lr=lr, normalize=normalize, **trainer_knobs
-    )
+    trainer = Trainer(model, loss=loss, prompts_per_step=prompts_per_step, lr=lr, normalize=normalize, **trainer_knobs)
     trainer(credit(reward(generator(g.source(prompts)))))
     if held_out is not None:
         Evaluate(every_steps=every_steps)(reward(generator(g.source(held_out))))

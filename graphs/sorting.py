@@ -18,7 +18,12 @@ STEPS = 600
 
 
 def build(
-    *, policy: str = "policies/sorting", max_staleness: int = 4, rho: float = 4.0, lr: float = 4e-4, eval_every: int = 100
+    *,
+    policy: str = "policies/sorting",
+    max_staleness: int = 4,
+    rho: float = 4.0,
+    lr: float = 4e-4,
+    eval_every: int = 100,
 ) -> Graph:
     """Train a policy that sorts one word in five on its own rollouts.
 

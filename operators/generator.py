@@ -73,9 +73,7 @@ class Generator(Generate):
                 f"use 1.0 to sample from the policy itself, 0 for the likeliest token"
             )
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            found.append(
-                f"'{self.name}' needs top_p above 0 and at most 1, but got {self.top_p!r}; use 1.0 for all"
-            )
+            found.append(f"'{self.name}' needs top_p above 0 and at most 1, but got {self.top_p!r}; use 1.0 for all")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
             found.append(
                 f"'{self.name}' needs stop as a tuple of strings that are not empty, but got {self.stop!r}; "

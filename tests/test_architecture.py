@@ -87,7 +87,9 @@ def test_nothing_is_pickled_and_no_tensor_file_runs_code() -> None:
     for path in files(*ROOMS):
         found = {module.split(".")[0] for module in imports(path)} & banned
         assert not found, f"{name(path)} imports {found}"
-        assert not re.search(r"torch\.(load|save)\(|multiprocessing\.(Queue|Pipe|Process)", path.read_text()), name(path)
+        assert not re.search(r"torch\.(load|save)\(|multiprocessing\.(Queue|Pipe|Process)", path.read_text()), name(
+            path
+        )
 
 
 def test_no_publish_subscribe_socket_may_drop_rows() -> None:

@@ -56,9 +56,7 @@ class Admission(Generic[G]):
             return True
         if bound.steps is not None and group.group_id - dropped >= bound.steps * bound.prompts_per_step:
             return False
-        return admit(
-            group.group_id, dropped, version, bound.prompts_per_step, bound.max_staleness, self.in_flight
-        )
+        return admit(group.group_id, dropped, version, bound.prompts_per_step, bound.max_staleness, self.in_flight)
 
     def start(self, *, free: int, slots: int, version: int, dropped: int) -> Iterator[tuple[str, G, int]]:
         """Lane, group and how many of its rollouts start now; a group leaves its queue once all have started.

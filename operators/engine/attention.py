@@ -101,11 +101,7 @@ def attend(
     Raises:
         ModelError: the model asks for a kind of attention that is not known here.
     """
-    if (
-        slot_layout is None
-        or attention_mask is not None
-        or any(rest.get(name) is not None for name in REFUSED)
-    ):
+    if slot_layout is None or attention_mask is not None or any(rest.get(name) is not None for name in REFUSED):
         found = [name for name in REFUSED if rest.get(name) is not None] or "a mask of its own, or no slots"
         raise ModelError(
             f"{type(module).__name__} cannot generate from slots: its attention is called with {found}; "
@@ -117,9 +113,7 @@ def attend(
     parts: list[torch.Tensor] = []
     if active:
         parts.append(
-            _attend_slots(
-                slot_layout, keys, values, query, key, value, active, scale, sliding_window, softcap
-            )
+            _attend_slots(slot_layout, keys, values, query, key, value, active, scale, sliding_window, softcap)
         )
     if slot_layout.prompts is not None:
         new = slot_layout.prompts
@@ -177,9 +171,7 @@ def _attend_prompts(
     """Causal attention inside each new prompt: [P, H, L, D]; what lies behind a prompt's end is not used."""
     length = q.shape[2]
     if softcap is None and (window is None or window >= length):
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     repeats = q.shape[1] // k.shape[1]
     scores = torch.matmul(q, k.repeat_interleave(repeats, 1).transpose(2, 3)).float() * scale
     if softcap is not None:

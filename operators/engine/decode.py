@@ -170,9 +170,7 @@ class Engine:
         )
         return output.logits[0]  # type: ignore[no-any-return]
 
-    def _input(
-        self, starts: Sequence[Start]
-    ) -> tuple[Layout, torch.Tensor, torch.Tensor, torch.Tensor | int]:
+    def _input(self, starts: Sequence[Start]) -> tuple[Layout, torch.Tensor, torch.Tensor, torch.Tensor | int]:
         """The flattened row of this step: its layout, tokens [N], positions [N] and which logits to keep."""
         n = self.active
         positions = self._length[:n] - 1

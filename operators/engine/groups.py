@@ -30,9 +30,7 @@ from operators.engine.decode import BROKEN, STOPPED, Finished
 REASONS = ("stop", "length", "error")
 """Finish reasons by the engine's codes."""
 
-NOT_FINITE = (
-    "the model's logits are not finite; found NaN or infinity after {} tokens; look at weights and loss"
-)
+NOT_FINITE = "the model's logits are not finite; found NaN or infinity after {} tokens; look at weights and loss"
 
 
 @dataclass(slots=True)

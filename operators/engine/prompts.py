@@ -11,9 +11,7 @@ import numpy as np
 from dataflow.records import Array
 
 
-def encode(
-    tokenizer: Any, prompts: Sequence[str | None], *, chat: bool, context_tokens: int
-) -> list[Array | str]:
+def encode(tokenizer: Any, prompts: Sequence[str | None], *, chat: bool, context_tokens: int) -> list[Array | str]:
     """For each prompt its tokens, int64 [1 .. context_tokens - 1], or a message in three parts.
 
     chat: the prompts are JSON lists of {"role", "content"}, laid out by the tokenizer's chat template.

@@ -66,9 +66,7 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
-def _from_slots(
-    model: torch.nn.Module, ids: torch.Tensor, kernel: Callable[..., None] | None
-) -> torch.Tensor:
+def _from_slots(model: torch.nn.Module, ids: torch.Tensor, kernel: Callable[..., None] | None) -> torch.Tensor:
     """Logits [TOKENS, V] of the sequence, the first half in one pass and the rest from a slot."""
     cache = KVCache(1, len(ids), len(ids))
     half = len(ids) // 2

@@ -58,9 +58,7 @@ class GeneratorRuntime(Runtime):
             self.model,
             slots=declaration.slots,
             context_tokens=self._context_tokens,
-            sampling=Sampling(
-                temperature=declaration.temperature, top_k=declaration.top_k, top_p=declaration.top_p
-            ),
+            sampling=Sampling(temperature=declaration.temperature, top_k=declaration.top_k, top_p=declaration.top_p),
             end_tokens=sorted(self._ends),
             may_stop=stops.may_stop(vocabulary) if stops else None,
             find_stop=stops.find if stops else None,
@@ -90,9 +88,7 @@ class GeneratorRuntime(Runtime):
             batch.ack()
             return
         texts = records.column(PROMPT).to_pylist()
-        encoded = encode(
-            self.tokenizer, texts, chat=self._declaration.chat, context_tokens=self._context_tokens
-        )
+        encoded = encode(self.tokenizer, texts, chat=self._declaration.chat, context_tokens=self._context_tokens)
         numbers = (records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION))
         for row, (prompt, group_id, asked, min_version) in enumerate(zip(encoded, *numbers, strict=True)):
             size = asked or self._declaration.group_size
@@ -162,12 +158,6 @@ class GeneratorRuntime(Runtime):
             "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
             "slot_share": (drawn - drawn_then) / slot_steps if slot_steps else 0.0,
         }
-
-    def close(self) -> None:
-        """Let go of the weight plane."""
-        closer = getattr(self._reader, "close", None)
-        if closer is not None:
-            closer()
 
     def _listen(self) -> None:
         """A safe point: take the newest weights that are offered; the KV-cache stays as it is."""

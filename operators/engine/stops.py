@@ -52,9 +52,7 @@ class StopStrings:
 def split(tokenizer: Any, stop: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
     """Stop strings as ids, where one is a special token of the tokenizer, and the others as they are."""
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    return [special[text] for text in stop if text in special], tuple(
-        text for text in stop if text not in special
-    )
+    return [special[text] for text in stop if text in special], tuple(text for text in stop if text not in special)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:

@@ -75,7 +75,7 @@ class TrainerRuntime(Runtime):
         self._pace = Pace(self._began, self._began)
         self._weights = {name: weight.detach() for name, weight in learner.parameters.items()}
         self._writer: WeightsOut | None = context.writer(self._weights) if context.writer else None
-        if self._writer is not None and start:
+        if self._writer is not None:
             self._writer.publish(start, self._weights)
             self._note()
 

@@ -65,7 +65,9 @@ def test_heavy_workers_find_the_preloaded_modules_and_light_ones_do_not_wait_for
         nursery.spawn("heavy", {}, heavy=True)
         nursery.spawn("light", {}, heavy=False)
         events = Events(nursery)
-        wait_until(lambda: events.seen.extend(nursery.events()) or len([e for e in events.seen if e["event"] == "exited"]) == 2)
+        wait_until(
+            lambda: events.seen.extend(nursery.events()) or len([e for e in events.seen if e["event"] == "exited"]) == 2
+        )
         assert {e["name"]: e["status"] for e in events.seen if e["event"] == "exited"} == {"light": 0, "heavy": 3}
     finally:
         nursery.close()

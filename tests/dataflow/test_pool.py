@@ -59,7 +59,8 @@ def act(word: str) -> Any:
             print("a line " * 1000)
             sys.stderr.write("another\n")
         case "child":
-            subprocess.Popen(["sleep", "60"])
+            pid = subprocess.Popen(["sleep", "60"]).pid
+            Path(word.partition(":")[2]).write_text(str(pid))
             time.sleep(60)
         case "pid":
             return os.getpid()
@@ -207,9 +208,9 @@ def test_answered_calls_are_not_made_again_when_a_later_one_ends_the_process(tmp
 def test_a_process_killed_from_outside_costs_no_call() -> None:
     with pool(timeout_s=20.0) as made:
         words = [str(number) for number in range(20_000)]
-        submit(made, words)
         while len(made.pids) < 2:
             made.poll()
+        submit(made, words)
         os.kill(made.pids[1], signal.SIGKILL)
         got = _drain(made)
     assert sorted(got, key=int) == words
@@ -273,24 +274,17 @@ def test_a_job_without_calls_is_over_at_once() -> None:
 def test_closing_leaves_no_process() -> None:
     with pool("processes") as made:
         answers(made, ["a"] * 20)
-        submit(made, ["hang", "child"])
+        submit(made, ["hang", "hang"])
+        while len(made.pids) < 3:
+            made.poll()
         pids = made.pids
-        assert len(pids) == 3
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_what_a_hung_call_started_ends_with_it() -> None:
-    with pool() as made:
-        before = {process.pid for process in psutil.process_iter() if _is_sleep(process)}
-        assert answers(made, ["child"]) == [LATE]
-        after = {process.pid for process in psutil.process_iter() if _is_sleep(process)}
-    assert after <= before
-
-
-def _is_sleep(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(process.name() == "sleep" and process.status() != psutil.STATUS_ZOMBIE)
-    return False
+def test_what_a_hung_call_started_ends_with_it(tmp_path: Path) -> None:
+    with pool(timeout_s=0.4) as made:
+        assert answers(made, [f"child:{tmp_path / 'pid'}"]) == [LATE.replace("0.2", "0.4")]
+    _wait_until_gone([int((tmp_path / "pid").read_text())])
 
 
 ORPHAN = """
@@ -315,9 +309,13 @@ def test_no_process_outlives_a_worker_that_was_killed() -> None:
     worker.kill()
     worker.wait()
     worker.stdout.close()
+    _wait_until_gone(pids)
+
+
+def _wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 5
-    while any(_lives(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"{[pid for pid in pids if _lives(pid)]} outlived their worker"
+    while left := [pid for pid in pids if _lives(pid)]:
+        assert time.monotonic() < deadline, f"{left} outlived what they belong to"
         time.sleep(0.01)
 
 

@@ -20,9 +20,7 @@ def test_declaring_a_generator_imports_no_torch():
 def test_a_plain_generator_has_no_faults():
     assert Generator(MODEL).faults() == []
     assert (
-        Generator(
-            MODEL, temperature=0.0, top_k=3, top_p=0.5, stop=("END",), in_flight=4, context_tokens=64
-        ).faults()
+        Generator(MODEL, temperature=0.0, top_k=3, top_p=0.5, stop=("END",), in_flight=4, context_tokens=64).faults()
         == []
     )
 

@@ -16,6 +16,8 @@ Verdict = Literal["new", "duplicate", "ahead", "stray", "overrun"]
 """new: take it. duplicate: had it. ahead: something before it is missing. stray: no Hello came over this line
 for this sender and epoch. overrun: sent without credit."""
 
+UNSAID_SHARE = 4
+"""Acknowledgements are gathered up to this part of a window, or until the receiver has nothing else to do."""
 MAX_FAULTS = 3
 """Times that one batch may arrive unreadable before its sender is refused."""
 
@@ -33,6 +35,8 @@ class _Peer:
     promised: Credit = NONE
     asked: int | None = None
     faults: int = 0
+    unsaid: list[int] = field(default_factory=list)
+    unsaid_cost: Credit = NONE
 
     def skip(self) -> None:
         while self.expected in self.gone:
@@ -90,8 +94,8 @@ class Inbox:
         if peer is None or peer.line != line or peer.epoch != message.epoch:
             return "stray", []
         if message.sequence < peer.expected:
-            held = message.sequence in peer.held
-            return "duplicate", [] if held else [(line, self._ack(peer, (message.sequence,)))]
+            waits = message.sequence in peer.held or message.sequence in peer.unsaid
+            return "duplicate", [] if waits else [(line, self._ack(peer, (message.sequence,)))]
         if message.sequence > peer.expected:
             if peer.asked == peer.expected:
                 return "ahead", []
@@ -122,17 +126,30 @@ class Inbox:
         return [(peer.line, Refusal(edge=self._edge, reason=reason))]
 
     def acknowledge(self, sender: str, epoch: int, sequence: int) -> Replies:
-        """The consumer is done with a batch: its credit goes back. A second time, or unknown: nothing."""
+        """The consumer is done with a batch: its credit goes back, at once or with the next `flush`.
+
+        A second time, or unknown: nothing.
+        """
         peer = self._peers.get(sender)
         if peer is not None and peer.epoch == epoch and sequence in peer.held:
-            peer.used -= peer.held.pop(sequence)
-            others = [] if self._settled and not peer.ended else self._announce(but=sender)
-            return [(peer.line, self._ack(peer, (sequence,))), *others]
+            freed = peer.held.pop(sequence)
+            peer.used -= freed
+            peer.unsaid.append(sequence)
+            peer.unsaid_cost += freed
+            if not self._settled or peer.ended:
+                return [*self._announce(), *self.flush()]
+            much = peer.unsaid_cost.rows * UNSAID_SHARE >= peer.announced.rows
+            much = much or peer.unsaid_cost.bytes * UNSAID_SHARE >= peer.announced.bytes
+            return [(peer.line, self._ack(peer))] if much else []
         if self._earlier.get(sender, {}).pop((epoch, sequence), None) is None:
             return []
         if not self._earlier[sender]:
             del self._earlier[sender]
         return self._announce()
+
+    def flush(self) -> Replies:
+        """Acknowledgements that were held back, to be sent before the receiver waits."""
+        return [(peer.line, self._ack(peer)) for peer in self._peers.values() if peer.unsaid]
 
     def forget(self, sender: str) -> Replies:
         """A sender that will not come back: it counts as ended, and its share goes to the others."""
@@ -185,14 +202,16 @@ class Inbox:
             peer.announced = window
             peer.promised = peer.promised.most(window)
             if name != but:
-                replies.append((peer.line, self._ack(peer, ())))
+                replies.append((peer.line, self._ack(peer)))
         return replies
 
     def _ask_again(self, peer: _Peer) -> Replies:
         peer.asked = peer.expected
         return [(peer.line, self._welcome(peer))]
 
-    def _ack(self, peer: _Peer, sequences: tuple[int, ...]) -> Ack:
+    def _ack(self, peer: _Peer, again: tuple[int, ...] = ()) -> Ack:
+        sequences = (*peer.unsaid, *again)
+        peer.unsaid, peer.unsaid_cost = [], NONE
         return Ack(
             edge=self._edge,
             epoch=self._epoch,
@@ -202,6 +221,7 @@ class Inbox:
         )
 
     def _welcome(self, peer: _Peer) -> Welcome:
+        peer.unsaid, peer.unsaid_cost = [], NONE
         return Welcome(
             edge=self._edge,
             epoch=self._epoch,

@@ -26,6 +26,7 @@ from transport.errors import FrameError
 log = logging.getLogger(__name__)
 
 _REMEMBERED_PEERS = 1024
+_STEPS_PER_CALL = 1000
 
 
 def _warn(edge: str, peer: str, reason: str) -> None:
@@ -117,16 +118,23 @@ class Receiver:
     def receive(self, timeout_s: float = 0.0) -> Delivery | None:
         """The next batch; None when none came within the timeout, or at once when the stream has ended."""
         deadline = time.monotonic() + timeout_s
-        while not self._ready:
-            waits = timeout_s > 0 and not self.finished
-            if not self._step(max(0.0, deadline - time.monotonic()) if waits else 0.0):
+        for _ in range(_STEPS_PER_CALL):
+            if self._ready:
+                return self._ready.popleft()
+            if self._step(0.0):
+                continue
+            self._reply(self._inbox.flush())
+            left = deadline - time.monotonic()
+            if timeout_s <= 0 or left <= 0 or self.finished or not self._step(left):
                 return None
-        return self._ready.popleft()
+        return None
 
     def poll(self) -> None:
-        """Take in everything that arrived, without delivering it: answers senders that come and go."""
-        while self._step(0.0):
-            pass
+        """Take in what arrived, without delivering it, and send what is due: call it when not receiving."""
+        for _ in range(_STEPS_PER_CALL):
+            if not self._step(0.0):
+                break
+        self._reply(self._inbox.flush())
 
     def forget(self, sender: str) -> None:
         """A sender that will not come back counts as ended, and its share goes to the others."""
@@ -135,6 +143,7 @@ class Receiver:
     def close(self) -> None:
         """Stop listening; what is unacknowledged will go to the next receiver at this address."""
         if not self._closed:
+            self._reply(self._inbox.flush())
             self._closed = True
             self._door.close()
 

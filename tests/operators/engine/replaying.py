@@ -30,9 +30,7 @@ def replayed(
     return np.array(found)
 
 
-def drive(
-    engine: Engine, starts: Sequence[Start], at_step: Any = lambda step: None
-) -> dict[int, dict[str, Any]]:
+def drive(engine: Engine, starts: Sequence[Start], at_step: Any = lambda step: None) -> dict[int, dict[str, Any]]:
     """Run an engine dry, starting prompts as soon as they fit; what each ticket got."""
     waiting = list(starts)
     found: dict[int, dict[str, Any]] = {}

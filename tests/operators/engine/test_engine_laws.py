@@ -117,13 +117,10 @@ def test_no_rollout_is_lost_or_doubled_and_each_has_its_length(slots, lengths, c
 def test_a_freed_slot_is_refilled_at_the_next_step(adapted):
     engine = adapted(slots=2, end_tokens=[])
     work = [
-        Start(prompt=np.array([4]), limit=limit, tickets=[i], seeds=[i])
-        for i, limit in enumerate((21, 3, 3, 3, 3, 3))
+        Start(prompt=np.array([4]), limit=limit, tickets=[i], seeds=[i]) for i, limit in enumerate((21, 3, 3, 3, 3, 3))
     ]
     drive(engine, work)
-    assert engine.steps == 20, (
-        "two slots: the long rollout in one, the five short ones one after the other beside it"
-    )
+    assert engine.steps == 20, "two slots: the long rollout in one, the five short ones one after the other beside it"
 
 
 def test_broken_weights_end_rows_with_an_error_and_the_engine_goes_on(make_model, adapted):

@@ -29,9 +29,7 @@ def test_greedy_output_is_that_of_generate(family, make_model, adapt):
     random = np.random.default_rng(0)
     prompts = [random.integers(2, 32, size) for size in (1, 3, 9, 5, 12, 2, 7)]
     expected = [
-        model.generate(torch.tensor(p)[None], max_new_tokens=14, do_sample=False, pad_token_id=0)[
-            0, len(p) :
-        ].tolist()
+        model.generate(torch.tensor(p)[None], max_new_tokens=14, do_sample=False, pad_token_id=0)[0, len(p) :].tolist()
         for p in prompts
     ]
     kernel = adapt(model)
@@ -47,9 +45,7 @@ def test_greedy_output_is_that_of_generate(family, make_model, adapt):
 def test_the_cache_grows_without_changing_the_output(make_model, adapt):
     model = make_model()
     prompt = np.arange(2, 12)
-    expected = model.generate(
-        torch.tensor(prompt)[None], max_new_tokens=90, do_sample=False, eos_token_id=None
-    )
+    expected = model.generate(torch.tensor(prompt)[None], max_new_tokens=90, do_sample=False, eos_token_id=None)
     kernel = adapt(model)
     engine = Engine(
         model, slots=2, context_tokens=128, sampling=Sampling(temperature=0.0), end_tokens=[], kernel=kernel
@@ -62,9 +58,7 @@ def test_the_cache_grows_without_changing_the_output(make_model, adapt):
 def test_rollouts_of_one_prompt_share_its_prefill(make_model, adapt):
     model = make_model()
     kernel = adapt(model)
-    engine = Engine(
-        model, slots=8, context_tokens=32, sampling=Sampling(temperature=0.0), end_tokens=[], kernel=kernel
-    )
+    engine = Engine(model, slots=8, context_tokens=32, sampling=Sampling(temperature=0.0), end_tokens=[], kernel=kernel)
     fed = []
     forward = model.forward
     model.forward = lambda **given: fed.append(given["input_ids"].shape[1]) or forward(**given)

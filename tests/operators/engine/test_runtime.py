@@ -299,12 +299,8 @@ def test_the_heartbeat_tells_version_load_and_rate(build):
     now[0] = 2.0
     rows = rows_of(run_dry(runtime))
     before, status = status["tokens"], runtime.status()
-    assert (
-        status["tokens_per_s"] == (status["tokens"] - before) / 2
-        and status["waiting"] == status["active"] == 0
-    )
+    assert status["tokens_per_s"] == (status["tokens"] - before) / 2 and status["waiting"] == status["active"] == 0
     assert len(rows) > 0
-    runtime.close()
 
 
 def test_room_is_left_while_one_lane_has_no_prompts(build):

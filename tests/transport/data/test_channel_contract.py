@@ -134,7 +134,7 @@ def test_unacknowledged_batches_come_again_at_a_restarted_receiver(rig: Rig) -> 
         assert sender.send(make_batch(number))
     held = take(first, 4, sender, ack=False)
     held[1].ack()
-    until(lambda: (sender.poll(), sender.unacknowledged == 3)[1])
+    until(lambda: (first.poll(), sender.poll(), sender.unacknowledged == 3)[2])
     first.close()
     held[2].ack()
     second = rig.receiver(first.address)
@@ -246,7 +246,7 @@ def test_a_restarted_sender_is_heard_and_its_former_self_is_refused(rig: Rig) ->
     assert new.send(make_batch(20))
     assert firsts(take(receiver, 1, new)) == [20]
     held.ack()
-    until(lambda: (new.poll(), new.room() == 4)[1])
+    until(lambda: (receiver.poll(), new.poll(), new.room() == 4)[2])
     zombie = rig.sender(receiver, epoch=1)
     with pytest.raises(Refused, match="was replaced"):
         until(lambda: bool(receiver.poll() or zombie.poll()))

@@ -1,0 +1,141 @@
+"""Operators that fail in chosen ways: fakes, and runtimes put around those of others."""
+
+import copy
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from dataflow.node import Batch, Context, Operator, Runtime, Sink
+
+O = TypeVar("O", bound=Operator)  # noqa: E741
+
+
+class Around(Runtime):
+    """Passes every call on to another runtime."""
+
+    def __init__(self, inner: Runtime) -> None:
+        self.inner = inner
+
+    def room(self) -> int:
+        return self.inner.room()
+
+    def push(self, batch: Batch) -> None:
+        self.inner.push(batch)
+
+    def work(self) -> list[Batch] | None:
+        return self.inner.work()
+
+    def pending(self) -> int:
+        return self.inner.pending()
+
+    def waits(self) -> Sequence[Any]:
+        return self.inner.waits()
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        self.inner.tell(message)
+
+    def status(self) -> dict[str, float | int | str]:
+        return self.inner.status()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def wrapped(operator: O, wrap: Callable[[Runtime], Runtime]) -> O:
+    """The same operator, with something around its runtime."""
+    other = copy.copy(operator)
+    object.__setattr__(other, "build", lambda context: wrap(type(operator).build(operator, context)))
+    return other
+
+
+def built_by(operator: O, build: Callable[[Context], Runtime]) -> O:
+    """The same operator, built by another function."""
+    other = copy.copy(operator)
+    object.__setattr__(other, "build", build)
+    return other
+
+
+class _Struck(Around):
+    def __init__(self, inner: Runtime, blow: Callable[[], None], after: int) -> None:
+        super().__init__(inner)
+        self._blow, self._left = blow, after
+
+    def work(self) -> list[Batch] | None:
+        made = super().work()
+        self._left -= made is not None
+        if self._left == 0:
+            self._blow()
+        return made
+
+
+def struck(operator: O, blow: Callable[[], None], after: int = 3) -> O:
+    """The same operator, dealt a blow from within after so many slices of work."""
+    return wrapped(operator, lambda inner: _Struck(inner, blow, after))
+
+
+def signalled(operator: O, number: int, after: int = 3) -> O:
+    """The same operator, whose process gets a signal after so many slices of work."""
+    return struck(operator, lambda: os.kill(os.getpid(), number), after)
+
+
+class _Slow(Around):
+    def __init__(self, inner: Runtime, seconds: float) -> None:
+        super().__init__(inner)
+        self._seconds = seconds
+
+    def work(self) -> list[Batch] | None:
+        time.sleep(self._seconds)
+        return super().work()
+
+
+def slow(operator: O, seconds: float) -> O:
+    """The same operator, taking its time."""
+    return wrapped(operator, lambda inner: _Slow(inner, seconds))
+
+
+class _Deaf(Around):
+    def __init__(self, inner: Runtime, mark: Path) -> None:
+        super().__init__(inner)
+        self._mark = mark
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        if "drain" in message:
+            self._mark.touch()
+
+
+def deaf(operator: O, mark: Path) -> O:
+    """The same operator, which leaves a mark when it is asked to drain, and goes on."""
+    return wrapped(operator, lambda inner: _Deaf(inner, mark))
+
+
+@dataclass(frozen=True, eq=False)
+class Keep(Sink):
+    """A sink that trains nothing and evaluates nothing; it writes down the groups it got."""
+
+    name: str = field(default="keep", kw_only=True)
+    light: ClassVar[bool] = True
+    path: Path = field(kw_only=True)
+
+    def build(self, context: Context) -> Runtime:
+        return _Keeping(self.path)
+
+    def groups(self) -> list[int]:
+        """The groups that came, a number for each row."""
+        return [int(line) for line in self.path.read_text().split()]
+
+
+class _Keeping(Runtime):
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.touch()
+
+    def room(self) -> int:
+        return 1 << 20
+
+    def push(self, batch: Batch) -> None:
+        with self._path.open("a") as out:
+            out.writelines(f"{group}\n" for group in batch.records.column("group_id").to_pylist())
+        batch.ack()
