@@ -87,9 +87,7 @@ def accuracy(
     total = 0.0
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
-        tokens, _, start = generate(
-            model, tokenizer, [row["prompt"] for row in batch], max_tokens, greedy=greedy
-        )
+        tokens, _, start = generate(model, tokenizer, [row["prompt"] for row in batch], max_tokens, greedy=greedy)
         completions = tokenizer.batch_decode(tokens[:, start:], skip_special_tokens=True)
         total += sum(reward(text, row["answer"]) for text, row in zip(completions, batch, strict=True))
     return total / len(rows)

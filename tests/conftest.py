@@ -13,6 +13,7 @@ if str(ROOT) not in sys.path:  # before this folder, whose `dataflow` would be f
     sys.path.insert(0, str(ROOT))
 
 from dataflow import worker  # noqa: E402
+from dataflow.plan import Devices  # noqa: E402
 from rigs.machine import nothing_left_behind  # noqa: E402
 from rigs.policy import tiny_policy  # noqa: E402
 
@@ -21,6 +22,12 @@ from rigs.policy import tiny_policy  # noqa: E402
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny policy with random weights."""
     return tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are planned for one core: one thread each, whatever else this machine has to do."""
+    monkeypatch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
 
 
 @pytest.fixture

@@ -60,9 +60,7 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise RecordError(
-                    f"{path}:{number} is no JSON; found {line[:60]!r} ({error}); mend the line"
-                ) from None
+                raise RecordError(f"{path}:{number} is no JSON; found {line[:60]!r} ({error}); mend the line") from None
             if not isinstance(row, dict):
                 raise RecordError(f"{path}:{number} is no object; found {line[:60]!r}; mend the line")
             try:

@@ -164,8 +164,7 @@ def _put_in_place(work: Path, target: Path, fingerprint: str) -> None:
     if recorded_fingerprint(work / "policy") != fingerprint:
         found = sorted(path.name for path in work.glob("policy/*"))
         raise WarmStartError(
-            f"a warm start ended without a complete policy; found {found}; "
-            "check the disk's free space and run again"
+            f"a warm start ended without a complete policy; found {found}; check the disk's free space and run again"
         )
     if target.exists():
         target.rename(work / "replaced")

@@ -71,8 +71,7 @@ class WarmStartSpec:
             )
         if not 0 < self.learning_rate < 1:
             raise GraphError(
-                f"learning_rate of a warm start must lie between 0 and 1; found {self.learning_rate}; "
-                "try 1e-3"
+                f"learning_rate of a warm start must lie between 0 and 1; found {self.learning_rate}; try 1e-3"
             )
 
     @property

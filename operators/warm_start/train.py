@@ -66,9 +66,7 @@ def train(
     `report` is called after every step with the step's number, from 1, and its loss.
     """
     tokens_N_T, labels_N_T, lengths_N = encode(tokenizer, examples, spec.max_positions)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
 
     def scale(step: int) -> float:
         return min(1.0, (step + 1) / WARMUP_STEPS) * (1 - 0.9 * step / spec.steps)

@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -319,11 +321,23 @@ def test_a_split_chooses_among_the_files_of_a_folder(tmp_path: Path) -> None:
 def test_an_id_on_the_hub_without_the_library_is_refused_with_the_install_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     prompts = Prompts("nobody/nothing", columns=("answer",))
     assert prompts.faults() == []
     with pytest.raises(RecordError, match=r'pip install "dataflow-rl\[hub\]"'):
         build(prompts)
+
+
+def test_an_id_on_the_hub_is_loaded_and_its_split_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(source: str, config: str | None) -> dict[str, list[Any]]:
+        assert (source, config) == ("openai/gsm8k", "main")
+        return {"train": ROWS, "test": ROWS[:2]}
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    asked: dict[str, Any] = {"config": "main", "epochs": 1}
+    assert len(texts(build(Prompts("openai/gsm8k", split="test", **asked)))) == 2
+    with pytest.raises(RecordError, match=r"has the splits \['train', 'test'\]"):
+        build(Prompts("openai/gsm8k", **asked))
 
 
 def test_a_function_that_raises_is_named_with_its_line() -> None:

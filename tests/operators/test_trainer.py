@@ -74,9 +74,9 @@ def test_a_drop_is_told_to_the_generators_before_the_step_is_made(tmp_path):
     world = rig(tmp_path)
     world.push(group(0, error="scorer timed out"), group(1))
     world.run()
-    assert world.plane.notes == [{"dropped": 1, "version": 0}]
+    assert world.plane.notes == [{"dropped": 0, "version": 0}, {"dropped": 1, "version": 0}]
     assert world.runtime.status()["dropped"] == 1
-    assert world.plane.published == {}
+    assert list(world.plane.published) == [0]
 
 
 def test_stale_groups_are_dropped_at_the_door(tmp_path):
@@ -110,7 +110,7 @@ def test_a_step_is_published_then_recorded_and_only_then_acknowledged(tmp_path):
     world.runtime.push(Batch("prompts", group(1), "reward", lambda: world.events.append("ack 1")))
     world.run()
     assert world.events == [
-        ("publish", 1), ("rollouts", 1), ("ledger", 1), ("flush",), ("checkpoint", 1), ("recorded", 1),
+        ("publish", 0), ("publish", 1), ("rollouts", 1), ("ledger", 1), ("flush",), ("checkpoint", 1), ("recorded", 1),
         ("metrics", 1), "ack 0", "ack 1",
     ]  # fmt: skip
 
@@ -214,7 +214,7 @@ def test_a_step_that_is_not_finite_leaves_the_weights_alone_and_drops_its_groups
     assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
     assert world.runtime.status()["skipped_steps"] == 1
     assert world.runtime.status()["dropped"] == 2
-    assert world.plane.published == {}
+    assert list(world.plane.published) == [0]
     world.push(group(2), group(3))
     world.run()
     assert world.ledger.steps == {1: ([2, 3], {0: "non-finite", 1: "non-finite"})}

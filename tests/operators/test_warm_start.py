@@ -147,9 +147,7 @@ def test_a_folder_that_no_warm_start_made_is_never_replaced(tmp_path, fake_train
         ({"learning_rate": 2.0}, "between 0 and 1"),
     ],
 )
-def test_arguments_that_could_not_train_are_refused_before_any_process_starts(
-    tmp_path, fake_training, change, message
-):
+def test_arguments_that_could_not_train_are_refused_before_any_process_starts(tmp_path, fake_training, change, message):
     with pytest.raises(GraphError, match=message):
         warm_start(tmp_path / "p", **{"examples": EXAMPLES, **SMALL} | change)
     assert not fake_training and not list(tmp_path.iterdir())

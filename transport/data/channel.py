@@ -118,6 +118,9 @@ class Door(Protocol):
     def get(self, timeout_s: float) -> Arrival | Junk | None:
         """The next thing that arrived, within the timeout."""
 
+    def waiting(self) -> bool:
+        """Whether something arrived that `get` did not return yet."""
+
     def put(self, line: Hashable, message: Message) -> None:
         """Answer; a line that is gone is ignored, for its sender says Hello when it is back."""
 

@@ -17,7 +17,7 @@ Verdict = Literal["new", "duplicate", "ahead", "stray", "overrun"]
 for this sender and epoch. overrun: sent without credit."""
 
 UNSAID_SHARE = 4
-"""Acknowledgements are gathered up to this part of a window, or until the receiver has nothing else to do."""
+"""While more has arrived, acknowledgements are gathered up to this part (1/4) of a window."""
 MAX_FAULTS = 3
 """Times that one batch may arrive unreadable before its sender is refused."""
 
@@ -50,9 +50,7 @@ class _Peer:
 class Inbox:
     """The state of one receiver towards all its senders."""
 
-    def __init__(
-        self, *, edge: str, epoch: int, capacity: Credit, senders: int = 1, max_message_bytes: int
-    ) -> None:
+    def __init__(self, *, edge: str, epoch: int, capacity: Credit, senders: int = 1, max_message_bytes: int) -> None:
         self._edge, self._epoch, self._capacity = edge, epoch, capacity
         self._senders, self._max_message_bytes = senders, max_message_bytes
         self._peers: dict[str, _Peer] = {}
@@ -148,7 +146,7 @@ class Inbox:
         return self._announce()
 
     def flush(self) -> Replies:
-        """Acknowledgements that were held back, to be sent before the receiver waits."""
+        """Acknowledgements that were held back, to be sent when nothing more has arrived."""
         return [(peer.line, self._ack(peer)) for peer in self._peers.values() if peer.unsaid]
 
     def forget(self, sender: str) -> Replies:
@@ -175,9 +173,7 @@ class Inbox:
 
     def _windows(self) -> dict[str, Credit]:
         live = {
-            name: peer
-            for name, peer in self._peers.items()
-            if not peer.ended or peer.held or name in self._earlier
+            name: peer for name, peer in self._peers.items() if not peer.ended or peer.held or name in self._earlier
         }
         holdings = {
             name: Holding(

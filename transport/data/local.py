@@ -112,6 +112,10 @@ class LocalDoor:
         """The next arrival; nothing arrives in one process while one waits."""
         return self.arrivals.popleft() if self.arrivals else None
 
+    def waiting(self) -> bool:
+        """Whether something arrived that `get` did not return yet."""
+        return bool(self.arrivals)
+
     def put(self, line: Hashable, message: Message) -> None:
         """Answer a sender that is still there."""
         replies = self.lines.get(line)
@@ -129,4 +133,3 @@ class LocalDoor:
         """Stop listening."""
         if self._network.at(self.address) is self:
             self._network.leave(self.address)
-

@@ -1,11 +1,11 @@
 """What senders and receivers of one edge say to each other: five messages, no bytes yet.
 
-    sender -> receiver    Hello     who I am, what I send, where I stand; repeated after every reconnection,
-                                    when a window shrank, and at the end of the stream
-                          Data      one record batch
-    receiver -> sender    Welcome   your window, and what I have of you: the rest is sent again
-                          Ack       these batches are done with; your window from now on
-                          Refusal   no, and why
+sender -> receiver    Hello     who I am, what I send, where I stand; repeated after every reconnection,
+                                when a window shrank, and at the end of the stream
+                      Data      one record batch
+receiver -> sender    Welcome   your window, and what I have of you: the rest is sent again
+                      Ack       these batches are done with; your window from now on
+                      Refusal   no, and why
 """
 
 from dataclasses import dataclass

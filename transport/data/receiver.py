@@ -209,6 +209,8 @@ class Receiver:
 
     def _acknowledge(self, sender: str, epoch: int, sequence: int) -> None:
         self._reply(self._inbox.acknowledge(sender, epoch, sequence))
+        if not self._ready and not self._closed and not self._door.waiting():
+            self._reply(self._inbox.flush())
 
     def _reply(self, replies: Replies) -> None:
         if self._closed:

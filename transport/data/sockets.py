@@ -34,11 +34,7 @@ _EVENTS = {
     int(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL): LineEvent.FAILED,
     int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL): LineEvent.FAILED,
 }
-_FAILURES = (
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_AUTH
-)
+_FAILURES = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 
 
 class SocketNetwork:
@@ -159,9 +155,7 @@ class SocketDoor:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             if int(event["event"]) & _FAILURES:
                 return Junk(line="a peer without a handshake", reason=str(zmq.Event(event["event"]).name))
-        if not _readable(self._socket) and (
-            timeout_s <= 0 or not self._socket.poll(max(1, round(timeout_s * 1000)))
-        ):
+        if not _readable(self._socket) and (timeout_s <= 0 or not self._socket.poll(max(1, round(timeout_s * 1000)))):
             return None
         parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         line = parts[0].bytes
@@ -178,6 +172,10 @@ class SocketDoor:
         except FrameError as error:
             return Junk(line=line, reason=str(error))
         return Arrival(line=line, message=message, payload=parts[2] if len(sizes) == 2 else None)
+
+    def waiting(self) -> bool:
+        """Whether something arrived that `get` did not return yet."""
+        return _readable(self._socket)
 
     def put(self, line: Hashable, message: Message) -> None:
         """Answer; a line that is gone is ignored."""

@@ -386,6 +386,20 @@ def test_closing_names_who_did_not_acknowledge(rig: Rig) -> None:
         sender.close(linger_s=3.0)
 
 
+def test_acknowledgements_are_gathered_only_while_more_has_arrived(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=100)
+    raw = rig.raw(receiver)
+    raw.up()
+    raw.hello()
+    assert all(raw.line.put(*_data(raw, number)) for number in range(3))
+    until(lambda: (receiver.poll(), receiver.depth[0] == 3)[1])
+    for _ in range(3):
+        delivery = receiver.receive()
+        assert delivery is not None
+        delivery.ack()
+    assert raw.hear().sequences == (0, 1, 2)
+
+
 def _data(raw: RawLine, sequence: int, sender: str = "raw") -> tuple[Data, object]:
     batch = make_batch(sequence)
     packed = raw.line.pack(batch, ENCODER, ENCODER.size_bytes(batch))

@@ -16,9 +16,7 @@ def test_an_empty_batch_is_not_free() -> None:
 
 
 @given(amounts, amounts, amounts)
-def test_what_is_in_flight_stays_within_the_window_or_is_one_batch(
-    batch: Credit, used: Credit, window: Credit
-) -> None:
+def test_what_is_in_flight_stays_within_the_window_or_is_one_batch(batch: Credit, used: Credit, window: Credit) -> None:
     if may_send(batch, used, window):
         assert used == NONE or (used + batch).within(window)
 

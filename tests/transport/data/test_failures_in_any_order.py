@@ -114,9 +114,7 @@ class World:
         seen = self.seen.setdefault(delivery.sender, [])
         assert firsts([delivery]) == [delivery.sequence]
         assert not seen or delivery.sequence > seen[-1]
-        assert not seen or all(
-            (delivery.sender, gap) in self.acked for gap in range(seen[-1] + 1, delivery.sequence)
-        )
+        assert not seen or all((delivery.sender, gap) in self.acked for gap in range(seen[-1] + 1, delivery.sequence))
         seen.append(delivery.sequence)
         self.held.append(delivery)
 

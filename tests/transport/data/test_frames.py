@@ -73,9 +73,7 @@ def pack(batch: pa.RecordBatch) -> tuple[Data, bytes]:
 
 
 def _header(body: bytes, rows: int) -> Data:
-    return Data(
-        edge="e", sender="s", epoch=1, sequence=5, rows=rows, bytes=len(body), checksum=frames.checksum(body)
-    )
+    return Data(edge="e", sender="s", epoch=1, sequence=5, rows=rows, bytes=len(body), checksum=frames.checksum(body))
 
 
 @given(batches())
@@ -131,9 +129,7 @@ def test_every_single_flipped_bit_of_one_message_is_refused() -> None:
 
 @given(batches(), st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_forged_body_with_a_right_checksum_is_refused_or_sound(
-    batch: pa.RecordBatch, data: st.DataObject
-) -> None:
+def test_a_forged_body_with_a_right_checksum_is_refused_or_sound(batch: pa.RecordBatch, data: st.DataObject) -> None:
     forged = bytearray(pack(batch)[1])
     for _ in range(data.draw(st.integers(1, 3))):
         forged[data.draw(st.integers(0, len(forged) - 1))] = data.draw(st.integers(0, 255))
