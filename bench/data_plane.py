@@ -28,7 +28,7 @@ from transport.data import Receiver, Sender
 
 BATCH_ROWS = 64
 TOKENS = 1000
-WINDOW_BATCHES = 8
+WINDOW_BATCHES = 4
 SYSTEMS = ("ours_ipc", "ours_tcp", "mp_queue", "torch_queue", "pickle_zmq", "ray")
 PATIENCE_S = 60.0
 

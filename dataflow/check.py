@@ -170,7 +170,7 @@ def too_few_prompts(graph: Graph) -> Iterator[str]:
             continue
         for lane in lanes_of(graph, name):
             source = graph.operators[lane]
-            rows, epochs = (source.rows() if isinstance(source, Source) else None), getattr(source, "epochs", None)
+            rows, epochs = (source.count() if isinstance(source, Source) else None), getattr(source, "epochs", None)
             if rows is not None and epochs is not None and rows * epochs < operator.step_prompts:
                 yield (
                     f"'{lane}' ends after {rows * epochs} prompts ({rows} rows, {epochs} epochs) but one step of "

@@ -251,7 +251,7 @@ class Source(Operator):
         """Every prompt's columns and the extra ones."""
         return {**PROMPT_COLUMNS, **self.extra_columns()}
 
-    def rows(self) -> int | None:
+    def count(self) -> int | None:
         """How many prompts one epoch has, if that can be told cheaply."""
         return None
 

@@ -10,7 +10,9 @@ import pyarrow as pa
 
 from dataflow.errors import RecordError
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+"""Numbers of a column, in annotations of scorers."""
+AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Columns: TypeAlias = Mapping[str, pa.DataType]
 
 GROUP_ID = "group_id"
@@ -112,9 +114,9 @@ def append_column(batch: pa.RecordBatch, name: str, values: pa.Array) -> pa.Reco
     return batch.append_column(name, values)
 
 
-def list_lengths(column: pa.ListArray) -> Array:
+def list_lengths(column: pa.ListArray) -> AnyArray:
     """Length of each list of a ragged column, int64 [rows]."""
-    offsets: Array = column.offsets.to_numpy()
+    offsets: AnyArray = column.offsets.to_numpy()
     return np.diff(offsets).astype(np.int64)
 
 

@@ -14,7 +14,7 @@ from dataflow.errors import RecordError
 from dataflow.node import Batch, Context, Runtime
 from dataflow.pool import Answer, Pool
 from dataflow.pool_calls import Call, Settings
-from dataflow.records import ERROR, GROUP_ID, Array
+from dataflow.records import ERROR, GROUP_ID, AnyArray
 from dataflow.scoring_values import (
     checker,
     describe,
@@ -110,19 +110,19 @@ class _Held:
     """A batch whose rows are being scored."""
 
     batch: Batch
-    group_of_row: Array
+    group_of_row: AnyArray
     """Number of the row's group within the batch, int [rows]."""
-    good: Array
+    good: AnyArray
     """Rows that are scored, int [good]."""
-    starts: Array
+    starts: AnyArray
     """Where the rows of each call begin in `good`, int [calls + 1]."""
-    calls_left: Array
+    calls_left: AnyArray
     """Unanswered calls of each group, int [groups]."""
     values: list[Any]
     since: float
     """When something was last sent of it, in seconds."""
     failures: dict[int, str] = field(default_factory=dict)
-    is_sent: Array = field(init=False)
+    is_sent: AnyArray = field(init=False)
     """Which groups have left, bool [groups]."""
 
     def __post_init__(self) -> None:
@@ -249,7 +249,7 @@ class Scoring(Runtime):
         for at, text in failures.items():
             self._fail(held, rows[at : at + 1], text)
 
-    def _fail(self, held: _Held, rows: Array, text: str) -> None:
+    def _fail(self, held: _Held, rows: AnyArray, text: str) -> None:
         for row in rows.tolist():
             held.failures[row] = f"{self._scorer.name}: {text}"
         self._failed += len(rows)
@@ -283,7 +283,7 @@ class Scoring(Runtime):
         return records.append_column(self._scorer.name, score_column(held.values, self._scorer.output))
 
 
-def _groups(records: pa.RecordBatch) -> Array:
+def _groups(records: pa.RecordBatch) -> AnyArray:
     """Number of each row's group within the batch, int [rows]; each row its own without group_id."""
     at = records.schema.get_field_index(GROUP_ID)
     if at < 0 or not records.num_rows:
@@ -292,14 +292,14 @@ def _groups(records: pa.RecordBatch) -> Array:
     return np.concatenate([[0], np.cumsum(ids[1:] != ids[:-1])])
 
 
-def _is_good(records: pa.RecordBatch) -> Array:
+def _is_good(records: pa.RecordBatch) -> AnyArray:
     at = records.schema.get_field_index(ERROR)
     if at < 0 or records.column(at).null_count == records.num_rows:
         return np.ones(records.num_rows, bool)
     return records.column(at).is_null().to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
 
-def _encode(rows: pa.RecordBatch, starts: Array, per: str, start: int, stop: int) -> bytes:
+def _encode(rows: pa.RecordBatch, starts: AnyArray, per: str, start: int, stop: int) -> bytes:
     """Calls start to stop: the number of rows of each group (none when called per row), then Arrow IPC."""
     sizes = np.diff(starts[start : stop + 1]).astype(np.int32) if per == "group" else np.empty(0, np.int32)
     first, last = int(starts[start]), int(starts[stop])
@@ -338,7 +338,7 @@ def _row_call(scorer: "Scorer[..., Any]", rows: pa.RecordBatch) -> Call:
     return lambda index: check(function(**arguments(index), **given))
 
 
-def _group_call(scorer: "Scorer[..., Any]", rows: pa.RecordBatch, starts: Array) -> Call:
+def _group_call(scorer: "Scorer[..., Any]", rows: pa.RecordBatch, starts: AnyArray) -> Call:
     function, given, check = scorer.function, dict(scorer.given), checker(scorer.output)
     annotations = scorer.signature.annotations
 

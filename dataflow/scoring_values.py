@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataflow.records import Array
+from dataflow.records import AnyArray
 
 _LONGEST_ERROR = 500
 _INT64 = range(-(2**63), 2**63)
@@ -212,7 +212,7 @@ def _is_single(value: Any) -> bool:
     return getattr(value, "ndim", 1) == 0
 
 
-def _numbers(column: pa.Array) -> Array:
+def _numbers(column: pa.Array) -> AnyArray:
     if column.null_count:
         column = column.cast(pa.float64())
     return column.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ Pure: values in, values out, no clock. Versions count steps; -1 stands where the
 import numpy as np
 import pyarrow as pa
 
-from dataflow.records import Array
+from dataflow.records import AnyArray
 
 NO_TOKEN = np.iinfo(np.int64).max
 """Oldest version of a rollout in which the policy chose no token: younger than any."""
@@ -56,7 +56,7 @@ def admit(
     return admissible(group_id, dropped, version, prompts_per_step, max_staleness, in_flight_limit) > 0
 
 
-def oldest_versions(versions: pa.ListArray | pa.ChunkedArray) -> Array:
+def oldest_versions(versions: pa.ListArray | pa.ChunkedArray) -> AnyArray:
     """Version behind the oldest token of each rollout, int64 [rows]; NO_TOKEN where the policy chose none.
 
     versions: the column of that name, list<int32> with -1 where the mask is false.
@@ -72,7 +72,7 @@ def oldest_versions(versions: pa.ListArray | pa.ChunkedArray) -> Array:
     return oldest
 
 
-def age(versions: Array, trainer_version: int) -> int:
+def age(versions: AnyArray, trainer_version: int) -> int:
     """Staleness of a rollout by its oldest token, in versions; 0 where the policy chose no token.
 
     versions: of each token, int [tokens], -1 where the mask is false.
@@ -81,6 +81,6 @@ def age(versions: Array, trainer_version: int) -> int:
     return int(trainer_version - chosen.min()) if len(chosen) else 0
 
 
-def sweep(oldest_versions: Array, trainer_version: int, max_staleness: int) -> Array:
+def sweep(oldest_versions: AnyArray, trainer_version: int, max_staleness: int) -> AnyArray:
     """Which rollouts are too old to train under `trainer_version`: bool [rows]."""
     return oldest_versions < trainer_version - max_staleness

@@ -14,11 +14,11 @@ from dataflow.records import GROUP_ID, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, 
 
 @dataclass(frozen=True, eq=False)
 class FakePrompts(Source):
-    """A source of `count` prompts "0", "1", ...; extra columns hold the prompt's text or number."""
+    """A source of `size` prompts "0", "1", ...; extra columns hold the prompt's text or number."""
 
     name: str = field(default="prompts", kw_only=True)
     columns: Mapping[str, type] = field(default_factory=lambda: {"answer": str})
-    count: int | None = 100
+    size: int | None = 100
     """Prompts; None: without end."""
     epochs: int | None = 1
     group_size: int | None = None
@@ -27,9 +27,9 @@ class FakePrompts(Source):
         """The asked-for columns."""
         return {name: arrow_type(kind) or pa.string() for name, kind in self.columns.items()}
 
-    def rows(self) -> int | None:
-        """`count`."""
-        return self.count
+    def count(self) -> int | None:
+        """`size`."""
+        return self.size
 
     def build(self, context: Context) -> Runtime:
         """Issues its prompts, eight at a time."""
@@ -41,7 +41,7 @@ class _Issue(Runtime):
         self._operator, self._context, self._next = operator, context, 0
 
     def work(self) -> list[Batch] | None:
-        count = self._operator.count
+        count = self._operator.size
         ids = np.arange(self._next, self._next + 8 if count is None else min(self._next + 8, count))
         if not len(ids):
             return None
@@ -57,7 +57,7 @@ class _Issue(Runtime):
         return [Batch(self._operator.name, pa.RecordBatch.from_arrays(arrays, names=names))]
 
     def status(self) -> dict[str, float | int | str]:
-        count = self._operator.count
+        count = self._operator.size
         return {"done": int(count is not None and self._next >= count)}
 
 

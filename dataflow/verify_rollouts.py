@@ -11,7 +11,7 @@ import pyarrow as pa
 from dataflow import records
 from dataflow.files import RunFolderError
 from dataflow.ledger_writes import some
-from dataflow.records import Array
+from dataflow.records import AnyArray
 from dataflow.run_folder import read_arrow
 from dataflow.staleness import NO_TOKEN, oldest_versions
 from dataflow.verify_facts import Facts, Findings, Sink
@@ -23,11 +23,11 @@ _NEEDED = (records.GROUP_ID, records.POSITION, records.VERSIONS)
 class RolloutFile:
     """What the laws need of one Arrow file."""
 
-    groups: Array
+    groups: AnyArray
     """Distinct group ids, ascending, int64."""
     broken: list[int]
     """Groups that are not whole: positions missing, double or too many."""
-    oldest: Array
+    oldest: AnyArray
     """Version behind the oldest token of each rollout that did not fail, int64."""
     too_early: int
     """Rollouts with a token from before the version that their prompt demanded."""
@@ -91,7 +91,7 @@ def _same_groups(
         findings.fault(f"groups {some(found.broken)} in {name} are not whole")
 
 
-def _in_time(node: str, step: int, ages: Array, bound: int, findings: Findings) -> None:
+def _in_time(node: str, step: int, ages: AnyArray, bound: int, findings: Findings) -> None:
     if ages.max() > bound:
         findings.fault(
             f"step {step} of '{node}' trained rollouts {ages.max()} versions old; the bound is {bound}"
@@ -154,7 +154,7 @@ def _digest(table: pa.Table) -> RolloutFile:
 
 
 def _broken(
-    table: pa.Table, group: Array, position: Array, groups: Array, first: Array, counts: Array
+    table: pa.Table, group: AnyArray, position: AnyArray, groups: AnyArray, first: AnyArray, counts: AnyArray
 ) -> list[int]:
     """Groups whose positions are not 0..n-1, n being the size that their rows name where they name one."""
     order = np.lexsort((position, group))
@@ -170,7 +170,7 @@ def _broken(
     return sorted(broken)
 
 
-def _integers(table: pa.Table, name: str) -> Array:
+def _integers(table: pa.Table, name: str) -> AnyArray:
     column = table.column(name)
     if column.null_count:
         raise ValueError(f"column '{name}' has {column.null_count} nulls")

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.node import Batch, Context, Runtime
-from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, PROMPT_ID, ROUND_SIZE, Array
+from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, PROMPT_ID, ROUND_SIZE, AnyArray
 from operators.prompt_rows import Report
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 32
 
 
-def permutation(seed: int | None, epoch: int, rows: int) -> Array:
+def permutation(seed: int | None, epoch: int, rows: int) -> AnyArray:
     """Order of the rows in an epoch, int64 [rows]: the same for the same numbers, on every machine.
 
     The raw bits of PCG64 are sorted, because numpy promises those, but not its own shuffle, for ever.
@@ -52,7 +52,7 @@ class Issue(Runtime):
         self._needed = None if bound is None or steps is None else steps * bound.prompts_per_step
         self._dropped_groups = 0
         self._is_draining = False
-        self._order: tuple[int, Array] = (-1, np.arange(0))
+        self._order: tuple[int, AnyArray] = (-1, np.arange(0))
         self._rounds: deque[int] = deque()
         self._at = 0
 
@@ -93,7 +93,7 @@ class Issue(Runtime):
             "done": int(is_over or self._is_draining),
         }
 
-    def _rows(self, start: int, stop: int) -> Array:
+    def _rows(self, start: int, stop: int) -> AnyArray:
         """Rows of the groups from start to stop."""
         rows = np.empty(stop - start, np.int64)
         size = len(self._table)
@@ -113,7 +113,7 @@ class Issue(Runtime):
             self._at = 0
         return [batch]
 
-    def _issue(self, rows: Array, min_version: int, round_size: int) -> Batch:
+    def _issue(self, rows: AnyArray, min_version: int, round_size: int) -> Batch:
         count = len(rows)
         ids = np.arange(self._next, self._next + count)
         taken = self._table.take(pa.array(rows)).combine_chunks()

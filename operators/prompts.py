@@ -18,18 +18,6 @@ from operators.reading import Fault, Origin, Replay
 MakeRow = Callable[[Any], Any]
 
 
-class RowsKnob:
-    """What `Prompts.rows` becomes: `make` is the user's function; a call counts the prompts of an epoch."""
-
-    def __init__(self, prompts: "Prompts", make: MakeRow | None) -> None:
-        self.make = make
-        self._prompts = prompts
-
-    def __call__(self) -> int | None:
-        """Prompts of one epoch, where that is cheap to tell."""
-        return self._prompts.count()
-
-
 @dataclass(frozen=True, eq=False)
 class Prompts(Source):
     """Issues prompts from JSONL, JSON, Parquet or Arrow files, a data set's folder or id, or an iterable.
@@ -42,7 +30,7 @@ class Prompts(Source):
     """Path of a file or folder, id on the hub, or an iterable of dicts or texts."""
     columns: Sequence[str] | Mapping[str, Any] = field(default=(), kw_only=True)
     """Columns kept beside the prompt; with types where the first rows do not tell them: {"answer": float}."""
-    rows: Any = field(default=None, kw_only=True)
+    rows: MakeRow | None = field(default=None, kw_only=True)
     """A function from a row to a prompt: a dict, a text, None to skip the row, or a list of prompts."""
     prompt_column: str = field(default=PROMPT, kw_only=True)
     """Column that holds the prompt."""
@@ -71,8 +59,6 @@ class Prompts(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        make = self.rows.make if isinstance(self.rows, RowsKnob) else self.rows
-        object.__setattr__(self, "rows", RowsKnob(self, make))
         if isinstance(self.columns, str):
             object.__setattr__(self, "columns", (self.columns,))
         if isinstance(self.source, Iterator):
@@ -86,7 +72,7 @@ class Prompts(Source):
     def origin(self) -> Origin:
         """Where its rows are."""
         needed = (self.prompt_column, *self.columns, *([self.id_column] if self.id_column else []))
-        columns = needed if self.rows.make is None else None
+        columns = needed if self.rows is None else None
         return Origin(source=self.source, split=self.split, config=self.config, columns=columns)
 
     @property
@@ -94,7 +80,7 @@ class Prompts(Source):
         """How its rows become prompts."""
         return Recipe(
             columns=tuple(self.columns), prompt_column=self.prompt_column, id_column=self.id_column,
-            make=self.rows.make, chat=self.chat,
+            make=self.rows, chat=self.chat,
         )  # fmt: skip
 
     def extra_columns(self) -> Columns:
@@ -109,7 +95,7 @@ class Prompts(Source):
 
     def count(self) -> int | None:
         """Prompts of one epoch, where that is cheap to tell."""
-        found = None if self.rows.make is not None or self.on_bad == "drop" else self.origin.count()
+        found = None if self.rows is not None or self.on_bad == "drop" else self.origin.count()
         if found is None:
             return None
         left = max(0, found - self.start)
@@ -122,8 +108,8 @@ class Prompts(Source):
             value = getattr(self, item.name)
             if item.name not in ("name", "source", "rows", "seen") and value != item.default:
                 shown[item.name] = value
-        if self.rows.make is not None:
-            shown["rows"] = getattr(self.rows.make, "__name__", type(self.rows.make).__name__)
+        if self.rows is not None:
+            shown["rows"] = getattr(self.rows, "__name__", type(self.rows).__name__)
         return shown
 
     def faults(self) -> list[str]:
@@ -157,7 +143,9 @@ class Prompts(Source):
             return unknown, []  # said when the run starts, with the whole file read
 
     def _column_faults(self) -> list[str]:
-        """A fault that all of the first rows have is one of the graph."""
+        """A file that is not there, or a fault that all of the first rows have, is one of the graph."""
+        if (missing := self.origin.missing) is not None:
+            return [f"'{self.name}': {missing}"]
         self.extra_columns()
         faults: list[Fault] = self.seen.get("faults", [])
         kinds = {fault.kind for fault in faults}
@@ -186,9 +174,9 @@ class Prompts(Source):
             faults.append(
                 f"'{self.name}' has on_bad={self.on_bad!r}, which is not known; use 'error' or 'drop'"
             )
-        if self.rows.make is not None and not callable(self.rows.make):
+        if self.rows is not None and not callable(self.rows):
             faults.append(
-                f"'{self.name}' has rows={self.rows.make!r:.60}, which is no function; "
+                f"'{self.name}' has rows={self.rows!r:.60}, which is no function; "
                 f"give one from a row to a prompt, such as rows=lambda row: row['question']"
             )
         if isinstance(self.source, Mapping | bytes) or not (

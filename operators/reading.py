@@ -94,9 +94,18 @@ class Origin:
             return self._iterate(self.source)
         if (path := self.path) is not None:
             return self._number(_file_rows(file, self.columns) for file in _files(path, self.split))
+        if (missing := self.missing) is not None:
+            raise RecordError(missing)
+        return self._iterate(_from_hub(str(self.source), self.config, self.split))
+
+    @property
+    def missing(self) -> str | None:
+        """What is wrong with a path that is not there and is no id on the hub either; None where all is well."""
+        if not isinstance(self.source, str | Path) or self.path is not None:
+            return None
         if _HUB_ID.fullmatch(str(self.source)) and not str(self.source).endswith(SUFFIXES):
-            return self._iterate(_from_hub(str(self.source), self.config, self.split))
-        raise RecordError(_missing(Path(self.source)))
+            return None
+        return _missing(Path(self.source))
 
     def count(self) -> int | None:
         """Rows, where that is cheap to tell."""

@@ -60,9 +60,9 @@ def test_prompts_that_end_before_the_steps_end_the_run_with_fewer_steps(runs: Ru
 def test_a_graph_without_a_trainer_ends_when_its_last_prompt_has_reached_the_sink(
     runs: Runner, tmp_path: Path
 ) -> None:
-    g = Graph("no trainer")
+    g = Graph("no-trainer")
     keep = Keep(path=tmp_path / "kept")
-    keep(reward(FakeGenerator()(g.source(FakePrompts(count=30)))))
+    keep(reward(FakeGenerator()(g.source(FakePrompts(size=30)))))
     result = runs(g)
     assert (result.steps, outcome(result)) == (0, "finished")
     assert keep.groups() == [group for group in range(30) for _ in range(4)]
@@ -132,7 +132,7 @@ def test_zero_steps_are_refused_before_anything_starts(tmp_path: Path) -> None:
 
 def test_collect_gives_exactly_the_rows_asked_for_in_order() -> None:
     g = Graph("collect")
-    stream = reward(FakeGenerator(group_size=4)(g.source(FakePrompts(count=100))))
+    stream = reward(FakeGenerator(group_size=4)(g.source(FakePrompts(size=100))))
     table = collect(stream, rows=50)
     assert table.column("group_id").to_pylist() == [row // 4 for row in range(50)]
     assert table.column("position").to_pylist() == [row % 4 for row in range(50)]
@@ -142,7 +142,7 @@ def test_collect_gives_exactly_the_rows_asked_for_in_order() -> None:
 
 def test_collect_gives_fewer_rows_where_the_prompts_end() -> None:
     g = Graph("collect")
-    table = collect(FakeGenerator(group_size=4)(g.source(FakePrompts(count=5))), rows=1_000)
+    table = collect(FakeGenerator(group_size=4)(g.source(FakePrompts(size=5))), rows=1_000)
     assert len(table) == 20
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataflow.records import Array
+from dataflow.records import AnyArray
 from operators.engine.attention import Layout, NewPrompts
 from operators.engine.kv_cache import KVCache
 from operators.engine.sampler import Sampling, draw
@@ -29,7 +29,7 @@ FIRST_TOKENS = 32
 class Start:
     """A prompt whose rollouts (all, or some) start in this step."""
 
-    prompt: Array
+    prompt: AnyArray
     """Its tokens, int64 [at least 1]."""
     limit: int
     """Most tokens of prompt and completion together."""
@@ -43,19 +43,19 @@ class Start:
 class Finished:
     """Rows that ended in a step, as arrays over the k rows."""
 
-    tickets: Array
+    tickets: AnyArray
     """int64 [k]."""
-    tokens: Array
+    tokens: AnyArray
     """Prompt and completion, int32 [k, longest], right-padded."""
-    logprobs: Array
+    logprobs: AnyArray
     """float32 [k, longest]."""
-    versions: Array
+    versions: AnyArray
     """int32 [k, longest]."""
-    starts: Array
+    starts: AnyArray
     """Tokens of the prompt, int64 [k]."""
-    lengths: Array
+    lengths: AnyArray
     """Tokens of prompt and completion, int64 [k]."""
-    reasons: Array
+    reasons: AnyArray
     """STOPPED, TOO_LONG or BROKEN, int64 [k]."""
     texts: dict[int, str]
     """By ticket: the completion before its stop string, for those that ended at one."""
@@ -73,7 +73,7 @@ class Engine:
         sampling: Sampling,
         end_tokens: Sequence[int],
         may_stop: torch.Tensor | None = None,
-        find_stop: Callable[[Array], str | None] | None = None,
+        find_stop: Callable[[AnyArray], str | None] | None = None,
         kernel: Callable[..., None] | None = None,
     ) -> None:
         """Prepare `slots` slots for sequences of at most `context_tokens` tokens.
@@ -288,5 +288,5 @@ class Engine:
     def _table(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(self.slots, self.cache.tokens, dtype=dtype, device=self.device)
 
-    def _put(self, values: Array) -> torch.Tensor:
+    def _put(self, values: AnyArray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)

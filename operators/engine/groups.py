@@ -22,7 +22,7 @@ from dataflow.records import (
     ROLLOUT_ID,
     TOKENS,
     VERSIONS,
-    Array,
+    AnyArray,
     append_column,
 )
 from operators.engine.decode import BROKEN, STOPPED, Finished
@@ -37,10 +37,10 @@ NOT_FINITE = "the model's logits are not finite; found NaN or infinity after {} 
 class Row:
     """One rollout that ended."""
 
-    tokens: Array
+    tokens: AnyArray
     """Prompt and completion, int32 [tokens]."""
-    logprobs: Array
-    versions: Array
+    logprobs: AnyArray
+    versions: AnyArray
     start: int
     """Tokens of the prompt."""
     reason: int
@@ -69,7 +69,7 @@ class Group:
     arrival: Arrival
     row: int
     """Which row of the arrival it is."""
-    prompt: Array
+    prompt: AnyArray
     """Tokens, int64."""
     unstarted: int
     """Rollouts that have no slot yet."""
@@ -142,7 +142,7 @@ def rollouts(groups: Sequence[Group], tokenizer: Any, ends: frozenset[int]) -> p
     return batch
 
 
-def _prompt_rows(groups: Sequence[Group], sizes: Array) -> pa.RecordBatch:
+def _prompt_rows(groups: Sequence[Group], sizes: AnyArray) -> pa.RecordBatch:
     """The rows that the groups came from, each as often as it has rollouts, with the size that they got."""
     slices = [group.arrival.batch.records.slice(group.row, 1) for group in groups]
     table = pa.Table.from_batches(slices).combine_chunks()
@@ -151,7 +151,7 @@ def _prompt_rows(groups: Sequence[Group], sizes: Array) -> pa.RecordBatch:
     return batch.set_column(at, batch.schema.field(at), pa.array(np.repeat(sizes, sizes).astype(np.int32)))
 
 
-def _ragged(offsets: Array, rows: list[Array]) -> pa.ListArray:
+def _ragged(offsets: AnyArray, rows: list[AnyArray]) -> pa.ListArray:
     return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(rows)))
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from dataflow.records import Array
+from dataflow.records import AnyArray
 
 
-def encode(tokenizer: Any, prompts: Sequence[str | None], *, chat: bool, context_tokens: int) -> list[Array | str]:
+def encode(tokenizer: Any, prompts: Sequence[str | None], *, chat: bool, context_tokens: int) -> list[AnyArray | str]:
     """For each prompt its tokens, int64 [1 .. context_tokens - 1], or a message in three parts.
 
     chat: the prompts are JSON lists of {"role", "content"}, laid out by the tokenizer's chat template.
     """
-    found: list[Array | str] = ["" for _ in prompts]
+    found: list[AnyArray | str] = ["" for _ in prompts]
     texts: dict[int, str] = {}
     for place, prompt in enumerate(prompts):
         try:
@@ -47,7 +47,7 @@ def _chat_text(tokenizer: Any, prompt: str | None) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)  # type: ignore[no-any-return]
 
 
-def _checked(ids: list[int], context_tokens: int) -> Array | str:
+def _checked(ids: list[int], context_tokens: int) -> AnyArray | str:
     if not ids:
         return "the prompt is empty: the tokenizer made 0 tokens of it; give every row a text"
     if len(ids) >= context_tokens:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dataflow.records import Array
+from dataflow.records import AnyArray
 
 TAIL_TOKENS = 8
 """Tokens decoded at the end of a completion, beyond the characters of the longest stop string."""
@@ -35,7 +35,7 @@ class StopStrings:
         every[len(hits) :] = False
         return every
 
-    def find(self, tokens: Array) -> str | None:
+    def find(self, tokens: AnyArray) -> str | None:
         """The text before the first stop string in a completion's tokens [any]; None where there is none."""
         if len(tokens) > self._tail:
             (end,) = self._decode([tokens[-self._tail :].tolist()])

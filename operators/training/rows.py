@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from dataflow import records
 from dataflow.errors import RecordError
-from dataflow.records import Array
+from dataflow.records import AnyArray
 from dataflow.staleness import oldest_versions
 
 
@@ -18,21 +18,21 @@ from dataflow.staleness import oldest_versions
 class StepRows:
     """The rollouts that one step trains; axis suffixes as in `operators.packing`."""
 
-    tokens_S: Array
+    tokens_S: AnyArray
     """int32."""
-    mask_S: Array
+    mask_S: AnyArray
     """bool."""
-    offsets: Array
+    offsets: AnyArray
     """[R + 1] into S."""
-    groups_R: Array
+    groups_R: AnyArray
     """group_id of each."""
-    rollout_ids_R: Array
+    rollout_ids_R: AnyArray
     """rollout_id of each."""
-    oldest_R: Array
+    oldest_R: AnyArray
     """Version behind its oldest token; staleness.NO_TOKEN where the policy chose none."""
-    columns_R: dict[str, Array]
+    columns_R: dict[str, AnyArray]
     """Columns of the loss with one number per rollout."""
-    columns_S: dict[str, Array]
+    columns_S: dict[str, AnyArray]
     """Columns of the loss with one number per token, and `logprobs` in any case."""
 
     @property
@@ -41,7 +41,7 @@ class StepRows:
         return len(self.rollout_ids_R)
 
     @cached_property
-    def trained_R(self) -> Array:
+    def trained_R(self) -> AnyArray:
         """Trained tokens of each: those that the policy chose, but never a first one."""
         chosen = self.mask_S.copy()
         starts = self.offsets[:-1][np.diff(self.offsets) > 0]
@@ -49,7 +49,7 @@ class StepRows:
         return self._per_row(chosen)
 
     @cached_property
-    def signal_R(self) -> Array:
+    def signal_R(self) -> AnyArray:
         """Whether a rollout's advantage is anything but zero; all true without such a column."""
         if records.ADVANTAGE in self.columns_R:
             return np.asarray(self.columns_R[records.ADVANTAGE] != 0)
@@ -57,12 +57,12 @@ class StepRows:
             return self._per_row(self.columns_S[records.ADVANTAGE] != 0) > 0
         return np.ones(self.rollouts, bool)
 
-    def _per_row(self, counted_S: Array) -> Array:
+    def _per_row(self, counted_S: AnyArray) -> AnyArray:
         counts = np.r_[0, np.cumsum(counted_S)]
         return np.asarray(counts[self.offsets[1:]] - counts[self.offsets[:-1]])
 
 
-def usable(batch: pa.RecordBatch, columns: Iterable[str]) -> Array:
+def usable(batch: pa.RecordBatch, columns: Iterable[str]) -> AnyArray:
     """Which rows can be trained: no error, and a value in every column that the loss reads; bool [rows]."""
     good = np.ones(batch.num_rows, bool)
     if batch.schema.get_field_index(records.ERROR) >= 0:
@@ -80,8 +80,8 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
     table = pa.Table.from_batches(kept).combine_chunks()
     tokens = _column(table, records.TOKENS)
     offsets = np.r_[0, np.cumsum(records.list_lengths(tokens))]
-    columns_R: dict[str, Array] = {}
-    columns_S: dict[str, Array] = {}
+    columns_R: dict[str, AnyArray] = {}
+    columns_S: dict[str, AnyArray] = {}
     for name in wanted:
         column = _column(table, name)
         if pa.types.is_list(column.type):
@@ -112,11 +112,11 @@ def _column(table: pa.Table, name: str) -> pa.Array:
     return column.chunk(0) if column.num_chunks else pa.array([], column.type)
 
 
-def _flat(column: pa.ListArray) -> Array:
+def _flat(column: pa.ListArray) -> AnyArray:
     return np.asarray(column.flatten().to_numpy(zero_copy_only=False))
 
 
-def _per_token(column: pa.ListArray, name: str, table: pa.Table, offsets: Array) -> Array:
+def _per_token(column: pa.ListArray, name: str, table: pa.Table, offsets: AnyArray) -> AnyArray:
     lengths = records.list_lengths(column)
     wrong = np.flatnonzero(lengths != np.diff(offsets))
     if len(wrong):

@@ -34,7 +34,7 @@ def fake_graph(
     g, model = Graph("fakes"), Model("fake-policy")
     generator = generator or FakeGenerator(model=model)
     trainer = trainer or FakeTrainer(model=model, prompts_per_step=prompts_per_step)
-    stream = generator(g.source(source or FakePrompts(count=count)))
+    stream = generator(g.source(source or FakePrompts(size=count)))
     for each in scorers:
         stream = each(stream)
     trainer(stream)

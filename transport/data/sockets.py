@@ -25,6 +25,8 @@ _RECONNECT_MS, _RECONNECT_MAX_MS = 20, 500
 _REPLY_LINGER_MS = 1_000
 _UNBIND_TIMEOUT_S = 2.0
 _SPARE_MESSAGES = 1_000
+_COPY_BELOW_BYTES = 4 << 20
+"""Lending memory to ZeroMQ wakes a thread that needs the GIL: below this, one more copy costs less."""
 _DOMAIN = "data"
 _STATE, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 _EVENTS = {
@@ -75,9 +77,9 @@ class SocketLine:
         self.sockets: Sequence[zmq.Socket[bytes]] = (self._socket, self._monitor)
 
     def pack(self, batch: pa.RecordBatch, encoder: frames.Encoder, size_bytes: int) -> Packed:
-        """The encoded batch; its bytes go to ZeroMQ without another copy."""
+        """The encoded batch, in memory that ZeroMQ owns or, for a large one, borrows."""
         body = encoder.encode(batch, size_bytes)
-        content = zmq.Frame(body, copy=size_bytes < zmq.COPY_THRESHOLD)
+        content = zmq.Frame(body, copy=size_bytes < _COPY_BELOW_BYTES)
         return Packed(content=content, size_bytes=size_bytes, checksum=frames.checksum(body))
 
     def put(self, message: Message, payload: Any = None) -> bool:
