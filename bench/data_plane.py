@@ -90,6 +90,7 @@ class OurProducer:
         batch = to_batch(rollouts, issued_ns)
         while not self._sender.send(batch):
             self._wait()
+        self._sender.poll()
 
     def flush(self) -> None:
         """Return when all is acknowledged."""

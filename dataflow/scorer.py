@@ -12,7 +12,7 @@ import pyarrow as pa
 from dataflow.errors import GraphError
 from dataflow.node import Context, Runtime, Transform
 from dataflow.records import ERROR, Columns
-from dataflow.scorer_signature import Signature, read_signature, where_defined
+from dataflow.scoring.signature import Signature, read_signature, where_defined
 from dataflow.stream import Stream, Weights
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Scorer(Transform, Generic[P, T_co]):
 
     def build(self, context: Context) -> Runtime:
         """Its runtime; forks the pool's server where it is isolated."""
-        from dataflow.scoring import build
+        from dataflow.scoring.runtime import build
 
         return build(self, context)
 

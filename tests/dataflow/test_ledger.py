@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dataflow.ledger import Ledger, LedgerError, PlannedStep
-from dataflow.ledger_schema import SCHEMA_VERSION, STATES, connect
+from dataflow.ledger.schema import SCHEMA_VERSION, STATES, connect
 
 
 @pytest.fixture

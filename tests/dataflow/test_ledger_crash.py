@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import dataflow
 from dataflow.ledger import Ledger, LedgerError
-from dataflow.ledger_schema import STATES
+from dataflow.ledger.schema import STATES
 
 TRAINERS = ("actor", "critic")
 

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from dataflow.pool import Pool
-from dataflow.pool_calls import Call, Settings
-from dataflow.pool_process import Chunk, Piece, pieces_of
+from dataflow.scoring.pool import Pool
+from dataflow.scoring.calls import Call, Settings
+from dataflow.scoring.process import Chunk, Piece, pieces_of
 
 MEETING = threading.Barrier(4)
 LATE = "no answer within 0.2 s"

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from dataflow.errors import RecordError
 from dataflow.node import Batch, Context
-from dataflow.pool import Answer
+from dataflow.scoring.pool import Answer
 from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Array, check_schema
 from dataflow.scorer import Scorer, scorer
-from dataflow.scoring import Scoring
+from dataflow.scoring.runtime import Scoring
 
 
 def f_float(x: str) -> float:

@@ -96,6 +96,16 @@ def slow(operator: O, seconds: float) -> O:
     return wrapped(operator, lambda inner: _Slow(inner, seconds))
 
 
+class _Mute(Around):
+    def work(self) -> list[Batch] | None:
+        return None
+
+
+def mute(operator: O) -> O:
+    """The same operator, which takes rows in and never gives one back."""
+    return wrapped(operator, _Mute)
+
+
 class _Deaf(Around):
     def __init__(self, inner: Runtime, mark: Path) -> None:
         super().__init__(inner)

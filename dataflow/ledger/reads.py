@@ -4,7 +4,7 @@ import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dataflow.ledger_schema import STATES
+from dataflow.ledger.schema import STATES
 
 
 @dataclass(frozen=True, kw_only=True)

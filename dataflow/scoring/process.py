@@ -11,8 +11,8 @@ from typing import Any
 
 import msgpack
 
-from dataflow.pool_calls import HEADER, LENGTH
-from dataflow.pool_server import LANE_WORDS
+from dataflow.scoring.calls import HEADER, LENGTH
+from dataflow.scoring.server import LANE_WORDS
 
 _READ_BYTES = 1 << 18
 _BROKEN = (KeyError, TypeError, ValueError, msgpack.UnpackException)

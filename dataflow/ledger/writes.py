@@ -4,7 +4,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from dataflow.ledger_schema import STATES, LedgerError
+from dataflow.ledger.schema import STATES, LedgerError
 
 Outcome: TypeAlias = tuple[str, int, str, str, int | None, str | None]
 """source, group_id, node, outcome, step, reason."""

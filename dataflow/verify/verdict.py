@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataflowError
-from dataflow.ledger_reads import Counts
-from dataflow.ledger_writes import some
+from dataflow.ledger.reads import Counts
+from dataflow.ledger.writes import some
 from dataflow.run_folder import RunFolder
-from dataflow.verify_facts import Facts, Findings, Sink, read_facts
-from dataflow.verify_rollouts import judge_evaluations, judge_steps
+from dataflow.verify.facts import Facts, Findings, Sink, read_facts
+from dataflow.verify.rollouts import judge_evaluations, judge_steps
 
 FAULTS_SHOWN = 3
 

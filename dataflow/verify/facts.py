@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.files import RunFolderError
-from dataflow.ledger_schema import check_schema, connect, snapshot
+from dataflow.ledger.schema import check_schema, connect, snapshot
 from dataflow.run_folder import RunFolder
 
 

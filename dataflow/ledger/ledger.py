@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dataflow import ledger_reads, ledger_writes
+from dataflow.ledger import reads, writes
 from dataflow.files import to_json
-from dataflow.ledger_reads import Counts, InFlight, PlannedStep
-from dataflow.ledger_schema import LedgerError, build, check_schema, connect, explained, snapshot, transaction
+from dataflow.ledger.reads import Counts, InFlight, PlannedStep
+from dataflow.ledger.schema import LedgerError, build, check_schema, connect, explained, snapshot, transaction
 
 __all__ = ["Counts", "InFlight", "Ledger", "LedgerError", "PlannedStep"]
 
@@ -56,7 +56,7 @@ class Ledger:
         with ledger._transaction("register the sinks"):
             for node, sources in (consumers or {}).items():
                 for source in sources:
-                    ledger_writes.register(db, node, source)
+                    writes.register(db, node, source)
         return ledger
 
     @classmethod
@@ -79,7 +79,7 @@ class Ledger:
         Errors: LedgerError when a number is skipped, or was issued for another prompt.
         """
         with self._transaction("issue groups"):
-            ledger_writes.issue(self._db, source, prompts)
+            writes.issue(self._db, source, prompts)
 
     def advance(self, source: str, group_ids: Iterable[int], state: str) -> None:
         """Move groups forward to `state`; those that are there or further stay: a redelivery changes nothing.
@@ -87,12 +87,12 @@ class Ledger:
         Errors: LedgerError for groups that were never issued.
         """
         with self._transaction(f"advance groups to {state}"):
-            ledger_writes.advance(self._db, source, group_ids, state)
+            writes.advance(self._db, source, group_ids, state)
 
     def reissue(self, source: str, group_ids: Iterable[int]) -> None:
         """Set groups back to issued: the work on them was lost. Errors: LedgerError for unknown ones."""
         with self._transaction("issue groups again"):
-            ledger_writes.reissue(self._db, source, group_ids)
+            writes.reissue(self._db, source, group_ids)
 
     def commit_step(
         self,
@@ -112,11 +112,11 @@ class Ledger:
         `node`, or a group has an outcome for `node` already or was never issued; then nothing is recorded.
         """
         row = (node, step, version, source, to_json(metrics or {}), checkpoint, self._clock())
-        outcomes = ledger_writes.ended(node, source, "trained", trained, step)
-        outcomes += ledger_writes.dropped(node, source, dropped or {}, step)
+        outcomes = writes.ended(node, source, "trained", trained, step)
+        outcomes += writes.dropped(node, source, dropped or {}, step)
         with self._transaction(f"commit step {step} of '{node}'"):
-            ledger_writes.add_step(self._db, row)
-            ledger_writes.end(self._db, node, source, outcomes)
+            writes.add_step(self._db, row)
+            writes.end(self._db, node, source, outcomes)
 
     def drop(self, node: str, source: str, reasons: Mapping[int, str], *, step: int | None = None) -> None:
         """Give groups up, each for a reason; with `step` None they stay dropped through any roll back.
@@ -124,18 +124,18 @@ class Ledger:
         Errors: LedgerError when a group has an outcome for `node` already or was never issued.
         """
         with self._transaction(f"drop groups of '{node}'"):
-            ledger_writes.end(self._db, node, source, ledger_writes.dropped(node, source, reasons, step))
+            writes.end(self._db, node, source, writes.dropped(node, source, reasons, step))
 
     def evaluated(self, node: str, source: str, group_ids: Iterable[int], step: int) -> None:
         """Record that an evaluation read these groups under the weights of `step`. Errors: as drop()."""
         with self._transaction(f"record the evaluation at step {step}"):
-            rows = ledger_writes.ended(node, source, "evaluated", group_ids, step)
-            ledger_writes.end(self._db, node, source, rows)
+            rows = writes.ended(node, source, "evaluated", group_ids, step)
+            writes.end(self._db, node, source, rows)
 
     def record_checkpoint(self, node: str, step: int, checkpoint: str) -> None:
         """Note where the checkpoint of a committed step stands. Errors: LedgerError without such a step."""
         with self._transaction(f"record the checkpoint of step {step}"):
-            ledger_writes.record_checkpoint(self._db, node, step, checkpoint)
+            writes.record_checkpoint(self._db, node, step, checkpoint)
 
     def roll_back_to(self, step: int, node: str) -> list[PlannedStep]:
         """Take back every step of `node` after `step`: its groups are scored, and in flight again.
@@ -145,33 +145,33 @@ class Ledger:
         Errors: LedgerError when `node` never came to `step`.
         """
         with self._transaction(f"roll '{node}' back to step {step}"):
-            ledger_writes.roll_back(self._db, node, step, self._clock())
+            writes.roll_back(self._db, node, step, self._clock())
         return self.replay_plan(node)
 
     def replay_plan(self, node: str) -> list[PlannedStep]:
         """What abandoned lines made after the last step of `node`: groups and drops per step, to repeat."""
         with self._snapshot("plan the replay"):
-            return ledger_reads.replay_plan(self._db, node)
+            return reads.replay_plan(self._db, node)
 
     def next_group_id(self, source: str) -> int:
         """The number that `source` gives to its next group."""
         with self._snapshot("read the next group id"):
-            return ledger_writes.next_group_id(self._db, source)
+            return writes.next_group_id(self._db, source)
 
     def last_step(self, node: str) -> int:
         """The last committed step of `node`; 0 before the first."""
         with self._snapshot("read the last step"):
-            return ledger_writes.last_step(self._db, node)
+            return writes.last_step(self._db, node)
 
     def in_flight(self, source: str) -> list[InFlight]:
         """Groups of `source` that some sink still waits for, in issue order."""
         with self._snapshot("list groups in flight"):
-            return ledger_reads.in_flight(self._db, source)
+            return reads.in_flight(self._db, source)
 
     def counts(self, node: str) -> Counts:
         """What became of the groups of the sources that `node` consumes, counted from the rows."""
         with self._snapshot("count groups"):
-            return ledger_reads.counts(self._db, node)
+            return reads.counts(self._db, node)
 
     def verdict(self, node: str) -> str:
         """The law of the ledger in figures, for one sink."""

@@ -10,11 +10,11 @@ import pyarrow as pa
 
 from dataflow import records
 from dataflow.files import RunFolderError
-from dataflow.ledger_writes import some
+from dataflow.ledger.writes import some
 from dataflow.records import AnyArray
 from dataflow.run_folder import read_arrow
 from dataflow.staleness import NO_TOKEN, oldest_versions
-from dataflow.verify_facts import Facts, Findings, Sink
+from dataflow.verify.facts import Facts, Findings, Sink
 
 _NEEDED = (records.GROUP_ID, records.POSITION, records.VERSIONS)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.errors import WorkerDied
-from dataflow.pool_calls import Settings
-from dataflow.pool_process import Chunk, Frame, Piece, Process, memory_kb, pieces_of
-from dataflow.pool_server import ALIVE, END, LANE_WORDS, LOST, ORDER, REPLY, SPAWN, start_server
+from dataflow.scoring.calls import Settings
+from dataflow.scoring.process import Chunk, Frame, Piece, Process, memory_kb, pieces_of
+from dataflow.scoring.server import ALIVE, END, LANE_WORDS, LOST, ORDER, REPLY, SPAWN, start_server
 
 _PATIENCE_S = 10.0
 _MEMORY_LOOK_S = 0.1

@@ -15,7 +15,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from dataflow.pool_calls import Settings, make_calls
+from dataflow.scoring.calls import Settings, make_calls
 
 ORDER = struct.Struct("<Bi")  # what, which process
 REPLY = struct.Struct("<Bii")  # what, which process, pid or wait status

@@ -1,0 +1,1 @@
+"""How scorers run: values in and out, and processes that can be killed."""
