@@ -98,7 +98,7 @@ class OurProducer:
             self._wait()
 
     def _wait(self) -> None:
-        if not self._poller.poll(PATIENCE_S * 1000):
+        if not self._poller.poll(int(PATIENCE_S * 1000)):
             raise TimeoutError(f"the producer waited for the consumer; got nothing in {PATIENCE_S} s")
         self._sender.poll()
 

@@ -97,7 +97,7 @@ class TorchQueue(_Child):
 
 class _PickleProducer:
     def __init__(self, address: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.set(zmq.SNDHWM, WINDOW_BATCHES)
         self._socket.set(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
         self._socket.connect(address)
@@ -118,7 +118,7 @@ class PickleZmq(_Child):
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, WINDOW_BATCHES)
         self._socket.set(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         address = f"ipc://{self._folder.name}/pickle"

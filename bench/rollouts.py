@@ -4,6 +4,7 @@ Axis suffixes: R rollouts, T tokens of all rollouts, one after the other.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ import pyarrow as pa
 
 CHARACTERS_PER_TOKEN = 4
 
-Arrays = dict[str, npt.NDArray[np.generic]]
+Arrays = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,12 @@ from operators.credit import advantage
 from operators.losses import aipo
 from operators.warm_start import warm_start
 
-STEPS = 1_600
+STEPS = 1_000
 
 
 def build(
     *, prompts: str = "", eval: str = "", policy: str = "policies/calculator", max_staleness: int = 4,
-    rho: float = 4.0, lr: float = 2e-4, eval_every: int = 200,
+    rho: float = 4.0, lr: float = 1e-4, eval_every: int = 200,
 ) -> Graph:  # fmt: skip
     """Train a policy that gets two steps in five right on its own rollouts.
 
@@ -36,13 +36,13 @@ def build(
     examples = calculator.read(prompts) if Path(prompts).is_file() else expressions.rows(24_000, seed=0)
     folder = warm_start(
         policy, examples=((row["prompt"], row["answer"]) for row in examples), alphabet=calculator.ALPHABET,
-        layers=4, width=128, heads=4, steps=4_000, seed=0,
+        layers=4, width=128, heads=4, steps=180, batch_size=128, seed=0,
     )  # fmt: skip
     return policy_gradient(
         "calculator", policy=str(folder), prompts=_steps(prompts, "prompts", held_out=False),
         held_out=_steps(eval, "held_out", held_out=True), reward=scorer(calculator.reward), credit=advantage,
         loss=partial(aipo, rho=rho), max_staleness=max_staleness, max_tokens=calculator.MAX_TOKENS, group_size=8,
-        prompts_per_step=32, lr=lr, normalize="rollouts", every_steps=eval_every,
+        prompts_per_step=32, lr=lr, normalize="rollouts", every_steps=eval_every, warmup_steps=20,
     )  # fmt: skip
 
 
@@ -50,8 +50,10 @@ def _steps(source: str, name: str, *, held_out: bool) -> Prompts:
     """The calculator steps of a GSM8K file or data set; made-up ones without either."""
     made_up = list(expressions.rows(2_000 if held_out else 24_000, seed=1, held_out=held_out))
     rows: Any = calculator.steps if source else None
-    size = 1 if held_out else None
-    return Prompts(source or made_up, rows=rows, columns=("answer",), name=name, group_size=size)
+    size, seed = (1, None) if held_out else (None, 0)
+    return Prompts(
+        source or made_up, rows=rows, columns=("answer",), name=name, group_size=size, shuffle_seed=seed
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

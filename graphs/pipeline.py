@@ -1,4 +1,4 @@
-"""The wiring that the four policy-gradient graphs share: prompts, rollouts, reward, credit, trainer, held-out prompts."""
+"""The wiring that the policy-gradient graphs share: prompts, rollouts, reward, credit, trainer, held-out prompts."""
 
 from collections.abc import Callable
 from typing import Any

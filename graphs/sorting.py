@@ -14,7 +14,7 @@ from operators.losses import aipo
 from operators.rewards import find
 from operators.warm_start import warm_start
 
-STEPS = 600
+STEPS = 300
 
 
 def build(
@@ -38,10 +38,10 @@ def build(
     held_out = list(sorting.rows(512, seed=1, held_out=True))
     folder = warm_start(
         policy, examples=((row["prompt"], row["answer"]) for row in words), alphabet=sorting.ALPHABET,
-        layers=2, width=128, heads=4, steps=400, seed=0,
+        layers=3, width=128, heads=4, steps=140, seed=0, learning_rate=5e-4,
     )  # fmt: skip
     return policy_gradient(
-        "sorting", policy=str(folder), prompts=Prompts(words, columns=("answer",)),
+        "sorting", policy=str(folder), prompts=Prompts(words, columns=("answer",), shuffle_seed=0),
         held_out=Prompts(held_out, columns=("answer",), name="held_out", group_size=1), reward=find("exact"),
         credit=advantage, loss=partial(aipo, rho=rho), max_staleness=max_staleness, max_tokens=sorting.MAX_TOKENS,
         group_size=8, prompts_per_step=32, lr=lr, normalize="rollouts", every_steps=eval_every,

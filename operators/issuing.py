@@ -39,7 +39,7 @@ class Issue(Runtime):
 
     def __init__(self, prompts: "Prompts", table: pa.Table, report: Report, context: Context) -> None:
         self._lane = prompts.name
-        self._seed = prompts.shuffle_seed
+        self._seed = None if prompts.shuffle_seed is None else prompts.shuffle_seed + context.seed
         self._group_size = prompts.group_size or 0
         self._table = table
         self._dropped_rows = report.dropped

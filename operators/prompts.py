@@ -37,7 +37,7 @@ class Prompts(Source):
     chat: bool = field(default=False, kw_only=True)
     """Whether prompts are chat messages; a text becomes one message of the user."""
     shuffle_seed: int | None = field(default=None, kw_only=True)
-    """Seed of the order, another one in every epoch; None: as they stand."""
+    """Seed of the order, to which the run's is added; another order in every epoch. None: as they stand."""
     epochs: int | None = field(default=None, kw_only=True)
     """Times that all prompts are issued; None: for ever."""
     start: int = field(default=0, kw_only=True)

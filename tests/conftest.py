@@ -31,8 +31,9 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fails the test when a run leaves a process, a socket or shared memory behind."""
+    tmp_path_factory.getbasetemp()  # is where the temporary files were until now
     temporary = Path(tempfile.mkdtemp(prefix="t-"))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     try:

@@ -173,7 +173,7 @@ def test_an_operator_that_raises_ends_the_run_with_its_name_and_line(tmp_path: P
 def test_an_inline_run_that_cannot_go_on_says_so_instead_of_waiting_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataflow.inline.STALL_S", 0.05)
+    monkeypatch.setattr(sys.modules["dataflow.inline"], "STALL_S", 0.05)
     graph = fake_graph(generator=mute(FakeGenerator(model=MODEL)), trainer=FakeTrainer(model=MODEL))
     with pytest.raises(DeadlineError, match="nothing has moved .* one of them waits for rows that never come"):
         run(graph, on=inline(), runs=tmp_path, quiet=True)

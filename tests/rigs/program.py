@@ -1,0 +1,80 @@
+"""A program that runs a graph until a test ends it: python program.py KIND FOLDER [POLICY]."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT.parent), str(ROOT)]
+
+from rigs.graphs import fake_graph, reward, tiny_graph  # noqa: E402
+from rigs.operators import built_by, deaf, slow  # noqa: E402
+
+from dataflow import Graph, Model, run, scorer, worker  # noqa: E402
+from dataflow.node import Context, Runtime  # noqa: E402
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer  # noqa: E402
+
+MODEL = Model("fake-policy")
+
+
+def endless(folder: Path) -> Graph:
+    """Fakes that never end, with a scorer in processes of its own."""
+
+    @scorer(processes=2)
+    def isolated(completion: str) -> float:
+        return float(len(completion))
+
+    source = slow(FakePrompts(size=None), seconds=0.02)
+    trainer = FakeTrainer(model=MODEL, prompts_per_step=32)
+    return fake_graph(
+        source=source, generator=FakeGenerator(model=MODEL), scorers=(reward, isolated), trainer=trainer
+    )
+
+
+def deaf_trainer(folder: Path) -> Graph:
+    """A trainer that never ends the step under way."""
+    source = slow(FakePrompts(size=None), seconds=0.02)
+    trainer = deaf(FakeTrainer(model=MODEL, prompts_per_step=32), folder / "asked-to-drain")
+    return fake_graph(source=source, generator=FakeGenerator(model=MODEL), trainer=trainer)
+
+
+def late(folder: Path) -> Graph:
+    """A generator that is built only when the test says so."""
+    generator = FakeGenerator(model=MODEL)
+
+    def build(context: Context) -> Runtime:
+        (folder / "building").touch()
+        deadline = time.monotonic() + 60
+        while not (folder / "go-on").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return FakeGenerator.build(generator, context)
+
+    source = slow(FakePrompts(size=None), seconds=0.02)
+    trainer = FakeTrainer(model=MODEL, prompts_per_step=32)
+    return fake_graph(source=source, generator=built_by(generator, build), trainer=trainer)
+
+
+def learning(folder: Path) -> Graph:
+    """The real operators, for ever."""
+    return tiny_graph(Path(sys.argv[3]))
+
+
+KINDS: dict[str, Callable[[Path], Graph]] = {
+    "endless": endless, "deaf_trainer": deaf_trainer, "late": late, "learning": learning,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Run, and say what came of it."""
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    if kind != "learning":
+        worker.preload = lambda: None
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}) if hasattr(os, "sched_setaffinity") else None
+    result = run(KINDS[kind](folder), runs=folder / "runs", quiet=True)
+    print(f"ended after {result.steps} steps: {result.verdict.line}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,497 @@
+"""Faults, each dealt to a whole run: it ends with the culprit's name, or goes on with the fault on record."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pytest
+from rigs.graphs import fake_graph, reward, tiny_graph, words
+from rigs.machine import alive, descendants, wait_until
+from rigs.operators import built_by, signalled, struck
+from rigs.policy import CONTEXT_TOKENS
+
+from dataflow import DataflowError, Graph, GraphError, Model, RunError, collect, inline, run, scorer, verify
+from dataflow.control import Limits
+from dataflow.errors import DeadlineError, RecordError, WorkerDied
+from dataflow.ledger import Ledger
+from dataflow.run_folder import RunFolder
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from operators import Prompts
+
+pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
+
+PROGRAM = Path(__file__).parent / "rigs" / "program.py"
+MODEL = Model("fake-policy")
+QUICK = Limits(stop_s=2.0)
+
+
+def the_folder(runs: Path) -> RunFolder:
+    return RunFolder.open((runs / "latest").resolve())
+
+
+def clean_as_far_as_it_came(runs: Path) -> None:
+    verdict = verify(the_folder(runs).path)
+    assert verdict.clean, verdict.line
+
+
+# Workers that end
+
+
+def victim(name: str, number: int) -> Graph:
+    """Fakes, of which one gets a signal in the midst of its work."""
+    source, generator = FakePrompts(size=None), FakeGenerator(model=MODEL)
+    trainer = FakeTrainer(model=MODEL)
+    chosen: dict[str, Any] = {"source": source, "generator": generator, "trainer": trainer}
+    if name in chosen:
+        return fake_graph(**{**chosen, name: signalled(chosen[name], number)})
+
+    @scorer(isolate=False)
+    def judge(answer: str) -> float:
+        if answer == "40":
+            os.kill(os.getpid(), number)
+        return 0.0
+
+    return fake_graph(**chosen, scorers=(judge,))
+
+
+@pytest.mark.parametrize(
+    ("name", "worker"),
+    [("source", "prompts-0"), ("generator", "generator-0"), ("scorer", "judge-0"), ("trainer", "trainer-0")],
+)
+def test_a_killed_worker_ends_the_run_with_its_name_and_its_log(
+    name: str, worker: str, light: None, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerDied, match=rf"'{worker}' .*by signal 9 .*logs/{worker}\.log"):
+        run(victim(name, signal.SIGKILL), runs=tmp_path, quiet=True, limits=QUICK)
+    clean_as_far_as_it_came(tmp_path)
+
+
+def test_a_worker_that_stopped_answering_ends_the_run_with_its_name_and_its_log(
+    light: None, tmp_path: Path
+) -> None:
+    limits = Limits(hang_s=3.0, stop_s=1.0)
+    with pytest.raises(WorkerDied, match=r"'generator-0' .*has not answered for . s.*logs/generator-0\.log"):
+        run(victim("generator", signal.SIGSTOP), runs=tmp_path, quiet=True, limits=limits)
+    clean_as_far_as_it_came(tmp_path)
+
+
+def test_a_killed_forkserver_takes_its_workers_along_and_ends_the_run(light: None, tmp_path: Path) -> None:
+    generator = struck(FakeGenerator(model=MODEL), lambda: os.kill(os.getppid(), signal.SIGKILL))
+    graph = fake_graph(generator=generator, trainer=FakeTrainer(model=MODEL), count=None)
+    with pytest.raises(WorkerDied, match="the forkserver ended"):
+        run(graph, runs=tmp_path, quiet=True, limits=Limits(stop_s=0.5))
+    clean_as_far_as_it_came(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["generator", "trainer"])
+def test_a_killed_worker_of_the_real_operators_leaves_no_process_and_no_memory(
+    name: str, policy: Path, machine: None, tmp_path: Path
+) -> None:
+    graph = tiny_graph(policy)
+    chosen = graph.operators[name]
+    other = signalled(chosen, signal.SIGKILL, after=12)
+    object.__setattr__(chosen, "build", other.build)
+    with pytest.raises(WorkerDied, match=rf"'{name}-0' .*by signal 9"):
+        run(graph, runs=tmp_path, quiet=True, limits=QUICK)
+    clean_as_far_as_it_came(tmp_path)
+
+
+# Workers that fail
+
+
+def test_an_operator_that_raises_ends_the_run_with_its_name_and_line(light: None, tmp_path: Path) -> None:
+    def boom() -> None:
+        raise ValueError("boom")
+
+    graph = fake_graph(generator=struck(FakeGenerator(model=MODEL), boom), trainer=FakeTrainer(model=MODEL))
+    message = r"'generator-0' failed: 'generator' failed while working: ValueError: boom .*test_faults\.py"
+    with pytest.raises(RunError, match=message):
+        run(graph, runs=tmp_path, quiet=True, limits=QUICK)
+    clean_as_far_as_it_came(tmp_path)
+
+
+def test_the_log_of_a_worker_that_failed_has_the_whole_traceback(light: None, tmp_path: Path) -> None:
+    """Fails while pytest captures sys.stderr, for the reason given in test_what_a_worker_logs_stands_in_its_log."""
+
+    def boom() -> None:
+        raise ValueError("boom")
+
+    graph = fake_graph(generator=struck(FakeGenerator(model=MODEL), boom), trainer=FakeTrainer(model=MODEL))
+    with pytest.raises(RunError):
+        run(graph, runs=tmp_path, quiet=True, limits=QUICK)
+    log = the_folder(tmp_path).log("generator").read_text()
+    assert "Traceback" in log and "in boom" in log
+
+
+@pytest.mark.parametrize("on", [None, inline()], ids=["processes", "inline"])
+def test_a_model_that_is_not_there_is_named_with_the_node_that_wanted_it(
+    on: Any, machine: None, tmp_path: Path
+) -> None:
+    from operators import Generator
+
+    g = Graph("missing")
+    model = Model(str(tmp_path / "nowhere"))
+    trainer = FakeTrainer(model=model)
+    generator = Generator(model)
+    trainer(reward(generator(g.source(FakePrompts()))))
+    g.feedback(trainer.weights, generator, max_staleness=1)
+    with pytest.raises(RunError, match=r"'generator'.*nowhere"):
+        run(g, on=on, runs=tmp_path, quiet=True, limits=QUICK)
+
+
+def test_a_worker_that_never_gets_ready_is_named_when_the_start_is_overdue(light: None, tmp_path: Path) -> None:
+    generator = built_by(FakeGenerator(model=MODEL), lambda context: time.sleep(600))  # type: ignore[arg-type, return-value]
+    graph = fake_graph(generator=generator, trainer=FakeTrainer(model=MODEL))
+    with pytest.raises(DeadlineError, match=r"waited 3 s for \['generator-0'\] to start; see their logs"):
+        run(graph, runs=tmp_path, quiet=True, limits=Limits(start_s=3.0, stop_s=0.5))
+
+
+# Scorers: what a call does wrong is a record of its rollout
+
+
+def test_what_a_scorer_does_wrong_is_recorded_and_never_a_reward(
+    policy: Path, machine: None, tmp_path: Path
+) -> None:
+    """Prompt by prompt, the scorer raises, loops, exits, eats memory, or gives none, for all or for some."""
+
+    @scorer(timeout_s=0.2, memory_mb=64)
+    def judge(completion: str, answer: str, position: int) -> float | None:
+        kind, _, some = answer.partition("/")
+        if some and position % 2:
+            return 1.0 + len(completion)
+        if kind == "raise":
+            raise ValueError("cannot judge")
+        if kind == "none":
+            return None
+        if kind == "exit":
+            os._exit(5)
+        eaten = []
+        while kind in ("loop", "eat"):
+            if kind == "eat":
+                eaten.append(b"x" * (1 << 20))
+                time.sleep(0.0005)
+        return 1.0 + len(completion)
+
+    kinds = ["raise", "loop", "exit", "eat", "none", "raise/some", "loop/some", "exit/some", "fine"]
+    prompts = [{"prompt": f"{n}=", "answer": kind} for n, kind in enumerate([*kinds, *["fine"] * 20])]
+    credit = tiny_graph(policy, prompts=prompts, scorers=(judge.renamed("reward"),), prompts_per_step=4)
+    result = run(credit, steps=3, runs=tmp_path, quiet=True)
+    assert result.steps == 3 and result.verdict.clean, result.verdict.line
+    folder = RunFolder.open(result.folder)
+    with contextlib.closing(Ledger.open(folder.ledger)) as ledger:
+        dropped = ledger.counts("trainer").dropped
+    assert dropped == {"failed": 5}
+    rows = [row for step in (1, 2, 3) for row in folder.read_rollouts(step).to_pylist()]
+    assert [row["group_id"] for row in rows[::4]] == [5, 6, 7, *range(8, 17)]
+    for row in rows:
+        kind, _, some = row["answer"].partition("/")
+        fails = bool(some) and row["position"] % 2 == 0
+        assert (row["reward"] is None, row["advantage"] is None) == (fails, fails)
+        assert row["reward"] != 0
+        said = {"raise": "cannot judge", "loop": "0.2 s", "exit": "status 5", "fine": ""}[kind]
+        assert (said in row["error"]) if fails else row["error"] is None
+
+
+class Once:
+    """True for the first caller of all processes, and for no other."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __call__(self) -> bool:
+        try:
+            self.mark.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+@pytest.mark.parametrize("whom", ["its process", "the server of the processes"])
+@pytest.mark.parametrize("on", [None, inline()], ids=["processes", "inline"])
+def test_a_scorers_process_that_is_killed_from_outside_costs_no_row(
+    whom: str, on: Any, light: None, tmp_path: Path
+) -> None:
+    first = Once(tmp_path / "struck")
+    pid = os.getpid if whom == "its process" else os.getppid
+
+    @scorer
+    def judge(answer: str) -> float:
+        if answer == "20" and first():
+            os.kill(pid(), signal.SIGKILL)
+            time.sleep(5)
+        return float(answer)
+
+    result = run(fake_graph(scorers=(judge,), count=48), on=on, runs=tmp_path / "runs", quiet=True)
+    assert first.mark.exists()
+    assert result.steps == 6 and result.verdict.clean, result.verdict.line
+    for step in range(1, 7):
+        table = RunFolder.open(result.folder).read_rollouts(step)
+        assert table.column("judge").to_pylist() == table.column("group_id").cast("double").to_pylist()
+        assert table.column("error").null_count == len(table)
+
+
+@pytest.mark.parametrize("kind", ["raise", "exit"])
+def test_a_scorer_that_always_fails_ends_the_run_with_its_reason(
+    kind: str, policy: Path, machine: None, tmp_path: Path
+) -> None:
+    @scorer
+    def reward(completion: str) -> float:
+        if kind == "exit":
+            sys.exit("no licence")
+        raise ValueError("no licence")
+
+    graph = tiny_graph(policy, scorers=(reward,), max_tokens=2)
+    with pytest.raises(RunError, match=r"'trainer' dropped .* groups in a row and trained none.*no licence"):
+        run(graph, on=inline(), runs=tmp_path, quiet=True)
+    clean_as_far_as_it_came(tmp_path)
+
+
+# The scheduler and the user
+
+
+@dataclass
+class Program:
+    """rigs/program.py under way, in a process group of its own, as in a terminal."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    def steps(self) -> int:
+        latest = self.runs / "latest"
+        return sum("loss" in line or "dropped" in line for line in RunFolder.open(latest).read_metrics()) if latest.exists() else 0
+
+    def family(self) -> set[int]:
+        return {self.process.pid, *descendants(self.process.pid)}
+
+    def press_control_c(self) -> None:
+        """What a terminal does: everyone in the group gets it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def outcome(self) -> str:
+        return str(the_folder(self.runs).read_json("times.json")["outcome"])
+
+
+@pytest.fixture
+def program(machine: None, tmp_path: Path, policy: Path) -> Iterator[Callable[[str], Program]]:
+    started: list[Program] = []
+    environment = os.environ | {"TMPDIR": tempfile.gettempdir(), "OMP_NUM_THREADS": "1"}
+
+    def start(kind: str) -> Program:
+        command = [sys.executable, str(PROGRAM), kind, str(tmp_path), str(policy)]
+        with (tmp_path / "output").open("w") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, text=True, env=environment, start_new_session=True
+            )
+        started.append(Program(process, tmp_path))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait(10)
+
+
+def under_way(each: Program, steps: int = 2) -> None:
+    def is_under_way() -> bool:
+        assert each.process.poll() is None, (each.folder / "output").read_text()
+        return each.steps() >= steps
+
+    wait_until(is_under_way, 90.0, f"step {steps}")
+
+
+def test_no_process_outlives_a_killed_scheduler(program: Callable[[str], Program]) -> None:
+    running = program("endless")
+    under_way(running)
+    family = running.family()
+    assert len(family) >= 1 + 1 + 4 + 1 + 2  # itself, forkserver, workers, the scorer's server and processes
+    running.process.kill()
+    running.process.wait(10)
+    wait_until(lambda: not alive(family), 5.0, "the end of all processes")
+    clean_as_far_as_it_came(running.runs)
+
+
+def test_control_c_ends_the_step_writes_a_checkpoint_and_leaves_a_clean_folder(
+    program: Callable[[str], Program],
+) -> None:
+    running = program("learning")
+    under_way(running)
+    running.press_control_c()
+    assert running.process.wait(100) == 0, (running.folder / "output").read_text()
+    folder = the_folder(running.runs)
+    assert running.outcome() == "stopped"
+    clean_as_far_as_it_came(running.runs)
+    steps = max(line["step"] for line in folder.read_metrics())
+    assert folder.latest_checkpoint() == folder.checkpoints.folder(steps)
+
+
+def test_a_second_control_c_ends_the_run_at_once(program: Callable[[str], Program]) -> None:
+    running = program("deaf_trainer")
+    under_way(running)
+    family = running.family()
+    running.press_control_c()
+    wait_until((running.folder / "asked-to-drain").exists, 30.0, "the first Ctrl-C")
+    assert running.process.poll() is None
+    running.press_control_c()
+    assert running.process.wait(60) != 0
+    assert "KeyboardInterrupt" in (running.folder / "output").read_text()
+    wait_until(lambda: not alive(family), 5.0, "the end of all processes")
+    clean_as_far_as_it_came(running.runs)
+
+
+def test_a_run_that_is_terminated_leaves_no_process(program: Callable[[str], Program]) -> None:
+    running = program("endless")
+    under_way(running)
+    family = running.family()
+    running.process.terminate()
+    assert running.process.wait(60) != 0
+    wait_until(lambda: not alive(family), 5.0, "the end of all processes")
+    clean_as_far_as_it_came(running.runs)
+
+
+def test_control_c_while_workers_start_ends_the_run(program: Callable[[str], Program]) -> None:
+    running = program("late")
+    wait_until((running.folder / "building").exists, 60.0, "the generator's start")
+    running.press_control_c()
+    time.sleep(0.5)  # the scheduler looks ten times a second; sooner would only make the test easier
+    (running.folder / "go-on").touch()
+    assert running.process.wait(60) == 0, (running.folder / "output").read_text()
+    assert running.outcome() == "stopped"
+    clean_as_far_as_it_came(running.runs)
+
+
+# Prompts
+
+
+def write(path: Path, *rows: Any) -> Path:
+    """A JSONL file; texts stand as they are."""
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+GOOD = [{"prompt": f"{n}=", "answer": str(n)} for n in range(4)]
+
+
+def prompts_run(source: Any, runs: Path, *, on: Any = None, **knobs: Any) -> Any:
+    prompts = Prompts(source, columns=("answer",), epochs=1, **knobs)
+    graph = fake_graph(
+        source=prompts, generator=FakeGenerator(model=MODEL), trainer=FakeTrainer(model=MODEL, prompts_per_step=2)
+    )
+    return run(graph, on=on, runs=runs, quiet=True, limits=QUICK)
+
+
+BAD_ROWS = {
+    "broken JSON": ('{"prompt": "4=', r"line 5|row 4|:5"),
+    "missing column": ({"prompt": "4="}, "no column 'answer'"),
+    "null": ({"prompt": None, "answer": "4"}, "null in 'prompt'"),
+    "wrong type": ({"prompt": "4=", "answer": [4]}, r"\[4\]"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_a_bad_row_ends_the_run_at_its_start_with_file_and_fault(kind: str, light: None, tmp_path: Path) -> None:
+    row, said = BAD_ROWS[kind]
+    path = write(tmp_path / "p.jsonl", *GOOD, row)
+    with pytest.raises(RecordError, match=f"'prompts'.*p.jsonl.*({said})"):
+        prompts_run(path, tmp_path / "runs", on=inline())
+
+
+def test_a_bad_row_is_named_also_when_the_source_runs_in_a_worker(light: None, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *GOOD, '{"prompt": "4=')
+    with pytest.raises(RunError, match=r"'prompts-0' failed: 'prompts': .*p\.jsonl"):
+        prompts_run(path, tmp_path / "runs")
+
+
+def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(
+    light: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "p.jsonl", *GOOD, *(row for row, _ in BAD_ROWS.values()))
+    result = prompts_run(path, tmp_path / "runs", on=inline(), on_bad="drop")
+    assert result.steps == 2 and result.verdict.clean, result.verdict.line
+    assert "4 issued = 4 trained" in result.verdict.line
+    assert "left_out=4" in capfd.readouterr().out
+
+
+def test_a_column_that_no_row_has_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "1=", "answr": "1"})
+    with pytest.raises(GraphError, match=r"'answer'.*did you mean 'answr'"):
+        prompts_run(path, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("rows", [[], [""]], ids=["empty", "blank line"])
+def test_a_file_without_rows_ends_the_run_at_its_start(rows: list[str], light: None, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *rows)
+    with pytest.raises(DataflowError, match=r"'prompts'.*no rows"):
+        prompts_run(path, tmp_path / "runs", on=inline())
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, light: None) -> None:
+    with pytest.raises(DataflowError, match=r"'prompts'.*nowhere\.jsonl"):
+        prompts_run(tmp_path / "nowhere.jsonl", tmp_path / "runs", on=inline())
+
+
+def test_equal_prompts_are_issued_each(light: None, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *GOOD, *GOOD)
+    result = prompts_run(path, tmp_path / "runs", on=inline())
+    assert result.steps == 4 and result.verdict.clean
+    assert "8 issued = 8 trained" in result.verdict.line
+
+
+@pytest.mark.parametrize("on", [None, inline()], ids=["processes", "inline"])
+def test_a_source_whose_function_raises_ends_the_run_with_its_name(on: Any, light: None, tmp_path: Path) -> None:
+    def row(found: dict[str, str]) -> dict[str, str]:
+        if found["answer"] == "3":
+            raise KeyError("question")
+        return found
+
+    with pytest.raises(DataflowError, match=r"'prompts'.*KeyError: 'question'.*test_faults\.py"):
+        prompts_run(GOOD, tmp_path / "runs", on=on, rows=row)
+
+
+def test_an_iterable_that_raises_midway_ends_the_run_with_its_name(light: None, tmp_path: Path) -> None:
+    class Flaky:
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            yield from GOOD * 20
+            raise ConnectionError("the data base is gone")
+
+    with pytest.raises(DataflowError, match=r"'prompts'.*the data base is gone"):
+        prompts_run(Flaky(), tmp_path / "runs", on=inline())
+
+
+def test_an_over_long_prompt_is_an_error_on_its_rollouts(policy: Path) -> None:
+    from operators import Generator
+
+    rows = [*words(2), {"prompt": "a" * (CONTEXT_TOKENS + 1), "answer": "?"}, *words(2)]
+    g = Graph("long")
+    generator = Generator(Model(str(policy)), group_size=3, max_tokens=4)
+    table = collect(generator(g.source(Prompts(rows, columns=("answer",), epochs=1))), rows=1_000)
+    assert len(table) == 15
+    failed = table.filter(pc.equal(table.column("answer"), "?")).to_pylist()
+    assert len(failed) == 3
+    for row in failed:
+        assert row["finish_reason"] == "error" and row["completion"] == ""
+        assert str(CONTEXT_TOKENS) in row["error"]
+    assert table.column("error").null_count == 12
+
+
+def test_an_over_long_prompt_is_dropped_with_its_reason_and_the_run_goes_on(
+    policy: Path, machine: None, tmp_path: Path
+) -> None:
+    rows = [*words(2), {"prompt": "a" * (CONTEXT_TOKENS + 1), "answer": "?"}, *words(9)]
+    result = run(tiny_graph(policy, prompts=rows, epochs=1), steps=2, on=inline(), runs=tmp_path, quiet=True)
+    assert result.steps == 2
+    assert "8 trained + 1 dropped (1 failed)" in result.verdict.line

@@ -1,0 +1,81 @@
+"""Several senders at one receiver, and several receivers of one sender, on every kind of channel."""
+
+import pytest
+
+from .rig import Rig, connect, drain, firsts, make_batch, settle, take, until
+
+
+def test_senders_share_the_capacity_and_leave_their_share_to_the_others(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=16)
+    first = rig.sender(receiver, sender_id="first")
+    connect(first, to=receiver)
+    assert first.room() == 16
+    second = rig.sender(receiver, sender_id="second")
+    connect(first, second, to=receiver)
+
+    def rooms() -> tuple[int, int]:
+        receiver.poll(), first.poll(), second.poll()
+        return first.room(), second.room()
+
+    until(lambda: rooms() == (8, 8))
+    second.finish()
+    drain(second, receiver)
+    until(lambda: rooms()[0] == 16)
+
+
+def test_a_newcomer_waits_until_the_others_gave_back_what_they_were_promised(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=8)
+    first = rig.sender(receiver, sender_id="first")
+    connect(first, to=receiver)
+    assert all(first.send(make_batch(number)) for number in range(8))
+    held = take(receiver, 8, first, ack=False)
+    second = rig.sender(receiver, sender_id="second")
+    settle(lambda: (receiver.poll(), first.poll(), second.poll()))
+    assert second.room() == 0
+    for delivery in held:
+        delivery.ack()
+    connect(first, second, to=receiver)
+    assert receiver.depth == (0, 0)
+
+
+def test_a_forgotten_sender_counts_as_ended_and_frees_its_share(rig: Rig) -> None:
+    receiver = rig.receiver(capacity_rows=16, senders=2)
+    stays, dies = (rig.sender(receiver, sender_id=name) for name in ("stays", "dies"))
+    connect(stays, dies, to=receiver)
+    dies.close()
+    receiver.forget("dies")
+    until(lambda: (receiver.poll(), stays.poll(), stays.room() == 16)[2])
+    stays.finish()
+    drain(stays, receiver)
+    assert receiver.finished
+
+
+def test_balanced_batches_go_where_the_most_credit_is(rig: Rig) -> None:
+    wide, narrow = rig.receiver(capacity_rows=8), rig.receiver(capacity_rows=4)
+    sender = rig.sender(narrow, wide)
+    connect(sender, to=[wide, narrow])
+    until(lambda: (wide.poll(), narrow.poll(), sender.poll(), sender.room() == 8)[3])
+    assert [sender.send(make_batch(number, rows=2)) for number in range(7)] == [True] * 6 + [False]
+    got_wide, got_narrow = take(wide, 4, sender), take(narrow, 2, sender)
+    assert firsts(got_wide)[:2] == [0, 1]
+    assert sorted(firsts(got_wide) + firsts(got_narrow)) == list(range(6))
+
+
+def test_keyed_batches_with_one_key_go_to_one_receiver(rig: Rig) -> None:
+    receivers = [rig.receiver(), rig.receiver()]
+    sender = rig.sender(*receivers, partition="keyed")
+    connect(sender, to=receivers)
+    assert all(sender.send(make_batch(number), key=number % 3) for number in range(9))
+    assert firsts(take(receivers[0], 6, sender)) == [0, 2, 3, 5, 6, 8]
+    assert firsts(take(receivers[1], 3, sender)) == [1, 4, 7]
+    with pytest.raises(ValueError, match="needs a key"):
+        sender.send(make_batch(0))
+
+
+def test_broadcast_reaches_all_or_none(rig: Rig) -> None:
+    receivers = [rig.receiver(capacity_rows=4), rig.receiver(capacity_rows=2)]
+    sender = rig.sender(*receivers, partition="broadcast")
+    connect(sender, to=receivers)
+    assert sender.room() == 2
+    assert [sender.send(make_batch(number)) for number in range(3)] == [True, True, False]
+    assert firsts(take(receivers[0], 2, sender)) == firsts(take(receivers[1], 2, sender)) == [0, 1]
