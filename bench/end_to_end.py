@@ -103,7 +103,7 @@ def measure(system: str, case: str, repeat: int, options: argparse.Namespace) ->
             return f"exit status {done.returncode}: {done.stdout[-2000:]}"
         measured = Measured(**json.loads(out.read_text()))
     facts = make_case(case, options.policies, quick=options.quick)
-    return figures(measured, warmup=facts.warmup, cooldown=cooldown(system), level=facts.level)
+    return figures(measured, warmup=facts.warmup[system], cooldown=cooldown(system), level=facts.level)
 
 
 def environment(system: str, threads: int) -> dict[str, str]:

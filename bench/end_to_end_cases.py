@@ -60,8 +60,8 @@ class Case:
     lr: float
     steps: dict[str, int]
     """Counted steps, by system."""
-    warmup: int
-    """Steps before the counted ones."""
+    warmup: dict[str, int]
+    """Steps before the counted ones, by system: for the asynchronous graph enough to fill its pipeline."""
     eval_every: int = 0
     """Steps between evaluations; 0: none."""
     level: float | None = None
@@ -92,13 +92,13 @@ def make_case(name: str, policies: Path, *, quick: bool) -> Case:
         max_tokens=sorting.MAX_TOKENS,
         lr=2e-4,
         steps=_all(3 if quick else 100),
-        warmup=1 if quick else 5,
+        warmup=_all(1 if quick else 5),
         eval_every=2 if quick else 20,
         level=0.0 if quick else 0.6,
     )
     slow = replace(
         sort, name="slow_scorer", held_out=(), reward=slow_exact, calls=SCORER_CALLS, eval_every=0, level=None,
-        steps=_all(2 if quick else 16), warmup=1 if quick else 3,
+        steps=_all(2 if quick else 16), warmup=_all(1 if quick else 5),
     )  # fmt: skip
     tail = Case(
         name="tail",
@@ -108,7 +108,7 @@ def make_case(name: str, policies: Path, *, quick: bool) -> Case:
         max_tokens=24 if quick else TAIL_TOKENS,
         lr=1e-5,
         steps=_all(1) if quick else {"plain": 2, "trl": 2, "sync": 6, "async": 12},
-        warmup=1,
+        warmup=_all(1) if quick else {"plain": 1, "trl": 1, "sync": 1, "async": 6},
     )
     return {"even": sort, "tail": tail, "slow_scorer": slow}[name]
 

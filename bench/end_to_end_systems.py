@@ -40,7 +40,7 @@ def cooldown(system: str) -> int:
 
 def total_steps(system: str, case: Case) -> int:
     """Warm-up, counted steps and cool-down."""
-    return case.warmup + case.steps[system] + cooldown(system)
+    return case.warmup[system] + case.steps[system] + cooldown(system)
 
 
 def run_plain(case: Case, *, seed: int, threads: int, born: float) -> Measured:

@@ -1,7 +1,8 @@
 """Inline runs of the real operators: bit for bit the same for a seed, versions right, staleness within its bound."""
 
-import dataclasses
+import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from rigs.graphs import fake_graph, reward, tiny_graph
+from rigs.graphs import fake_graph, tiny_graph
 from rigs.operators import mute, struck
 
-from dataflow import Devices, Model, Result, inline, run
+from dataflow import Devices, Model, Result, inline, run, scorer
 from dataflow.errors import DeadlineError, OperatorError
 from dataflow.run_folder import RunFolder
 from dataflow.testing import FakeGenerator, FakeTrainer
@@ -83,10 +84,19 @@ def test_another_seed_gives_other_losses(asynchronous: Result, policy: Path, fol
     assert all(a != b for a, b in zip(losses(asynchronous), losses(other), strict=True))
 
 
-def test_the_timing_of_scorers_leaves_no_trace(asynchronous: Result, policy: Path, folder: Path) -> None:
-    """A pool of processes answers in any order and at any time; the run is the one without a pool."""
-    isolated = dataclasses.replace(reward, isolate=True, processes=2)
-    assert losses(trained(policy, folder, scorers=(isolated,))) == losses(asynchronous)
+def test_the_timing_of_scorers_leaves_no_trace(policy: Path, folder: Path) -> None:
+    """Scorer processes that answer in another order and at other times give the same run."""
+
+    def losses_with(pauses: bool) -> list[float]:
+        @scorer(processes=2)
+        def reward(completion: str) -> float:
+            if pauses:
+                time.sleep(0.0005 * os.urandom(1)[0])
+            return sum(letter in "abcdefgh" for letter in completion) / max(1, len(completion))
+
+        return losses(trained(policy, folder, scorers=(reward,)))
+
+    assert losses_with(pauses=True) == losses_with(pauses=False)
 
 
 def test_evaluation_leaves_no_trace_in_the_losses_of_a_synchronous_run(

@@ -1,0 +1,123 @@
+"""`main(build)` and the `dataflow` command, as a user types them."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataflow import Graph, GraphError, Model, cli, inline, main, run, scorer
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+
+
+@scorer(isolate=False)
+def reward(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def build(*, policy: str = "policy", size: int = 64, group_size: int = 4) -> Graph:
+    """Train something.
+
+    Args:
+        policy: folder of the policy.
+        size: how many prompts there are.
+        group_size: rollouts of a prompt.
+    """
+    graph, model = Graph("test"), Model(policy)
+    generator, trainer = FakeGenerator(model=model, group_size=group_size), FakeTrainer(model=model)
+    trainer(reward(generator(graph.source(FakePrompts(size=size)))))
+    graph.feedback(trainer.weights, generator, max_staleness=1000)
+    return graph
+
+
+def status_of(*args: str) -> int | str | None:
+    with pytest.raises(SystemExit) as ended:
+        main(build, args=list(args))
+    return ended.value.code
+
+
+def test_keyword_arguments_become_flags_with_their_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--help") == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "--group-size INT" in said and "rollouts of a prompt" in said and "--steps" in said
+
+
+def test_an_unknown_flag_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--group-sise", "3") == 2
+    captured = capsys.readouterr()
+    assert "--group-size" in captured.out + captured.err
+
+
+def test_a_flag_of_the_wrong_type_is_refused() -> None:
+    assert status_of("--group-size", "many") == 2
+
+
+def test_explain_prints_the_plan_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(build, args=["--explain", "--runs", str(tmp_path / "runs")])
+    assert "generator" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("suffix", ["svg", "dot", "mmd", "html"])
+def test_draw_writes_the_picture_that_its_suffix_names(tmp_path: Path, suffix: str) -> None:
+    main(build, args=["--draw", str(tmp_path / f"g.{suffix}")])
+    assert "generator" in (tmp_path / f"g.{suffix}").read_text()
+
+
+def test_a_refused_graph_ends_with_status_1_and_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--size", "4", "--explain") == 1
+    assert re.search(r"GraphError: 'prompts' ends after 4 prompts", capsys.readouterr().err)
+
+
+def test_devices_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--gpus", "generator=600", "--explain") == 1
+    assert "600 GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["generator", "generator=", "=3"])
+def test_an_unreadable_assignment_is_refused(text: str) -> None:
+    assert status_of("--gpus", text, "--explain") == 1
+
+
+def test_a_parameter_that_is_a_flag_of_every_run_is_refused() -> None:
+    def clashing(*, steps: int) -> Graph:
+        raise AssertionError
+
+    with pytest.raises(GraphError, match="'clashing' has a parameter 'steps'.*call it otherwise"):
+        main(clashing, args=[])
+
+
+def test_the_command_verifies_and_shows_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run(build(), on=inline(), steps=4, runs=tmp_path, quiet=True)
+    assert (result.steps, result.verdict.clean) == (4, True)
+    for command, said in {"verify": "clean: ", "show": "ledger"}.items():
+        monkeypatch.setattr(sys, "argv", ["dataflow", command, str(result.folder)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+        assert said in capsys.readouterr().out
+
+
+def test_verify_ends_with_status_1_when_a_group_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run(build(), on=inline(), steps=4, runs=tmp_path, quiet=True)
+    (result.folder / "rollouts" / "step-000002.arrow").unlink()
+    monkeypatch.setattr(sys, "argv", ["dataflow", "verify", str(result.folder)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    assert "BROKEN" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_run_is_an_error_that_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["dataflow", "verify", str(tmp_path / "nothing")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code != 0
+    captured = capsys.readouterr()
+    assert "nothing" in captured.out + captured.err
