@@ -119,8 +119,8 @@ class Scheduler:
                     f"the scheduler waited {self.limits.start_s:.0f} s for {late} to start; "
                     f"see their logs in {self._settings.folder}/logs"
                 )
-        self._broadcast({"kind": "start"})
         self._say(self.conductor.start())
+        self._broadcast({"kind": "start"})
 
     def turn(self, wait_s: float) -> None:
         """Take in what has come within `wait_s`; raises what ends the run."""
@@ -220,8 +220,8 @@ class Scheduler:
                 )
         if self.conductor.draining and not self.conductor.over and now > self._deadline:
             raise DeadlineError(
-                f"the scheduler waited {self.limits.drain_s:.0f} s for the step under way to end, and stops without it; "
-                f"the last checkpoint in {self._settings.folder} is good"
+                f"the scheduler waited {self.limits.drain_s:.0f} s for the step under way to end; it stops without "
+                f"it, and the last checkpoint in {self._settings.folder} is good"
             )
 
     def _addresses(self) -> dict[str, list[str]]:

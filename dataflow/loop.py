@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -38,6 +39,25 @@ class Outlet(Protocol):
 
     def finish(self) -> None:
         """Say that nothing more will come."""
+
+
+_MOST_ROWS = 1024
+"""Rows of one batch on the wire, where a single group has no more."""
+
+
+def whole_groups(records: pa.RecordBatch, most_rows: int) -> list[pa.RecordBatch]:
+    """Slices of at most so many rows, cut between groups; a group that is larger by itself stays whole."""
+    if records.num_rows <= most_rows:
+        return [records]
+    ids = records.column(GROUP_ID).to_numpy()
+    ends = [*(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
+    parts, start, last = [], 0, 0
+    for end in ends:
+        if end - start > most_rows and last > start:
+            parts.append(records.slice(start, last - start))
+            start = last
+        last = end
+    return [*parts, records.slice(start)]
 
 
 class NodeLoop:
@@ -126,8 +146,9 @@ class NodeLoop:
             self.rows_out += batch.records.num_rows
             if self._mark is not None:
                 self._mark(batch.lane, pc.unique(batch.records.column(GROUP_ID)).to_pylist())
-            for outlet in self._outlets.get(batch.lane, ()):
-                self._outbox.append((outlet, batch.records))
+            for part in whole_groups(batch.records, _MOST_ROWS):
+                for outlet in self._outlets.get(batch.lane, ()):
+                    self._outbox.append((outlet, part))
 
     def _flush(self) -> bool:
         moved = False

@@ -154,7 +154,7 @@ def plan(
         count = len(on) // ranks if on else replicas.get(name, 1)
         if count < 1 or (count > 1 and (operator.trains or operator.light)):
             raise GraphError(
-                f"'{name}' cannot run as {count} replicas; only generators and forward operators have several, at least 1"
+                f"'{name}' cannot run as {count} replicas; give 1 or more, to generators and forward operators only"
             )
         model = operator.uses
         size = sizes.get(model.source) if model else None

@@ -234,8 +234,11 @@ def _describe(folder: RunFolder, graph: Graph, planned: Plan, seed: int, steps: 
         for name, op in graph.operators.items()
     ]
     links = [
-        {"from": u, "to": v, "plane": data["plane"], "lane": data.get("lane"), "max_staleness": data.get("max_staleness"),
-         "columns": {n: str(t) for n, t in data.get("columns", {}).items()}}
+        {
+            "from": u, "to": v, "plane": data["plane"], "lane": data.get("lane"),
+            "max_staleness": data.get("max_staleness"),
+            "columns": {n: str(t) for n, t in data.get("columns", {}).items()},
+        }
         for u, v, data in graph.nx.edges(data=True)
     ]  # fmt: skip
     folder.write_json("graph.json", {"name": graph.name, "nodes": nodes, "edges": links})

@@ -27,8 +27,13 @@ class Watch:
     """
 
     def __init__(
-        self, graph: Graph, plan: Plan, folder: RunFolder, steps: int | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:  # fmt: skip
+        self,
+        graph: Graph,
+        plan: Plan,
+        folder: RunFolder,
+        steps: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._graph, self._plan, self._folder, self._steps, self._clock = graph, plan, folder, steps, clock
         self._began = clock()
         self._training: tuple[float, dict[str, float]] | None = None

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from dataflow.check import group_size
 from dataflow.graph import Graph
-from dataflow.node import Bound, Generate
+from dataflow.node import Bound, Generate, Learn, Operator
 from dataflow.plan import Plan
 from dataflow.records import Columns
 
 CAPACITY_BYTES = 256 << 20
+_CAPACITY_ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +37,25 @@ def edges(graph: Graph) -> list[Edge]:
             found.append(
                 Edge(
                     producer=stream.node, consumer=call.operator.name, lane=stream.lane, columns=stream.columns,
-                    capacity_rows=_capacity(graph, call.operator.name),
+                    capacity_rows=_capacity(graph, call.operator, stream.lane),
                 )
             )  # fmt: skip
     return found
 
 
-def _capacity(graph: Graph, consumer: str) -> int:
-    """Prompts are few and cheap to hold back; rollouts come in groups, several steps' worth for a trainer."""
-    operator = graph.operators[consumer]
-    if isinstance(operator, Generate):
+def _capacity(graph: Graph, consumer: Operator, lane: str) -> int:
+    """Rows under way on an edge.
+
+    Prompts are few and cheap to hold back. A trainer acknowledges a group when its step is committed, so its edge
+    must hold all that the staleness bound lets be in flight, and a step more: with less the run would deadlock.
+    """
+    if isinstance(consumer, Generate):
         return 128
-    return 4096
+    size = group_size(graph, lane) or 1
+    if isinstance(consumer, Learn):
+        ahead = max((f.max_staleness for f in graph.feedbacks if f.weights.trainer is consumer), default=1)
+        return max(_CAPACITY_ROWS, (ahead + 2) * consumer.step_prompts * size)
+    return max(_CAPACITY_ROWS, 2 * size)
 
 
 def context_facts(graph: Graph, plan: Plan, node: str) -> dict[str, object]:

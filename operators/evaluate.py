@@ -1,6 +1,6 @@
 """The sink of an evaluation: gathers a round of held-out groups and writes one line of metrics for it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -33,18 +33,10 @@ class Evaluate(Sink):
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
         found = []
-        if (
-            isinstance(self.every_steps, bool)
-            or not isinstance(self.every_steps, int)
-            or self.every_steps < 1
-        ):
-            found.append(
-                f"'{self.name}' has every_steps={self.every_steps!r}; give a whole number of 1 or more"
-            )
+        if isinstance(self.every_steps, bool) or not isinstance(self.every_steps, int) or self.every_steps < 1:
+            found.append(f"'{self.name}' has every_steps={self.every_steps!r}; give a whole number of 1 or more")
         if not isinstance(self.of, str) or not self.of:
-            found.append(
-                f"'{self.name}' has of={self.of!r}, which names no column; give one, such as 'reward'"
-            )
+            found.append(f"'{self.name}' has of={self.of!r}, which names no column; give one, such as 'reward'")
         return found
 
     def build(self, context: Context) -> Runtime:
@@ -57,7 +49,7 @@ class _Round:
     """Groups of one source in one round that have come so far."""
 
     size: int
-    groups: dict[int, Batch]
+    groups: dict[int, pa.RecordBatch]
 
     @property
     def is_complete(self) -> bool:
@@ -84,14 +76,17 @@ class EvaluateRuntime(Runtime):
         return 1 << 20
 
     def push(self, batch: Batch) -> None:
-        """Sort the groups of a batch into their rounds; one that came before is released at once."""
+        """Sort the groups of a batch into their rounds.
+
+        The batch is acknowledged at once: a round may have more rows than may be under way on the edge, and one
+        that is lost with this process is asked for again.
+        """
+        batch.ack()
         rows = batch.records
         if not rows.num_rows:
-            batch.ack()
             return
         ids = rows.column(GROUP_ID).to_numpy()
         starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
-        release = _shared(batch, len(starts))
         for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(ids)], strict=True):
             group_id = int(ids[start])
             size, step = rows.column(ROUND_SIZE)[start].as_py(), rows.column(MIN_VERSION)[start].as_py()
@@ -101,15 +96,9 @@ class EvaluateRuntime(Runtime):
                     f"in none (round_size {size}); give it prompts of their own, in a source of another name"
                 )
             if step in self._closed:
-                release()
                 continue
             found = self._rounds.setdefault(step, {}).setdefault(batch.lane, _Round(size, {}))
-            if group_id in found.groups:
-                release()
-            else:
-                found.groups[group_id] = Batch(
-                    batch.lane, rows.slice(start, end - start), batch.origin, release
-                )
+            found.groups.setdefault(group_id, rows.slice(start, end - start))
 
     def work(self) -> list[Batch] | None:
         """Close one complete round, the oldest first; None while none is complete."""
@@ -136,10 +125,9 @@ class EvaluateRuntime(Runtime):
 
     def _close(self, step: int, lanes: dict[str, _Round]) -> None:
         context = self._context
-        batches = [
-            lanes[lane].groups[group] for lane in sorted(lanes) for group in sorted(lanes[lane].groups)
-        ]
-        table = pa.Table.from_batches([batch.records for batch in batches])
+        table = pa.Table.from_batches(
+            [lanes[lane].groups[group] for lane in sorted(lanes) for group in sorted(lanes[lane].groups)]
+        )
         metrics = {"step": step, **round_metrics(table, self._evaluate.of)}
         if context.folder is not None:
             context.folder.write_evaluation(step, table)
@@ -157,20 +145,6 @@ class EvaluateRuntime(Runtime):
         self._last = {"round": step}
         if metrics["eval_accuracy"] is not None:
             self._last["eval_accuracy"] = metrics["eval_accuracy"]
-        for batch in batches:
-            batch.ack()
-
-
-def _shared(batch: Batch, groups: int) -> Callable[[], None]:
-    """Acknowledges the batch when it was called once for each group."""
-    left = [groups]
-
-    def release() -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            batch.ack()
-
-    return release
 
 
 def round_metrics(table: pa.Table, of: str) -> dict[str, Any]:

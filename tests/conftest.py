@@ -1,6 +1,5 @@
 """Fixtures of the tests of whole runs."""
 
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,10 +11,11 @@ ROOT = Path(__file__).parent.parent
 if str(ROOT) not in sys.path:  # before this folder, whose `dataflow` would be found as a package without a file
     sys.path.insert(0, str(ROOT))
 
+from rigs.machine import folders_made, nothing_left_behind  # noqa: E402
+from rigs.policy import tiny_policy  # noqa: E402
+
 from dataflow import worker  # noqa: E402
 from dataflow.plan import Devices  # noqa: E402
-from rigs.machine import nothing_left_behind  # noqa: E402
-from rigs.policy import tiny_policy  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -31,16 +31,12 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails the test when a run leaves a process, a socket or shared memory behind."""
-    tmp_path_factory.getbasetemp()  # is where the temporary files were until now
-    temporary = Path(tempfile.mkdtemp(prefix="t-"))
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    try:
-        with nothing_left_behind(temporary):
-            yield
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    made: list[Path] = []
+    monkeypatch.setattr(tempfile, "mkdtemp", folders_made(made.append))
+    with nothing_left_behind(made):
+        yield
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -279,6 +278,13 @@ class Program:
     def family(self) -> set[int]:
         return {self.process.pid, *descendants(self.process.pid)}
 
+    def ended_by_itself(self) -> bool:
+        return self.process.poll() not in (None, -signal.SIGKILL)
+
+    def made(self) -> list[Path]:
+        """Folders for sockets and shared memory."""
+        return [Path(line) for line in (self.folder / "made").read_text().splitlines()]
+
     def press_control_c(self) -> None:
         """What a terminal does: everyone in the group gets it."""
         os.killpg(self.process.pid, signal.SIGINT)
@@ -290,7 +296,7 @@ class Program:
 @pytest.fixture
 def program(machine: None, tmp_path: Path, policy: Path) -> Iterator[Callable[[str], Program]]:
     started: list[Program] = []
-    environment = os.environ | {"TMPDIR": tempfile.gettempdir(), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(kind: str) -> Program:
         command = [sys.executable, str(PROGRAM), kind, str(tmp_path), str(policy)]
@@ -302,9 +308,13 @@ def program(machine: None, tmp_path: Path, policy: Path) -> Iterator[Callable[[s
         return started[-1]
 
     yield start
+    left = [made for each in started if each.ended_by_itself() for made in each.made() if made.exists()]
     for each in started:
         each.process.kill()
         each.process.wait(10)
+        for made in each.made():
+            shutil.rmtree(made, ignore_errors=True)
+    assert left == []
 
 
 def under_way(each: Program, steps: int = 2) -> None:
@@ -324,8 +334,16 @@ def test_no_process_outlives_a_killed_scheduler(program: Callable[[str], Program
     running.process.wait(10)
     wait_until(lambda: not alive(family), 5.0, "the end of all processes")
     clean_as_far_as_it_came(running.runs)
-    for sockets in Path(tempfile.gettempdir()).iterdir():  # nobody was left to remove them
-        shutil.rmtree(sockets)
+
+
+def test_a_killed_scheduler_leaves_no_sockets_and_no_memory(program: Callable[[str], Program]) -> None:
+    """Fails: the forkserver dies by SIGKILL with the scheduler (dataflow/nursery.py:141), before it cleans up."""
+    running = program("endless")
+    under_way(running)
+    assert all(made.is_dir() for made in running.made()) and running.made()
+    running.process.kill()
+    running.process.wait(10)
+    wait_until(lambda: not any(made.exists() for made in running.made()), 5.0, "the end of its sockets")
 
 
 def test_control_c_ends_the_step_writes_a_checkpoint_and_leaves_a_clean_folder(

@@ -115,7 +115,7 @@ def test_no_rollout_is_trained_older_than_the_bound_and_some_are_older_than_the_
     for step, table in enumerate(rollouts(asynchronous), start=1):
         for versions in table.column("versions").to_pylist():
             ages.append(step - 1 - min(version for version in versions if version >= 0))
-    assert 0 <= min(ages) and 0 < max(ages) <= BOUND
+    assert min(ages) >= 0 and 0 < max(ages) <= BOUND
     told = [line["staleness_max"] for line in asynchronous.metrics if "loss" in line]
     assert max(told) == max(ages)
 

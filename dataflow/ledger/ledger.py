@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dataflow.ledger import reads, writes
 from dataflow.files import to_json
+from dataflow.ledger import reads, writes
 from dataflow.ledger.reads import Counts, InFlight, PlannedStep
 from dataflow.ledger.schema import LedgerError, build, check_schema, connect, explained, snapshot, transaction
 

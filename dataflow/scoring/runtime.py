@@ -12,9 +12,9 @@ import pyarrow as pa
 
 from dataflow.errors import RecordError
 from dataflow.node import Batch, Context, Runtime
-from dataflow.scoring.pool import Answer, Pool
-from dataflow.scoring.calls import Call, Settings
 from dataflow.records import ERROR, GROUP_ID, AnyArray
+from dataflow.scoring.calls import Call, Settings
+from dataflow.scoring.pool import Answer, Pool
 from dataflow.scoring.values import (
     checker,
     describe,

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dataflow.scoring.pool import Pool
 from dataflow.scoring.calls import Call, Settings
+from dataflow.scoring.pool import Pool
 from dataflow.scoring.process import Chunk, Piece, pieces_of
 
 MEETING = threading.Barrier(4)

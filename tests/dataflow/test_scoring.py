@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from dataflow.errors import RecordError
 from dataflow.node import Batch, Context
-from dataflow.scoring.pool import Answer
 from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Array, check_schema
 from dataflow.scorer import Scorer, scorer
+from dataflow.scoring.pool import Answer
 from dataflow.scoring.runtime import Scoring
 
 

@@ -3,15 +3,17 @@
 import contextlib
 import ctypes
 import os
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def wait_until(holds: Callable[[], object], deadline_s: float = 30.0, what: str = "it") -> None:
@@ -37,28 +39,34 @@ def descendants(pid: int | None = None) -> set[int]:
     return {child.pid for child in psutil.Process(pid).children(recursive=True)}
 
 
-@contextlib.contextmanager
-def nothing_left_behind(temporary: Path) -> Iterator[None]:
-    """At its end no process has outlived the runs within, and no socket folder or shared memory stands.
+def folders_made(record: Callable[[Path], object]) -> Callable[..., str]:
+    """A stand-in for tempfile.mkdtemp that tells of every folder of a run, for sockets and shared memory."""
+    make = tempfile.mkdtemp
 
-    temporary: the folder that the runs make their socket folders in. Orphans come to this process, as it
-    makes itself their reaper, so that they are found wherever in the tree they were started.
+    def mkdtemp(*args: Any, **kwargs: Any) -> str:
+        made = make(*args, **kwargs)
+        if Path(made).name.startswith("dataflow"):
+            record(Path(made))
+        return made
+
+    return mkdtemp
+
+
+@contextlib.contextmanager
+def nothing_left_behind(folders: Iterable[Path]) -> Iterator[None]:
+    """At its end no process has outlived the runs within, and none of their folders stands.
+
+    Orphans come to this process, as it makes itself their reaper: so they are found wherever they were started.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    before, memory = descendants(), _memory()
+    before = descendants()
     yield
     try:
         wait_until(lambda: not alive(descendants() - before), 5.0, "the end of the run's processes")
     finally:
         for pid in descendants() - before:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, 9)
+                os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-    assert list(temporary.iterdir()) == []
-    assert _memory() <= memory
-
-
-def _memory() -> set[str]:
-    """Names of the engine's shared memory."""
-    return {path.name for path in SHARED_MEMORY.glob("dataflow*")} if SHARED_MEMORY.exists() else set()
+    assert [folder for folder in folders if folder.exists()] == []

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT.parent), str(ROOT)]
 
-from rigs.graphs import fake_graph, reward, tiny_graph  # noqa: E402
-from rigs.operators import built_by, deaf, slow  # noqa: E402
-
 from dataflow import Graph, Model, run, scorer, worker  # noqa: E402
 from dataflow.node import Context, Runtime  # noqa: E402
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer  # noqa: E402
+from rigs.graphs import fake_graph, reward, tiny_graph  # noqa: E402
+from rigs.machine import folders_made  # noqa: E402
+from rigs.operators import built_by, deaf, slow  # noqa: E402
 
 MODEL = Model("fake-policy")
 
@@ -67,11 +68,18 @@ KINDS: dict[str, Callable[[Path], Graph]] = {
 
 
 def main() -> None:
-    """Run, and say what came of it."""
+    """Run on one core; the folders made for sockets stand in the file `made`."""
     kind, folder = sys.argv[1], Path(sys.argv[2])
     if kind != "learning":
         worker.preload = lambda: None
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}) if hasattr(os, "sched_setaffinity") else None
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with (folder / "made").open("w", buffering=1) as made:
+        tempfile.mkdtemp = folders_made(lambda path: made.write(f"{path}\n"))
+        go(kind, folder)
+
+
+def go(kind: str, folder: Path) -> None:
+    """Run, and say what came of it."""
     result = run(KINDS[kind](folder), runs=folder / "runs", quiet=True)
     print(f"ended after {result.steps} steps: {result.verdict.line}")
 

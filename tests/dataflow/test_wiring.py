@@ -1,0 +1,34 @@
+"""Edges hold what may be in flight, and batches are cut between groups only."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from dataflow import Graph, Model
+from dataflow.loop import whole_groups
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.wiring import edges
+
+
+@pytest.mark.parametrize(("prompts_per_step", "group_size", "max_staleness"), [(8, 4, 0), (512, 16, 4), (64, 64, 8)])
+def test_an_edge_into_a_trainer_holds_all_that_the_bound_lets_be_in_flight(
+    prompts_per_step: int, group_size: int, max_staleness: int
+) -> None:
+    graph, model = Graph("test"), Model("policy")
+    generator = FakeGenerator(model=model, group_size=group_size)
+    trainer = FakeTrainer(model=model, prompts_per_step=prompts_per_step)
+    trainer(generator(graph.source(FakePrompts(size=None))))
+    graph.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    last = next(edge for edge in edges(graph) if edge.consumer == "trainer")
+    assert last.capacity_rows >= (max_staleness + 1) * prompts_per_step * group_size
+
+
+@pytest.mark.parametrize("sizes", [[1], [4, 4, 4], [3, 9, 1, 1, 20, 2], [50], [1] * 30])
+def test_a_batch_is_cut_between_groups_and_nothing_is_lost(sizes: list[int]) -> None:
+    ids = np.repeat(np.arange(len(sizes)), sizes)
+    batch = pa.RecordBatch.from_arrays([pa.array(ids)], names=["group_id"])
+    parts = whole_groups(batch, 8)
+    assert pa.Table.from_batches(parts).column(0).to_pylist() == ids.tolist()
+    groups = [set(part.column(0).to_pylist()) for part in parts]
+    assert sum(len(each) for each in groups) == len(sizes)
+    assert all(part.num_rows <= 8 or len(each) == 1 for part, each in zip(parts, groups, strict=True))
