@@ -14,7 +14,7 @@ loop and inside TRL's reward function.
 A line of JSON per run: rollouts_per_s and tokens_per_s over the counted steps (those after the warm-up; of the
 asynchronous graph also without the last five, for which the generator has nothing left to do meanwhile);
 seconds_to_accuracy from the end of the warm-up until the held-out accuracy is reached, evaluations not counted;
-efficiency, busy seconds of the busiest stage over wall seconds; startup_s, from the start of the process to the
+efficiency, busy seconds of the busiest stage over wall seconds (a slow scorer with all of its calls open is busy); startup_s, from the start of the process to the
 end of its first step.
 """
 
@@ -37,7 +37,18 @@ from bench.report import Figure, Report
 
 RUN_TIMEOUT_S = 900.0
 INSTALL = "skipped: install it with pip install 'dataflow-rl[bench]'"
-RATIOS = ("rollouts_per_s", "seconds_to_accuracy")
+_ALWAYS = ("rollouts_per_s", "efficiency", "tokens_per_s", "startup_s")
+SHOWN = {
+    "even": (*_ALWAYS, "seconds_to_accuracy", "accuracy_first", "accuracy_last"),
+    "tail": (*_ALWAYS, "tokens_p50", "tokens_p99"),
+    "slow_scorer": _ALWAYS,
+}
+"""Figures of a case that stand in the table; the JSON has them all."""
+TITLES = {
+    "rollouts_per_s": "rollouts/s", "tokens_per_s": "tokens/s", "startup_s": "start s",
+    "seconds_to_accuracy": "s to accuracy", "accuracy_first": "first", "accuracy_last": "last",
+    "tokens_p50": "p50", "tokens_p99": "p99",
+}  # fmt: skip
 
 
 def main() -> int:
@@ -81,7 +92,7 @@ def run_all(options: argparse.Namespace, report: Report) -> bool:
                     report.add(case=case, system=system, repeat=repeat, **found)
                     lines.setdefault((case, system), []).append(found)
                     console.print(f"{case} {system}: {found['rollouts_per_s']:,.0f} rollouts/s", markup=False)
-    _show(lines, options, console)
+    _show(lines, options.quick, console)
     return failed
 
 
@@ -130,17 +141,19 @@ def _be_child(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(lines: dict[tuple[str, str], list[dict[str, Figure]]], options: argparse.Namespace, console: Console) -> None:
+def _show(lines: dict[tuple[str, str], list[dict[str, Figure]]], quick: bool, console: Console) -> None:
     """A table of medians for each case, with their ratios to the plain loop's."""
-    table = Report("end_to_end")
+    table = Report("end_to_end, median of the repeats")
     for (case, system), repeats in lines.items():
         middle = medians(repeats)
         plain = medians(lines[case, "plain"]) if (case, "plain") in lines else {}
-        for name in RATIOS:
-            middle[f"{name.removesuffix('_per_s')}_x"] = _ratio(middle[name], plain.get(name))
-        table.add(case=case, system=system, **middle)
+        shown = {TITLES.get(name, name): value for name, value in middle.items() if name in SHOWN[case]}
+        shown["rate / plain"] = _ratio(middle["rollouts_per_s"], plain.get("rollouts_per_s"))
+        if case == "even":
+            shown["time / plain"] = _ratio(middle["seconds_to_accuracy"], plain.get("seconds_to_accuracy"))
+        table.add(case=case, system=system, **shown)
         p50, p99 = middle["tokens_p50"], middle["tokens_p99"]
-        if case == "tail" and not options.quick and not _is_heavy(p50, p99):
+        if case == "tail" and not quick and not is_heavy(p50, p99):
             console.print(f"tail {system}: median {p50}, 99th percentile {p99}: no heavy tail", style="red")
     table.show(console)
 
@@ -151,7 +164,8 @@ def _ratio(figure: Figure, plain: Figure) -> float | None:
     return None
 
 
-def _is_heavy(p50: Figure, p99: Figure) -> bool:
+def is_heavy(p50: Figure, p99: Figure) -> bool:
+    """Whether the 99th percentile is far enough from the median."""
     return isinstance(p50, int | float) and isinstance(p99, int | float) and p99 >= HEAVY * p50
 
 

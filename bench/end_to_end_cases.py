@@ -56,6 +56,8 @@ class Case:
     reward: Reward
     calls: int = 1
     """Calls of the reward at once."""
+    call_s: float = 0.0
+    """Wall time that a call takes by sleeping, in seconds."""
     max_tokens: int
     lr: float
     steps: dict[str, int]
@@ -97,7 +99,7 @@ def make_case(name: str, policies: Path, *, quick: bool) -> Case:
         level=0.0 if quick else 0.6,
     )
     slow = replace(
-        sort, name="slow_scorer", held_out=(), reward=slow_exact, calls=SCORER_CALLS, eval_every=0, level=None,
+        sort, name="slow_scorer", held_out=(), reward=slow_exact, calls=SCORER_CALLS, call_s=SCORER_S, eval_every=0, level=None,
         steps=_all(2 if quick else 16), warmup=_all(1 if quick else 5),
     )  # fmt: skip
     tail = Case(

@@ -135,11 +135,11 @@ class Worker:
         while time.monotonic() < deadline:
             self._link.socket.poll(100)
             self._early += self._link.words()
-            while self._early:
-                word = self._early.pop(0)
+            for word in self._early:
                 if word["kind"] == "stop":
                     raise SystemExit(0)
                 if word["kind"] == kind:
+                    self._early.remove(word)
                     return word
         raise DeadlineError(
             f"worker '{self._settings.worker}' waited {deadline_s:.0f} s for the scheduler's word '{kind}' and did "

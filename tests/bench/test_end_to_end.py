@@ -1,0 +1,122 @@
+"""Laws of the end-to-end bench: what counts as time, and that every system is measured the same way."""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from bench.end_to_end import has_trl, is_heavy, run_all
+from bench.end_to_end_cases import CASES, LONG, SHORT, TAIL_TOKENS, make_case, tail_examples
+from bench.end_to_end_pace import ROLLOUTS_PER_STEP, Measured, Stopwatch, figures, medians, seconds_to
+from bench.report import Report
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def measured(ends: list[float], accuracies: list[tuple[int, float]] | None = None) -> Measured:
+    lengths = [[4] * ROLLOUTS_PER_STEP for _ in ends]
+    return Measured(startup_s=1.0, wall_s=9.0, ends=ends, lengths=lengths, accuracies=accuracies or [])
+
+
+def test_evaluations_take_no_time_on_the_stopwatch() -> None:
+    clock = Clock()
+    watch = Stopwatch(born=90.0, clock=clock)
+
+    def evaluation() -> float:
+        clock.now += 50.0
+        return 0.5
+
+    watch.evaluate(evaluation)
+    clock.now += 2.0
+    watch.step([3, 4])
+    watch.evaluate(evaluation)
+    clock.now += 3.0
+    watch.step([5, 6])
+    found = watch.measured()
+    assert found.ends[1] - found.ends[0] == 3.0
+    assert found.startup_s == 12.0
+    assert found.wall_s == 115.0
+    assert found.accuracies == [(0, 0.5), (1, 0.5)]
+    assert found.lengths == [[3, 4], [5, 6]]
+
+
+def test_neither_warmup_nor_cooldown_counts_in_the_rate() -> None:
+    slow_ends = measured([10.0, 20.0, 21.0, 22.0, 23.0, 43.0])
+    found = figures(slow_ends, warmup=2, cooldown=1, level=None)
+    assert found["steps"] == 3
+    assert found["rollouts_per_s"] == ROLLOUTS_PER_STEP
+    assert found["tokens_per_s"] == 4 * ROLLOUTS_PER_STEP
+    assert found["seconds_to_accuracy"] is None
+
+
+def test_seconds_to_accuracy_start_after_the_warmup_and_lie_between_evaluations() -> None:
+    found = measured([8.0, 10.0, 11.0, 12.0, 13.0, 14.0], [(0, 0.1), (2, 0.2), (4, 0.4), (6, 0.8)])
+    assert seconds_to(found, 0.6, warmup=2) == pytest.approx(3.0)
+    assert seconds_to(found, 0.4, warmup=2) == pytest.approx(2.0)
+    assert seconds_to(found, 0.1, warmup=2) == 0.0
+    assert seconds_to(found, 0.9, warmup=2) is None
+
+
+def test_a_median_needs_a_figure_from_every_repeat() -> None:
+    found = medians([{"a": 1.0, "b": 1}, {"a": 3.0, "b": None}, {"a": 2.0, "b": 2}])
+    assert found == {"a": 2.0, "b": None}
+
+
+def test_the_tail_policy_learns_from_lengths_with_a_heavy_tail() -> None:
+    completions = [completion for _, completion in tail_examples(6_400)]
+    lengths = sorted(map(len, completions))
+    assert 25 <= statistics.median(lengths) <= 40
+    assert is_heavy(lengths[len(lengths) // 2], lengths[len(lengths) * 99 // 100])
+    assert max(lengths) < TAIL_TOKENS
+    assert all(set(text) <= set(SHORT) or set(text) <= set(LONG) for text in completions)
+
+
+def test_every_system_gets_the_same_steps_of_the_sorting_cases(tmp_path: Path) -> None:
+    for name in ("even", "slow_scorer"):
+        case = make_case(name, tmp_path, quick=False)
+        assert len(set(case.steps.values())) == 1
+        assert len(set(case.warmup.values())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_case_and_system_writes_its_line(tmp_path: Path) -> None:
+    systems = ["plain", "sync", "async", *(["trl"] if has_trl() else [])]
+    options = argparse.Namespace(
+        systems=systems, cases=list(CASES), policies=tmp_path / "policies", quick=True, repeats=1, threads=1
+    )
+    out = tmp_path / "lines.jsonl"
+    assert not run_all(options, Report("end_to_end", out)), out.read_text()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {(line["case"], line["system"]) for line in lines} == {(c, s) for c in CASES for s in systems}
+    for line in lines:
+        assert line["rollouts_per_s"] > 0
+        assert line["startup_s"] < line["wall_s"]
+        assert (line["efficiency"] is None) == (line["system"] in ("plain", "trl"))
+        assert (line["seconds_to_accuracy"] is None) == (line["case"] != "even")
+
+
+def test_a_missing_trl_is_a_line_that_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.end_to_end.has_trl", lambda: False)
+    monkeypatch.setattr("bench.end_to_end.make_policy", lambda *args, **knobs: None)
+    options = argparse.Namespace(systems=["trl"], cases=["even"], policies=tmp_path, quick=True, repeats=1, threads=1)
+    assert not run_all(options, Report("end_to_end", tmp_path / "lines.jsonl"))
+    (line,) = map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())
+    assert line["system"] == "trl" and "pip install" in line["skipped"]
+
+
+def test_a_run_that_fails_is_a_line_and_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.end_to_end.make_policy", lambda *args, **knobs: None)
+    monkeypatch.setattr("bench.end_to_end.measure", lambda *args: "exit status 1: no policy")
+    options = argparse.Namespace(systems=["plain"], cases=["tail"], policies=tmp_path, quick=True, repeats=1, threads=1)
+    assert run_all(options, Report("end_to_end", tmp_path / "lines.jsonl"))
+    (line,) = map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())
+    assert line["failed"] == "exit status 1: no policy"
