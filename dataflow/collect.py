@@ -1,5 +1,7 @@
 """`collect(stream)`: run a graph up to a stream and return its rows, for notebooks and tests."""
 
+import collections
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -42,7 +44,11 @@ class _Collect(Sink):
     batches: list[pa.RecordBatch] = field(default_factory=list, repr=False)
 
     def count(self) -> int:
-        return sum(batch.num_rows for batch in self.batches)
+        """Rows of the first groups that are all there: later groups may have come before a slow one."""
+        sizes = collections.Counter(
+            itertools.chain.from_iterable(batch.column(GROUP_ID).to_pylist() for batch in self.batches)
+        )
+        return sum(sizes[group] for group in itertools.takewhile(sizes.__contains__, itertools.count()))
 
     def build(self, context: Context) -> Runtime:
         return _Keep(self.batches)

@@ -77,15 +77,17 @@ class InlineRun:
 
     def _settle(self, node: str) -> bool:
         """Let a light operator finish what it has been given, so that its timing leaves no trace."""
-        loop, moved = self.host.loops[node], False
-        if self.host.graph.operators[node].kind != "operator" or len(self.host.runtimes[node].waits()) == 0:
+        loop, runtime, moved = self.host.loops[node], self.host.runtimes[node], False
+        if self.host.graph.operators[node].kind == "source":
             return moved
         deadline = time.monotonic() + _SETTLE_S
-        while self.host.runtimes[node].pending() and not loop.blocked and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             if loop.turn():
                 moved = True
-            else:
+            elif runtime.pending() and runtime.waits() and not loop.blocked:
                 time.sleep(0.0002)
+            else:
+                break
         return moved
 
     def _say(self, words: list[Word]) -> None:

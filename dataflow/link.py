@@ -81,6 +81,7 @@ class Link:
         dealer.setsockopt(zmq.LINGER, 1000)
         dealer.connect(self._address)
         heard = beaten = time.monotonic()
+        alone = False
         try:
             while True:
                 stopping = self._stop.is_set()
@@ -98,9 +99,9 @@ class Link:
                     if word["kind"] != "heard":
                         self._words.append(word)
                         wake.send(b"")
-                elif now - heard > self._patience_s:
+                elif not alone and now - heard > self._patience_s:
+                    alone = True
                     self._orphaned()
-                    heard = now
         finally:
             dealer.close()
             wake.close(0)

@@ -17,6 +17,9 @@ def log_to(path: Path) -> None:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
+    # A notebook, or a test runner, may have put streams of its own in their place.
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, force=True)
     structlog.configure(
         processors=[
