@@ -49,8 +49,10 @@ def boundary(node: str, doing: str) -> Iterator[None]:
     """Attribute whatever is raised inside to `node`: the one place where errors are attributed."""
     try:
         yield
-    except DataflowError:
-        raise
+    except DataflowError as error:
+        if f"'{node}'" in str(error):
+            raise
+        raise type(error)(f"'{node}': {error}") from error
     except Exception as error:
         raise OperatorError(
             f"'{node}' failed while {doing}: {type(error).__name__}: {error} (at {where(error)}); "

@@ -138,7 +138,6 @@ def _serve(
     preload: Callable[[], None],
     clean_up: Callable[[], None],
 ) -> int:
-    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(environment)
     names: dict[int, str] = {}

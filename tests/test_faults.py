@@ -76,9 +76,7 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_its_log(
     clean_as_far_as_it_came(tmp_path)
 
 
-def test_a_worker_that_stopped_answering_ends_the_run_with_its_name_and_its_log(
-    light: None, tmp_path: Path
-) -> None:
+def test_a_worker_that_stopped_answering_ends_the_run_with_its_name_and_its_log(light: None, tmp_path: Path) -> None:
     limits = Limits(hang_s=3.0, stop_s=1.0)
     with pytest.raises(WorkerDied, match=r"'generator-0' .*has not answered for . s.*logs/generator-0\.log"):
         run(victim("generator", signal.SIGSTOP), runs=tmp_path, quiet=True, limits=limits)
@@ -160,9 +158,7 @@ def test_a_worker_that_never_gets_ready_is_named_when_the_start_is_overdue(light
 # Scorers: what a call does wrong is a record of its rollout
 
 
-def test_what_a_scorer_does_wrong_is_recorded_and_never_a_reward(
-    policy: Path, machine: None, tmp_path: Path
-) -> None:
+def test_what_a_scorer_does_wrong_is_recorded_and_never_a_reward(policy: Path, machine: None, tmp_path: Path) -> None:
     """Prompt by prompt, the scorer raises, loops, exits, eats memory, or gives none, for all or for some."""
 
     @scorer(timeout_s=0.2, memory_mb=64)
@@ -273,7 +269,11 @@ class Program:
 
     def steps(self) -> int:
         latest = self.runs / "latest"
-        return sum("loss" in line or "dropped" in line for line in RunFolder.open(latest).read_metrics()) if latest.exists() else 0
+        return (
+            sum("loss" in line or "dropped" in line for line in RunFolder.open(latest).read_metrics())
+            if latest.exists()
+            else 0
+        )
 
     def family(self) -> set[int]:
         return {self.process.pid, *descendants(self.process.pid)}

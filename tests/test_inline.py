@@ -135,9 +135,7 @@ def test_some_rollouts_go_on_under_newer_weights_and_never_under_older_ones(asyn
     assert spans > 0
 
 
-def test_every_token_has_the_log_probability_of_the_version_it_names(
-    asynchronous: Result, policy: Path
-) -> None:
+def test_every_token_has_the_log_probability_of_the_version_it_names(asynchronous: Result, policy: Path) -> None:
     """Each step's checkpoint is loaded anew, and asked for the tokens of the rollouts that name its version."""
     import torch
     from transformers import AutoModelForCausalLM

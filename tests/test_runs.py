@@ -57,9 +57,7 @@ def test_prompts_that_end_before_the_steps_end_the_run_with_fewer_steps(runs: Ru
     assert result.verdict.clean, result.verdict.line
 
 
-def test_a_graph_without_a_trainer_ends_when_its_last_prompt_has_reached_the_sink(
-    runs: Runner, tmp_path: Path
-) -> None:
+def test_a_graph_without_a_trainer_ends_when_its_last_prompt_has_reached_the_sink(runs: Runner, tmp_path: Path) -> None:
     g = Graph("no-trainer")
     keep = Keep(path=tmp_path / "kept")
     keep(reward(FakeGenerator()(g.source(FakePrompts(size=30)))))

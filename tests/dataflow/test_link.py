@@ -98,9 +98,7 @@ def test_a_beat_carries_the_newest_snapshot(desk: Desk, link_to: Callable[..., L
     assert desk.hear("beat")["step"] == 7
 
 
-def test_words_reach_the_worker_in_order_and_answers_to_beats_do_not(
-    desk: Desk, link_to: Callable[..., Link]
-) -> None:
+def test_words_reach_the_worker_in_order_and_answers_to_beats_do_not(desk: Desk, link_to: Callable[..., Link]) -> None:
     link = link_to()
     link.start(dict)
     desk.hear("beat")

@@ -29,9 +29,7 @@ def endless(folder: Path) -> Graph:
 
     source = slow(FakePrompts(size=None), seconds=0.02)
     trainer = FakeTrainer(model=MODEL, prompts_per_step=32)
-    return fake_graph(
-        source=source, generator=FakeGenerator(model=MODEL), scorers=(reward, isolated), trainer=trainer
-    )
+    return fake_graph(source=source, generator=FakeGenerator(model=MODEL), scorers=(reward, isolated), trainer=trainer)
 
 
 def deaf_trainer(folder: Path) -> Graph:
