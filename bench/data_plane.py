@@ -24,7 +24,7 @@ import zmq
 
 from bench.report import Report
 from bench.rollouts import Arrays, Rollouts, from_batch, make, read, to_batch
-from transport.data import Receiver, Sender
+from transport.data import Receiver, Sender, keep_freed_memory
 
 BATCH_ROWS = 64
 TOKENS = 1000
@@ -242,6 +242,8 @@ def _commands() -> Iterator[list[Any]]:
 
 def main() -> None:
     """Run the bench, or, with --produce, the sending end of one system."""
+    # What every worker does; the consumers of all systems share this process, so it serves the others as well.
+    keep_freed_memory()
     parser = argparse.ArgumentParser(prog="python -m bench.data_plane", description=__doc__)
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default 7)")

@@ -14,8 +14,10 @@ loop and inside TRL's reward function.
 A line of JSON per run: rollouts_per_s and tokens_per_s over the counted steps (those after the warm-up; of the
 asynchronous graph also without the last five, for which the generator has nothing left to do meanwhile);
 seconds_to_accuracy from the end of the warm-up until the held-out accuracy is reached, evaluations not counted;
-efficiency, busy seconds of the busiest stage over wall seconds (a slow scorer with all of its calls open is busy); startup_s, from the start of the process to the
-end of its first step.
+efficiency, busy seconds of the busiest stage over wall seconds, where a slow scorer is busy by sleeping;
+startup_s, from the start of the process to the end of its first step.
+
+Run it on an idle machine: a pool of two spinning threads on two cores that others use falls far behind.
 """
 
 import argparse
@@ -87,7 +89,7 @@ def run_all(options: argparse.Namespace, report: Report) -> bool:
                 if isinstance(found, str):
                     failed = True
                     report.add(case=case, system=system, repeat=repeat, failed=found)
-                    console.print(f"{case} {system}: {found}", style="red", markup=False)
+                    console.print(f"{case} {system}: {found}", style="red", markup=False, soft_wrap=True)
                 else:
                     report.add(case=case, system=system, repeat=repeat, **found)
                     lines.setdefault((case, system), []).append(found)

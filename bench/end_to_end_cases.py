@@ -99,7 +99,8 @@ def make_case(name: str, policies: Path, *, quick: bool) -> Case:
         level=0.0 if quick else 0.6,
     )
     slow = replace(
-        sort, name="slow_scorer", held_out=(), reward=slow_exact, calls=SCORER_CALLS, call_s=SCORER_S, eval_every=0, level=None,
+        sort, name="slow_scorer", held_out=(), eval_every=0, level=None,
+        reward=slow_exact, calls=SCORER_CALLS, call_s=SCORER_S,
         steps=_all(2 if quick else 16), warmup=_all(1 if quick else 5),
     )  # fmt: skip
     tail = Case(

@@ -16,6 +16,7 @@ from dataflow.loop import Inlet, NodeLoop, Outlet
 from dataflow.node import Context, Runtime, WeightsIn, WeightsOut
 from dataflow.plan import Plan
 from dataflow.run_folder import RunFolder
+from dataflow.trace import Trace
 from dataflow.wiring import Edge, context_facts, edges, marks
 
 
@@ -73,6 +74,7 @@ class Host:
         self.ledger = Ledger.open(self.folder.ledger) if self.folder else None
         self.runtimes: dict[str, Runtime] = {}
         self.loops: dict[str, NodeLoop] = {}
+        self._trace = Trace(f"{settings.worker}-{settings.replica}")
         self._writer_of, self._reader_of, self._device = writer_of, reader_of, device
 
     def incoming(self) -> list[Edge]:
@@ -97,7 +99,8 @@ class Host:
                 if edge.producer == name:
                     lanes[edge.lane].append(outlets[edge.name])
             ends = [(e.lane, e.producer, inlets[e.name]) for e in self.incoming() if e.consumer == name]
-            self.loops[name] = NodeLoop(name, self.runtimes[name], ends, dict(lanes), mark=self._marker(name, lanes))
+            span = self._trace.add
+            self.loops[name] = NodeLoop(name, self.runtimes[name], ends, dict(lanes), mark=self._marker(name, lanes), span=span)
 
     def tell(self, node: str, message: Mapping[str, Any]) -> None:
         """Pass a word of the control on."""
@@ -130,6 +133,8 @@ class Host:
             runtime.close()
         if self.ledger is not None:
             self.ledger.close()
+        if self.folder is not None:
+            self._trace.write(self.folder)
 
     def _context(self, name: str) -> Context:
         facts: dict[str, Any] = context_facts(self.graph, self.plan, name)

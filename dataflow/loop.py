@@ -77,9 +77,12 @@ class NodeLoop:
         outlets: Mapping[str, Sequence[Outlet]],
         *,
         mark: Callable[[str, list[int]], None] | None = None,
+        span: Callable[[str, float, float], None] = lambda node, begin_s, end_s: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """inlets: (lane, sending node, inlet); outlets by lane; mark: writes (lane, group ids) into the ledger."""
+        """inlets: (lane, sending node, inlet); outlets by lane; mark: writes (lane, group ids) into the ledger;
+        span: is told of every slice of work.
+        """
         self.node, self.runtime = node, runtime
         self.paused = False
         self.ended = False
@@ -90,7 +93,7 @@ class NodeLoop:
             *(inlet for _, _, inlet in inlets),
             *(o for each in outlets.values() for o in each),
         ]
-        self._mark, self._clock = mark, clock
+        self._mark, self._span, self._clock = mark, span, clock
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch]] = collections.deque()
         self._acks: list[Callable[[], None]] = []
         self._told_end = False
@@ -112,7 +115,9 @@ class NodeLoop:
         with boundary(self.node, "working"):
             made = self.runtime.work()
         if made is not None:
-            self.seconds["busy"] += self._clock() - began
+            ended = self._clock()
+            self.seconds["busy"] += ended - began
+            self._span(self.node, began, ended)
             self._queue(made)
             self._flush()
             return True

@@ -10,7 +10,7 @@ from dataflow.node import WeightsIn, WeightsOut
 from dataflow.plan import Plan
 from dataflow.records import schema
 from dataflow.wiring import CAPACITY_BYTES, Edge, edges
-from transport.data import LocalNetwork, Receiver, Sender
+from transport.data import LocalNetwork, Receiver, Sender, keep_freed_memory
 
 
 class Ports:
@@ -28,6 +28,8 @@ class Ports:
     def open_inlets(self, host: Host) -> dict[str, str]:
         """Bind the edges that end here; addresses of those that come from other processes, by edge."""
         addresses = {}
+        if self._settings.sockets:
+            keep_freed_memory()
         for edge in host.incoming():
             local = edge.producer in self._nodes
             receiver = Receiver(

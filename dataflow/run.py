@@ -26,6 +26,7 @@ from dataflow.model_size import measure_models
 from dataflow.plan import Devices, Plan, plan
 from dataflow.run_folder import RunFolder
 from dataflow.summary import summarize
+from dataflow.trace import merge
 from dataflow.verify import Verdict, verify
 from dataflow.watch import Watch
 
@@ -133,6 +134,7 @@ def run(
         },
     )  # fmt: skip
     (folder.path / "curve.svg").write_text(reward_curve_svg(watch.lines, title=graph.name), encoding="utf-8")
+    merge(folder)
     verdict = verify(folder.path)
     if not quiet:
         with make_view(sys.stdout) as view:

@@ -35,6 +35,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
             (f"dataflow show {path}", "this summary again"),
             (str(path / "curve.svg"), "reward and accuracy by step"),
             (str(path / "graph.svg"), "the graph as it was placed"),
+            (str(path / "trace.json"), "who worked when, for ui.perfetto.dev"),
         ),
     )  # fmt: skip
 

@@ -119,7 +119,7 @@ def test_an_operator_that_raises_ends_the_run_with_its_name_and_line(light: None
 
 
 def test_the_log_of_a_worker_that_failed_has_the_whole_traceback(light: None, tmp_path: Path) -> None:
-    """Fails while pytest captures sys.stderr, for the reason given in test_what_a_worker_logs_stands_in_its_log."""
+    # fails while pytest captures sys.stderr, as test_what_a_worker_logs_stands_in_its_log does
 
     def boom() -> None:
         raise ValueError("boom")
@@ -135,7 +135,7 @@ def test_the_log_of_a_worker_that_failed_has_the_whole_traceback(light: None, tm
 def test_a_model_that_is_not_there_is_named_with_the_node_that_wanted_it(
     on: Any, machine: None, tmp_path: Path
 ) -> None:
-    """Fails inline: dataflow/errors.py:52 passes errors of the engine's own on without the node."""
+    # fails inline: boundary (dataflow/errors.py:52) passes errors of the engine's own on without the node
     from operators import Generator
 
     g = Graph("missing")
@@ -337,7 +337,7 @@ def test_no_process_outlives_a_killed_scheduler(program: Callable[[str], Program
 
 
 def test_a_killed_scheduler_leaves_no_sockets_and_no_memory(program: Callable[[str], Program]) -> None:
-    """Fails: the forkserver dies by SIGKILL with the scheduler (dataflow/nursery.py:141), before it cleans up."""
+    # fails: the forkserver dies by SIGKILL with the scheduler (dataflow/nursery.py:141), before it cleans up
     running = program("endless")
     under_way(running)
     assert all(made.is_dir() for made in running.made()) and running.made()
@@ -385,11 +385,7 @@ def test_a_run_that_is_terminated_leaves_no_process(program: Callable[[str], Pro
 
 
 def test_control_c_while_workers_start_ends_the_run(program: Callable[[str], Program]) -> None:
-    """Fails: the wish is lost, and the run goes on until drain_s.
-
-    dataflow/worker.py:137 throws words away that come before the one it waits for, and
-    dataflow/conductor.py:74 forgets in `start` that the run is over.
-    """
+    # fails: Conductor.start (dataflow/conductor.py:77) forgets that the run is over; it goes on until drain_s
     running = program("late")
     wait_until((running.folder / "building").exists, 60.0, "the generator's start")
     running.press_control_c()
@@ -462,7 +458,7 @@ def test_a_column_that_no_row_has_is_refused_before_anything_starts(tmp_path: Pa
 @pytest.mark.parametrize("rows", [[], [""]], ids=["empty", "blank line"])
 def test_a_file_without_rows_ends_the_run_at_its_start(rows: list[str], light: None, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *rows)
-    with pytest.raises(DataflowError, match="'prompts' .*0 rows"):
+    with pytest.raises(DataflowError, match=r"'prompts' .*0 rows"):
         prompts_run(path, tmp_path / "runs", on=inline())
     with pytest.raises(RecordError, match="'prompts': there are no rows at all"):
         collect(Graph("empty").source(Prompts(path)), rows=1)

@@ -86,6 +86,7 @@ def test_another_seed_gives_other_losses(asynchronous: Result, policy: Path, fol
 
 def test_the_timing_of_scorers_leaves_no_trace(policy: Path, folder: Path) -> None:
     """Scorer processes that answer in another order and at other times give the same run."""
+    # fails: InlineRun._settle (dataflow/inline.py:81) does not let in-worker scorers finish what they were given
 
     def losses_with(pauses: bool) -> list[float]:
         @scorer(processes=2)
@@ -174,7 +175,7 @@ def test_an_operator_that_raises_ends_the_run_with_its_name_and_line(tmp_path: P
 
     generator = struck(FakeGenerator(model=MODEL), boom)
     graph = fake_graph(generator=generator, trainer=FakeTrainer(model=MODEL))
-    with pytest.raises(OperatorError, match="'generator' failed while working: ValueError: boom .*test_inline.py"):
+    with pytest.raises(OperatorError, match=r"'generator' failed while working: ValueError: boom .*test_inline\.py"):
         run(graph, on=inline(), runs=tmp_path, quiet=True)
 
 
@@ -183,7 +184,7 @@ def test_an_inline_run_that_cannot_go_on_says_so_instead_of_waiting_for_ever(
 ) -> None:
     monkeypatch.setattr(sys.modules["dataflow.inline"], "STALL_S", 0.05)
     graph = fake_graph(generator=mute(FakeGenerator(model=MODEL)), trainer=FakeTrainer(model=MODEL))
-    with pytest.raises(DeadlineError, match="nothing has moved .* one of them waits for rows that never come"):
+    with pytest.raises(DeadlineError, match=r"nothing has moved .* one of them waits for rows that never come"):
         run(graph, on=inline(), runs=tmp_path, quiet=True)
 
 

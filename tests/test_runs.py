@@ -111,10 +111,8 @@ def test_every_worker_has_a_log(light: None, tmp_path: Path) -> None:
 
 
 def test_what_a_worker_logs_stands_in_its_log(light: None, tmp_path: Path) -> None:
-    """Also where the caller has put something of its own in the place of sys.stderr, as a notebook does.
-
-    Fails: dataflow/log.py:20 redirects descriptors 1 and 2, but sys.stdout and sys.stderr may not write there.
-    """
+    """Also where the caller has put something of its own in the place of sys.stderr, as a notebook does."""
+    # fails: dataflow/log.py:17 redirects descriptors 1 and 2, but sys.stdout and sys.stderr may not write there
     result = run(fake_graph(count=16), runs=tmp_path, quiet=True)
     assert "event='started'" in (RunFolder.open(result.folder).log("generator")).read_text()
 
@@ -164,6 +162,7 @@ def test_collect_of_no_rows_is_refused() -> None:
 
 def test_collected_rollouts_are_those_of_the_first_prompts_whatever_their_length(policy: Path) -> None:
     """Groups of a real generator are complete in the order of their lengths, not of their issue."""
+    # fails: collect (dataflow/collect.py:28) stops as soon as any rows have come, and so prefers short rollouts
     from operators import Generator, Prompts
 
     def collected(rows: int) -> Any:
@@ -208,8 +207,8 @@ def test_an_asynchronous_run_of_the_real_operators_in_processes_keeps_every_law(
     steps = [line for line in result.metrics if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     assert max(line["staleness_max"] for line in steps) <= 2
-    assert [step for step, _ in result.evaluations][0] == 0
-    assert [step for step, _ in result.evaluations][-1] == 6
+    rounds = [step for step, _ in result.evaluations]
+    assert rounds in ([0, 6], [0, 3, 6])  # 3 is passed over while 0 or 6 is under way
     assert set(result.busy_seconds) == {"prompts", "generator", "reward", "advantage", "trainer", "held_out", "eval"}
 
     from transformers import AutoModelForCausalLM

@@ -2,6 +2,7 @@
 
 from transport.data.channel import Delivery, Network
 from transport.data.local import LocalNetwork
+from transport.data.memory import keep_freed_memory
 from transport.data.partition import Partition
 from transport.data.receiver import Receiver
 from transport.data.security import Keys, make_keys
@@ -17,5 +18,6 @@ __all__ = [
     "Receiver",
     "Sender",
     "SocketNetwork",
+    "keep_freed_memory",
     "make_keys",
 ]

@@ -1,0 +1,58 @@
+"""What every node did when, as a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dataflow.run_folder import RunFolder
+
+MOST_SPANS = 50_000
+_JOIN_S = 0.0005
+
+
+class Trace:
+    """Spans of work of one process; the clock is the machine's monotonic one, so processes fit together.
+
+    Neighbouring spans of a node are joined, and beyond MOST_SPANS nothing is kept.
+    """
+
+    def __init__(self, process: str) -> None:
+        self._process = process
+        self._spans: list[list[Any]] = []
+        self._last: dict[str, list[Any]] = {}
+
+    def add(self, node: str, begin_s: float, end_s: float) -> None:
+        """`node` was at work from begin to end, in seconds."""
+        last = self._last.get(node)
+        if last is not None and begin_s - last[2] < _JOIN_S:
+            last[2] = end_s
+        elif len(self._spans) < MOST_SPANS:
+            self._last[node] = span = [node, begin_s, end_s]
+            self._spans.append(span)
+
+    def write(self, folder: RunFolder) -> None:
+        """Put the spans beside the process's log, for `merge`."""
+        path = folder.logs / f"{self._process}.trace"
+        lines = (json.dumps([self._process, node, begin, end]) for node, begin, end in self._spans)
+        path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def merge(folder: RunFolder) -> None:
+    """Make trace.json of what the processes left, and remove that."""
+    processes: dict[str, int] = {}
+    events: list[Mapping[str, Any]] = []
+    for path in sorted(folder.logs.glob("*.trace")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            process, node, begin, end = json.loads(line)
+            pid = processes.setdefault(process, len(processes) + 1)
+            events.append(
+                {"name": node, "ph": "X", "pid": pid, "tid": node, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
+            )
+        path.unlink()
+    start = min((event["ts"] for event in events), default=0.0)
+    names = [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}} for process, pid in processes.items()
+    ]
+    shifted = [{**event, "ts": round(event["ts"] - start, 1), "dur": round(event["dur"], 1)} for event in events]
+    Path(folder.trace).write_text(json.dumps({"traceEvents": names + shifted}), encoding="utf-8")
