@@ -157,7 +157,7 @@ def _show(lines: dict[tuple[str, str], list[dict[str, Figure]]], quick: bool, co
         p50, p99 = middle["tokens_p50"], middle["tokens_p99"]
         if case == "tail" and not quick and not is_heavy(p50, p99):
             console.print(f"tail {system}: median {p50}, 99th percentile {p99}: no heavy tail", style="red")
-    table.show(console)
+    table.show(Console(width=max(120, console.width)))
 
 
 def _ratio(figure: Figure, plain: Figure) -> float | None:

@@ -82,6 +82,7 @@ def run_trl(case: Case, *, seed: int, threads: int, born: float) -> Measured:
 
     trl: Any = importlib.import_module("trl")
     torch.set_num_threads(threads)
+    torch.manual_seed(seed)
     model, tokenizer = load(case.policy)
     watch = Stopwatch(born)
     lengths: list[int] = []

@@ -100,7 +100,9 @@ class Host:
                     lanes[edge.lane].append(outlets[edge.name])
             ends = [(e.lane, e.producer, inlets[e.name]) for e in self.incoming() if e.consumer == name]
             span = self._trace.add
-            self.loops[name] = NodeLoop(name, self.runtimes[name], ends, dict(lanes), mark=self._marker(name, lanes), span=span)
+            self.loops[name] = NodeLoop(
+                name, self.runtimes[name], ends, dict(lanes), mark=self._marker(name, lanes), span=span
+            )
 
     def tell(self, node: str, message: Mapping[str, Any]) -> None:
         """Pass a word of the control on."""

@@ -18,8 +18,8 @@ def log_to(path: Path) -> None:
     os.dup2(handle, 2)
     os.close(handle)
     # A notebook, or a test runner, may have put streams of its own in their place.
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, force=True)
     structlog.configure(
         processors=[

@@ -86,7 +86,6 @@ def test_another_seed_gives_other_losses(asynchronous: Result, policy: Path, fol
 
 def test_the_timing_of_scorers_leaves_no_trace(policy: Path, folder: Path) -> None:
     """Scorer processes that answer in another order and at other times give the same run."""
-    # fails: InlineRun._settle (dataflow/inline.py:81) does not let in-worker scorers finish what they were given
 
     def losses_with(pauses: bool) -> list[float]:
         @scorer(processes=2)

@@ -112,7 +112,6 @@ def test_every_worker_has_a_log(light: None, tmp_path: Path) -> None:
 
 def test_what_a_worker_logs_stands_in_its_log(light: None, tmp_path: Path) -> None:
     """Also where the caller has put something of its own in the place of sys.stderr, as a notebook does."""
-    # fails: dataflow/log.py:17 redirects descriptors 1 and 2, but sys.stdout and sys.stderr may not write there
     result = run(fake_graph(count=16), runs=tmp_path, quiet=True)
     assert "event='started'" in (RunFolder.open(result.folder).log("generator")).read_text()
 
@@ -162,7 +161,6 @@ def test_collect_of_no_rows_is_refused() -> None:
 
 def test_collected_rollouts_are_those_of_the_first_prompts_whatever_their_length(policy: Path) -> None:
     """Groups of a real generator are complete in the order of their lengths, not of their issue."""
-    # fails: collect (dataflow/collect.py:28) stops as soon as any rows have come, and so prefers short rollouts
     from operators import Generator, Prompts
 
     def collected(rows: int) -> Any:

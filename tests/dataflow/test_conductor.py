@@ -21,8 +21,7 @@ def conductor(every_steps: int | None = 10, trains: bool = True) -> Conductor:
         graph.feedback(trainer.weights, generator, max_staleness=1)
     if every_steps:
         FakeEvaluate(every_steps=every_steps)(reward(generator(graph.source(FakePrompts(name="held_out")))))
-    made = Conductor(graph, plan(graph, Devices(cpus=2)))
-    return made
+    return Conductor(graph, plan(graph, Devices(cpus=2)))
 
 
 def said(words: list[Word]) -> list[tuple[str, dict]]:

@@ -145,7 +145,6 @@ def test_a_worker_learns_it_also_when_the_scheduler_falls_silent_later(
 
 
 def test_it_learns_it_once(link_to: Callable[..., Link]) -> None:
-    # fails: dataflow/link.py:101 calls `orphaned` again after every further `patience_s`
     calls: list[float] = []
     beats: list[float] = []
 

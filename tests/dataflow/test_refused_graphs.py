@@ -322,7 +322,7 @@ REFUSED: dict[Callable[[], None], str] = {
     two_trainers: r"'trainer' and 'second' both train 'policy'.*join",
     frozen_trainer: r"'trainer' trains 'judge', which is frozen\(\); give it",
     group_of_one: r"'advantage' compares the rollouts of a group, but the groups of 'prompts' have 1 rollout; raise",
-    too_little_in_flight: r"'generator' may hold 32 prompts in flight but one step of 'trainer' needs 64.*deadlock; raise",
+    too_little_in_flight: r"'generator' may hold 32 prompts in flight but one step of 'trainer' needs 64.*deadlock",
     queue_too_short: r"'trainer' may queue 4 prompts but one of its steps needs 8.*deadlock; raise",
     unlike_temperatures: r"'generator' samples at temperature 1.0 but 'trainer' .* at 0.5.*same temperature",
     too_few_prompts: r"'prompts' ends after 100 prompts .*needs 101; give more",

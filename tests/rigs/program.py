@@ -55,13 +55,24 @@ def late(folder: Path) -> Graph:
     return fake_graph(source=source, generator=built_by(generator, build), trainer=trainer)
 
 
+def loading(folder: Path) -> Graph:
+    """A forkserver that takes long to load what it is to load."""
+
+    def preload() -> None:
+        (folder / "building").touch()
+        time.sleep(60)
+
+    worker.preload = preload
+    return fake_graph()
+
+
 def learning(folder: Path) -> Graph:
     """The real operators, for ever."""
     return tiny_graph(Path(sys.argv[3]))
 
 
 KINDS: dict[str, Callable[[Path], Graph]] = {
-    "endless": endless, "deaf_trainer": deaf_trainer, "late": late, "learning": learning,
+    "endless": endless, "deaf_trainer": deaf_trainer, "late": late, "learning": learning, "loading": loading,
 }  # fmt: skip
 
 
