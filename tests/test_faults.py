@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pytest
 from rigs.graphs import fake_graph, reward, tiny_graph, words
 from rigs.machine import alive, descendants, wait_until
-from rigs.operators import built_by, signalled, struck
+from rigs.operators import Keep, built_by, signalled, slow, struck
 from rigs.policy import CONTEXT_TOKENS
 
 from dataflow import DataflowError, Graph, GraphError, Model, RunError, collect, inline, run, scorer, verify
@@ -74,6 +74,18 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_its_log(
     with pytest.raises(WorkerDied, match=rf"'{worker}' .*by signal 9 .*logs/{worker}\.log"):
         run(victim(name, signal.SIGKILL), runs=tmp_path, quiet=True, limits=QUICK)
     clean_as_far_as_it_came(tmp_path)
+
+
+def test_a_killed_worker_is_noticed_among_many_that_go_on(light: None, tmp_path: Path) -> None:
+    """The others never fall silent together."""
+    # fails: Scheduler._drain_messages (dataflow/control.py:207) goes on while anyone beats
+    g = Graph("many")
+    for number in range(12):
+        source = FakePrompts(name=f"p{number}", size=None)
+        source = signalled(source, signal.SIGKILL) if number == 5 else slow(source, seconds=0.05)
+        Keep(name=f"k{number}", path=tmp_path / f"kept-{number}")(g.source(source))
+    with pytest.raises(WorkerDied, match=r"'p5-0' .*by signal 9"):
+        run(g, runs=tmp_path / "runs", quiet=True, limits=QUICK)
 
 
 def test_a_worker_that_stopped_answering_ends_the_run_with_its_name_and_its_log(light: None, tmp_path: Path) -> None:
