@@ -128,9 +128,7 @@ class RunFolder:
         try:
             return json.loads(content)
         except ValueError as error:
-            raise RunFolderError(
-                f"'{path}' is not JSON: {error}; take it from a backup, or start a new run"
-            ) from error
+            raise RunFolderError(f"'{path}' is not JSON: {error}; take it from a backup, or start a new run") from error
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl in one write; NaN becomes null. Errors: RunFolderError."""

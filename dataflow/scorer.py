@@ -173,8 +173,7 @@ class Scorer(Transform, Generic[P, T_co]):
             return
         if self.signature.is_async:
             raise GraphError(
-                f"{head} is an async function with isolate=False, and the worker has no event loop; "
-                f"leave isolate=True"
+                f"{head} is an async function with isolate=False, and the worker has no event loop; leave isolate=True"
             )
         if self.timeout_s != DEFAULT_TIMEOUT_S or self.memory_mb != DEFAULT_MEMORY_MB or self.concurrency > 1:
             raise GraphError(

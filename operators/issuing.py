@@ -128,9 +128,7 @@ class Issue(Runtime):
             columns[name] = pa.array(np.full(count, value, np.int32))
         order = [GROUP_ID, PROMPT_ID, PROMPT, GROUP_SIZE, MIN_VERSION, ROUND_SIZE, *names[2:]]
         if self._ledger is not None:
-            self._ledger.issue(
-                self._lane, list(zip(ids.tolist(), columns[PROMPT_ID].to_pylist(), strict=True))
-            )
+            self._ledger.issue(self._lane, list(zip(ids.tolist(), columns[PROMPT_ID].to_pylist(), strict=True)))
         self._next += count
         return Batch(self._lane, pa.RecordBatch.from_arrays([columns[name] for name in order], names=order))
 

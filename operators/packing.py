@@ -154,9 +154,7 @@ def _common_with_previous(table_R_L: Array) -> Array:
     """How many leading tokens each row has in common with the row before it; 0 for the first."""
     differs = table_R_L[1:] != table_R_L[:-1]
     common = (
-        np.where(differs.any(axis=1), differs.argmax(axis=1), table_R_L.shape[1])
-        if differs.size
-        else differs.sum(1)
+        np.where(differs.any(axis=1), differs.argmax(axis=1), table_R_L.shape[1]) if differs.size else differs.sum(1)
     )
     return np.asarray(np.r_[0, common].astype(np.int64)[: len(table_R_L)])
 

@@ -93,9 +93,7 @@ def sample_columns(found: Iterable[Found], recipe: Recipe) -> tuple[dict[str, pa
     return types, [] if rows else faults
 
 
-def load(
-    found: Iterable[Found], recipe: Recipe, types: Columns, selection: Selection
-) -> tuple[pa.Table, Report]:
+def load(found: Iterable[Found], recipe: Recipe, types: Columns, selection: Selection) -> tuple[pa.Table, Report]:
     """All prompts as a table (prompt_id, prompt, the user's columns), and what was left out.
 
     RecordError for the first bad row unless they are to be dropped, and when no prompt is left.
@@ -115,9 +113,7 @@ def load(
         columns += [list(values) for values in zip(*(made.values for made in chunk), strict=True)]
         arrays = [pa.array(values, kind) for values, kind in zip(columns, schema.types, strict=True)]
         batches.append(pa.RecordBatch.from_arrays(arrays, schema=schema))
-    table = _unique_ids(pa.Table.from_batches(batches, schema), recipe, selection, report).slice(
-        selection.start
-    )
+    table = _unique_ids(pa.Table.from_batches(batches, schema), recipe, selection, report).slice(selection.start)
     report.duplicates = len(table) - pc.count_distinct(table.column(PROMPT)).as_py()
     if not len(table):
         raise RecordError(_nothing_left(recipe, selection, report))
@@ -140,9 +136,7 @@ def prompts_of(found: Found, recipe: Recipe, types: Columns) -> Iterator[Made | 
         yield _function_fault(recipe.make, error)
         return
     for number, row in enumerate(results):
-        yield _made(
-            row, f"{found.number}.{number}" if is_many else str(found.number), recipe, types, found.row
-        )
+        yield _made(row, f"{found.number}.{number}" if is_many else str(found.number), recipe, types, found.row)
 
 
 def _good(
@@ -197,9 +191,7 @@ def _prompt(row: Mapping[str, Any], recipe: Recipe) -> str | Fault:
         return Fault(kind=f"chat messages in '{name}'", detail=f"has a list in '{name}', not a text", do=do)
     if not isinstance(value, str):
         detail = f"has {value!r:.60} ({type(value).__name__}) in '{name}', not a text"
-        return Fault(
-            kind=f"wrong type in '{name}'", detail=detail, do="make it a text, or convert it with rows=..."
-        )
+        return Fault(kind=f"wrong type in '{name}'", detail=detail, do="make it a text, or convert it with rows=...")
     if not value:
         return Fault(kind=f"empty '{name}'", detail=f"has an empty text in '{name}'", do="fill it")
     return json.dumps([{"role": "user", "content": value}], ensure_ascii=False) if recipe.chat else value
@@ -230,20 +222,14 @@ def _value(row: Mapping[str, Any], name: str, kind: pa.DataType | None) -> Any:
         close = difflib.get_close_matches(name, [str(key) for key in row], n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         detail = f"has no column '{name}': it has {list(row)[:12]}{hint}"
-        return Fault(
-            kind=f"no column '{name}'", detail=detail, do=f"add '{name}', name another, or use rows=..."
-        )
+        return Fault(kind=f"no column '{name}'", detail=detail, do=f"add '{name}', name another, or use rows=...")
     value = row[name]
     if value is None:
-        return Fault(
-            kind=f"null in '{name}'", detail=f"has null in '{name}'", do="fill it, or skip it with rows=..."
-        )
+        return Fault(kind=f"null in '{name}'", detail=f"has null in '{name}'", do="fill it, or skip it with rows=...")
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, str) and not _is_text(value):
-        return Fault(
-            kind=f"broken text in '{name}'", detail=f"has half a character in '{name}'", do="mend the text"
-        )
+        return Fault(kind=f"broken text in '{name}'", detail=f"has half a character in '{name}'", do="mend the text")
     if kind is not None and not _is_kind(value, kind):
         return Fault(
             kind=f"wrong type in '{name}'",
@@ -312,11 +298,7 @@ def _unique_ids(table: pa.Table, recipe: Recipe, selection: Selection, report: R
     if recipe.id_column is None or not len(table):
         return table
     codes = pc.dictionary_encode(table.column(PROMPT_ID)).combine_chunks()
-    codes = (
-        codes.indices.to_numpy()
-        if isinstance(codes, pa.DictionaryArray)
-        else codes.chunk(0).indices.to_numpy()
-    )
+    codes = codes.indices.to_numpy() if isinstance(codes, pa.DictionaryArray) else codes.chunk(0).indices.to_numpy()
     firsts = np.sort(np.unique(codes, return_index=True)[1])
     if len(firsts) == len(table):
         return table

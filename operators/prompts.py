@@ -151,9 +151,7 @@ class Prompts(Source):
         kinds = {fault.kind for fault in faults}
         if len(kinds) != 1 or not faults[0].kind.startswith("no column"):
             return []
-        return [
-            f"'{self.name}' reads {self.origin.shown}, whose first row {faults[0].detail}; {faults[0].do}"
-        ]
+        return [f"'{self.name}' reads {self.origin.shown}, whose first row {faults[0].detail}; {faults[0].do}"]
 
     def _knob_faults(self) -> list[str]:
         faults = []
@@ -167,13 +165,9 @@ class Prompts(Source):
             value = getattr(self, knob)
             is_number = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and not (is_number and value >= least):
-                faults.append(
-                    f"'{self.name}' has {knob}={value!r}, which is no number from {least} up; give one"
-                )
+                faults.append(f"'{self.name}' has {knob}={value!r}, which is no number from {least} up; give one")
         if self.on_bad not in ("error", "drop"):
-            faults.append(
-                f"'{self.name}' has on_bad={self.on_bad!r}, which is not known; use 'error' or 'drop'"
-            )
+            faults.append(f"'{self.name}' has on_bad={self.on_bad!r}, which is not known; use 'error' or 'drop'")
         if self.rows is not None and not callable(self.rows):
             faults.append(
                 f"'{self.name}' has rows={self.rows!r:.60}, which is no function; "

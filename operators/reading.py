@@ -124,9 +124,7 @@ class Origin:
             rows = itertools.chain.from_iterable(_batch_rows([rows]))
         for number, row in enumerate(rows):
             if number >= _MOST_ROWS:
-                raise RecordError(
-                    f"the iterable of prompts gave {number} rows and has more; set Prompts(limit=...)"
-                )
+                raise RecordError(f"the iterable of prompts gave {number} rows and has more; set Prompts(limit=...)")
             yield Found(number, f"row {number} of {self.shown}", row)
 
     def _number(self, files: Iterable[Iterator[tuple[str, Any, Fault | None]]]) -> Iterator[Found]:
@@ -243,9 +241,7 @@ def _arrow(path: Path, columns: tuple[str, ...] | None) -> _Rows:
     with pa.memory_map(str(path)) as file:
         batches = _arrow_batches(file)
         if columns is not None:
-            batches = (
-                batch.select([name for name in batch.schema.names if name in columns]) for batch in batches
-            )
+            batches = (batch.select([name for name in batch.schema.names if name in columns]) for batch in batches)
         for number, row in enumerate(itertools.chain.from_iterable(_batch_rows(batches))):
             yield f"row {number} of '{path}'", row, None
 
@@ -315,8 +311,6 @@ def _missing(path: Path) -> str:
     folder = path.expanduser().parent
     there = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     close = difflib.get_close_matches(path.name, there, n=1)
-    found = (
-        f"folder '{folder}' holds {there[:8]}" if there else f"there is no folder '{folder}', or it is empty"
-    )
+    found = f"folder '{folder}' holds {there[:8]}" if there else f"there is no folder '{folder}', or it is empty"
     do = f"did you mean '{folder / close[0]}'?" if close else "check the path"
     return f"Prompts file '{path}' does not exist; {found}; {do}"

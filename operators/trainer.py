@@ -102,28 +102,18 @@ class Trainer(Learn):
             ("temperature", False),
         ):
             value = getattr(self, knob)
-            if not (
-                _is_number(value) and math.isfinite(value) and (value > 0 or (zero_is_fine and value == 0))
-            ):
-                found.append(
-                    f"'{self.name}' has {knob}={value!r}; give a number above 0{' or 0' * zero_is_fine}"
-                )
+            if not (_is_number(value) and math.isfinite(value) and (value > 0 or (zero_is_fine and value == 0))):
+                found.append(f"'{self.name}' has {knob}={value!r}; give a number above 0{' or 0' * zero_is_fine}")
         if not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
-            found.append(
-                f"'{self.name}' has max_grad_norm={self.max_grad_norm!r}; give a number above 0, or inf"
-            )
+            found.append(f"'{self.name}' has max_grad_norm={self.max_grad_norm!r}; give a number above 0, or inf")
         if not (
             isinstance(self.betas, tuple | list)
             and len(self.betas) == 2
             and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         ):
-            found.append(
-                f"'{self.name}' has betas={self.betas!r}; give two numbers from 0 up to 1, as (0.9, 0.999)"
-            )
+            found.append(f"'{self.name}' has betas={self.betas!r}; give two numbers from 0 up to 1, as (0.9, 0.999)")
         if self.normalize not in NORMALIZE:
-            found.append(
-                f"'{self.name}' has normalize={self.normalize!r}, which is not known; use {list(NORMALIZE)}"
-            )
+            found.append(f"'{self.name}' has normalize={self.normalize!r}, which is not known; use {list(NORMALIZE)}")
         if self.queue_prompts is not None and not found and self.queue_prompts < self.prompts_per_step:
             found.append(
                 f"'{self.name}' may queue {self.queue_prompts} prompts but one of its steps needs "
@@ -141,9 +131,7 @@ class Trainer(Learn):
                     f"overflow; use 'bfloat16' or 'float32'"
                 )
         else:
-            found.append(
-                f"'{self.name}' trains {self.model!r}, which is no Model; give Model('path/to/folder')"
-            )
+            found.append(f"'{self.name}' trains {self.model!r}, which is no Model; give Model('path/to/folder')")
         return found
 
     def build(self, context: Context) -> Runtime:

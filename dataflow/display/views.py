@@ -53,9 +53,7 @@ class View(Protocol):
 class PlainView:
     """A line at a fixed interval, for logs and pipes."""
 
-    def __init__(
-        self, stream: TextIO, interval_s: float = 5.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, stream: TextIO, interval_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._interval_s, self._clock = stream, interval_s, clock
         self._glyphs = glyphs_for(stream)
         self._next_s: float | None = None

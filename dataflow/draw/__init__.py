@@ -17,9 +17,7 @@ _FORMATS: Mapping[str, Callable[[Picture], str]] = {
 }
 
 
-def draw(
-    graph: Any, path: str | Path, frames: Sequence[Frame] | None = None, title: str | None = None
-) -> Path:
+def draw(graph: Any, path: str | Path, frames: Sequence[Frame] | None = None, title: str | None = None) -> Path:
     """Write the picture of a NetworkX MultiDiGraph (`Graph.nx`) in the format the suffix names; the path.
 
     Raises GraphError for a suffix other than .svg, .dot, .mmd and .html, and where the folder does not exist.
@@ -32,9 +30,7 @@ def draw(
             f"name one of the four, such as '{path.stem or 'graph'}.svg'"
         )
     if not path.parent.is_dir():
-        raise GraphError(
-            f"the picture '{path.name}' needs its folder, but '{path.parent}' is not there; make it first"
-        )
+        raise GraphError(f"the picture '{path.name}' needs its folder, but '{path.parent}' is not there; make it first")
     path.write_text(form(read(graph, frames, title)), encoding="utf-8")
     return path
 

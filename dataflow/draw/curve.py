@@ -47,9 +47,7 @@ def reward_curve_svg(metrics: Sequence[Mapping[str, Any]], title: str = "Learnin
     for tick in xs:
         if tick <= last:
             x = place(tick, 0)[0]
-            body.append(
-                f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{_number(tick)}</text>'
-            )
+            body.append(f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{_number(tick)}</text>')
     middle = f'x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{HEIGHT - 12:g}"'
     body.append(f'<text class="axis middle" {middle}>step (optimiser updates)</text>')
     legend = []

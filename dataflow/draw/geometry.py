@@ -98,10 +98,7 @@ class Rect:
     def touches(self, other: "Rect") -> bool:
         """Whether the two share an inner point."""
         return (
-            self.left < other.right
-            and other.left < self.right
-            and self.top < other.bottom
-            and other.top < self.bottom
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
         )
 
     def union(self, other: "Rect") -> "Rect":

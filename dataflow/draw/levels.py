@@ -73,9 +73,7 @@ def _distance(grid: Levels, above: int, below: int, spacing: Spacing) -> float:
     return grid.sizes[above].down + room + grid.sizes[below].up
 
 
-def _settle(
-    grid: Levels, index: int, steps: Sequence[float], y: list[float], near: Sequence[Sequence[int]]
-) -> None:
+def _settle(grid: Levels, index: int, steps: Sequence[float], y: list[float], near: Sequence[Sequence[int]]) -> None:
     wanted, weights = [], []
     for item in grid.rows[index]:
         pulls = [(y[other], grid.pulls[item][other]) for other in near[item]]

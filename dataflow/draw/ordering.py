@@ -59,9 +59,7 @@ def layers_of(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> dict[st
     return layer
 
 
-def order(
-    rows: list[list[int]], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
-) -> list[list[int]]:
+def order(rows: list[list[int]], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[list[int]]:
     """The rows (one per layer) in an order of few crossings; neighbours are lists of items."""
     best, best_crossings = [list(row) for row in rows], crossings(rows, after)
     edges = sum(len(heads) for heads in after)
@@ -111,17 +109,13 @@ def _by_barycentre(row: Sequence[int], beside: Sequence[int], near: Sequence[Seq
     at = {item: index for index, item in enumerate(beside)}
     scale = len(beside) / max(len(row), 1)
     key = {
-        item: sum(at[other] for other in near[item]) / len(near[item])
-        if near[item]
-        else (index + 0.5) * scale - 0.5
+        item: sum(at[other] for other in near[item]) / len(near[item]) if near[item] else (index + 0.5) * scale - 0.5
         for index, item in enumerate(row)
     }
     return sorted(row, key=key.__getitem__)
 
 
-def _swap_neighbours(
-    rows: list[list[int]], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
-) -> None:
+def _swap_neighbours(rows: list[list[int]], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> None:
     for index, row in enumerate(rows):
         if len(row) > SWAP_LIMIT:
             continue

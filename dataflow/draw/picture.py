@@ -81,9 +81,7 @@ class Loop:
     @property
     def label(self) -> str:
         """Text on the edge."""
-        return (
-            self.model if self.max_staleness is None else f"{self.model} · max_staleness={self.max_staleness}"
-        )
+        return self.model if self.max_staleness is None else f"{self.model} · max_staleness={self.max_staleness}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +173,7 @@ def _box(name: str, operator: Operator) -> Box:
     if more > 0:
         knobs = [*knobs[:KNOBS_SHOWN], f"…+{more}"]
     same = kind.lower().replace("_", "") == name.lower().replace("_", "")
-    return Box(
-        name=name, subtitle="" if same else kind, knobs=tuple(knobs), role=_role(operator), operator=operator
-    )
+    return Box(name=name, subtitle="" if same else kind, knobs=tuple(knobs), role=_role(operator), operator=operator)
 
 
 def _role(operator: Operator) -> str:

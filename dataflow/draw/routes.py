@@ -90,9 +90,7 @@ def links(
     ends: dict[int, float] = {}
     for head, found in arrivals.items():
         found.sort()
-        ends.update(
-            zip((number for _, number in found), _ports(boxes[head], [y for y, _ in found]), strict=True)
-        )
+        ends.update(zip((number for _, number in found), _ports(boxes[head], [y for y, _ in found]), strict=True))
 
     drawn: list[tuple[Point, ...]] = []
     for number, link in enumerate(links):
@@ -235,14 +233,10 @@ def bounds(
     backs: Sequence[Back],
 ) -> Rect:
     """The rectangle that holds everything drawn."""
-    points = [point for line in lines for point in line] + [
-        point for route in routes for point in route.points
-    ]
+    points = [point for line in lines for point in line] + [point for route in routes for point in route.points]
     for route, back in zip(routes, backs, strict=True):
         points += [(route.label[0] + side * back.label_width / 2, route.label[1]) for side in (-1, 1)]
-    points += [
-        corner for strip in columns for corner in ((strip.left, strip.top), (strip.right, strip.bottom))
-    ]
+    points += [corner for strip in columns for corner in ((strip.left, strip.top), (strip.right, strip.bottom))]
     if not points:
         return Rect(left=0.0, top=0.0, right=0.0, bottom=0.0)
     return Rect(

@@ -27,18 +27,14 @@ def render(picture: Picture) -> str:
     spacing = Spacing()
     if picture.frames:
         extra = 2 * FRAME_PAD + FRAME_TITLE
-        spacing = Spacing(
-            gap=spacing.gap + FRAME_PAD, row=spacing.row + extra - 14, outer=spacing.outer + FRAME_TITLE
-        )
+        spacing = Spacing(gap=spacing.gap + FRAME_PAD, row=spacing.row + extra - 14, outer=spacing.outer + FRAME_TITLE)
     indent = 8.0 + FRAME_PAD * bool(picture.frames)
     sizes = {
         box.name: _size(box, wires.get(box.name, []), labels.get(box.name, ([], [])), spacing.lane, indent)
         for box in picture.boxes
     }
     links = [Link(tail=w.tail, head=w.head, lane=picture.lanes.index(w.lane)) for w in picture.wires]
-    backs = [
-        Back(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12) for b in picture.loops
-    ]
+    backs = [Back(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12) for b in picture.loops]
     layout = arrange(sizes, links, backs, spacing)
     wider = _widened(picture, layout, sizes)
     if wider:
@@ -79,9 +75,7 @@ def _document(picture: Picture, layout: Layout, columns: Sequence[str], spacing:
         right=max(bounds.right, bounds.left + legend_width, bounds.left + sans_width(picture.title, 16)),
         bottom=bounds.bottom + (34.0 if legend else 0.0),
     ).grown(spacing.margin, spacing.margin, spacing.margin)
-    heading = (
-        f'<text class="heading" x="{_n(bounds.left)}" y="{_n(bounds.top - 20)}">{xml(picture.title)}</text>'
-    )
+    heading = f'<text class="heading" x="{_n(bounds.left)}" y="{_n(bounds.top - 20)}">{xml(picture.title)}</text>'
     spoken = xml(picture.title or "dataflow graph")
     words = xml(f"{len(picture.boxes)} operators: " + ", ".join(box.name for box in picture.boxes[:60]))
     return "\n".join(
@@ -118,9 +112,7 @@ def _labels(wires: Sequence[Wire]) -> tuple[list[str], list[str]]:
     return lines[0], lines[1]
 
 
-def _size(
-    box: Box, wires: Sequence[Wire], labels: tuple[list[str], list[str]], lane: float, indent: float
-) -> Size:
+def _size(box: Box, wires: Sequence[Wire], labels: tuple[list[str], list[str]], lane: float, indent: float) -> Size:
     above, below = labels
     width = max(
         [
@@ -154,13 +146,9 @@ def _box(number: int, box: Box, rect: Rect) -> str:
     ]
     if box.subtitle:
         y += 13
-        parts.append(
-            f'<text class="kind" x="{_n(x)}" y="{_n(y)}">{xml(shorten(box.subtitle, NAME_LENGTH))}</text>'
-        )
+        parts.append(f'<text class="kind" x="{_n(x)}" y="{_n(y)}">{xml(shorten(box.subtitle, NAME_LENGTH))}</text>')
     if box.knobs:
-        parts.append(
-            f'<line class="rule" x1="{_n(x)}" x2="{_n(rect.right - PAD)}" y1="{_n(y + 8)}" y2="{_n(y + 8)}"/>'
-        )
+        parts.append(f'<line class="rule" x1="{_n(x)}" x2="{_n(rect.right - PAD)}" y1="{_n(y + 8)}" y2="{_n(y + 8)}"/>')
         y += 8
     for knob in box.knobs:
         y += LINE
@@ -278,8 +266,7 @@ def _legend(picture: Picture, x: float, y: float) -> tuple[list[str], float]:
     entries = []
     if len(picture.lanes) > 1:
         entries = [
-            (f"link lane{at % len(theme.LIGHT_LANES)}", f"rows of {lane}")
-            for at, lane in enumerate(picture.lanes[:8])
+            (f"link lane{at % len(theme.LIGHT_LANES)}", f"rows of {lane}") for at, lane in enumerate(picture.lanes[:8])
         ]
     if picture.loops and entries:
         entries.append(("weights", "weights"))

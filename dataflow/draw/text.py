@@ -30,9 +30,7 @@ def to_dot(picture: Picture) -> str:
         label = "\n".join(column_lines(wire.added))
         paint = f' color="{_cycle(LIGHT_LANES, picture.lanes.index(wire.lane))}"' if many else ""
         hint = dot(f"{wire.lane}: {', '.join(wire.columns)}")
-        lines.append(
-            f'  "{dot(wire.tail)}" -> "{dot(wire.head)}" [label="{dot(label)}"{paint} tooltip="{hint}"];'
-        )
+        lines.append(f'  "{dot(wire.tail)}" -> "{dot(wire.head)}" [label="{dot(label)}"{paint} tooltip="{hint}"];')
     for loop in picture.loops:
         colour = LIGHT["weights"]
         lines.append(

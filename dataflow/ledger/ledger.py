@@ -60,9 +60,7 @@ class Ledger:
         return ledger
 
     @classmethod
-    def open(
-        cls, path: str | Path, *, readonly: bool = False, clock: Callable[[], float] = time.time
-    ) -> "Ledger":
+    def open(cls, path: str | Path, *, readonly: bool = False, clock: Callable[[], float] = time.time) -> "Ledger":
         """The ledger that stands at `path`. Errors: LedgerError when there is none, or of another release."""
         path = Path(path)
         db = connect(path, mode="ro" if readonly else "rw")
@@ -188,8 +186,7 @@ class Ledger:
             busy, _, _ = self._db.execute("PRAGMA wal_checkpoint(FULL)").fetchone()
         if busy:
             raise LedgerError(
-                f"ledger '{self.path}' could not flush: another process holds it; "
-                f"look for a stopped worker of this run"
+                f"ledger '{self.path}' could not flush: another process holds it; look for a stopped worker of this run"
             )
 
     def close(self) -> None:

@@ -132,8 +132,7 @@ def _planned(db: sqlite3.Connection, node: str, step: int) -> PlannedStep | None
         return None
     line, source = found
     rows = db.execute(
-        "SELECT group_id, reason FROM abandoned_outcomes WHERE line = ? AND node = ? AND step = ?"
-        " ORDER BY group_id",
+        "SELECT group_id, reason FROM abandoned_outcomes WHERE line = ? AND node = ? AND step = ? ORDER BY group_id",
         (line, node, step),
     ).fetchall()
     return PlannedStep(

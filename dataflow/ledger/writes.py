@@ -59,9 +59,7 @@ def issue(db: sqlite3.Connection, source: str, prompts: Iterable[tuple[int, str]
 def advance(db: sqlite3.Connection, source: str, group_ids: Iterable[int], state: str) -> None:
     """Move groups forward to `state`."""
     if state not in ADVANCE:
-        raise LedgerError(
-            f"groups cannot advance to '{state}'; use one of {list(ADVANCE)}, reissue() or an outcome"
-        )
+        raise LedgerError(f"groups cannot advance to '{state}'; use one of {list(ADVANCE)}, reissue() or an outcome")
     _update(db, ADVANCE[state], source, group_ids)
 
 
@@ -86,9 +84,7 @@ def record_checkpoint(db: sqlite3.Connection, node: str, step: int, checkpoint: 
     """Note where the checkpoint of a committed step stands."""
     key = (checkpoint, node, step)
     if db.execute("UPDATE steps SET checkpoint = ? WHERE node = ? AND step = ?", key).rowcount != 1:
-        raise LedgerError(
-            f"'{node}' has a checkpoint of step {step}, which it did not commit; commit the step first"
-        )
+        raise LedgerError(f"'{node}' has a checkpoint of step {step}, which it did not commit; commit the step first")
 
 
 def end(db: sqlite3.Connection, node: str, source: str, outcomes: list[Outcome]) -> None:
@@ -116,9 +112,7 @@ def roll_back(db: sqlite3.Connection, node: str, step: int, at: float) -> None:
     """Move the steps of `node` after `step`, and their outcomes, to a new abandoned line."""
     last = last_step(db, node)
     if not 0 <= step <= last:
-        raise LedgerError(
-            f"'{node}' cannot go back to step {step}: its last one is {last}; use an older checkpoint"
-        )
+        raise LedgerError(f"'{node}' cannot go back to step {step}: its last one is {last}; use an older checkpoint")
     line = db.execute(
         "INSERT INTO lines (node, to_step, from_step, at) VALUES (?, ?, ?, ?)", (node, step, last, at)
     ).lastrowid
@@ -142,8 +136,7 @@ def _update(db: sqlite3.Connection, statement: str, source: str, group_ids: Iter
     following = next_group_id(db, source)
     if unknown := [group for group in ids if not 0 <= group < following]:
         raise LedgerError(
-            f"groups {some(unknown)} of '{source}' were never issued (the next one is {following}); "
-            f"issue() them first"
+            f"groups {some(unknown)} of '{source}' were never issued (the next one is {following}); issue() them first"
         )
 
 
@@ -157,9 +150,7 @@ def _check_same_prompt(db: sqlite3.Connection, source: str, group: int, prompt: 
         )
 
 
-def _conflict(
-    db: sqlite3.Connection, node: str, source: str, groups: list[int], error: sqlite3.IntegrityError
-) -> str:
+def _conflict(db: sqlite3.Connection, node: str, source: str, groups: list[int], error: sqlite3.IntegrityError) -> str:
     """Why outcomes were refused."""
     if double := {group for group in groups if groups.count(group) > 1}:
         return f"'{node}' gave groups {some(double)} of '{source}' two outcomes in one call; give each one"

@@ -72,8 +72,7 @@ class Pool:
         self._window = 2 * settings.concurrency
         window = self._window if settings.processes > 1 else 1 << 30
         self._processes = [
-            Process(number, self._progress, settings.concurrency, window)
-            for number in range(settings.processes)
+            Process(number, self._progress, settings.concurrency, window) for number in range(settings.processes)
         ]
         self._start_server()
 

@@ -189,11 +189,7 @@ def pieces_of(chunks: Iterable[Chunk]) -> list[Piece]:
     for chunk in chunks:
         for call in sorted(chunk.open):
             last = pieces[-1] if pieces else None
-            if (
-                last
-                and not chunk.is_alone
-                and (last.job, last.stop, last.is_alone) == (chunk.job, call, False)
-            ):
+            if last and not chunk.is_alone and (last.job, last.stop, last.is_alone) == (chunk.job, call, False):
                 pieces[-1] = Piece(chunk.job, last.start, call + 1)
             else:
                 pieces.append(Piece(chunk.job, call, call + 1, chunk.is_alone))

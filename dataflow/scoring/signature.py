@@ -94,18 +94,14 @@ def _function_head(function: Any) -> str:
             f"write it with def"
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise GraphError(
-            f"{head} is a generator, but a scorer gives one answer per call; return it, do not yield"
-        )
+        raise GraphError(f"{head} is a generator, but a scorer gives one answer per call; return it, do not yield")
     return head
 
 
 def _check_parameter(parameter: inspect.Parameter, head: str) -> None:
     shown = str(parameter).split(":")[0].split("=")[0].strip()
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        raise GraphError(
-            f"{head} has the parameter '{shown}', which names no column; name each column that it reads"
-        )
+        raise GraphError(f"{head} has the parameter '{shown}', which names no column; name each column that it reads")
     if parameter.kind is parameter.POSITIONAL_ONLY:
         raise GraphError(f"{head} takes '{shown}' by position only, but columns come by name; drop the '/'")
     if isinstance(parameter.default, _MUTABLE):

@@ -58,9 +58,7 @@ def checker(output: pa.DataType) -> Check:
     return lambda value: [item(each) for each in _checked_kind(value, list)]
 
 
-def group_values(
-    returned: Any, rows: int, check: Check, is_broadcast: bool
-) -> tuple[list[Any], dict[int, str]]:
+def group_values(returned: Any, rows: int, check: Check, is_broadcast: bool) -> tuple[list[Any], dict[int, str]]:
     """A group's answer as one value for each row, with what was wrong by row."""
     if returned is None:
         raise Unscored("skipped (returned None)")
@@ -68,11 +66,7 @@ def group_values(
         return [check(returned)] * rows, {}
     is_flat = isinstance(returned, np.ndarray) and returned.ndim == 1
     values = returned.tolist() if is_flat else returned
-    if (
-        not hasattr(values, "__len__")
-        or isinstance(values, str | bytes | Mapping | Set)
-        or _is_single(values)
-    ):
+    if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping | Set) or _is_single(values):
         raise Unscored(f"returned {_shown(returned)} for {rows} rows; return one value for each")
     if len(values) != rows:
         raise Unscored(f"returned {len(values)} values for {rows} rows; return one for each")

@@ -50,9 +50,7 @@ def judge_steps(facts: Facts, node: str, sink: Sink, findings: Findings) -> int 
         for source in {source for source, _ in wanted}:
             for group in found.groups.tolist():
                 if (first := seen.setdefault((source, group), step)) != step:
-                    findings.fault(
-                        f"group {group} of '{source}' stands in the files of steps {first} and {step}"
-                    )
+                    findings.fault(f"group {group} of '{source}' stands in the files of steps {first} and {step}")
         chosen = found.oldest[found.oldest != NO_TOKEN]
         if len(chosen):
             ages = (step - 1) - chosen
@@ -79,9 +77,7 @@ def judge_evaluations(facts: Facts, node: str, sink: Sink, findings: Findings) -
             findings.fault(f"{found.too_early} rollouts in {path.name} are older than their min_version")
 
 
-def _same_groups(
-    name: str, node: str, step: int, wanted: set[int], found: RolloutFile, findings: Findings
-) -> None:
+def _same_groups(name: str, node: str, step: int, wanted: set[int], found: RolloutFile, findings: Findings) -> None:
     there = set(found.groups.tolist())
     if absent := wanted - there:
         findings.fault(f"groups {some(absent)} ended at step {step} of '{node}' but do not stand in {name}")
@@ -93,9 +89,7 @@ def _same_groups(
 
 def _in_time(node: str, step: int, ages: AnyArray, bound: int, findings: Findings) -> None:
     if ages.max() > bound:
-        findings.fault(
-            f"step {step} of '{node}' trained rollouts {ages.max()} versions old; the bound is {bound}"
-        )
+        findings.fault(f"step {step} of '{node}' trained rollouts {ages.max()} versions old; the bound is {bound}")
     if ages.min() < 0:
         findings.fault(
             f"step {step} of '{node}' trained rollouts of version {step - 1 - int(ages.min())}, "

@@ -64,15 +64,9 @@ def verify(run_path: str | Path) -> Verdict:
     _groups_are_contiguous(facts, findings)
     parts = [_judge_trainer(facts, node, sink, findings) for node, sink in facts.trainers()]
     parts += [_judge_evaluation(facts, node, sink, findings) for node, sink in facts.evaluations()]
-    for source in sorted(
-        set(facts.groups) - {name for sink in facts.sinks.values() for name in sink.sources}
-    ):
-        findings.note(
-            f"no sink is known for source '{source}': its {len(facts.groups[source])} groups are in flight"
-        )
-    return Verdict(
-        faults=findings.faults, notes=findings.notes, summary=" | ".join(parts) or "nothing was issued"
-    )
+    for source in sorted(set(facts.groups) - {name for sink in facts.sinks.values() for name in sink.sources}):
+        findings.note(f"no sink is known for source '{source}': its {len(facts.groups[source])} groups are in flight")
+    return Verdict(faults=findings.faults, notes=findings.notes, summary=" | ".join(parts) or "nothing was issued")
 
 
 def report(run_path: str | Path) -> int:
@@ -104,9 +98,7 @@ def _groups_are_contiguous(facts: Facts, findings: Findings) -> None:
     for source, groups in facts.groups.items():
         if groups != list(range(len(groups))):
             missing = set(range(groups[-1] + 1)) - set(groups)
-            findings.fault(
-                f"groups {some(missing)} of source '{source}' were never issued, but later ones were"
-            )
+            findings.fault(f"groups {some(missing)} of source '{source}' were never issued, but later ones were")
 
 
 def _steps_are_contiguous(node: str, sink: Sink, findings: Findings) -> None:
@@ -130,9 +122,7 @@ def _identity(facts: Facts, node: str, sink: Sink, findings: Findings) -> Counts
         twice = [key for key, times in collections.Counter(row[:2] for row in sink.rows).items() if times > 1]
         findings.fault(f"'{node}' has two outcomes for groups {some(group for _, group in twice)}")
     if unknown := ended - issued:
-        findings.fault(
-            f"'{node}' has outcomes for groups {some(group for _, group in unknown)}, never issued"
-        )
+        findings.fault(f"'{node}' has outcomes for groups {some(group for _, group in unknown)}, never issued")
     if unexplained := [group for _, group, was, _, reason in sink.rows if was == "dropped" and not reason]:
         findings.fault(f"'{node}' dropped groups {some(unexplained)} without a reason")
     kinds = collections.Counter(row[2] for row in sink.rows)
@@ -154,11 +144,7 @@ def _metrics_agree(facts: Facts, node: str, sink: Sink, findings: Findings) -> N
     alone = len(list(facts.trainers())) == 1
     told: dict[int, Any] = {}
     for line in facts.metrics:
-        if (
-            "dropped" in line
-            and isinstance(line.get("step"), int)
-            and line.get("node", alone and node) == node
-        ):
+        if "dropped" in line and isinstance(line.get("step"), int) and line.get("node", alone and node) == node:
             told[line["step"]] = line["dropped"]
     dropped: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for _, _, was, step, reason in sink.rows:
@@ -175,12 +161,8 @@ def _metrics_agree(facts: Facts, node: str, sink: Sink, findings: Findings) -> N
                 f"the ledger of {dict(dropped[step])}"
             )
     if early := [step for step in told if step > (sink.steps[-1] if sink.steps else 0)]:
-        findings.note(
-            f"metrics.jsonl tells of steps {some(early)} of '{node}' that are not on the surviving line"
-        )
+        findings.note(f"metrics.jsonl tells of steps {some(early)} of '{node}' that are not on the surviving line")
 
 
 def _numbers(told: Any) -> Any:
-    return (
-        {str(reason): number for reason, number in told.items() if number} if isinstance(told, dict) else told
-    )
+    return {str(reason): number for reason, number in told.items() if number} if isinstance(told, dict) else told

@@ -45,8 +45,7 @@ def read_state(folder: Path) -> dict[str, Any]:
             raise ValueError(f"format {state['format']}, this release reads {FORMAT}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"'{folder}' cannot be resumed from: its {STATE_FILE} is not readable ({error}); "
-            f"use an older checkpoint"
+            f"'{folder}' cannot be resumed from: its {STATE_FILE} is not readable ({error}); use an older checkpoint"
         ) from error
     return dict(state)
 

@@ -177,9 +177,7 @@ class Learner:
 
     def _tensor(self, values: Array, like: Tensor) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor.to(
-            like.device, like.dtype if tensor.is_floating_point() or tensor.dtype == torch.bool else None
-        )
+        return tensor.to(like.device, like.dtype if tensor.is_floating_point() or tensor.dtype == torch.bool else None)
 
 
 def _bounds(loss: LossFunction) -> tuple[float, float] | None:

@@ -42,9 +42,7 @@ class TrainerRuntime(Runtime):
     unblocked by: its arrival; a call of `work` does one micro-batch
     """
 
-    def __init__(
-        self, trainer: Trainer, context: Context, learner: Learner, tokenizer: Any, start: int = 0
-    ) -> None:
+    def __init__(self, trainer: Trainer, context: Context, learner: Learner, tokenizer: Any, start: int = 0) -> None:
         """start: steps behind the weights that `learner` has."""
         self._trainer, self._context, self._learner = trainer, context, learner
         lane = _only_lane(context)

@@ -64,9 +64,7 @@ def test_the_marker_holds_step_facts_and_every_file(saved: Checkpoints) -> None:
         (lambda folder: folder.rename(folder.with_name("step-000300")), "its marker is of step 200"),
     ],
 )
-def test_an_unmarked_or_damaged_checkpoint_is_never_chosen(
-    saved: Checkpoints, damage: object, fact: str
-) -> None:
+def test_an_unmarked_or_damaged_checkpoint_is_never_chosen(saved: Checkpoints, damage: object, fact: str) -> None:
     damage(saved.folder(200))
     assert saved.latest() == 100
     assert fact in (saved.damage(saved.steps()[-1]) or "")

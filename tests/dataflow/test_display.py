@@ -55,9 +55,7 @@ SNAPSHOT = Snapshot(
     warnings=("'reward' timed out on 2 rollouts",),
     nodes=(
         NodeSnapshot(name="prompts", state="running", rate=150, queue=0, busy=0.05, idle=0.05, blocked=0.9),
-        NodeSnapshot(
-            name="generator", state="running", rate=1240, queue=64, busy=0.97, blocked=0, note="v39"
-        ),
+        NodeSnapshot(name="generator", state="running", rate=1240, queue=64, busy=0.97, blocked=0, note="v39"),
         NodeSnapshot(name="reward"),
     ),
     edges=(
@@ -145,8 +143,7 @@ def test_where_nodes_are_too_many_the_busiest_are_shown_in_their_order() -> None
 
 def test_the_plain_line_leaves_out_what_is_not_known() -> None:
     assert plain_line(SNAPSHOT) == (
-        "step 40/300  reward 0.42  eval 0.38  staleness 1.9/4  1,240 rollouts/s  23 k tokens/s  "
-        "0:41 elapsed, 2:10 left"
+        "step 40/300  reward 0.42  eval 0.38  staleness 1.9/4  1,240 rollouts/s  23 k tokens/s  0:41 elapsed, 2:10 left"
     )
     assert plain_line(Snapshot(step=3, elapsed_s=3725)) == "step 3  1:02:05 elapsed"
     assert plain_line(Snapshot()) == "step 0  0:00 elapsed"
@@ -221,9 +218,7 @@ def test_a_pipe_gets_plain_lines_and_a_terminal_the_screen(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("name", "value"), [("CI", "true"), ("TERM", "dumb")])
-def test_no_screen_is_drawn_where_nobody_sees_it(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+def test_no_screen_is_drawn_where_nobody_sees_it(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     terminal = Terminal()
     with make_view(terminal) as view:
@@ -332,9 +327,7 @@ def test_an_interrupt_is_not_swallowed() -> None:
 
 # --- anything at all
 
-ODD_NUMBER = (
-    st.none() | st.floats() | st.integers() | st.sampled_from([math.nan, math.inf, -math.inf, 1e308, -0.0])
-)
+ODD_NUMBER = st.none() | st.floats() | st.integers() | st.sampled_from([math.nan, math.inf, -math.inf, 1e308, -0.0])
 ODD_TEXT = st.text(max_size=40) | st.sampled_from(["\x1b[2J", "a\nb", "排序", "\ud800", "[red]x[/red]"])
 
 
@@ -427,9 +420,7 @@ def test_a_sparkline_shows_the_way_of_the_values_in_few_signs() -> None:
 
 
 @given(ODD_NUMBER, ODD_NUMBER, st.integers(0, 40))
-def test_a_bar_is_always_as_wide_as_it_should_be(
-    busy: float | None, blocked: float | None, width: int
-) -> None:
+def test_a_bar_is_always_as_wide_as_it_should_be(busy: float | None, blocked: float | None, width: int) -> None:
     assert len("".join(split_bar(busy, blocked, width, UNICODE))) == width
 
 

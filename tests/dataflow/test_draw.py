@@ -152,9 +152,7 @@ def test_boxes_never_overlap_and_no_edge_runs_through_a_box(
         assert not one.touches(other)
     paths = [*layout.links, *(route.points for route in layout.backs)]
     for path, box in itertools.product(paths, layout.boxes.values()):
-        smaller = Rect(
-            left=box.left + 0.01, right=box.right - 0.01, top=box.top + 0.01, bottom=box.bottom - 0.01
-        )
+        smaller = Rect(left=box.left + 0.01, right=box.right - 0.01, top=box.top + 0.01, bottom=box.bottom - 0.01)
         assert not any(stretch.touches(smaller) for stretch in stretches(path))
 
 
@@ -224,9 +222,7 @@ def test_the_order_undoes_crossings_that_can_be_undone() -> None:
     assert crossings(order(rows, before, after), after) == 0
 
 
-@given(
-    st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0.1, 9)), min_size=1, max_size=20), st.floats(0, 50)
-)
+@given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0.1, 9)), min_size=1, max_size=20), st.floats(0, 50))
 def test_spread_keeps_the_distance_and_moves_nothing_that_has_room(
     wanted: list[tuple[float, float]], step: float
 ) -> None:
@@ -510,8 +506,6 @@ def test_the_curve_stands_whatever_the_metrics_lack(metrics: list[dict[str, Any]
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    st.lists(st.fixed_dictionaries({"step": st.integers(0, 10**6), "reward_mean": st.floats() | st.none()}))
-)
+@given(st.lists(st.fixed_dictionaries({"step": st.integers(0, 10**6), "reward_mean": st.floats() | st.none()})))
 def test_no_reward_makes_the_curve_fail(metrics: list[dict[str, Any]]) -> None:
     assert ElementTree.fromstring(reward_curve_svg(metrics)).tag == f"{SVG}svg"

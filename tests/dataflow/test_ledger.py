@@ -48,8 +48,7 @@ def test_every_issued_group_is_trained_or_dropped_or_in_flight(ledger: Ledger) -
     assert counts.dropped == {"stale": 1, "too long": 1}
     assert counts.in_flight == {"issued": 3, "generating": 3}
     assert ledger.verdict("actor") == (
-        "clean: 10 issued = 2 trained + 2 dropped (1 stale, 1 too long) "
-        "+ 6 in flight (3 issued, 3 generating)"
+        "clean: 10 issued = 2 trained + 2 dropped (1 stale, 1 too long) + 6 in flight (3 issued, 3 generating)"
     )
 
 
@@ -65,9 +64,7 @@ def test_the_law_holds_for_each_trainer_of_the_same_groups(ledger: Ledger) -> No
 def test_no_group_is_trained_twice(ledger: Ledger) -> None:
     issue(ledger, 4)
     commit(ledger, 1, [0, 1])
-    with pytest.raises(
-        LedgerError, match=r"'actor' would end group 1 of 'prompts' twice: it was trained at step 1"
-    ):
+    with pytest.raises(LedgerError, match=r"'actor' would end group 1 of 'prompts' twice: it was trained at step 1"):
         commit(ledger, 2, [2, 1])
     with pytest.raises(LedgerError, match="two outcomes in one call"):
         commit(ledger, 2, [2, 2])
@@ -92,9 +89,7 @@ def test_a_group_that_was_never_issued_gets_no_outcome_and_no_state(ledger: Ledg
     issue(ledger, 2)
     with pytest.raises(LedgerError, match=r"group 2 of 'prompts', which was never issued"):
         commit(ledger, 1, [0, 2])
-    with pytest.raises(
-        LedgerError, match=r"groups \[7, 8\] of 'prompts' were never issued \(the next one is 2\)"
-    ):
+    with pytest.raises(LedgerError, match=r"groups \[7, 8\] of 'prompts' were never issued \(the next one is 2\)"):
         ledger.advance("prompts", [1, 7, 8], "scored")
     with pytest.raises(LedgerError, match="never issued"):
         ledger.reissue("prompts", [-1])
@@ -149,9 +144,7 @@ def test_issuing_again_after_a_crash_keeps_what_is_known(ledger: Ledger) -> None
         (1, "issued"),
         (2, "issued"),
     ]
-    with pytest.raises(
-        LedgerError, match="group 1 of 'prompts' was issued for prompt 'task-1', and now for 'x'"
-    ):
+    with pytest.raises(LedgerError, match="group 1 of 'prompts' was issued for prompt 'task-1', and now for 'x'"):
         ledger.issue("prompts", [(1, "x")])
 
 
@@ -263,9 +256,7 @@ def test_a_ledger_is_never_created_over_another(ledger: Ledger) -> None:
 def test_what_is_no_ledger_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="unable to open database file; check that the run folder exists"):
         Ledger.open(tmp_path / "absent.db")
-    (tmp_path / "text.db").write_text(
-        "no database at all, but long enough to look like a header of one " * 20
-    )
+    (tmp_path / "text.db").write_text("no database at all, but long enough to look like a header of one " * 20)
     with pytest.raises(LedgerError, match="not a database; this is not the ledger of a run"):
         Ledger.open(tmp_path / "text.db")
     (tmp_path / "empty.db").touch()
@@ -278,9 +269,7 @@ def test_a_ledger_of_another_release_is_refused(ledger: Ledger) -> None:
     db.execute("UPDATE schema SET version = 99")
     db.commit()
     db.close()
-    with pytest.raises(
-        LedgerError, match=f"found version 99, this code reads {SCHEMA_VERSION}; use the release"
-    ):
+    with pytest.raises(LedgerError, match=f"found version 99, this code reads {SCHEMA_VERSION}; use the release"):
         Ledger.open(ledger.path)
 
 
@@ -305,9 +294,7 @@ def test_a_wait_for_another_writer_ends_with_a_reason(ledger: Ledger) -> None:
     impatient.close()
 
 
-def test_a_forked_process_may_not_use_its_parents_connection(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forked_process_may_not_use_its_parents_connection(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getpid", lambda: -1)
     for use in (lambda: issue(ledger, 1), lambda: ledger.counts("actor"), ledger.flush):
         with pytest.raises(LedgerError, match="open it anew in each process"):

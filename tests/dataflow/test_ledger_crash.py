@@ -43,9 +43,7 @@ class Histories(RuleBasedStateMachine):
     def issue(self, number: int, again: int) -> None:
         first = len(self.states)
         known = range(max(0, first - again), first)
-        self.ledger.issue(
-            "prompts", [(group, f"t{group}") for group in [*known, *range(first, first + number)]]
-        )
+        self.ledger.issue("prompts", [(group, f"t{group}") for group in [*known, *range(first, first + number)]])
         self.states += [0] * number
 
     @precondition(lambda self: self.states)
@@ -76,9 +74,7 @@ class Histories(RuleBasedStateMachine):
             return
         self.ledger.commit_step(node, step, **call)
         self.steps[node] = step
-        self.outcomes[node] |= dict.fromkeys(trained, ("trained", step)) | dict.fromkeys(
-            dropped, ("dropped", step)
-        )
+        self.outcomes[node] |= dict.fromkeys(trained, ("trained", step)) | dict.fromkeys(dropped, ("dropped", step))
         for group in groups:
             self.states[group] = 3
 
@@ -99,9 +95,7 @@ class Histories(RuleBasedStateMachine):
         undone = self.outcomes[node].keys() - kept.keys()
         self.outcomes[node], last, self.steps[node] = kept, self.steps[node], step
         assert [planned.step for planned in plan[: last - step]] == list(range(step + 1, last + 1))
-        repeated = {
-            group for planned in plan[: last - step] for group in (*planned.trained, *planned.dropped)
-        }
+        repeated = {group for planned in plan[: last - step] for group in (*planned.trained, *planned.dropped)}
         assert repeated == undone
 
     @rule()

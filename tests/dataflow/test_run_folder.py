@@ -58,9 +58,7 @@ def test_no_folder_and_no_file_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="that is a file"):
         RunFolder.open(tmp_path / "file")
-    with pytest.raises(
-        RunFolderError, match=r"creating the run folder .* failed: .*; move away what stands there"
-    ):
+    with pytest.raises(RunFolderError, match=r"creating the run folder .* failed: .*; move away what stands there"):
         RunFolder.create(tmp_path / "file", "g")
 
 
@@ -108,18 +106,14 @@ def test_metrics_survive_a_line_that_a_crash_tore(folder: RunFolder) -> None:
 def test_a_line_is_appended_in_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[bytes] = []
     real = os.write
-    monkeypatch.setattr(
-        os, "write", lambda handle, content: (writes.append(content), real(handle, content))[1]
-    )
+    monkeypatch.setattr(os, "write", lambda handle, content: (writes.append(content), real(handle, content))[1])
     append_line(tmp_path / "lines", '{"a": 1}')
     assert writes == [b'{"a": 1}\n']
 
 
 def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(
-        RunFolderError, match=r"No space left on device; make room on that disk \(.* MiB are free\)"
-    ):
+    with pytest.raises(RunFolderError, match=r"No space left on device; make room on that disk \(.* MiB are free\)"):
         append_line(tmp_path / "metrics.jsonl", "{}")
 
 
@@ -172,9 +166,7 @@ def test_rollouts_wait_for_the_disk_only_where_a_checkpoint_asks(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: list[str] = []
-    monkeypatch.setattr(
-        os, "fsync", lambda handle: flushed.append(Path(f"/proc/self/fd/{handle}").readlink().name)
-    )
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(Path(f"/proc/self/fd/{handle}").readlink().name))
     folder.write_rollouts(1, table(0))
     folder.write_rollouts(2, table(1))
     assert flushed == []

@@ -133,9 +133,7 @@ def test_the_return_annotation_is_the_columns_type(function: Callable[..., Any],
 
 
 @pytest.mark.parametrize(("function", "kind"), GROUP_TYPES)
-def test_a_group_function_answers_with_one_value_for_each_row(
-    function: Callable[..., Any], kind: pa.DataType
-) -> None:
+def test_a_group_function_answers_with_one_value_for_each_row(function: Callable[..., Any], kind: pa.DataType) -> None:
     made = scorer(per="group")(function)
     assert made.output == kind
     assert made.reads()["x"] == {g_floats: float, g_words: str}.get(function, made.reads()["x"])
@@ -222,9 +220,5 @@ def test_a_type_checker_knows_both_uses_of_a_scorer(tmp_path: Path) -> None:
         [sys.executable, "-m", "mypy", "--strict", "--config-file", config, tmp_path / "user.py"],
         cwd=root, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    found = {
-        int(line.split(":")[1])
-        for line in checked.stdout.splitlines()
-        if "user.py" in line and "error" in line
-    }
+    found = {int(line.split(":")[1]) for line in checked.stdout.splitlines() if "user.py" in line and "error" in line}
     assert found == {at for at, line in enumerate(USER.splitlines(), 1) if "# error" in line}, checked.stdout

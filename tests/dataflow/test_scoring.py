@@ -199,9 +199,7 @@ def test_numbers_per_token_travel_as_ragged_columns(isolate: bool) -> None:
     records = rows(["a", "b", "c", "d"])
     scored = score(scorer(isolate=isolate)(halves), records)
     assert scored.column("halves").to_pylist() == [[], [0.5], [0.5, 1.0], [0.5, 1.0, 1.5]]
-    assert records.column(TOKENS).to_pylist()[3] == [0, 1, 2], (
-        "the function's own array was changed, not the rows"
-    )
+    assert records.column(TOKENS).to_pylist()[3] == [0, 1, 2], "the function's own array was changed, not the rows"
 
     def relative(tokens: list[Array]) -> list[Array]:
         return [each - max(map(len, tokens)) for each in tokens]

@@ -65,9 +65,7 @@ class Loop:
     max_staleness=st.integers(0, 3),
     slack=st.none() | st.integers(0, 4),
     drops=st.sets(st.integers(0, 60), max_size=40),
-    turns=st.lists(
-        st.tuples(st.sampled_from(["adopt", "start", "finish", "train"]), st.integers(0, 9)), max_size=300
-    ),
+    turns=st.lists(st.tuples(st.sampled_from(["adopt", "start", "finish", "train"]), st.integers(0, 9)), max_size=300),
 )
 def test_with_consumption_in_order_admission_alone_bounds_the_age_and_never_deadlocks(
     prompts_per_step: int,
@@ -140,8 +138,6 @@ def test_the_oldest_version_of_each_rollout_is_that_of_its_oldest_chosen_token(
         assert age(np.array(row, np.int32), 9) == (9 - oldest if oldest != NO_TOKEN else 0)
 
 
-@pytest.mark.parametrize(
-    ("bound", "stale"), [(0, [True, True, False, False]), (1, [True, False, False, False])]
-)
+@pytest.mark.parametrize(("bound", "stale"), [(0, [True, True, False, False]), (1, [True, False, False, False])])
 def test_the_sweep_finds_what_is_older_than_the_bound(bound: int, stale: list[bool]) -> None:
     assert sweep(np.array([3, 4, 5, NO_TOKEN]), 5, bound).tolist() == stale

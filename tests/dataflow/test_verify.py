@@ -46,9 +46,7 @@ def commit(folder: RunFolder, ledger: Ledger, step: int, trained: list[int], dro
     folder.write_rollouts(step, rollouts(trained, step - 1))
     ledger.commit_step("trainer", step, version=step, source="prompts", trained=trained, dropped=dropped)
     reasons = list(dropped.values())
-    folder.append_metrics(
-        {"step": step, "loss": 0.5, "dropped": {why: reasons.count(why) for why in set(reasons)}}
-    )
+    folder.append_metrics({"step": step, "loss": 0.5, "dropped": {why: reasons.count(why) for why in set(reasons)}})
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +213,7 @@ def test_failed_rollouts_stand_in_the_file_but_are_not_judged_by_age(run: RunFol
     rewrite(
         run,
         5,
-        lambda table: put(
-            table, "versions", [[0] if bad else [4] for bad in table["error"].is_valid().to_pylist()]
-        ),
+        lambda table: put(table, "versions", [[0] if bad else [4] for bad in table["error"].is_valid().to_pylist()]),
     )
     assert verify(run.path).clean
 
@@ -229,9 +225,7 @@ def test_a_lower_bound_in_the_config_is_the_one_that_counts(run: RunFolder) -> N
 
 def test_metrics_tell_of_the_same_drops_as_the_ledger(run: RunFolder) -> None:
     metrics(run, lambda line: line | ({"dropped": {"stale": 1}} if line["step"] == 2 else {}))
-    broken(
-        run, "metrics.jsonl tells of drops {'stale': 1} at step 2 of 'trainer', the ledger of {'stale': 2}"
-    )
+    broken(run, "metrics.jsonl tells of drops {'stale': 1} at step 2 of 'trainer', the ledger of {'stale': 2}")
 
 
 def test_a_drop_without_a_line_of_metrics_is_seen(run: RunFolder) -> None:

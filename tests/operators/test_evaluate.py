@@ -23,9 +23,7 @@ def _held_out(
     batch = group(number, size=1, error=error, version=version)
     for name, value in (("min_version", step), ("round_size", size), ("reward", score)):
         place = batch.schema.get_field_index(name)
-        batch = batch.set_column(
-            place, batch.schema.field(place), pa.array([value], batch.schema.field(place).type)
-        )
+        batch = batch.set_column(place, batch.schema.field(place), pa.array([value], batch.schema.field(place).type))
     return batch
 
 

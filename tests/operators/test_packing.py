@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 
 from operators.packing import Packed, gather, pack, split
 
-ROWS = st.lists(
-    st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=9), min_size=1, max_size=9
-)
+ROWS = st.lists(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=9), min_size=1, max_size=9)
 
 
 def _flat(rows: list[list[tuple[int, bool]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -33,12 +31,7 @@ def _path(packed: Packed, node: int) -> list[int]:
 @settings(max_examples=200, deadline=None)
 def test_every_trained_token_is_predicted_behind_its_own_prefix(rows, share):
     packed = pack(*_flat(rows), share=share)
-    wanted = [
-        (index, at)
-        for index, row in enumerate(rows)
-        for at, (_, chosen) in enumerate(row)
-        if chosen and at > 0
-    ]
+    wanted = [(index, at) for index, row in enumerate(rows) for at, (_, chosen) in enumerate(row) if chosen and at > 0]
     assert len(packed.targets_T) == len(wanted)
     offsets = _flat(rows)[2]
     for place, (index, at) in enumerate(wanted):

@@ -150,9 +150,7 @@ def test_a_step_writes_every_figure_of_the_design(tmp_path):
     rows = [row for batch in (group(0, size=4), group(1, size=4)) for row in batch.to_pylist()]
     assert line["reward_mean"] == pytest.approx(sum(row["reward"] for row in rows) / 8)
     assert line["completion_tokens_mean"] == pytest.approx(sum(sum(row["mask"]) for row in rows) / 8)
-    assert line["trained_tokens_per_s"] * line["seconds_step"] == pytest.approx(
-        sum(sum(r["mask"]) for r in rows)
-    )
+    assert line["trained_tokens_per_s"] * line["seconds_step"] == pytest.approx(sum(sum(r["mask"]) for r in rows))
     assert line["generated_tokens_per_s"] == pytest.approx(line["trained_tokens_per_s"])
     assert line["version"] == line["step"] == 1
 
@@ -223,9 +221,7 @@ def test_a_step_that_is_not_finite_leaves_the_weights_alone_and_drops_its_groups
 
 def test_five_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_rollouts(tmp_path):
     world = rig(tmp_path)
-    with pytest.raises(
-        OperatorError, match=r"skipped 5 steps in a row.*found the loss of rollouts \[24\]; look at"
-    ):
+    with pytest.raises(OperatorError, match=r"skipped 5 steps in a row.*found the loss of rollouts \[24\]; look at"):
         for number in range(0, 20, 2):
             world.push(group(number, advantages=[float("inf"), 0.0, 0.0]), group(number + 1))
             world.run()

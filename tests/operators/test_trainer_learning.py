@@ -33,15 +33,11 @@ GROUPS = [group(number, size=4) for number in range(5)]
 def tiny_gpt2() -> GPT2LMHeadModel:
     """Learned positions, and layer norms that stay in float64 where Llama's go through float32."""
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2
-    )
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
     return GPT2LMHeadModel(config).eval()
 
 
-def _by_hand(
-    module: torch.nn.Module, groups: list[pa.RecordBatch], normalize: str
-) -> tuple[float, torch.Tensor]:
+def _by_hand(module: torch.nn.Module, groups: list[pa.RecordBatch], normalize: str) -> tuple[float, torch.Tensor]:
     """AIPO's loss and gradient, one rollout at a time through the model's own attention."""
     rows = [row for batch in groups for row in batch.to_pylist() if row["error"] is None]
     tokens = sum(sum(row["mask"]) for row in rows)
@@ -255,9 +251,7 @@ def test_a_loss_of_another_shape_is_refused_with_its_file_and_line():
 
     learner = tiny_learner(tiny_trainer(loss=wrong))
     (part,) = learner.begin(rows_of(*GROUPS))
-    with pytest.raises(
-        OperatorError, match=r"loss 'wrong' \(.*test_trainer_learning.py:\d+\).*found shape \[2\]"
-    ):
+    with pytest.raises(OperatorError, match=r"loss 'wrong' \(.*test_trainer_learning.py:\d+\).*found shape \[2\]"):
         learner.micro(part)
 
 

@@ -114,11 +114,7 @@ class WriterHandshake:
     def abandon(self, segment: str, now: float) -> Outgoing:
         """Leave a segment to those who are in it, for good; they are fenced off and may join again."""
         version = self.abandoned[segment] = self.segments.pop(segment)
-        inside = [
-            peer
-            for peer, seat in self._seats.items()
-            if version >= 0 and version in (seat.version, seat.taking)
-        ]
+        inside = [peer for peer, seat in self._seats.items() if version >= 0 and version in (seat.version, seat.taking)]
         return [(peer, self._fence(peer, now)) for peer in inside]
 
     def freed(self, segment: str) -> None:

@@ -43,9 +43,7 @@ def damage(
     Yields after about `slice_bytes` of reading, and once more for every such slice; never if it is None."""
     data = memoryview(buffer.numpy().data)
     step = slice_bytes or len(data)
-    parts = (
-        [(t.name, t.offset, t.offset + t.nbytes) for t in layout.tensors] if sums else [("", 0, len(data))]
-    )
+    parts = [(t.name, t.offset, t.offset + t.nbytes) for t in layout.tensors] if sums else [("", 0, len(data))]
     read = 0
     for (name, start, end), published in zip(parts, sums or (checksum,), strict=True):
         digest = xxhash.xxh3_64()

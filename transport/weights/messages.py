@@ -134,8 +134,7 @@ WriterMessage = Welcome | Offer | Told | Fenced
 Message = ReaderMessage | WriterMessage
 
 KINDS: dict[str, type[Message]] = {
-    kind.__name__.lower(): kind
-    for kind in (Hello, Welcome, Offer, Ready, Committed, Refused, Beat, Told, Fenced, Bye)
+    kind.__name__.lower(): kind for kind in (Hello, Welcome, Offer, Ready, Committed, Refused, Beat, Told, Fenced, Bye)
 }
 _TYPES = {"int": int, "str": str, "bool": bool, "list[int]": list, "dict[str, Any]": dict, "Note": dict}
 

@@ -39,9 +39,7 @@ class _Transfer:
     def __init__(self, offer: Offer, mapped: _Mapped, layout: Layout, slice_bytes: int | None) -> None:
         self.offer, self.mapped = offer, mapped
         self.damage: str | None = None
-        self._proof = memory.damage(
-            layout, mapped.segment.buffer, offer.checksum, offer.sums, slice_bytes=slice_bytes
-        )
+        self._proof = memory.damage(layout, mapped.segment.buffer, offer.checksum, offer.sums, slice_bytes=slice_bytes)
 
     def proved(self) -> bool:
         """Read one slice more; True when there is none left, and `damage` tells what was found."""

@@ -106,9 +106,7 @@ def test_two_tensors_of_one_name_are_refused():
 
 
 def test_overlapping_tensors_are_refused():
-    specs = tuple(
-        TensorSpec(name=n, shape=(40,), dtype="float32", offset=o) for n, o in [("a", 0), ("b", 64)]
-    )
+    specs = tuple(TensorSpec(name=n, shape=(40,), dtype="float32", offset=o) for n, o in [("a", 0), ("b", 64)])
     with pytest.raises(LayoutMismatch, match="'b' does not fit"):
         Layout(tensors=specs)
 
