@@ -75,6 +75,8 @@ class Conductor:
 
     def start(self) -> list[Word]:
         """The first words, once all workers are ready."""
+        if self.over:
+            return []
         self.phase = "first_evaluation"
         words = [Word(source, {"pause": bool(self._evaluations)}) for source in self._training_sources()]
         words += self._ask(0)

@@ -24,6 +24,9 @@ from dataflow.host import Settings
 from dataflow.nursery import Nursery
 from dataflow.plan import Plan
 
+_LAST_WORDS_S = 1.0
+"""For what a worker said before it ended to arrive, whatever the others say meanwhile."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -206,7 +209,8 @@ class Scheduler:
 
     def _drain_messages(self, name: str) -> None:
         """A worker that failed says why before it ends; prefer that to the bare exit status."""
-        while self._router.poll(100):
+        deadline = self._clock() + _LAST_WORDS_S
+        while self._clock() < deadline and self._router.poll(100):
             sender, data = self._router.recv_multipart()[:2]
             self._take(sender.decode(), msgpack.unpackb(data))
 

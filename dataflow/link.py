@@ -32,7 +32,7 @@ class Link:
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
         """address: the scheduler's; name: this worker's; orphaned: called in the thread, once."""
-        self._zmq = context or zmq.Context.instance()
+        self._own, self._zmq = context is None, context or zmq.Context()
         self._name, self._address = name, address
         self._orphaned, self._patience_s = orphaned, patience_s
         self._words: collections.deque[dict[str, Any]] = collections.deque()
@@ -72,6 +72,8 @@ class Link:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         self._wake_in.close(0)
+        if self._own and not self._thread.is_alive():
+            self._zmq.term()  # returns when the last words have left, or after their socket's linger
 
     def _serve(self) -> None:
         wake = self._zmq.socket(zmq.PAIR)

@@ -111,10 +111,10 @@ class Nursery:
             ) from error
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux)."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when its parent ends (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _run_forever(body: Callable[[], int]) -> NoReturn:
@@ -138,9 +138,11 @@ def _serve(
     preload: Callable[[], None],
     clean_up: Callable[[], None],
 ) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.update(environment)
     names: dict[int, str] = {}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: _end(names, clean_up))
+    die_with_parent(signal.SIGTERM)
+    os.environ.update(environment)
     waiting: list[dict[str, Any]] = []
     loaded = False
     while True:
@@ -162,17 +164,24 @@ def _serve(
                 loaded = True
             _fork(control, waiting.pop(0), main, names)
         _reap(control, names)
+    _end(names, clean_up)
+
+
+def _end(names: Mapping[int, str], clean_up: Callable[[], None]) -> NoReturn:
+    """Kill the workers, then clean up; also in the midst of `preload`, when the scheduler has died."""
     _signal(list(names), signal.SIGKILL)
-    for pid in names:
-        os.waitpid(pid, 0)
+    for pid in list(names):
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
     clean_up()
-    return 0
+    os._exit(0)
 
 
 def _fork(control: socket.socket, message: Mapping[str, Any], main: Main, names: dict[int, str]) -> None:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         control.close()
         die_with_parent()
         if os.getppid() != parent:

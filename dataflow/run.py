@@ -1,6 +1,7 @@
 """`run(graph)`: plans it, runs it on this machine or inline, and returns what came of it."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -111,7 +112,8 @@ def run(
     """
     if steps is not None and steps < 1:
         raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")
-    planned = make_plan(graph, gpus=gpus, replicas=replicas, steps=steps)
+    devices = dataclasses.replace(this_machine(), cpus=1) if on is not None else None
+    planned = make_plan(graph, gpus=gpus, replicas=replicas, steps=steps, devices=devices)
     for placement in planned.placements.values():
         if placement.ranks > 1:
             raise GraphError(

@@ -116,3 +116,11 @@ def test_a_graph_without_trainer_is_over_when_its_sinks_have_ended() -> None:
     assert not c.over
     c.ended("sink")
     assert c.over
+
+
+def test_a_run_that_was_stopped_before_it_began_stays_over() -> None:
+    c = conductor()
+    c.drain()
+    assert c.over
+    assert c.start() == []
+    assert c.over
