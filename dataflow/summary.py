@@ -1,7 +1,10 @@
 """The summary of a run, computed from its folder."""
 
 import json
+import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dataflow.display import Summary
@@ -19,7 +22,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
     busy: dict[str, float] = times.get("busy_seconds", {})
     busiest = max(busy, key=lambda node: busy[node], default="")
     seconds = times.get("seconds")
-    path = folder.path
+    path, program = _from_here(folder.path), _program()
     return Summary(
         graph=_read(folder, "graph.json").get("name", path.name), outcome=times.get("outcome", "not finished"),
         steps=len(steps), wall_s=seconds, rollouts=sum(line.get("rollouts", 0) for line in steps),
@@ -31,13 +34,23 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         staleness_max=max((line["staleness_max"] for line in steps), default=None),
         verdict=verdict, is_clean=is_clean, folder=str(path),
         commands=(
-            (f"dataflow verify {path}", "the ledger, recomputed from the folder"),
-            (f"dataflow show {path}", "this summary again"),
+            (f"{program} verify {path}", "the ledger, recomputed from the folder"),
+            (f"{program} show {path}", "this summary again"),
             (str(path / "curve.svg"), "reward and accuracy by step"),
             (str(path / "graph.svg"), "the graph as it was placed"),
             (str(path / "trace.json"), "who worked when, for ui.perfetto.dev"),
         ),
     )  # fmt: skip
+
+
+def _from_here(path: Path) -> Path:
+    """The shorter way to a path: from the working folder, where it lies below that."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _program() -> str:
+    """How the `dataflow` command is called from this shell: by its name, or through the Python of its environment."""
+    return "dataflow" if shutil.which("dataflow") else f"{_from_here(Path(sys.executable))} -m dataflow"
 
 
 def _read(folder: RunFolder, name: str) -> dict[str, Any]:
