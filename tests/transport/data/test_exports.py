@@ -16,6 +16,7 @@ def test_the_exported_names_are_these() -> None:
         "Receiver",
         "Sender",
         "SocketNetwork",
+        "keep_freed_memory",
         "make_keys",
     ]
 
