@@ -55,7 +55,7 @@ def load_model(
     if attention is not None:
         options["attn_implementation"] = attention
     chosen = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or model.dtype)
-    with _attributed(model, "weights"), _no_progress_bar():
+    with _attributed(model, "weights"), no_progress_bar():
         module, found = loader.from_pretrained(
             model.source,
             revision=model.revision,
@@ -147,7 +147,8 @@ def _attributed(model: Model, what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
+    """Keep transformers from drawing a bar into a worker's log."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

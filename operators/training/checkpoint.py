@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dataflow.errors import RunError
+from operators.models import no_progress_bar
 from operators.training.optimizer import load_state, state_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -29,7 +29,7 @@ def write_checkpoint(
     facts: Mapping[str, int | float | str],
 ) -> None:
     """Fill `folder` with weights (safetensors), config, tokenizer, optimiser state and `facts`; no pickle."""
-    with _no_progress_bar():
+    with no_progress_bar():
         module.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -53,16 +53,3 @@ def read_state(folder: Path) -> dict[str, Any]:
 def read_optimizer(folder: Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
     """Put the optimiser's state of a checkpoint back. RunError when it does not fit."""
     load_state(optimizer, parameters, load_file(folder / OPTIMIZER_FILE))
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
