@@ -114,6 +114,12 @@ def run(
         raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")
     devices = dataclasses.replace(this_machine(), cpus=1) if on is not None else None
     planned = make_plan(graph, gpus=gpus, replicas=replicas, steps=steps, devices=devices)
+    trainers = [name for name, operator in graph.operators.items() if operator.trains]
+    if len(trainers) > 1:
+        raise GraphError(
+            f"the graph has {len(trainers)} trainers, {trainers}, but a run keeps the rollouts and checkpoints of one in "
+            f"this version; train them in graphs of their own, one after the other"
+        )
     for placement in planned.placements.values():
         if placement.ranks > 1:
             raise GraphError(
