@@ -117,8 +117,8 @@ def run(
     trainers = [name for name, operator in graph.operators.items() if operator.trains]
     if len(trainers) > 1:
         raise GraphError(
-            f"the graph has {len(trainers)} trainers, {trainers}, but a run keeps the rollouts and checkpoints of one in "
-            f"this version; train them in graphs of their own, one after the other"
+            f"the graph has {len(trainers)} trainers, {trainers}, but a run of this version keeps the rollouts and "
+            f"checkpoints of one; train them in graphs of their own, one after the other"
         )
     for placement in planned.placements.values():
         if placement.ranks > 1:
