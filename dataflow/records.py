@@ -109,11 +109,6 @@ def fits(found: pa.DataType, wanted: Any) -> bool:
     return _number_fits(found, kind)
 
 
-def append_column(batch: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:
-    """The batch with one more column at its right end."""
-    return batch.append_column(name, values)
-
-
 def list_lengths(column: pa.ListArray) -> AnyArray:
     """Length of each list of a ragged column, int64 [rows]."""
     offsets: AnyArray = column.offsets.to_numpy()

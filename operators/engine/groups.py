@@ -23,7 +23,6 @@ from dataflow.records import (
     TOKENS,
     VERSIONS,
     AnyArray,
-    append_column,
 )
 from operators.engine.decode import BROKEN, STOPPED, Finished
 
@@ -138,7 +137,7 @@ def rollouts(groups: Sequence[Group], tokenizer: Any, ends: frozenset[int]) -> p
     }
     batch = _prompt_rows(groups, sizes)
     for name in ROLLOUT_COLUMNS:
-        batch = append_column(batch, name, made[name])
+        batch = batch.append_column(name, made[name])
     return batch
 
 
