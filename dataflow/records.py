@@ -31,6 +31,10 @@ VERSIONS = "versions"
 FINISH_REASON = "finish_reason"
 ERROR = "error"
 ADVANTAGE = "advantage"
+SAMPLING_MASK = "sampling_mask"
+
+SAMPLING_MASK_TYPE = pa.list_(pa.list_(pa.int32()))
+"""By token of the rollout the ids that truncation left; null in the prompt and where it left all."""
 
 PROMPT_COLUMNS: Columns = {
     GROUP_ID: pa.int64(),  # issue number of the prompt within its source: 0, 1, 2, ...

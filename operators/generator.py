@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dataflow.model import Model
 from dataflow.node import Context, Generate
+from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
 
 if TYPE_CHECKING:
     from operators.engine.runtime import GeneratorRuntime
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 class Generator(Generate):
     """Samples `group_size` rollouts of every prompt with the model's newest weights.
 
-    Sequences live in slots of a KV-cache and are decoded together, one token each per step; a slot that a
-    finished rollout leaves is refilled at the next step.
+    Rollouts are decoded together, one token each per step, from a KV-cache in pages; a slot that a finished rollout
+    leaves is refilled at the next step, and the rollouts of a group share the pages of their prompt.
     """
 
     model: Model
@@ -34,16 +35,27 @@ class Generator(Generate):
     """Only the k likeliest tokens; 0: all."""
     top_p: float = 1.0
     """Only the likeliest tokens that together reach this probability; 1: all."""
-    stop: tuple[str, ...] = ()
-    """Strings at which a completion ends; they are not part of it."""
+    min_p: float = 0.0
+    """Only tokens at least this share as likely as the likeliest; 0: all."""
+    repetition_penalty: float = 1.0
+    """Tokens that occurred in prompt or completion have positive logits divided by this, negative ones multiplied;
+    1: none."""
+    stop: tuple[str | int, ...] = ()
+    """Strings, or ids of tokens, at which a completion ends; they are not part of its text."""
     slots: int = 256
-    """Sequences in the KV-cache at once."""
+    """Rollouts that are decoded together."""
+    cache_bytes: int | None = None
+    """Memory of the KV-cache; None: a share of what is free. Where it runs short, the youngest rollouts are parked
+    and go on later."""
     in_flight: int | None = None
     """Most prompts between admission and training; None: as many as the staleness bound allows."""
     context_tokens: int | None = None
     """Most tokens of prompt and completion together; None: the model's own limit."""
-    on_update: Literal["keep"] = "keep"
-    """What becomes of unfinished rollouts when weights change: keep (go on from their keys and values)."""
+    on_update: Literal["keep", "recompute"] = "keep"
+    """What becomes of unfinished rollouts when weights change: keep (go on from their keys and values) or recompute
+    (prefill what they have under the new weights, then go on). Neither throws a token away."""
+    sampling_mask: bool = False
+    """Add the column sampling_mask: for each token, the ids that top_k, top_p and min_p left, for the trainer."""
     chat: bool = False
     """Prompts are chat messages as JSON, laid out by the tokenizer's chat template."""
 
@@ -51,6 +63,11 @@ class Generator(Generate):
     def rollouts_per_prompt(self) -> int:
         """Rollouts in a group, where the prompt does not say."""
         return self.group_size
+
+    def provides(self, columns: Columns) -> Columns:
+        """The prompt's columns, the rollout's and, where asked for, the sampling mask."""
+        found = super().provides(columns)
+        return {**found, SAMPLING_MASK: SAMPLING_MASK_TYPE} if self.sampling_mask else found
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right, each as: what is wrong, what was found, what to do."""
@@ -64,6 +81,7 @@ class Generator(Generate):
                 ("in_flight", 1, 1 if self.in_flight is None else self.in_flight),
                 ("context_tokens", 2, 2 if self.context_tokens is None else self.context_tokens),
                 ("top_k", 0, self.top_k),
+                ("cache_bytes", 1, 1 if self.cache_bytes is None else self.cache_bytes),
             )
             if not _is_whole(value) or value < least
         ]
@@ -74,13 +92,22 @@ class Generator(Generate):
             )
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             found.append(f"'{self.name}' needs top_p above 0 and at most 1, but got {self.top_p!r}; use 1.0 for all")
-        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            found.append(f"'{self.name}' needs min_p from 0 to 1, but got {self.min_p!r}; use 0.0 for all tokens")
+        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < float("inf"):
             found.append(
-                f"'{self.name}' needs stop as a tuple of strings that are not empty, but got {self.stop!r}; "
-                f'give it as stop=("END",)'
+                f"'{self.name}' needs a repetition_penalty above 0, but got {self.repetition_penalty!r}; "
+                f"use 1.0 for none"
             )
-        if self.on_update != "keep":
-            found.append(f"'{self.name}' got on_update={self.on_update!r}, which is not known; use \"keep\"")
+        if not isinstance(self.stop, tuple) or not all(_is_stop(each) for each in self.stop):
+            found.append(
+                f"'{self.name}' needs stop as a tuple of token ids and strings that are not empty, "
+                f'but got {self.stop!r}; give it as stop=("END",)'
+            )
+        if self.on_update not in ("keep", "recompute"):
+            found.append(
+                f'\'{self.name}\' got on_update={self.on_update!r}, which is not known; use "keep" or "recompute"'
+            )
         if isinstance(self.model, Model) and self.model.head != "lm":
             found.append(
                 f"'{self.name}' generates with model '{self.model.name}', whose head is {self.model.head!r}; "
@@ -93,6 +120,10 @@ class Generator(Generate):
         from operators.engine.runtime import GeneratorRuntime
 
         return GeneratorRuntime(self, context)
+
+
+def _is_stop(value: object) -> bool:
+    return bool(value) if isinstance(value, str) else _is_whole(value)
 
 
 def _is_whole(value: object) -> bool:

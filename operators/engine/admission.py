@@ -1,9 +1,9 @@
-"""Which waiting groups start now: pure policy over lanes, versions and free slots; it knows no tensors."""
+"""Which waiting groups start now: pure policy over lanes, versions, slots and memory; it knows no tensors."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -58,21 +58,29 @@ class Admission(Generic[G]):
             return False
         return admit(group.group_id, dropped, version, bound.prompts_per_step, bound.max_staleness, self.in_flight)
 
-    def start(self, *, free: int, slots: int, version: int, dropped: int) -> Iterator[tuple[str, G, int]]:
+    def start(
+        self, *, free: int, slots: int, idle: bool, version: int, dropped: int, fit: Callable[[G, int], int]
+    ) -> Iterator[tuple[str, G, int]]:
         """Lane, group and how many of its rollouts start now; a group leaves its queue once all have started.
 
-        A group waits until all its rollouts fit, unless it is larger than a quarter of the slots: then it
-        starts in parts.
+        A group waits until all its rollouts fit, unless it is larger than a quarter of the slots or nothing else
+        is at work: then it starts in parts.
+
+        free: slots that rollouts may start in. idle: nothing is at work. fit: how many of so many rollouts of a
+        group fit into memory beside what this call has yielded; at least 1 when idle.
         """
         for lane in sorted(self.lanes, key=lambda lane: lane in self.bounds):
             queue = self.lanes[lane]
             while queue and free and self.may_start(lane, queue[0], version, dropped):
                 group = queue[0]
                 wanted = group.unstarted
-                if wanted > free and wanted * 4 <= slots:
+                count = fit(group, min(wanted, free))
+                if count < wanted and not (count and (idle or wanted * 4 > slots)):
                     return
-                count = min(wanted, free)
                 if count == wanted:
                     queue.popleft()
                 free -= count
+                idle = False
                 yield lane, group, count
+                if count < wanted:
+                    return

@@ -1,21 +1,20 @@
-"""Attention over slots, registered with transformers: one new token per active row, and whole new prompts.
+"""Attention over pages, registered with transformers: one new token per active row, and whole new prefixes.
 
-The model is called on one flattened sequence of N tokens: first the newest token of each active row, then the
-new prompts, one after the other without padding. Axes: n active rows, S slots, P new prompts, L positions,
-H query heads, K key/value heads, R = H / K, D width of a head.
+The model is called on one flattened sequence of N tokens: first the newest token of each active row, then the tokens
+of new prefixes, one after the other without padding. Axes: n active rows, P pages, W pages of a row, I new prefixes,
+Q new tokens of one, L positions, H query heads, K key/value heads, D width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from operators.engine import native
 from operators.engine.kv_cache import KVCache
+from operators.engine.pages import PAGE
 from operators.models import ModelError
 
 NAME = "dataflow_slots"
@@ -25,18 +24,42 @@ REFUSED = ("s_aux", "position_bias", "cache")
 """Arguments that change attention in ways that `attend` does not know."""
 
 
+class Kernel(Protocol):
+    """A native implementation of `decode`: same arguments, same result up to rounding."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layout: Layout,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Write key and value [K, n, D] into the pages and attend with query [H, n, D]: [n, H, D]."""
+
+
 @dataclass(eq=False)
-class NewPrompts:
-    """Where the tokens of P new prompts stand in the sequence, and which slots get their keys and values."""
+class NewTokens:
+    """The tokens of I new prefixes: where they stand in the sequence, and where their keys and values go."""
 
     padded: torch.Tensor
-    """Index of each prompt's tokens in the sequence after the decoded ones, [P, L], clamped at its end."""
+    """Index of each prefix's tokens among the new ones, [I, Q], clamped at its end."""
     packed: torch.Tensor
-    """Index into the flattened [P * L] of each prompt token of the sequence, [sum of lengths]."""
-    slots: torch.Tensor
-    """Slots that share these prompts, [m]."""
-    origin: torch.Tensor
-    """Which prompt each of those slots starts from, [m]."""
+    """Index into the flattened [I * Q] of each new token, [N - n]."""
+    source: torch.Tensor
+    """Index among the new tokens of each key that is written, [w]; one may go to several pages."""
+    page: torch.Tensor
+    """The page it goes to, [w]."""
+    offset: torch.Tensor
+    """Its place in the page, [w]."""
+    before: torch.Tensor | None = None
+    """Positions of each prefix that were there already, [I]; None: none of any."""
+    table: torch.Tensor | None = None
+    """With `before`: pages of each prefix, int64 [I, W]."""
 
 
 @dataclass(eq=False)
@@ -45,41 +68,30 @@ class Layout:
 
     cache: KVCache
     positions: torch.Tensor
-    """Position of the newest token in each of the n active rows, [n]."""
+    """Position of the newest token in each of the n active rows, int64 [n]."""
     longest: int
     """Positions to attend to: the largest of `positions` plus one."""
-    prompts: NewPrompts | None = None
-    kernel: Callable[..., None] | None = None
-    """The C kernel for the active rows; None: torch's operators."""
-    slots: torch.Tensor | None = None
-    """With a kernel: the slot of each active row, [n]. Without, rows lie in slots 0 .. n-1."""
-    writes: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By number of heads: rows of the cache, seen as [S * K * T, D], that the new tokens go to."""
-    biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
-    """By sliding window: 0 where a slot attends and -inf elsewhere, [n, 1, L]."""
+    table: torch.Tensor
+    """Pages of each active row, int32 [n, W]."""
+    runs: torch.Tensor | None = None
+    """Where runs of neighbouring rows begin, and the end, int32 [r + 1]."""
+    shared: torch.Tensor | None = None
+    """How many of their first pages the rows of each run share, int32 [r]; those are full."""
+    new: NewTokens | None = None
+    kernel: Kernel | None = None
+    """What attends for the active rows; None: torch's operators."""
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    """By sliding window: 0 where a row attends and -inf elsewhere, float32 [n, 1, L]."""
 
-    def rows_to_write(self, heads: int) -> torch.Tensor:
-        """Cache rows of the newest token of each slot and head, [n * heads]."""
-        rows = self.writes.get(heads)
-        if rows is None:
-            device = self.positions.device
-            slot = torch.arange(len(self.positions), device=device)
-            row = (slot[:, None] * heads + torch.arange(heads, device=device)) * self.cache.tokens
-            rows = (row + self.positions[:, None]).flatten()
-            self.writes[heads] = rows
-        return rows
-
-    def bias(self, window: int | None) -> torch.Tensor:
-        """What is added to the scores of the active rows, float32 [n, 1, L]."""
-        if window is not None and window >= self.longest:
-            window = None
-        found = self.biases.get(window)
+    def mask(self, window: int | None, length: int) -> torch.Tensor:
+        """What is added to the scores of the active rows, float32 [n, 1, length]."""
+        found = self.masks.get(window)
         if found is None:
-            at = torch.arange(self.longest, device=self.positions.device)
+            at = torch.arange(length, device=self.positions.device)
             last = self.positions[:, None, None]
             hidden = at > last if window is None else (at > last) | (at <= last - window)
             found = torch.zeros(hidden.shape, device=at.device).masked_fill_(hidden, -torch.inf)
-            self.biases[window] = found
+            self.masks[window] = found
         return found
 
 
@@ -96,7 +108,7 @@ def attend(
     slot_layout: Layout | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the new keys and values into their slots and attend: query [1, H, N, D] to output [1, N, H, D].
+    """Write the new keys and values into their pages and attend: query [1, H, N, D] to output [1, N, H, D].
 
     Raises:
         ModelError: the model asks for a kind of attention that is not known here.
@@ -110,77 +122,108 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     keys, values = slot_layout.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
     active = len(slot_layout.positions)
+    q, k, v = query[0], key[0], value[0]
     parts: list[torch.Tensor] = []
+    if slot_layout.new is not None:
+        write(slot_layout.new, keys, k[:, active:])
+        write(slot_layout.new, values, v[:, active:])
     if active:
-        parts.append(
-            _attend_slots(slot_layout, keys, values, query, key, value, active, scale, sliding_window, softcap)
-        )
-    if slot_layout.prompts is not None:
-        new = slot_layout.prompts
-        k = key[0, :, active:][:, new.padded].transpose(0, 1)
-        v = value[0, :, active:][:, new.padded].transpose(0, 1)
-        keys[new.slots, :, : k.shape[2]] = k[new.origin]
-        values[new.slots, :, : v.shape[2]] = v[new.origin]
-        q = query[0, :, active:][:, new.padded].transpose(0, 1)
-        mixed = _attend_prompts(q, k, v, scale, sliding_window, softcap)
-        parts.append(mixed.transpose(1, 2).flatten(0, 1)[new.packed])
+        step = slot_layout.kernel or decode
+        now = (q[:, :active], k[:, :active], v[:, :active])
+        parts.append(step(*now, keys, values, slot_layout, scale, sliding_window, softcap))
+    if slot_layout.new is not None:
+        fresh = (q[:, active:], k[:, active:], v[:, active:])
+        parts.append(prefill(slot_layout.new, *fresh, keys, values, scale, sliding_window, softcap))
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
-def _attend_slots(
-    layout: Layout,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+def write(new: NewTokens, pages: torch.Tensor, fresh: torch.Tensor) -> None:
+    """Put the new keys (or values) [K, N - n, D] where they belong in pages [P, K, PAGE, D]."""
+    pages[new.page, :, new.offset] = fresh.transpose(0, 1)[new.source]
+
+
+def decode(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    active: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layout: Layout,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One new token per active row: output [n, H, D]."""
-    if layout.kernel is not None and layout.slots is not None:
-        return native.decode_attention(
-            layout.kernel, query[0, :, :active], key[0, :, :active], value[0, :, :active], keys, values,
-            layout.slots, layout.positions, scale, window, softcap,
-        )  # fmt: skip
-    heads, width = key.shape[1], key.shape[3]
-    rows = layout.rows_to_write(heads)
-    keys.view(-1, width).index_copy_(0, rows, key[0, :, :active].transpose(0, 1).reshape(-1, width))
-    values.view(-1, value.shape[3]).index_copy_(
-        0, rows, value[0, :, :active].transpose(0, 1).reshape(-1, value.shape[3])
-    )
-    q = query[0, :, :active].transpose(0, 1).reshape(active * heads, -1, width)
-    seen_keys = keys[:active].flatten(0, 1)[:, : layout.longest]
-    scores = torch.bmm(q, seen_keys.transpose(1, 2)).view(active, -1, layout.longest)
+    """One new token per active row by torch's operators: query [H, n, D], key and value [K, n, D] to [n, H, D]."""
+    n, kv_heads = query.shape[1], key.shape[0]
+    table = layout.table[:, : -(-layout.longest // PAGE)].long()
+    page = table.gather(1, (layout.positions // PAGE)[:, None])[:, 0]
+    offset = layout.positions % PAGE
+    keys[page, :, offset] = key.transpose(0, 1)
+    values[page, :, offset] = value.transpose(0, 1)
+    length = table.shape[1] * PAGE
+    seen = keys[table].transpose(1, 2).reshape(n, kv_heads, length, -1)
+    scores = torch.matmul(query.transpose(0, 1).reshape(n, kv_heads, -1, query.shape[2]), seen.transpose(2, 3))
+    scores = scores.float().view(n, -1, length) * scale
     if softcap is not None:
-        scores = torch.tanh(scores.float() * (scale / softcap)) * softcap
-        scores = scores + layout.bias(window)
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = torch.softmax(scores + layout.mask(window, length), dim=-1).to(values.dtype)
+    told = values[table].transpose(1, 2).reshape(n, kv_heads, length, -1)
+    return torch.matmul(weights.view(n, kv_heads, -1, length), told).view(n, query.shape[0], -1)
+
+
+def prefill(
+    new: NewTokens,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Causal attention of the new tokens to their prefix and to each other: [N - n, H, D]."""
+    q = query[:, new.padded].transpose(0, 1)
+    if new.before is None or new.table is None:
+        mixed = _causal(
+            q, key[:, new.padded].transpose(0, 1), value[:, new.padded].transpose(0, 1), scale, window, softcap
+        )
     else:
-        scores = torch.add(layout.bias(window), scores, alpha=scale)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-    seen_values = values[:active].flatten(0, 1)[:, : layout.longest]
-    mixed = torch.bmm(weights.view(active * heads, -1, layout.longest), seen_values)
-    return mixed.view(active, -1, values.shape[3])
+        k, v = (pages[new.table].transpose(1, 2).flatten(2, 3) for pages in (keys, values))
+        place = new.before[:, None, None] + torch.arange(q.shape[2], device=q.device)[:, None]
+        at = torch.arange(k.shape[2], device=q.device)
+        sees = at <= place
+        if window is not None:
+            sees = sees & (at > place - window)
+        mixed = _masked(q, k, v, sees[:, None], scale, softcap)
+    return mixed.transpose(1, 2).flatten(0, 1)[new.packed]
 
 
-def _attend_prompts(
+def _causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """Causal attention inside each new prompt: [P, H, L, D]; what lies behind a prompt's end is not used."""
+    """Attention inside each new prompt, [I, H, Q, D]; what lies behind a prompt's end is not used."""
     length = q.shape[2]
     if softcap is None and (window is None or window >= length):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    at = torch.arange(length, device=q.device)
+    sees = at <= at[:, None]
+    if window is not None:
+        sees = sees & (at > at[:, None] - window)
+    return _masked(q, k, v, sees, scale, softcap)
+
+
+def _masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """Attention under a mask of what each query sees, with scores that may be capped: [I, H, Q, D]."""
+    if softcap is None:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale, enable_gqa=grouped)
     repeats = q.shape[1] // k.shape[1]
     scores = torch.matmul(q, k.repeat_interleave(repeats, 1).transpose(2, 3)).float() * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    at = torch.arange(length, device=q.device)
-    hidden = at > at[:, None]
-    if window is not None:
-        hidden = hidden | (at <= at[:, None] - window)
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1).to(v.dtype)
+    scores = torch.tanh(scores / softcap) * softcap
+    weights = torch.softmax(scores.masked_fill(~sees, -torch.inf), dim=-1).to(v.dtype)
     return torch.matmul(weights, v.repeat_interleave(repeats, 1))
 
 

@@ -1,68 +1,34 @@
-"""The decode step: one forward pass over all active rows and the new prompts, one draw, the finished rows.
+"""The engine: one forward pass over all active rows and the new prefixes, one draw, the rows that ended.
 
-Axes: S slots, n active rows, T positions, k finished rows, m rows that start.
+Axes: n active rows, I new prefixes, V vocabulary, k rows that ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from dataflow.records import AnyArray
-from operators.engine.attention import Layout, NewPrompts
-from operators.engine.kv_cache import KVCache
-from operators.engine.sampler import Sampling, draw
+from operators.engine.attention import Kernel, Layout
+from operators.engine.kv_cache import KVCache, default_budget, page_count
+from operators.engine.pages import PAGE, Pages, pages_for, youngest
+from operators.engine.prefill import NewRow, Prefix, lay_out
+from operators.engine.results import ABORTED, BROKEN, STOPPED, TOO_LONG, Finished, Row, Start, finished_of, merged
+from operators.engine.rows import Rows
+from operators.engine.sampler import Draw, Sampling, draw
+from operators.engine.stops import StopStrings
+from operators.models import ModelError
 
-STOPPED, TOO_LONG, BROKEN = 0, 1, 2
-"""Why a row finished: an end token or stop string, its length limit, logits that are not finite."""
-
-
-FIRST_TOKENS = 32
-"""Positions per slot that the cache begins with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """A prompt whose rollouts (all, or some) start in this step."""
-
-    prompt: AnyArray
-    """Its tokens, int64 [at least 1]."""
-    limit: int
-    """Most tokens of prompt and completion together."""
-    tickets: Sequence[int]
-    """The caller's number of each rollout."""
-    seeds: Sequence[int]
-    """Of each rollout, int64."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """Rows that ended in a step, as arrays over the k rows."""
-
-    tickets: AnyArray
-    """int64 [k]."""
-    tokens: AnyArray
-    """Prompt and completion, int32 [k, longest], right-padded."""
-    logprobs: AnyArray
-    """float32 [k, longest]."""
-    versions: AnyArray
-    """int32 [k, longest]."""
-    starts: AnyArray
-    """Tokens of the prompt, int64 [k]."""
-    lengths: AnyArray
-    """Tokens of prompt and completion, int64 [k]."""
-    reasons: AnyArray
-    """STOPPED, TOO_LONG or BROKEN, int64 [k]."""
-    texts: dict[int, str]
-    """By ticket: the completion before its stop string, for those that ended at one."""
+PREFILL_TOKENS = 4096
+"""Most tokens whose keys and values are computed anew in one step (one prefix may have more)."""
 
 
 class Engine:
-    """Slots and the sequences in them; knows tokens, not prompts' rows, groups or lanes."""
+    """Rows in a paged KV-cache, decoded together; it knows tokens, not prompts' columns, groups or lanes."""
 
     def __init__(
         self,
@@ -72,95 +38,240 @@ class Engine:
         context_tokens: int,
         sampling: Sampling,
         end_tokens: Sequence[int],
-        may_stop: torch.Tensor | None = None,
-        find_stop: Callable[[AnyArray], str | None] | None = None,
-        kernel: Callable[..., None] | None = None,
+        stop: StopStrings | None = None,
+        kernel: Kernel | None = None,
+        token_bytes: int = 0,
+        cache_bytes: int | None = None,
+        on_update: Literal["keep", "recompute"] = "keep",
+        record_mask: bool = False,
+        tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Prepare `slots` slots for sequences of at most `context_tokens` tokens.
+        """Prepare for up to `slots` rows of at most `context_tokens` tokens.
 
         Args:
-            may_stop: bool [V], tokens after which `find_stop` is asked; None: no stop strings.
-            find_stop: from the completion's tokens to its text before the stop string, or None.
-            kernel: `native.kernel()` for a float32 model on the CPU, None to attend with torch's operators.
+            model: a decoder that `proof.adapt` has switched to attention over pages.
+            kernel: what `proof.adapt` proved; None to attend with torch's operators.
+            token_bytes: bytes of keys and values that one position takes in all layers.
+            cache_bytes: budget of the KV-cache; None: a share of the memory that is free now.
+            on_update: keep the keys and values of unfinished rows when weights change, or recompute them.
+            record_mask: record which tokens truncation left, for every token drawn.
+            tensors: what the weight plane writes into; None: the model's parameters.
+
+        Raises:
+            ModelError: the KV-cache cannot hold one row.
         """
         self.model = model
         self.slots = slots
         self.context_tokens = context_tokens
         self.sampling = sampling
+        self.tensors = dict(model.named_parameters()) if tensors is None else dict(tensors)
+        self.token_bytes = token_bytes
         self.version = 0
-        self.active = 0
         self.steps = 0
         self.drawn = 0
         self.device = next(model.parameters()).device
-        self._find_stop = find_stop
+        self._stop = stop
         self._kernel = kernel
+        self._recomputes = on_update == "recompute"
+        self._record_mask = record_mask
         self._vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-        checked = torch.zeros(self._vocabulary, dtype=torch.bool)
-        checked[[token for token in end_tokens if 0 <= token < self._vocabulary]] = True
-        self._ends = checked.numpy().copy()
-        if may_stop is not None:
-            checked = checked | may_stop
-        self._checked = checked.to(self.device)
-        first = min(context_tokens, FIRST_TOKENS)
-        self.cache = KVCache(slots, first, context_tokens)
-        self._tokens = self._table(torch.int32)
-        self._logprobs = self._table(torch.float32)
-        self._versions = self._table(torch.int32)
-        self._last = torch.zeros(slots, dtype=torch.int64, device=self.device)
-        self._length = torch.zeros_like(self._last)
-        self._start = torch.zeros_like(self._last)
-        self._limit = torch.zeros_like(self._last)
-        self._seed = torch.zeros_like(self._last)
-        self._ticket = np.zeros(slots, dtype=np.int64)
-        self._holes = np.zeros(0, dtype=np.int64)
-        self._rows = torch.arange(slots, device=self.device)
-        self._slot = self._rows.clone()
-        self._longest = 0
-
-    @property
-    def free(self) -> int:
-        """Slots that a rollout may start in."""
-        return self.slots - self.live
+        ends = torch.zeros(self._vocabulary, dtype=torch.bool)
+        ends[[token for token in end_tokens if 0 <= token < self._vocabulary]] = True
+        self._ends = ends.numpy()
+        self._checked = ends.to(self.device, copy=True)
+        self._watched: dict[int, StopStrings] = {}
+        self._watch(stop)
+        budget = default_budget(self.device) if cache_bytes is None else cache_bytes
+        self.pages = Pages(
+            page_count(slots=slots, context_tokens=context_tokens, token_bytes=token_bytes, budget=budget)
+        )
+        self.cache = KVCache(self.pages.count)
+        self.rows = Rows(slots, context_tokens, self.device)
+        self.parked: deque[Row] = deque()
+        self._born = 0
 
     @property
     def live(self) -> int:
-        """Rows that have not ended."""
-        return self.active - len(self._holes)
+        """Rollouts that have started and not ended."""
+        return self.rows.n + len(self.parked)
+
+    @property
+    def free(self) -> int:
+        """Rollouts that may start now, as far as slots go; none while earlier ones wait for pages."""
+        return 0 if self.parked else self.slots - self.rows.n
+
+    @property
+    def spare_pages(self) -> int:
+        """Pages that starting rollouts may take: one stays back for each live row."""
+        return max(0, self.pages.available - self.rows.n)
+
+    def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
+        """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the pages they take.
+
+        Each takes a page to write into; the first takes the prompt's full pages too. An idle engine fits one always.
+        """
+        whole = tokens // PAGE
+        count = max(int(idle), min(wanted, pages - whole))
+        return (count, whole + count) if count > 0 else (0, 0)
 
     @torch.inference_mode()
     def step(self, starts: Sequence[Start] = ()) -> Finished | None:
         """Draw one token for every active row and the first token of every row that starts.
 
-        Returns the rows that ended, or None. The rows of `starts` must fit into `free`.
+        Rows of `starts` must fit (see `free` and `fitting`). Returns the rows that ended, or None.
         """
-        self._close_holes()
-        if not self.active and not starts:
+        self._grow()
+        active = self.rows.n
+        new, rows, tables = self._resume()
+        for start in starts:
+            self._begin(start, new, rows, tables)
+        if not active and not new:
             return None
-        layout, tokens, positions, kept = self._input(starts)
-        logits = self._forward(tokens, positions, kept, layout)
-        if layout.prompts is not None:
-            logits = logits[torch.cat([self._rows[: self.active], layout.prompts.origin + self.active])]
-            self.active = len(logits)
-        n = self.active
-        length = self._length[:n]
-        chosen, logprob = draw(logits, self.sampling, self._seed[:n], length - self._start[:n])
-        flat = self._rows[:n] * self.cache.tokens + length
-        self._tokens.view(-1).index_copy_(0, flat, chosen.int())
-        self._logprobs.view(-1).index_copy_(0, flat, logprob)
-        self._versions.view(-1).index_fill_(0, flat, self.version)
-        self._last[:n] = chosen
-        length += 1
-        self._longest += 1
+        logits = self._forward(new)
+        if rows:
+            self.rows.add(rows, tables)
+        seen = self.rows.seen(self._vocabulary)
+        drawn = draw(logits, self.rows.sampled(), *self.rows.draws(), seen=seen, keep=self._record_mask)
+        self._note_kept(drawn)
+        self.rows.drew(drawn.tokens, drawn.logprobs, self.version)
         self.steps += 1
-        self.drawn += n
-        over = self._checked[chosen] | (length >= self._limit[:n]) | ~logprob.isfinite()
-        rows = over.nonzero()[:, 0]
-        return self._take(rows) if len(rows) else None
+        self.drawn += self.rows.n
+        over = self._checked[drawn.tokens] | ~drawn.logprobs.isfinite()
+        full = self.rows.lengths >= self.rows.limits
+        ended = np.nonzero(over.cpu().numpy() | full)[0]
+        return self._take(ended) if len(ended) else None
 
-    def _forward(
+    @torch.inference_mode()
+    def abort(self, tickets: Collection[int]) -> Finished | None:
+        """Take rollouts out as they are; tickets that are not live are passed over."""
+        gone = set(tickets)
+        aside = [row for row in self.parked if row.ticket in gone]
+        self.parked = deque(row for row in self.parked if row.ticket not in gone)
+        rows = np.nonzero(np.isin(self.rows.ticket[: self.rows.n], list(gone)))[0]
+        found = self.rows.taken(rows)
+        self._release(rows)
+        return merged([finished_of([*aside, *found], ABORTED)])
+
+    @torch.inference_mode()
+    def progress(self, ticket: int) -> Row | None:
+        """A live rollout as it is now; None when it has ended or never started."""
+        for row in self.parked:
+            if row.ticket == ticket:
+                return row
+        rows = np.nonzero(self.rows.ticket[: self.rows.n] == ticket)[0]
+        return self.rows.taken(rows)[0] if len(rows) else None
+
+    @torch.inference_mode()
+    def adopted(self, version: int) -> None:
+        """New weights of this version are in `tensors`: tokens drawn from now on come from them."""
+        if version == self.version:
+            return
+        self.version = version
+        self.pages.forget()
+        if self._recomputes:
+            self._park(np.arange(self.rows.n))
+
+    @torch.inference_mode()
+    def close(self) -> None:
+        """Give up all rows."""
+        self.parked.clear()
+        self._release(np.arange(self.rows.n))
+
+    def _grow(self) -> None:
+        """A page for every row that has filled its last one; the youngest rows are parked where pages run out."""
+        while True:
+            rows = self.rows
+            held = np.array([len(pages) for pages in rows.pages], dtype=np.int64)
+            needy = np.nonzero((rows.lengths - 1) // PAGE >= held)[0]
+            short = len(needy) - self.pages.available
+            if short <= 0:
+                break
+            owned = [sum(self.pages.holders(page) == 1 for page in pages) for pages in rows.pages]
+            chosen = youngest(rows.age[: rows.n].tolist(), owned, short)
+            if not chosen:
+                raise ModelError(f"one row has outgrown the KV-cache of {self.pages.count} pages; lower its limit")
+            self._park(np.array(chosen))
+        if len(needy):
+            for row, page in zip(needy.tolist(), self.pages.take(len(needy)), strict=True):
+                rows.give_page(row, page)
+            rows.place_pages(needy)
+
+    def _resume(self) -> tuple[list[Prefix], list[Row], list[list[int]]]:
+        """Parked rows that go on in this step, the oldest first: their prefixes, themselves, their pages."""
+        new: list[Prefix] = []
+        rows: list[Row] = []
+        tables: list[list[int]] = []
+        tokens = 0
+        while self.parked and self.rows.n + len(rows) < self.slots and tokens < PREFILL_TOKENS:
+            row = self.parked[0]
+            needed = pages_for(len(row.tokens) + 1)
+            if needed > self.pages.available - self.rows.n - len(rows) and (self.rows.n or rows):
+                break
+            self.parked.popleft()
+            prefix = row.tokens.astype(np.int64)
+            new.append(self._prefix(prefix, 1))
+            rows.append(row)
+            tables += [list(table) for table in new[-1].tables]
+            tokens += new[-1].new
+        return new, rows, tables
+
+    def _begin(self, start: Start, new: list[Prefix], rows: list[Row], tables: list[list[int]]) -> None:
+        """A prompt's rollouts join the step."""
+        self._watch(start.stop)
+        length = len(start.prompt)
+        sampling = start.sampling or self.sampling
+        prefix = self._prefix(np.asarray(start.prompt, np.int64), len(start.tickets))
+        new.append(prefix)
+        tables += [list(table) for table in prefix.tables]
+        tokens = start.prompt.astype(np.int32)
+        logprobs, versions = np.zeros(length, np.float32), np.full(length, -1, np.int32)
+        for ticket, seed in zip(start.tickets, start.seeds, strict=True):
+            rows.append(
+                Row(
+                    ticket=ticket, age=self._born, tokens=tokens, logprobs=logprobs, versions=versions, start=length,
+                    limit=start.limit, seed=seed, sampling=sampling, stop=start.stop or self._stop,
+                    kept=[] if self._record_mask else None,
+                )
+            )  # fmt: skip
+            self._born += 1
+
+    def _prefix(self, tokens: AnyArray, rows: int) -> Prefix:
+        """Pages for the rows that begin with these tokens: known ones, shared new ones, each row's own."""
+        known = self.pages.find(tokens)
+        whole = len(tokens) // PAGE
+        self.pages.share(known)
+        common = known + self.pages.take(whole - len(known))
+        self.pages.share(common, rows - 1)
+        self.pages.remember(tokens, common)
+        own = pages_for(len(tokens)) - whole
+        return Prefix(tokens=tokens, cached=len(known), tables=[common + self.pages.take(own) for _ in range(rows)])
+
+    def _forward(self, new: Sequence[Prefix]) -> torch.Tensor:
+        """Logits of every active row and, once for each of its rows, of the last token of every new prefix."""
+        rows, n = self.rows, self.rows.n
+        fresh = lay_out(new, self._put) if new else None
+        layout = self._layout(fresh)
+        if fresh is None:
+            return self._call(rows.last, rows.positions, 0, layout)
+        kept = np.concatenate([np.arange(n), n + fresh.last])
+        logits = self._call(
+            torch.cat([rows.last, fresh.tokens]), torch.cat([rows.positions, fresh.positions]), self._put(kept), layout
+        )
+        origin = np.repeat(np.arange(len(new)), [len(prefix.tables) for prefix in new])
+        return logits[self._put(np.concatenate([np.arange(n), n + origin]))]
+
+    def _layout(self, fresh: NewRow | None) -> Layout:
+        rows = self.rows
+        runs, shared = rows.runs() if self._kernel is not None else (None, None)
+        return Layout(
+            self.cache, rows.positions, rows.longest, rows.table, runs, shared,
+            None if fresh is None else fresh.layout, self._kernel,
+        )  # fmt: skip
+
+    def _call(
         self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int, layout: Layout
     ) -> torch.Tensor:
-        """Logits [rows, V] of the tokens named by `kept` in the flattened row [N]."""
+        """Logits [kept, V] of the flattened row [N]."""
         output: Any = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -170,123 +281,72 @@ class Engine:
         )
         return output.logits[0]  # type: ignore[no-any-return]
 
-    def _input(self, starts: Sequence[Start]) -> tuple[Layout, torch.Tensor, torch.Tensor, torch.Tensor | int]:
-        """The flattened row of this step: its layout, tokens [N], positions [N] and which logits to keep."""
-        n = self.active
-        positions = self._length[:n] - 1
-        if not starts:
-            return self._layout(positions, None), self._last[:n], positions, 0
-        lengths = np.array([len(start.prompt) for start in starts])
-        counts = np.array([len(start.tickets) for start in starts])
-        self._reserve(max(start.limit for start in starts))
-        longest = int(lengths.max())
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        at = np.arange(longest)
-        padded = np.minimum(offsets[:-1, None] + at, offsets[1:, None] - 1)
-        packed = np.nonzero((at < lengths[:, None]).ravel())[0]
-        origin = np.repeat(np.arange(len(starts)), counts)
-        rows = slice(n, n + len(origin))
-        flat = np.concatenate([start.prompt for start in starts])
-        put = self._put
-        tokens = put(flat)
-        padded_on = put(padded)
-        origin_on = put(origin)
-        self._tokens[rows, :longest] = tokens[padded_on][origin_on].int()
-        self._logprobs[rows, :longest] = 0.0
-        self._versions[rows, :longest] = -1
-        self._start[rows] = self._length[rows] = put(lengths[origin])
-        self._limit[rows] = put(np.repeat([start.limit for start in starts], counts))
-        self._seed[rows] = put(np.array([seed for start in starts for seed in start.seeds], dtype=np.int64))
-        self._ticket[rows] = [ticket for start in starts for ticket in start.tickets]
-        new = NewPrompts(padded=padded_on, packed=put(packed), slots=self._slot[rows], origin=origin_on)
-        layout = self._layout(positions, new)
-        last = put(np.concatenate([np.arange(n), n + offsets[1:] - 1]))
-        places = put(np.concatenate([np.arange(length) for length in lengths]))
-        self._longest = max(self._longest, longest)
-        return layout, torch.cat([self._last[:n], tokens]), torch.cat([positions, places]), last
-
-    def _layout(self, positions: torch.Tensor, new: NewPrompts | None) -> Layout:
-        slots = None if self._kernel is None else self._slot[: len(positions)]
-        return Layout(self.cache, positions, self._longest, new, self._kernel, slots)
-
-    def _take(self, rows: torch.Tensor) -> Finished | None:
-        """Take the rows that ended out of their slots; rows that only might have hit a stop string stay."""
-        picked = rows.cpu().numpy()
-        lengths = self._length[rows].cpu().numpy()
-        starts = self._start[rows].cpu().numpy()
-        longest = int(lengths.max())
-        tokens = self._tokens[rows, :longest].cpu().numpy()
-        logprobs = self._logprobs[rows, :longest].cpu().numpy()
-        last = np.arange(len(picked)), lengths - 1
+    def _take(self, rows: AnyArray) -> Finished | None:
+        """Take the rows that ended out of the batch; those that only might have hit a stop string stay."""
+        lengths, starts = self.rows.lengths[rows].copy(), self.rows.starts[rows].copy()
+        tickets = self.rows.ticket[rows]
+        tokens, logprobs, versions = self.rows.drawn(rows)
+        last = np.arange(len(rows)), lengths - 1
         broken = ~np.isfinite(logprobs[last])
         stopped = self._ends[tokens[last]] & ~broken
-        too_long = lengths >= self._limit[rows].cpu().numpy()
+        too_long = lengths >= self.rows.limits[rows]
         texts: dict[int, str] = {}
-        if self._find_stop is not None:
-            for i in np.nonzero(~broken & ~stopped)[0]:
-                text = self._find_stop(tokens[i, starts[i] : lengths[i]])
-                if text is not None:
-                    texts[int(self._ticket[picked[i]])] = text
-                    stopped[i] = True
+        for i in np.nonzero(~broken & ~stopped)[0]:
+            stop = self.rows.stop[rows[i]]
+            text = stop.find(tokens[i, starts[i] : lengths[i]]) if stop is not None else None
+            if text is not None:
+                texts[int(tickets[i])] = text
+                stopped[i] = True
         ended = broken | stopped | too_long
         if not ended.any():
             return None
         if broken.any():
-            self.cache.clear(self._slot[rows[self._put(broken)]])
-        reasons = np.where(broken, BROKEN, np.where(stopped, STOPPED, TOO_LONG))
-        self._holes = picked[ended]
-        return Finished(
-            tickets=self._ticket[picked[ended]],
-            tokens=tokens[ended],
-            logprobs=logprobs[ended],
-            versions=self._versions[rows, :longest].cpu().numpy()[ended],
-            starts=starts[ended],
-            lengths=(lengths - broken)[ended],
-            reasons=reasons[ended],
-            texts=texts,
-        )
+            self._burn(rows[broken])
+        kept = {int(tickets[i]): self.rows.kept[rows[i]] for i in np.nonzero(ended)[0]}
+        found = Finished(
+            tickets=tickets[ended], tokens=tokens[ended], logprobs=logprobs[ended], versions=versions[ended],
+            starts=starts[ended], lengths=(lengths - broken)[ended],
+            reasons=np.where(broken, BROKEN, np.where(stopped, STOPPED, TOO_LONG))[ended],
+            texts=texts, kept={ticket: masks for ticket, masks in kept.items() if masks is not None},
+        )  # fmt: skip
+        self._release(rows[ended])
+        return found
 
-    def _close_holes(self) -> None:
-        """Move the last active rows into the places of those that ended, so that rows 0 .. n-1 are active.
+    def _burn(self, rows: AnyArray) -> None:
+        """What broken weights wrote into pages that only these rows hold must not be read again."""
+        self.pages.forget()
+        pages, times = np.unique(np.concatenate([self.rows.pages[row] for row in rows]), return_counts=True)
+        alone = [page for page, count in zip(pages, times, strict=True) if self.pages.holders(page) == count]
+        self.cache.clear(self._put(np.array(alone, dtype=np.int64)))
 
-        The C kernel looks each row's slot up; for torch's operators the keys and values move along.
-        """
-        holes, n = self._holes, self.active
-        if not len(holes):
+    def _park(self, rows: AnyArray) -> None:
+        """Take rows out of the batch, to go on later with a prefix that is computed anew."""
+        self.parked = deque(sorted([*self.parked, *self.rows.taken(rows)], key=lambda row: row.age))
+        self._release(rows)
+
+    def _release(self, rows: AnyArray) -> None:
+        for pages in self.rows.remove(rows) if len(rows) else ():
+            self.pages.release(pages)
+
+    def _note_kept(self, drawn: Draw) -> None:
+        """Record for each row which tokens truncation left."""
+        if not self._record_mask:
             return
-        left = n - len(holes)
-        is_hole = np.zeros(n, dtype=bool)
-        is_hole[holes] = True
-        target = holes[holes < left]
-        origin = np.nonzero(~is_hole[left:])[0] + left
-        if len(target):
-            to, come = self._put(target), self._put(origin)
-            if self._kernel is None:
-                self.cache.move(to, come, self._longest)
-            else:
-                self._slot[torch.cat([to, come])] = self._slot[torch.cat([come, to])]
-            for table in (self._tokens, self._logprobs, self._versions):
-                table[to, : self._longest] = table[come, : self._longest]
-            for column in (self._last, self._length, self._start, self._limit, self._seed):
-                column[to] = column[come]
-            self._ticket[target] = self._ticket[origin]
-        self.active = left
-        self._holes = holes[:0]
-        self._longest = int(self._length[:left].max()) if left else 0
+        if drawn.kept is None:
+            found: list[AnyArray] = [np.zeros(0, np.int32)] * self.rows.n
+        else:
+            counts = drawn.kept.sum(-1).cpu().numpy()
+            ids = drawn.kept.nonzero()[:, 1].int().cpu().numpy()
+            found = np.split(ids, np.cumsum(counts)[:-1])
+        for masks, ids in zip(self.rows.kept, found, strict=True):
+            if masks is not None:
+                masks.append(ids)
 
-    def _reserve(self, tokens: int) -> None:
-        """Make room for sequences of this many tokens."""
-        if tokens <= self.cache.tokens:
-            return
-        self.cache.grow(tokens)
-        for name in ("_tokens", "_logprobs", "_versions"):
-            old = getattr(self, name)
-            new = self._table(old.dtype)
-            new[:, : old.shape[1]] = old
-            setattr(self, name, new)
-
-    def _table(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(self.slots, self.cache.tokens, dtype=dtype, device=self.device)
+    def _watch(self, stop: StopStrings | None) -> None:
+        """Tokens after which these strings may have been hit are looked at from now on."""
+        if stop is not None and id(stop) not in self._watched:
+            self._watched[id(stop)] = stop
+            self._checked |= stop.may_stop(self._vocabulary).to(self.device)
 
     def _put(self, values: AnyArray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

@@ -20,20 +20,24 @@ from dataflow.records import (
     POSITION,
     ROLLOUT_COLUMNS,
     ROLLOUT_ID,
+    SAMPLING_MASK,
     TOKENS,
     VERSIONS,
     AnyArray,
 )
-from operators.engine.decode import BROKEN, STOPPED, Finished
+from operators.engine.results import ABORTED, BROKEN, STOPPED, Finished
 
-REASONS = ("stop", "length", "error")
+REASONS = ("stop", "length", "error", "error")
 """Finish reasons by the engine's codes."""
 
 NOT_FINITE = "the model's logits are not finite; found NaN or infinity after {} tokens; look at weights and loss"
 
 
+ABORTED_EARLY = "the rollout was aborted after {} tokens"
+
+
 @dataclass(slots=True)
-class Row:
+class Ended:
     """One rollout that ended."""
 
     tokens: AnyArray
@@ -46,6 +50,8 @@ class Row:
     text: str | None = None
     """The completion, where it is not simply its tokens."""
     error: str | None = None
+    kept: list[AnyArray] | None = None
+    """By token of the completion, the ids that truncation left, where that is recorded."""
 
 
 @dataclass(slots=True)
@@ -74,12 +80,12 @@ class Group:
     """Rollouts that have no slot yet."""
     left: int
     """Rollouts that have not ended."""
-    rows: list[Row | None] = field(default_factory=list)
+    rows: list[Ended | None] = field(default_factory=list)
 
     def fail(self, error: str) -> None:
         """End all its rollouts with this error, before any token."""
         none = np.zeros(0, np.int32)
-        self.rows = [Row(none, none.astype(np.float32), none, 0, BROKEN, "", error)] * self.size
+        self.rows = [Ended(none, none.astype(np.float32), none, 0, BROKEN, "", error)] * self.size
         self.unstarted = self.left = 0
 
 
@@ -95,14 +101,15 @@ def keep(finished: Finished, tickets: dict[int, tuple[Group, int]]) -> list[Grou
     )
     for i, (ticket, start, length, reason) in enumerate(columns):
         group, position = tickets.pop(ticket)
-        group.rows[position] = Row(
+        group.rows[position] = Ended(
             finished.tokens[i, :length],
             finished.logprobs[i, :length],
             finished.versions[i, :length],
             start,
             reason,
             finished.texts.get(ticket) if finished.texts else None,
-            NOT_FINITE.format(length - start) if reason == BROKEN else None,
+            _error(reason, length - start),
+            finished.kept.get(ticket),
         )
         group.left -= 1
         if not group.left:
@@ -110,10 +117,10 @@ def keep(finished: Finished, tickets: dict[int, tuple[Group, int]]) -> list[Grou
     return complete
 
 
-def rollouts(groups: Sequence[Group], tokenizer: Any, ends: frozenset[int]) -> pa.RecordBatch:
+def rollouts(groups: Sequence[Group], tokenizer: Any, ends: frozenset[int], *, masks: bool = False) -> pa.RecordBatch:
     """The prompts' rows of complete groups of one lane, once for each rollout, with the rollout columns.
 
-    ends: ids of end tokens, which are left out of the completion's text.
+    ends: ids of end tokens, which are left out of the completion's text. masks: add the column sampling_mask.
     """
     rows = [row for group in groups for row in group.rows if row is not None]
     sizes = np.array([group.size for group in groups])
@@ -138,7 +145,31 @@ def rollouts(groups: Sequence[Group], tokenizer: Any, ends: frozenset[int]) -> p
     batch = _prompt_rows(groups, sizes)
     for name in ROLLOUT_COLUMNS:
         batch = batch.append_column(name, made[name])
-    return batch
+    return batch.append_column(SAMPLING_MASK, _masks(rows)) if masks else batch
+
+
+def _error(reason: int, drawn: int) -> str | None:
+    """What is wrong with a rollout that ended for this reason, if anything."""
+    if reason == BROKEN:
+        return NOT_FINITE.format(drawn)
+    return ABORTED_EARLY.format(drawn) if reason == ABORTED else None
+
+
+def _masks(rows: Sequence[Ended]) -> pa.ListArray:
+    """By token the ids that truncation left; null in prompts and where nothing was left out."""
+    none = np.zeros(0, np.int32)
+    masks: list[AnyArray] = []
+    for row in rows:
+        drawn = (row.kept or [])[: len(row.tokens) - row.start]
+        masks += [none] * (len(row.tokens) - len(drawn)) + drawn
+    lengths = np.array([len(mask) for mask in masks], dtype=np.int32)
+    inner = pa.ListArray.from_arrays(
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        pa.array(np.concatenate([none, *masks]), pa.int32()),
+        mask=pa.array(lengths == 0),
+    )
+    outer = np.concatenate([[0], np.cumsum([len(row.tokens) for row in rows])]).astype(np.int32)
+    return pa.ListArray.from_arrays(outer, inner)
 
 
 def _prompt_rows(groups: Sequence[Group], sizes: AnyArray) -> pa.RecordBatch:
@@ -154,7 +185,7 @@ def _ragged(offsets: AnyArray, rows: list[AnyArray]) -> pa.ListArray:
     return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(rows)))
 
 
-def _texts(rows: Sequence[Row], tokenizer: Any, ends: frozenset[int]) -> list[str]:
+def _texts(rows: Sequence[Ended], tokenizer: Any, ends: frozenset[int]) -> list[str]:
     """What each rollout wrote, without its end token or stop string."""
     unsaid = [i for i, row in enumerate(rows) if row.text is None]
     wanted = []

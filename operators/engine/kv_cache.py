@@ -1,7 +1,6 @@
-"""Keys and values of the sequences being decoded: one slot per sequence, in tensors of fixed place.
+"""The memory of keys and values: pages in tensors of fixed place, sized from a budget in bytes.
 
-Axes: S slots, H key/value heads, T tokens, D width of a head. Active sequences lie in slots 0 .. n-1, so that
-attention reads them as plain views.
+Axes: P pages, H key/value heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -9,80 +8,88 @@ from __future__ import annotations
 import math
 import mmap
 
+import psutil
 import torch
 
+from operators.engine.pages import PAGE, pages_for
 from operators.models import ModelError
+
+CPU_SHARE, GPU_SHARE = 0.5, 0.85
+"""Part of the memory free now that the cache may grow to when no budget is given."""
 
 
 class KVCache:
-    """Slots for the keys and values of every layer; layers appear when they are first written."""
+    """Pages of keys and values for every layer; a layer's tensors are made when it is first written."""
 
-    def __init__(self, slots: int, tokens: int, most_tokens: int) -> None:
-        """Make room for `tokens` positions in each of `slots` slots; `grow` goes up to `most_tokens`."""
-        self.slots = slots
-        self.tokens = tokens
-        self.most_tokens = most_tokens
+    def __init__(self, pages: int) -> None:
+        """Make room for `pages` pages, and one more that nobody reads, for rows that only fill up a batch."""
+        self.pages = pages
+        self.scratch = pages
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [S, H, T, D] and values [S, H, T, D] of a layer, made like its new ones [1, H, N, D]."""
+        """Keys [P + 1, H, PAGE, D] and values of a layer, made like its new ones [1, H, N, D]."""
         found = self._layers.get(index)
         if found is None:
             found = (self._empty(key), self._empty(value))
             self._layers[index] = found
         return found
 
-    def grow(self, tokens: int) -> None:
-        """Make room for at least `tokens` positions per slot; what is there stays."""
-        if tokens <= self.tokens:
-            return
-        self.tokens = min(self.most_tokens, max(tokens, 2 * self.tokens))
-        for index, (keys, values) in self._layers.items():
-            self._layers[index] = (self._grown(keys), self._grown(values))
-
-    def move(self, target: torch.Tensor, origin: torch.Tensor, longest: int) -> None:
-        """Copy the first `longest` positions of the slots `origin` [k] into the slots `target` [k]."""
-        for keys, values in self._layers.values():
-            keys[target, :, :longest] = keys[origin, :, :longest]
-            values[target, :, :longest] = values[origin, :, :longest]
-
-    def clear(self, slots: torch.Tensor) -> None:
-        """Zero some slots: a masked position weighs nothing only as long as it holds a finite number."""
-        for keys, values in self._layers.values():
-            keys[slots] = 0
-            values[slots] = 0
+    @property
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values by layer, of those written so far."""
+        return [self._layers[index] for index in sorted(self._layers)]
 
     @property
-    def layers(self) -> int:
-        """Number of layers seen so far."""
-        return len(self._layers)
+    def token_bytes(self) -> int:
+        """Bytes that one position takes in all layers."""
+        return sum(side[0].nbytes // PAGE for both in self._layers.values() for side in both)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory held, in bytes."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
+    def clear(self, pages: torch.Tensor) -> None:
+        """Zero some pages: a masked position weighs nothing only as long as it holds a finite number."""
+        for keys, values in self._layers.values():
+            keys[pages] = 0
+            values[pages] = 0
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        shape = (self.slots, like.shape[1], self.tokens, like.shape[3])
+        shape = (self.pages + 1, like.shape[1], PAGE, like.shape[3])
         nbytes = math.prod(shape) * like.element_size()
         try:
             if like.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
                 return _huge_pages(nbytes).view(like.dtype).view(shape)
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             raise ModelError(
-                f"the KV-cache does not fit: {self.slots} slots of {self.tokens} tokens need {2 * nbytes} "
-                f"bytes in every layer ({error}); lower slots, max_tokens or context_tokens of the generator"
+                f"the KV-cache does not fit: {self.pages} pages of {PAGE} tokens need {2 * nbytes} bytes in every "
+                f"layer ({error}); lower slots, context_tokens or cache_bytes of the generator"
             ) from error
 
-    def _grown(self, old: torch.Tensor) -> torch.Tensor:
-        new = self._empty(old)
-        new[:, :, : old.shape[2]] = old
-        return new
+
+def page_count(*, slots: int, context_tokens: int, token_bytes: int, budget: int) -> int:
+    """Pages for `slots` sequences of `context_tokens` tokens, as far as `budget` bytes allow.
+
+    Raises:
+        ModelError: not even one sequence fits.
+    """
+    each = pages_for(context_tokens)
+    affordable = budget // max(1, PAGE * token_bytes)
+    if affordable < each:
+        raise ModelError(
+            f"the KV-cache cannot hold one rollout: {context_tokens} tokens take {each * PAGE * token_bytes} bytes "
+            f"({token_bytes} each), but its budget is {budget} bytes; raise cache_bytes, or lower context_tokens"
+        )
+    return min(affordable, slots * each)
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes the cache may take when nobody says: a share of what is free on the device now."""
+    if device.type == "cuda":
+        return int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+    return int(CPU_SHARE * psutil.virtual_memory().available)
 
 
 def _huge_pages(nbytes: int) -> torch.Tensor:
-    """Zeros uint8 [nbytes] on huge pages where the system gives them: slots lie far apart."""
+    """Zeros uint8 [nbytes] on huge pages where the system gives them; memory is taken when first written."""
     memory = mmap.mmap(-1, nbytes)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

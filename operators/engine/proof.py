@@ -1,42 +1,56 @@
-"""Proves, once, that a model decodes from slots as it does by itself: a few tokens both ways."""
+"""Proves, once, that a model decodes from pages as it does by itself: a few tokens both ways."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from operators.engine import attention, native
-from operators.engine.attention import Layout, NewPrompts
+from dataflow.records import AnyArray
+from operators.engine import attention
+from operators.engine.attention import Kernel, Layout
 from operators.engine.kv_cache import KVCache
+from operators.engine.native import attention as native
+from operators.engine.pages import pages_for
+from operators.engine.prefill import Prefix, lay_out
 from operators.models import ModelError
 
-TOKENS = 6
-"""Half of them as a prompt, the others decoded one by one."""
+PROMPT, TOKENS = 19, 24
+"""Tokens of the prompt, which fills one page and begins another, and of the whole."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest difference between logits, relative to the largest logit."""
 
 
-@torch.inference_mode()
-def adapt(model: torch.nn.Module, name: str) -> Callable[..., None] | None:
-    """Switch `model` to slot attention and prove it on a short sequence, before trained weights reach it.
+@dataclass(frozen=True)
+class Proof:
+    """What was found out about a model."""
 
-    Returns the C kernel where it serves this model and gives the same logits, for the Engine; else None.
+    kernel: Kernel | None
+    """What attends for its decoded rows; None: torch's operators."""
+    token_bytes: int
+    """Bytes of keys and values that one position takes in all layers."""
+
+
+@torch.inference_mode()
+def adapt(model: torch.nn.Module, name: str) -> Proof:
+    """Switch `model` to attention over pages and prove it on a short sequence, before trained weights reach it.
 
     Raises:
         ModelError: it does not use transformers' attention interface, keeps state beside keys and values, or
-            gives other logits from slots.
+            gives other logits from pages.
     """
     attention.register()
     device = next(model.parameters()).device
-    vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary, TOKENS)).to(device)
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    length = min(TOKENS, int(getattr(config, "max_position_embeddings", None) or TOKENS))
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, int(config.vocab_size), length)).to(device)
     expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
     model.set_attn_implementation(attention.NAME)  # type: ignore[operator]
     try:
-        found = _from_slots(model, ids, None)
+        found, token_bytes = _from_pages(model, ids, None)
     except ModelError:
         raise
     except Exception as error:
@@ -51,14 +65,20 @@ def adapt(model: torch.nn.Module, name: str) -> Callable[..., None] | None:
             f"model '{name}' cannot generate from slots: its logits differ by {worst:.2g} (relative) from "
             f"its own forward pass, more than {allowed}; use a decoder whose only state is keys and values"
         )
-    kernel = native.kernel() if native.serves(model) else None
-    if kernel is None:
-        return None
-    try:
-        agrees = _difference(_from_slots(model, ids, kernel), expected) <= allowed
-    except ModelError:
-        return None
-    return kernel if agrees else None
+    kernel = native_kernel(model)
+    if kernel is not None:
+        try:
+            if not _difference(_from_pages(model, ids, kernel)[0], expected) <= allowed:
+                kernel = None
+        except ModelError:
+            kernel = None
+    return Proof(kernel, token_bytes)
+
+
+def native_kernel(model: torch.nn.Module) -> Kernel | None:
+    """What could attend for this model's decoded rows on its device, beside torch's operators."""
+    compiled = native.kernel() if native.serves(model) else None
+    return None if compiled is None else functools.partial(native.decode_attention, compiled)
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -66,24 +86,29 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
-def _from_slots(model: torch.nn.Module, ids: torch.Tensor, kernel: Callable[..., None] | None) -> torch.Tensor:
-    """Logits [TOKENS, V] of the sequence, the first half in one pass and the rest from a slot."""
-    cache = KVCache(1, len(ids), len(ids))
-    half = len(ids) // 2
-    at = torch.arange(half, device=ids.device)
-    slot = at[:1]
-    new = NewPrompts(padded=at[None], packed=at, slots=slot, origin=slot)
-    layouts = [(Layout(cache, at[:0], 0, new), at)]
-    for place in range(half, len(ids)):
-        here = torch.tensor([place], device=ids.device)
-        layouts.append((Layout(cache, here, place + 1, None, kernel, slot), here))
+def _from_pages(model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None) -> tuple[torch.Tensor, int]:
+    """Logits [tokens, V] of the sequence, its beginning in one pass and the rest from pages; bytes per position."""
+    pages = list(range(pages_for(len(ids))))
+    cache = KVCache(len(pages))
+
+    def put(values: AnyArray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(ids.device)
+
+    table = put(np.array([pages], np.int32))
+    prompt = ids[: min(PROMPT, len(ids) // 2 + 1)]
+    fresh = lay_out([Prefix(tokens=prompt.cpu().numpy(), cached=0, tables=[pages])], put)
+    passes = [(prompt, fresh.positions, Layout(cache, prompt[:0], 0, table[:0], new=fresh.layout))]
+    ends = put(np.array([0, 1], np.int32)), put(np.zeros(1, np.int32))
+    for place in range(len(prompt), len(ids)):
+        here = put(np.array([place]))
+        passes.append((ids[place : place + 1], here, Layout(cache, here, place + 1, table, *ends, kernel=kernel)))
     logits = [
-        model(input_ids=ids[None, at], position_ids=at[None], use_cache=False, slot_layout=layout).logits[0]
-        for layout, at in layouts
+        model(input_ids=tokens[None], position_ids=at[None], use_cache=False, slot_layout=layout).logits[0]
+        for tokens, at, layout in passes
     ]
     if not cache.layers:
         raise ModelError(
             f"{type(model).__name__} cannot generate from slots: none of its layers called the attention "
             f"interface of transformers; use a decoder that does"
         )
-    return torch.cat(logits)
+    return torch.cat(logits), cache.token_bytes

@@ -6,29 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import xxhash
 
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
 from operators.engine import groups
 from operators.engine.admission import Admission
-from operators.engine.decode import Engine, Start
+from operators.engine.build import make_engine
+from operators.engine.decode import PREFILL_TOKENS
 from operators.engine.groups import Arrival, Group
 from operators.engine.prompts import encode
-from operators.engine.proof import adapt
-from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings, end_tokens, split
-from operators.models import load_model, load_tokenizer
+from operators.engine.results import Start
 
 if TYPE_CHECKING:
     from operators.generator import Generator
 
 LINGER_STEPS = 4
 """Decode steps after the first group of a slice is complete before it is sent on: others often follow."""
-
-PREFILL_TOKENS = 4096
-"""Most prompt tokens that start in one decode step (one prompt may have more)."""
 
 
 class GeneratorRuntime(Runtime):
@@ -42,30 +36,12 @@ class GeneratorRuntime(Runtime):
 
     def __init__(self, declaration: Generator, context: Context) -> None:
         """Load model and tokenizer onto the device of `context`, and attach the weights to its plane."""
-        if context.device == "cpu":
-            torch.set_num_threads(context.threads)
         self._declaration, self._context = declaration, context
-        self.model = load_model(declaration.model, device=context.device).requires_grad_(False)
-        self.tokenizer = load_tokenizer(declaration.model)
-        kernel = adapt(self.model, declaration.model.name)
-        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
-        self._context_tokens = declaration.context_tokens or most or 4096
-        special, strings = split(self.tokenizer, declaration.stop)
-        stops = StopStrings(self.tokenizer, strings) if strings else None
-        vocabulary = int(self.model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-        self._ends = frozenset([*special, *end_tokens(self.model, self.tokenizer)])
-        self.engine = Engine(
-            self.model,
-            slots=declaration.slots,
-            context_tokens=self._context_tokens,
-            sampling=Sampling(temperature=declaration.temperature, top_k=declaration.top_k, top_p=declaration.top_p),
-            end_tokens=sorted(self._ends),
-            may_stop=stops.may_stop(vocabulary) if stops else None,
-            find_stop=stops.find if stops else None,
-            kernel=kernel,
-        )
+        built = make_engine(declaration, context)
+        self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
+        self._context_tokens = self.engine.context_tokens
         self._admission: Admission[Group] = Admission(context.bounds, declaration.in_flight)
-        self._reader = context.reader(dict(self.model.named_parameters())) if context.reader else None
+        self._reader = context.reader(self.engine.tensors) if context.reader else None
         self._told_dropped = 0
         self._tickets: dict[int, tuple[Group, int]] = {}
         self._next_ticket = 0
@@ -156,27 +132,43 @@ class GeneratorRuntime(Runtime):
             "waiting": len(self._admission),
             "tokens": drawn,
             "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
+            "parked": len(self.engine.parked),
             "slot_share": (drawn - drawn_then) / slot_steps if slot_steps else 0.0,
         }
 
+    def close(self) -> None:
+        """Give up the rollouts that are under way."""
+        self.engine.close()
+
     def _listen(self) -> None:
-        """A safe point: take the newest weights that are offered; the KV-cache stays as it is."""
-        if self._reader is None:
-            return
-        if self._reader.poll() is not None:
+        """A safe point: take the newest weights that are offered."""
+        if self._reader is not None and self._reader.poll() is not None:
             self._reader.adopt()
-        self.engine.version = self._reader.version
+            self.engine.adopted(self._reader.version)
 
     def _starts(self) -> list[Start]:
         """Groups that start in the next step."""
-        if self._reader is not None and self.engine.version < 0:
+        if self._reader is not None and self._reader.version < 0:
             return []
         starts: list[Start] = []
         tokens = 0
         note = self._reader.note if self._reader is not None else {}
-        dropped = max(self._told_dropped, int(note.get("dropped", 0)))
+        left = self.engine.spare_pages
+
+        def fit(group: Group, wanted: int) -> int:
+            nonlocal left
+            idle = not starts and not self.engine.live
+            count, pages = self.engine.fitting(len(group.prompt), wanted, left, idle=idle)
+            left -= pages
+            return count
+
         chosen = self._admission.start(
-            free=self.engine.free, slots=self._declaration.slots, version=self.engine.version, dropped=dropped
+            free=self.engine.free,
+            slots=self._declaration.slots,
+            idle=not self.engine.live,
+            version=self.engine.version,
+            dropped=max(self._told_dropped, int(note.get("dropped", 0))),
+            fit=fit,
         )
         for _, group, count in chosen:
             starts.append(self._start(group, count))
@@ -215,8 +207,9 @@ class GeneratorRuntime(Runtime):
             by_lane.setdefault(group.lane, []).append(group)
         self._complete = []
         batches = []
+        masks = self._declaration.sampling_mask
         for lane, complete in by_lane.items():
-            batches.append(Batch(lane, groups.rollouts(complete, self.tokenizer, self._ends)))
+            batches.append(Batch(lane, groups.rollouts(complete, self.tokenizer, self._ends, masks=masks)))
             for group in complete:
                 self._owed -= group.size
                 group.arrival.left -= 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from dataflow.records import AnyArray
+from operators.models import ModelError
 
 TAIL_TOKENS = 8
 """Tokens decoded at the end of a completion, beyond the characters of the longest stop string."""
@@ -28,11 +30,9 @@ class StopStrings:
         every = torch.ones(vocabulary, dtype=torch.bool)
         if " " in lasts:
             return every
-        known = range(min(vocabulary, len(self._tokenizer)))
-        texts = self._decode([[token] for token in known])
-        hits = [any(last in text or "\ufffd" in text for last in lasts) for text in texts]
-        every[: len(hits)] = torch.tensor(hits)
-        every[len(hits) :] = False
+        texts = _token_texts(self._tokenizer)[:vocabulary]
+        every[: len(texts)] = torch.tensor([any(last in text or "\ufffd" in text for last in lasts) for text in texts])
+        every[len(texts) :] = False
         return every
 
     def find(self, tokens: AnyArray) -> str | None:
@@ -49,10 +49,44 @@ class StopStrings:
         return self._tokenizer.batch_decode(rows, skip_special_tokens=True)  # type: ignore[no-any-return]
 
 
-def split(tokenizer: Any, stop: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
-    """Stop strings as ids, where one is a special token of the tokenizer, and the others as they are."""
+_TEXTS: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+
+def _token_texts(tokenizer: Any) -> list[str]:
+    """The text of every token alone, decoded once for each tokenizer."""
+    if tokenizer not in _TEXTS:
+        _TEXTS[tokenizer] = tokenizer.batch_decode(
+            [[token] for token in range(len(tokenizer))], skip_special_tokens=True
+        )
+    return _TEXTS[tokenizer]
+
+
+def split(tokenizer: Any, stop: Sequence[str | int], vocabulary: int) -> tuple[list[int], tuple[str, ...]]:
+    """Stops as ids, where one is a special token of the tokenizer or a number, and the strings as they are.
+
+    vocabulary: tokens that the model knows.
+
+    Raises:
+        ModelError: a stop that can never occur.
+    """
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    return [special[text] for text in stop if text in special], tuple(text for text in stop if text not in special)
+    ids = [special.get(each, each) for each in stop if isinstance(each, int) or each in special]
+    strings = tuple(each for each in stop if isinstance(each, str) and each not in special)
+    for token in ids:
+        if not 0 <= token < vocabulary:
+            raise ModelError(
+                f"stop token {token} can never occur: the model knows tokens 0 to {vocabulary - 1}; "
+                f"take it out of stop, or name one of the tokenizer's special tokens {list(special)[:8]}"
+            )
+    written = set("".join(_token_texts(tokenizer))) if strings else set()
+    for text in strings:
+        missing = sorted(set(text) - written)
+        if missing and "\ufffd" not in written:
+            raise ModelError(
+                f"stop string {text!r} can never occur: no token of the tokenizer writes {missing}; "
+                f"take it out of stop, or name one of its special tokens {list(special)[:8]}"
+            )
+    return ids, strings
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:

@@ -80,16 +80,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., A
 
 
 @pytest.fixture(params=["torch", "c"])
-def adapt(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Switches a model to slots; gives the kernel for its Engine: none, or the C one."""
-    from operators.engine import native, proof
+def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """An Engine for a model, attending with torch's operators or with the C kernel."""
+    from operators.engine import proof
+    from operators.engine.decode import Engine
+    from operators.engine.native import attention as native
+    from operators.engine.sampler import Sampling
 
     if request.param == "c" and native.kernel() is None:
         pytest.skip("no C compiler at hand")
 
-    def switch(model: Any) -> Any:
-        kernel = proof.adapt(model, "tiny")
-        assert kernel is not None or native.kernel() is None
-        return kernel if request.param == "c" else None
+    def make(model: Any, **knobs: Any) -> Any:
+        found = proof.adapt(model, "tiny")
+        assert found.kernel is not None or native.kernel() is None
+        knobs = {"slots": 16, "context_tokens": 64, "end_tokens": [EOS], "sampling": Sampling(), **knobs}
+        kernel = found.kernel if request.param == "c" else None
+        return Engine(model, kernel=kernel, token_bytes=found.token_bytes, **knobs)
 
-    return switch
+    return make

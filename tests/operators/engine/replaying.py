@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from operators.engine.decode import Engine, Finished, Start
+from operators.engine.decode import Engine
+from operators.engine.results import Finished, Start
 from operators.engine.sampler import Sampling, log_distribution
 
 
@@ -37,15 +39,40 @@ def drive(engine: Engine, starts: Sequence[Start], at_step: Any = lambda step: N
     for step in range(10_000):
         at_step(step)
         now, free = [], engine.free
+        pages = engine.spare_pages
         while waiting and len(waiting[0].tickets) <= free:
-            free -= len(waiting[0].tickets)
-            now.append(waiting.pop(0))
+            idle = not now and not engine.live
+            wanted = len(waiting[0].tickets)
+            count, taken = engine.fitting(len(waiting[0].prompt), wanted, pages, idle=idle)
+            if count < wanted and not (idle and count):
+                break
+            free, pages = free - count, pages - taken
+            first = waiting.pop(0)
+            now.append(replace(first, tickets=first.tickets[:count], seeds=first.seeds[:count]))
+            if count < wanted:
+                waiting.insert(0, replace(first, tickets=first.tickets[count:], seeds=first.seeds[count:]))
+                break
         if not now and not engine.live:
             return found
         finished = engine.step(now)
         if finished is not None:
             _collect(finished, found)
     raise AssertionError("the engine did not come to an end")
+
+
+@torch.no_grad()
+def recomputed(
+    models: Mapping[int, Any], tokens: Any, versions: Any, start: int, sampling: Sampling | None = None
+) -> np.ndarray[Any, Any]:
+    """Log-probabilities [tokens - start] of a completion, each from a full pass under the weights it names."""
+    ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64))[None]
+    found = np.zeros(ids.shape[1] - start)
+    for version in {int(version) for version in versions[start:]}:
+        logits = models[version](input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
+        logprobs = log_distribution(logits, sampling or Sampling()).gather(1, ids[0, start:, None])[:, 0]
+        mine = np.asarray(versions[start:]) == version
+        found[mine] = logprobs.numpy()[mine]
+    return found
 
 
 def _collect(finished: Finished, found: dict[int, dict[str, Any]]) -> None:
@@ -59,4 +86,5 @@ def _collect(finished: Finished, found: dict[int, dict[str, Any]]) -> None:
             "start": int(finished.starts[i]),
             "reason": int(finished.reasons[i]),
             "text": finished.texts.get(ticket),
+            "kept": finished.kept.get(ticket),
         }

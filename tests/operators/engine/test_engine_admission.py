@@ -21,9 +21,18 @@ def admission(lanes, *, in_flight=None, steps=None, staleness=1):
     return found
 
 
-def started(policy, free=100, slots=100, version=0, dropped=0):
+def started(policy, free=100, slots=100, version=0, dropped=0, *, idle=False, memory=1000):
     found = []
-    for lane, group, count in policy.start(free=free, slots=slots, version=version, dropped=dropped):
+
+    def fit(group, wanted):
+        nonlocal memory
+        count = min(wanted, memory)
+        memory -= count
+        return count
+
+    for lane, group, count in policy.start(
+        free=free, slots=slots, idle=idle, version=version, dropped=dropped, fit=fit
+    ):
         group.unstarted -= count
         found.append((lane, group.group_id, count))
     return found
@@ -70,4 +79,14 @@ def test_a_group_larger_than_a_quarter_of_the_slots_starts_in_parts():
     assert started(policy, free=6, slots=8) == [("train", 0, 6)]
     assert started(policy, free=1, slots=8) == [("train", 0, 1)]
     assert started(policy, free=8, slots=8) == [("train", 0, 3), ("train", 1, 4)]
+    assert len(policy) == 0
+
+
+def test_a_group_waits_for_memory_unless_nothing_else_is_at_work():
+    policy = admission({"train": [Waiting(0), Waiting(1)]})
+    assert started(policy, memory=3) == []
+    assert started(policy, memory=7) == [("train", 0, 4)]
+    assert started(policy, memory=3) == []
+    assert started(policy, memory=3, idle=True) == [("train", 1, 3)]
+    assert started(policy, memory=3) == [("train", 1, 1)]
     assert len(policy) == 0

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replaying import drive, replayed
 
-from operators.engine.decode import Engine, Start
+from operators.engine.results import Start
 from operators.engine.sampler import Sampling, log_distribution
 
 
@@ -23,13 +23,8 @@ def many(count, seed=0, copies=4):
 
 
 @pytest.fixture
-def adapted(make_model, adapt):
-    def make(family="llama", **knobs):
-        model = make_model(family)
-        knobs = {"end_tokens": [1], "sampling": Sampling(), "slots": 16, **knobs}
-        return Engine(model, context_tokens=64, kernel=adapt(model), **knobs)
-
-    return make
+def adapted(make_model, make_engine):
+    return lambda family="llama", **knobs: make_engine(make_model(family), **knobs)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2"])
@@ -58,8 +53,8 @@ def test_a_rollout_over_two_updates_names_the_weights_of_every_token(make_model,
 
     def update(step):
         if step in (5, 11):
-            engine.version += 1
-            engine.model.load_state_dict(versions[engine.version].state_dict())
+            engine.model.load_state_dict(versions[engine.version + 1].state_dict())
+            engine.adopted(engine.version + 1)
 
     rows = drive(engine, many(9), update)
     spanning = [row for row in rows.values() if len(set(row["versions"][row["start"] :])) > 1]

@@ -5,10 +5,8 @@ import pytest
 import torch
 from replaying import drive
 
-from operators.engine.decode import STOPPED, TOO_LONG, Engine, Start
+from operators.engine.results import STOPPED, TOO_LONG, Start
 from operators.engine.sampler import Sampling
-
-EOS = 1
 
 
 def starts(prompts, limits, copies=1):
@@ -24,41 +22,34 @@ def starts(prompts, limits, copies=1):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "mixtral"])
-def test_greedy_output_is_that_of_generate(family, make_model, adapt):
+def test_greedy_output_is_that_of_generate(family, make_model, make_engine):
     model = make_model(family)
     random = np.random.default_rng(0)
-    prompts = [random.integers(2, 32, size) for size in (1, 3, 9, 5, 12, 2, 7)]
+    prompts = [random.integers(2, 32, size) for size in (1, 3, 9, 5, 33, 16, 17, 2, 7)]
     expected = [
         model.generate(torch.tensor(p)[None], max_new_tokens=14, do_sample=False, pad_token_id=0)[0, len(p) :].tolist()
         for p in prompts
     ]
-    kernel = adapt(model)
-    engine = Engine(
-        model, slots=3, context_tokens=64, sampling=Sampling(temperature=0.0), end_tokens=[EOS], kernel=kernel
-    )
+    engine = make_engine(model, slots=3, sampling=Sampling(temperature=0.0))
     found = drive(engine, starts(prompts, [len(p) + 14 for p in prompts]))
     for i, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
         assert found[i]["tokens"].tolist() == prompt.tolist() + tokens
-        assert found[i]["reason"] == (STOPPED if tokens[-1] == EOS else TOO_LONG)
+        assert found[i]["reason"] == (STOPPED if tokens[-1] == 1 else TOO_LONG)
 
 
-def test_the_cache_grows_without_changing_the_output(make_model, adapt):
+def test_the_cache_grows_without_changing_the_output(make_model, make_engine):
     model = make_model()
     prompt = np.arange(2, 12)
     expected = model.generate(torch.tensor(prompt)[None], max_new_tokens=90, do_sample=False, eos_token_id=None)
-    kernel = adapt(model)
-    engine = Engine(
-        model, slots=2, context_tokens=128, sampling=Sampling(temperature=0.0), end_tokens=[], kernel=kernel
-    )
+    engine = make_engine(model, slots=2, context_tokens=128, sampling=Sampling(temperature=0.0), end_tokens=[])
     found = drive(engine, starts([prompt, prompt], [20, 100]))
     assert found[1]["tokens"].tolist() == expected[0].tolist()
     assert found[0]["tokens"].tolist() == expected[0, :20].tolist()
 
 
-def test_rollouts_of_one_prompt_share_its_prefill(make_model, adapt):
+def test_rollouts_of_one_prompt_share_its_prefill(make_model, make_engine):
     model = make_model()
-    kernel = adapt(model)
-    engine = Engine(model, slots=8, context_tokens=32, sampling=Sampling(temperature=0.0), end_tokens=[], kernel=kernel)
+    engine = make_engine(model, slots=8, context_tokens=32, sampling=Sampling(temperature=0.0), end_tokens=[])
     fed = []
     forward = model.forward
     model.forward = lambda **given: fed.append(given["input_ids"].shape[1]) or forward(**given)

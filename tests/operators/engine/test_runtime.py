@@ -169,7 +169,7 @@ def test_training_groups_start_only_within_the_staleness_bound(build, make_model
     runtime.tell({"dropped": 2})
     assert groups() == [7]
     plane.note = {"dropped": 9}
-    plane.version = 40
+    plane.versions[40], plane.offered = make_model(), 40
     assert groups() == list(range(8, 17)), "four steps of two groups, and nine dropped"
     assert [group for source, ids, state in ledger.calls for group in ids] == list(range(17))
     assert {(source, state) for source, _, state in ledger.calls} == {("train", "generating")}
@@ -256,7 +256,7 @@ def test_prompts_that_cannot_be_served_become_error_rows_beside_the_others(build
 def test_logits_that_are_not_finite_become_error_rows(build):
     runtime = build()
     with torch.no_grad():
-        runtime.model.lm_head.weight.fill_(float("nan"))
+        runtime.engine.model.lm_head.weight.fill_(float("nan"))
     runtime.push(prompts(["abc"]))
     rows = rows_of(run_dry(runtime))
     assert len(rows) == 4

@@ -1,11 +1,13 @@
 """Stop strings are found where they span tokens, and asking costs nothing for tokens that cannot end one."""
 
 import numpy as np
+import pytest
 from replaying import drive
 
-from operators.engine.decode import STOPPED, TOO_LONG, Engine, Start
+from operators.engine.results import STOPPED, TOO_LONG, Start
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings, end_tokens, split
+from operators.models import ModelError
 
 
 def ids(tokenizer, text):
@@ -25,20 +27,9 @@ def test_the_text_before_the_first_stop_is_kept(tokenizer):
     assert stops.find(ids(tokenizer, "a" * 40 + "end")) == "a" * 40
 
 
-def test_rows_end_at_a_stop_string_that_spans_tokens(make_model, tokenizer, adapt):
-    model = make_model()
-    kernel = adapt(model)
+def test_rows_end_at_a_stop_string_that_spans_tokens(make_model, tokenizer, make_engine):
     stops = StopStrings(tokenizer, ("ab", "cd", "q\n", "xx"))
-    engine = Engine(
-        model,
-        slots=32,
-        context_tokens=64,
-        sampling=Sampling(temperature=3.0),
-        end_tokens=[],
-        may_stop=stops.may_stop(32),
-        find_stop=stops.find,
-        kernel=kernel,
-    )
+    engine = make_engine(make_model(), slots=32, sampling=Sampling(temperature=3.0), end_tokens=[], stop=stops)
     prompt = ids(tokenizer, "ab=a")
     rows = drive(
         engine,
@@ -62,4 +53,10 @@ def test_every_end_token_that_is_declared_counts(make_model, tokenizer):
 
 
 def test_a_stop_that_is_a_special_token_is_an_end_token(tokenizer):
-    assert split(tokenizer, ("END", "<pad>")) == ([0], ("END",))
+    assert split(tokenizer, ("end", "<pad>", 7), 32) == ([0, 7], ("end",))
+
+
+@pytest.mark.parametrize("stop", ["END", "<|im_end|>", 32, -1])
+def test_a_stop_that_can_never_occur_is_refused(stop, tokenizer):
+    with pytest.raises(ModelError, match="can never occur: .*; take it out of stop"):
+        split(tokenizer, ("end", stop), 32)

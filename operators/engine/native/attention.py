@@ -1,0 +1,119 @@
+"""Decode attention over the paged cache, by the C kernel: siblings read the pages that they share once.
+
+Axes: n rows, H query heads, K key/value heads, D width of a head, P pages of PAGE tokens, W pages of a row, r runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from operators.engine.native.build import library
+from operators.models import ModelError
+
+PAGE = 16
+MOST_QUERIES = 64
+"""Queries of one head that a unit of work takes at once."""
+DTYPES = (torch.float32, torch.bfloat16)
+
+_LONG, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_ARGUMENTS = (
+    *(_POINTER, _LONG, _LONG) * 3, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER,
+    *(_LONG,) * 6, _FLOAT, _FLOAT, _LONG, _POINTER, _POINTER, _LONG, _LONG,
+)  # fmt: skip
+
+Kernel = Callable[..., None]
+
+
+class Rows(Protocol):
+    """What the kernel reads of a layout."""
+
+    positions: torch.Tensor
+    """Of each row's newest token, int64 [n], dense."""
+    longest: int
+    """The largest of them plus one."""
+    table: torch.Tensor
+    """Pages of each row, int32 [n, W], its last axis dense."""
+    runs: torch.Tensor | None
+    """Rows runs[i] .. runs[i + 1] - 1 are siblings, int32 [r + 1], dense; None: no two rows are."""
+    shared: torch.Tensor | None
+    """How many of their first pages are the same, int32 [r], dense: full pages, before the position of each of them."""
+
+
+@functools.cache
+def kernel() -> Kernel | None:
+    """The compiled kernel; None where there is no C compiler that can build it."""
+    found = library()
+    if found is None:
+        return None
+    function: Any = found.dataflow_decode_attention
+    function.argtypes, function.restype = _ARGUMENTS, None
+    found.dataflow_attention_scratch.argtypes = (_LONG,) * 3
+    found.dataflow_attention_scratch.restype = _LONG
+    return function  # type: ignore[no-any-return]
+
+
+def serves(model: torch.nn.Module) -> bool:
+    """Whether the kernel can take what the model computes: all float32 or all bfloat16, on the CPU."""
+    kinds = {(weight.dtype, weight.device.type) for weight in model.parameters()}
+    return len(kinds) == 1 and kinds <= {(dtype, "cpu") for dtype in DTYPES}
+
+
+def decode_attention(
+    kernel: Kernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layout: Rows,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Write key and value [K, n, D] at the rows' positions into their pages and attend there with query [H, n, D].
+
+    keys and values are a layer's, [P, K, PAGE, D], dense. All of one type, float32 or bfloat16, on the CPU; sums and
+    weights are float32. A row's bits depend neither on the other rows nor on threads. Returns [n, H, D].
+    Raises ModelError for tensors that the kernel cannot take.
+    """
+    heads, rows, width = query.shape
+    found = [tuple(tensor.shape) for tensor in (key, value, keys, values)]
+    groups = keys.shape[1]
+    if (
+        found[0] != found[1] or found[2] != found[3] or found[2][1:] != (groups, PAGE, width) or heads % groups
+        or found[0] != (groups, rows, width) or not query.stride(2) == key.stride(2) == value.stride(2) == 1
+        or not keys.is_contiguous() or not values.is_contiguous() or query.dtype not in DTYPES
+        or not query.dtype == key.dtype == value.dtype == keys.dtype == values.dtype
+    ):  # fmt: skip
+        raise ModelError(
+            f"the C kernel needs queries, keys and values of one width and type (float32 or bfloat16) with a dense "
+            f"last axis; found {tuple(query.shape)} {query.dtype}, {found} {keys.dtype}; attend with torch's operators"
+        )
+    repeats, threads = heads // groups, torch.get_num_threads()
+    most_rows = max(1, min(MOST_QUERIES // repeats, -(-rows * groups // (2 * threads))))
+    size = scratch_floats(most_rows * repeats, width, layout.longest)
+    out = torch.empty(rows, heads, width, dtype=query.dtype)
+    units = torch.empty(3 * rows, dtype=torch.int64)
+    scratch = torch.empty(threads * size)
+    runs, shared = layout.runs, layout.shared
+    kernel(
+        query.data_ptr(), query.stride(1), query.stride(0), key.data_ptr(), key.stride(1), key.stride(0),
+        value.data_ptr(), value.stride(1), value.stride(0), keys.data_ptr(), values.data_ptr(),
+        query.dtype == torch.bfloat16, out.data_ptr(), layout.table.data_ptr(), layout.table.stride(0),
+        layout.positions.data_ptr(), None if runs is None else runs.data_ptr(),
+        None if shared is None else shared.data_ptr(), 0 if shared is None else len(shared), rows, groups, repeats,
+        width, window or 0, scale, softcap or 0.0, most_rows, units.data_ptr(), scratch.data_ptr(), size, threads,
+    )  # fmt: skip
+    return out
+
+
+def scratch_floats(queries: int, width: int, longest: int) -> int:
+    """Floats that one thread needs to attend with so many queries at once, in whole cache lines."""
+    found = library()
+    assert found is not None
+    return int(-(-found.dataflow_attention_scratch(queries, width, longest) // 16) * 16)

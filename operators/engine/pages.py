@@ -1,0 +1,131 @@
+"""Which page of the KV-cache is free, shared or kept for reuse: pure accounting; it knows no tensors.
+
+A page holds PAGE neighbouring positions of one sequence, in every layer. Full pages of a prompt are shared by all rows
+that begin with it; they are never written again. A prefix is found by the hash of its tokens, and all prefixes are
+forgotten when the weights change, since keys and values belong to the weights that made them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from dataflow.records import AnyArray
+
+PAGE = 16
+"""Positions in a page."""
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that this many positions take."""
+    return -(-tokens // PAGE)
+
+
+def youngest(ages: Sequence[int], owned: Sequence[int], wanted: int) -> list[int]:
+    """Rows to park so that at least `wanted` pages come free: the youngest first, never the oldest of all.
+
+    ages: by row, larger for rows that started later. owned: pages that only this row holds.
+    """
+    order = sorted(range(len(ages)), key=lambda row: -ages[row])
+    chosen: list[int] = []
+    for row in order[:-1]:
+        if wanted <= 0:
+            break
+        chosen.append(row)
+        wanted -= owned[row]
+    return chosen
+
+
+class Pages:
+    """Free pages, how many rows hold each of the others, and which prefixes are still to be found in them."""
+
+    def __init__(self, count: int) -> None:
+        """Begin with `count` free pages, handed out from page 0 on."""
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+        self._by_key: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Pages that could be taken now: free ones, and those kept only because they might be found again."""
+        return len(self._free) + len(self._idle)
+
+    def holders(self, page: int) -> int:
+        """How many rows hold the page."""
+        return self._holders[page]
+
+    def take(self, count: int) -> list[int]:
+        """Pages for one row; the prefixes that were idle longest make room. Raises MemoryError when short."""
+        if count > self.available:
+            raise MemoryError(f"{count} pages of the KV-cache are needed, {self.available} are available")
+        taken = []
+        for _ in range(count):
+            if not self._free:
+                page, _ = self._idle.popitem(last=False)
+                self._unkey(page)
+                self._free.append(page)
+            page = self._free.pop()
+            self._holders[page] = 1
+            taken.append(page)
+        return taken
+
+    def share(self, pages: Sequence[int], times: int = 1) -> None:
+        """Let `times` more rows hold these pages."""
+        for page in pages:
+            self._holders[page] += times
+            self._idle.pop(page, None)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One row less holds each of these pages; the last to leave frees it, or leaves it to be found."""
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            if page in self._key_of:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def find(self, tokens: AnyArray) -> list[int]:
+        """Pages that hold the longest known prefix of these tokens, int64 [n], but at most n - 1 of them."""
+        found: list[int] = []
+        if self._by_key:
+            for key in _keys(tokens[: len(tokens) - 1]):
+                page = self._by_key.get(key)
+                if page is None:
+                    break
+                found.append(page)
+        return found
+
+    def remember(self, tokens: AnyArray, pages: Sequence[int]) -> None:
+        """Let the full pages of these tokens be found from now on."""
+        for key, page in zip(_keys(tokens), pages, strict=False):
+            if key not in self._by_key and page not in self._key_of:
+                self._by_key[key] = page
+                self._key_of[page] = key
+
+    def forget(self) -> None:
+        """No prefix is found any more: the weights have changed."""
+        self._by_key.clear()
+        self._key_of.clear()
+        self._free += self._idle
+        self._idle.clear()
+
+    def _unkey(self, page: int) -> None:
+        del self._by_key[self._key_of.pop(page)]
+
+
+def _keys(tokens: AnyArray) -> list[bytes]:
+    """A key of every full page, each of which stands for all tokens up to its end."""
+    keys, key = [], b""
+    dense = np.ascontiguousarray(tokens, dtype=np.int64)
+    for first in range(0, len(dense) - PAGE + 1, PAGE):
+        key = xxhash.xxh3_128_digest(key + dense[first : first + PAGE].tobytes())
+        keys.append(key)
+    return keys

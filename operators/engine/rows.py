@@ -1,0 +1,260 @@
+"""The live rows of the batch: what each is at, column by column, and what each has drawn, slot by slot.
+
+Columns stand in row order (0 .. n-1), which is kept when rows leave, so that the rows of a group stay neighbours.
+Tables stand by slot, and a row keeps its slot. Axes: S slots, n live rows, T positions, W pages of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dataflow.records import AnyArray
+from operators.engine.pages import PAGE, pages_for
+from operators.engine.results import Row
+from operators.engine.sampler import RowSampling, Sampling
+from operators.engine.stops import StopStrings
+
+FIRST_TOKENS = 32
+"""Positions per slot that the tables begin with."""
+
+_SLOT, _LENGTH, _START, _LIMIT, _SEED, _LAST = range(6)
+
+
+class Rows:
+    """State of up to S rows; `n` are live."""
+
+    def __init__(self, slots: int, context_tokens: int, device: torch.device) -> None:
+        """No rows yet; tables grow up to `context_tokens` positions."""
+        self.n = 0
+        self.slots = slots
+        self.device = device
+        self._context_tokens = context_tokens
+        self._tokens_wide = min(context_tokens, FIRST_TOKENS)
+        self._columns = torch.zeros(6, slots, dtype=torch.int64, device=device)
+        self._host = np.zeros((6, slots), np.int64)
+        self.ticket = np.zeros(slots, np.int64)
+        self.age = np.zeros(slots, np.int64)
+        self.pages: list[list[int]] = []
+        self.sampling: list[Sampling] = []
+        self.stop: list[StopStrings | None] = []
+        self.kept: list[list[AnyArray] | None] = []
+        self._free = list(range(slots - 1, -1, -1))
+        self._tokens = self._made(torch.int32)
+        self._logprobs = self._made(torch.float32)
+        self._versions = self._made(torch.int32)
+        self._seen: torch.Tensor | None = None
+        self._table = np.zeros((slots, pages_for(self._tokens_wide)), np.int32)
+        self._table_there = torch.zeros(self._table.shape, dtype=torch.int32, device=device)
+        self._runs: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._mixed: Sampling | RowSampling | None = None
+
+    @property
+    def lengths(self) -> AnyArray:
+        """Tokens of each live row, known without asking the device, int64 [n]."""
+        return self._host[_LENGTH, : self.n]
+
+    @property
+    def starts(self) -> AnyArray:
+        """Tokens of each live row's prompt, int64 [n]."""
+        return self._host[_START, : self.n]
+
+    @property
+    def limits(self) -> AnyArray:
+        """Most tokens of each live row, int64 [n]."""
+        return self._host[_LIMIT, : self.n]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest live row."""
+        return int(self.lengths.max(initial=0))
+
+    @property
+    def last(self) -> torch.Tensor:
+        """The newest token of each live row, int64 [n], on the device."""
+        return self._columns[_LAST, : self.n]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Where it stands, int64 [n], on the device."""
+        return self._columns[_LENGTH, : self.n] - 1
+
+    @property
+    def table(self) -> torch.Tensor:
+        """Pages of the live rows, int32 [n, W], on the device."""
+        return self._table_there[: self.n]
+
+    def sampled(self) -> Sampling | RowSampling:
+        """How the next tokens are drawn: one for all where all rows agree."""
+        if self._mixed is None:
+            alike = all(sampling == self.sampling[0] for sampling in self.sampling)
+            self._mixed = self.sampling[0] if alike else RowSampling.of(self.sampling, self.device)
+        return self._mixed
+
+    def draws(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seeds, and how many tokens each row has drawn, int64 [n] each."""
+        live = self._columns[:, : self.n]
+        return live[_SEED], live[_LENGTH] - live[_START]
+
+    def seen(self, vocabulary: int) -> torch.Tensor | None:
+        """Which tokens each row has had, bool [n, V]; None where no row's sampling asks."""
+        if self._seen is None and all(sampling.repetition_penalty == 1.0 for sampling in self.sampling):
+            return None
+        if self._seen is None:
+            self._seen = torch.zeros(self.slots, vocabulary, dtype=torch.bool, device=self.device)
+            for row in range(self.n):
+                self._see(row, vocabulary)
+        return self._seen[self._columns[_SLOT, : self.n]]
+
+    def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where runs of rows with common full pages begin, and the end, int32 [r + 1]; how many pages, int32 [r]."""
+        if self._runs is None:
+            full = (self.starts // PAGE).astype(np.int32)
+            table = self._table[: self.n]
+            same = (table[1:] == table[:-1]).cumprod(axis=1).sum(axis=1) if self.n else np.zeros(0)
+            joined = (same >= full[1:]) & (full[1:] == full[:-1]) & (full[1:] > 0)
+            begin = np.nonzero(np.concatenate([[True], ~joined]))[0]
+            size = np.diff(np.append(begin, self.n))
+            shared = np.where(size > 1, full[begin], 0) if self.n else full[:0]
+            bounds = np.append(begin, self.n) if self.n else np.zeros(1)
+            put = self._put
+            self._runs = put(bounds.astype(np.int32)), put(shared.astype(np.int32))
+        return self._runs
+
+    def add(self, rows: Sequence[Row], pages: Sequence[list[int]]) -> None:
+        """Put rows at the end of the batch: their tokens so far, their pages."""
+        first, count = self.n, len(rows)
+        lengths = np.array([len(row.tokens) for row in rows])
+        self._widen(int(lengths.max()) + 1)
+        slots = [self._free.pop() for _ in rows]
+        new = slice(first, first + count)
+        self._host[:, new] = np.array(
+            [
+                slots, lengths.tolist(), [row.start for row in rows], [row.limit for row in rows],
+                [row.seed for row in rows], [0] * count,
+            ],
+            dtype=np.int64,
+        )  # fmt: skip
+        self._columns[:, new] = self._put(self._host[:, new])
+        self.ticket[new] = [row.ticket for row in rows]
+        self.age[new] = [row.age for row in rows]
+        longest = int(lengths.max())
+        at = self._put(np.array(slots))
+        for table, columns, dtype in (
+            (self._tokens, [row.tokens for row in rows], np.int32),
+            (self._logprobs, [row.logprobs for row in rows], np.float32),
+            (self._versions, [row.versions for row in rows], np.int32),
+        ):
+            padded = np.zeros((count, longest), dtype)
+            for i, column in enumerate(columns):
+                padded[i, : len(column)] = column
+            table[at, :longest] = self._put(padded)
+        for i, row in enumerate(rows):
+            self.pages.append(pages[i])
+            self._table[first + i, : len(pages[i])] = pages[i]
+            self.sampling.append(row.sampling)
+            self.stop.append(row.stop)
+            self.kept.append(row.kept)
+        self.n += count
+        if self._seen is not None:
+            for i in range(first, self.n):
+                self._see(i, self._seen.shape[1])
+        self._table_there[new] = self._put(self._table[new])
+        self._runs = self._mixed = None
+
+    def give_page(self, row: int, page: int) -> None:
+        """One more page for a row; `place_pages` tells the device."""
+        at = len(self.pages[row])
+        self._widen((at + 1) * PAGE)
+        self.pages[row].append(page)
+        self._table[row, at] = page
+
+    def place_pages(self, rows: AnyArray) -> None:
+        """Bring the pages of these rows onto the device."""
+        self._table_there[self._put(rows)] = self._put(self._table[rows])
+
+    def drew(self, tokens: torch.Tensor, logprobs: torch.Tensor, version: int) -> None:
+        """Every live row is one token longer: tokens int64 [n], their log-probabilities [n], drawn from `version`."""
+        self._widen(self.longest + 1)
+        live = self._columns[:, : self.n]
+        at = live[_SLOT] * self._tokens_wide + live[_LENGTH]
+        self._tokens.view(-1).index_copy_(0, at, tokens.int())
+        self._logprobs.view(-1).index_copy_(0, at, logprobs)
+        self._versions.view(-1).index_fill_(0, at, version)
+        if self._seen is not None:
+            self._seen.view(-1).index_fill_(0, live[_SLOT] * self._seen.shape[1] + tokens, True)
+        live[_LAST] = tokens
+        live[_LENGTH] += 1
+        self._host[_LENGTH, : self.n] += 1
+
+    def drawn(self, rows: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
+        """Tokens, log-probabilities and versions of these rows, [k, longest of them], from the device."""
+        longest = int(self.lengths[rows].max(initial=0))
+        at = self._put(self._host[_SLOT, rows])
+        return tuple(table[at, :longest].cpu().numpy() for table in (self._tokens, self._logprobs, self._versions))  # type: ignore[return-value]
+
+    def taken(self, rows: AnyArray) -> list[Row]:
+        """Copies of these rows, complete."""
+        tables = self.drawn(rows)
+        found = []
+        for i, row in enumerate(rows.tolist()):
+            tokens, logprobs, versions = (table[i, : self.lengths[row]].copy() for table in tables)
+            found.append(
+                Row(
+                    ticket=int(self.ticket[row]), age=int(self.age[row]), tokens=tokens, logprobs=logprobs,
+                    versions=versions, start=int(self.starts[row]), limit=int(self.limits[row]),
+                    seed=int(self._host[_SEED, row]), sampling=self.sampling[row], stop=self.stop[row],
+                    kept=self.kept[row],
+                )
+            )  # fmt: skip
+        return found
+
+    def remove(self, rows: AnyArray) -> list[list[int]]:
+        """Take rows out of the batch; the others close up in their order. Returns the pages they held."""
+        stays = np.ones(self.n, bool)
+        stays[rows] = False
+        keep, left = np.nonzero(stays)[0], int(stays.sum())
+        self._free += self._host[_SLOT, rows].tolist()
+        held = [self.pages[row] for row in rows.tolist()]
+        for name in ("pages", "sampling", "stop", "kept"):
+            column = getattr(self, name)
+            setattr(self, name, [column[row] for row in keep.tolist()])
+        there = self._put(keep)
+        self._columns[:, :left] = self._columns[:, there]
+        self._table_there[:left] = self._table_there[there]
+        self._host[:, :left] = self._host[:, keep]
+        self._table[:left] = self._table[keep]
+        self.ticket[:left], self.age[:left] = self.ticket[keep], self.age[keep]
+        self.n = left
+        self._runs = self._mixed = None
+        return held
+
+    def _see(self, row: int, vocabulary: int) -> None:
+        assert self._seen is not None
+        slot, length = int(self._host[_SLOT, row]), int(self.lengths[row])
+        self._seen[slot] = False
+        self._seen[slot, self._tokens[slot, :length].long().clamp(max=vocabulary - 1)] = True
+
+    def _widen(self, tokens: int) -> None:
+        """Make room for rows of this many tokens."""
+        if tokens > self._tokens_wide:
+            self._tokens_wide = max(tokens, min(self._context_tokens, 2 * self._tokens_wide))
+            for name in ("_tokens", "_logprobs", "_versions"):
+                old = getattr(self, name)
+                new = self._made(old.dtype)
+                new[:, : old.shape[1]] = old
+                setattr(self, name, new)
+        wide = pages_for(self._tokens_wide)
+        if wide > self._table.shape[1]:
+            more = wide - self._table.shape[1]
+            self._table = np.pad(self._table, ((0, 0), (0, more)))
+            self._table_there = torch.nn.functional.pad(self._table_there, (0, more))
+            self._runs = None
+
+    def _made(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self.slots, self._tokens_wide, dtype=dtype, device=self.device)
+
+    def _put(self, values: AnyArray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

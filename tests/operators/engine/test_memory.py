@@ -1,0 +1,164 @@
+"""What memory does to rollouts: parked, resumed, aborted or recomputed, each token stays what it was."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from replaying import drive, recomputed
+
+from operators.engine.attention import attend
+from operators.engine.results import ABORTED, Start
+from operators.engine.sampler import Sampling
+
+SAMPLING = Sampling(temperature=1.2)
+
+
+def work(prompts, limits, copies=4):
+    return [
+        Start(
+            prompt=np.asarray(prompt),
+            limit=limit,
+            tickets=range(i * copies, (i + 1) * copies),
+            seeds=[i * 1000 + c for c in range(copies)],
+        )
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
+
+
+def random_prompts(count, seed=0, longest=40):
+    random = np.random.default_rng(seed)
+    return [random.integers(2, 32, random.integers(1, longest)) for _ in range(count)]
+
+
+@pytest.fixture
+def adapted(make_model, make_engine):
+    return lambda **knobs: make_engine(make_model(), **{"sampling": SAMPLING, "end_tokens": [], **knobs})
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pages=st.integers(4, 14), seed=st.integers(0, 5))
+def test_rollouts_that_are_parked_for_memory_draw_the_tokens_they_would_have_drawn(pages, seed, adapted):
+    prompts = random_prompts(6, seed)
+    limits = [len(prompt) + 20 for prompt in prompts]
+    roomy = drive(adapted(), work(prompts, limits))
+    tight = adapted(cache_bytes=pages * 16 * adapted().token_bytes)
+    parked = []
+    rows = drive(tight, work(prompts, limits), lambda step: parked.append(len(tight.parked)))
+    assert rows.keys() == roomy.keys()
+    for ticket, row in rows.items():
+        assert row["tokens"].tolist() == roomy[ticket]["tokens"].tolist()
+        np.testing.assert_allclose(row["logprobs"], roomy[ticket]["logprobs"], atol=2e-5)
+    assert tight.pages.available == tight.pages.count and tight.live == 0
+    if pages < 6:
+        assert max(parked) > 0, "so little memory must have parked somebody"
+
+
+def test_recomputing_at_an_update_gives_each_token_the_whole_pass_of_its_weights(make_model, adapted):
+    models = {version: make_model(seed=version) for version in range(3)}
+    engine = adapted(on_update="recompute", slots=12)
+
+    def update(step):
+        if step in (4, 11):
+            engine.model.load_state_dict(models[engine.version + 1].state_dict())
+            engine.adopted(engine.version + 1)
+
+    prompts = random_prompts(5)
+    rows = drive(engine, work(prompts, [len(prompt) + 22 for prompt in prompts]), update)
+    assert sum(len(set(row["versions"][row["start"] :])) == 3 for row in rows.values()) >= 8
+    for row in rows.values():
+        assert (np.diff(row["versions"][row["start"] :]) >= 0).all()
+        expected = recomputed(models, row["tokens"], row["versions"], row["start"], SAMPLING)
+        np.testing.assert_allclose(row["logprobs"][row["start"] :], expected, atol=1e-5)
+
+
+def test_a_prompt_seen_before_is_not_computed_again_until_the_weights_change(adapted):
+    engine = adapted()
+    fed = []
+    forward = engine.model.forward
+    engine.model.forward = lambda **given: fed.append(given["input_ids"].shape[1]) or forward(**given)
+    prompt = np.arange(37) % 29 + 2
+    first = drive(engine, work([prompt], [38]))
+    again = drive(engine, work([prompt], [38]))
+    engine.adopted(1)
+    drive(engine, work([prompt], [38]))
+    assert fed == [37, 5, 37], "two full pages were known the second time"
+    for ticket, row in first.items():
+        assert row["tokens"].tolist() == again[ticket]["tokens"].tolist()
+        np.testing.assert_allclose(row["logprobs"], again[ticket]["logprobs"], atol=1e-5)
+
+
+def test_a_prefix_that_is_known_in_part_gives_the_same_rollouts(adapted, monkeypatch):
+    shared = np.arange(33) % 29 + 2
+    prompts = [np.concatenate([shared, tail]) for tail in ([3, 4], [5], [], np.arange(2, 25))]
+    limits = [len(prompt) + 8 for prompt in prompts]
+    alone = {}
+    for start in work(prompts, limits):
+        alone |= drive(adapted(), [start])
+    together = drive(adapted(slots=16), work(prompts, limits))
+    for ticket, row in together.items():
+        assert row["tokens"].tolist() == alone[ticket]["tokens"].tolist()
+        np.testing.assert_allclose(row["logprobs"], alone[ticket]["logprobs"], atol=1e-5)
+
+
+def test_aborted_rollouts_come_back_as_far_as_they_got_and_the_rest_goes_on(adapted):
+    prompts = random_prompts(3, longest=9)
+    limits = [len(prompt) + 12 for prompt in prompts]
+    whole = drive(adapted(), work(prompts, limits))
+    engine = adapted()
+    engine.step(work(prompts, limits))
+    for _ in range(4):
+        engine.step()
+    seen = engine.progress(5)
+    gone = engine.abort([5, 6, 999])
+    assert sorted(gone.tickets.tolist()) == [5, 6] and (gone.reasons == ABORTED).all()
+    assert engine.progress(5) is None and engine.abort([5]) is None
+    at = gone.tickets.tolist().index(5)
+    assert gone.lengths[at] == len(prompts[1]) + 5
+    assert gone.tokens[at, : gone.lengths[at]].tolist() == whole[5]["tokens"][: gone.lengths[at]].tolist()
+    assert seen.tokens.tolist() == gone.tokens[at, : gone.lengths[at]].tolist()
+    rest = drive(engine, [])
+    assert sorted(rest) == [ticket for ticket in range(12) if ticket not in (5, 6)]
+    for ticket, row in rest.items():
+        assert row["tokens"].tolist() == whole[ticket]["tokens"].tolist()
+    assert engine.pages.available == engine.pages.count
+
+
+def test_each_rollout_may_have_its_own_sampling(adapted, make_model):
+    prompts = random_prompts(4)
+    knobs = [Sampling(temperature=0.0), Sampling(), Sampling(top_k=3), Sampling(top_p=0.5, repetition_penalty=1.3)]
+    limits = [len(prompt) + 10 for prompt in prompts]
+    alone = {}
+    for start, sampling in zip(work(prompts, limits), knobs, strict=True):
+        alone |= drive(adapted(sampling=sampling), [start])
+    mixed = [
+        Start(**{**vars(start), "sampling": sampling})
+        for start, sampling in zip(work(prompts, limits), knobs, strict=True)
+    ]
+    for ticket, row in drive(adapted(sampling=Sampling()), mixed).items():
+        assert row["tokens"].tolist() == alone[ticket]["tokens"].tolist()
+        np.testing.assert_allclose(row["logprobs"], alone[ticket]["logprobs"], atol=1e-5)
+
+
+def test_the_mask_names_every_token_that_truncation_left(adapted, make_model):
+    import torch
+
+    from operators.engine.sampler import log_distribution
+
+    sampling = Sampling(top_k=5, top_p=0.9)
+    prompts = random_prompts(3, longest=8)
+    rows = drive(adapted(sampling=sampling, record_mask=True), work(prompts, [len(prompt) + 6 for prompt in prompts]))
+    model = make_model()
+    for row in rows.values():
+        with torch.no_grad():
+            logits = model(torch.tensor(row["tokens"].astype(np.int64))[None]).logits[0, row["start"] - 1 : -1]
+        left = log_distribution(logits, sampling) > -torch.inf
+        assert [ids.tolist() for ids in row["kept"]] == [mask.nonzero()[:, 0].tolist() for mask in left]
+
+
+def test_attention_is_called_by_name_only_with_pages():
+    import torch
+
+    from operators.models import ModelError
+
+    with pytest.raises(ModelError, match="slots"):
+        attend(torch.nn.Identity(), *[torch.zeros(1, 1, 1, 4)] * 3, None)
