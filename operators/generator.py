@@ -12,6 +12,9 @@ from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
 if TYPE_CHECKING:
     from operators.engine.runtime import GeneratorRuntime
 
+WEIGHTS = ("model", "int8", "int8_dynamic", "fp8")
+"""How a generator's linear layers may compute."""
+
 
 @dataclass(frozen=True, eq=False)
 class Generator(Generate):
@@ -54,6 +57,9 @@ class Generator(Generate):
     on_update: Literal["keep", "recompute"] = "keep"
     """What becomes of unfinished rollouts when weights change: keep (go on from their keys and values) or recompute
     (prefill what they have under the new weights, then go on). Neither throws a token away."""
+    weights: Literal["model", "int8", "int8_dynamic", "fp8"] = "model"
+    """How linear layers compute: as the model, int8 (weights only: half the memory of bfloat16), int8_dynamic (inputs
+    too: faster on a CPU from about width 512), fp8 (GPUs from compute capability 8.9, bfloat16 models)."""
     sampling_mask: bool = False
     """Add the column sampling_mask: for each token, the ids that top_k, top_p and min_p left, for the trainer."""
     chat: bool = False
@@ -108,6 +114,8 @@ class Generator(Generate):
             found.append(
                 f'\'{self.name}\' got on_update={self.on_update!r}, which is not known; use "keep" or "recompute"'
             )
+        if self.weights not in WEIGHTS:
+            found.append(f"'{self.name}' got weights={self.weights!r}, which is not known; use one of {list(WEIGHTS)}")
         if isinstance(self.model, Model) and self.model.head != "lm":
             found.append(
                 f"'{self.name}' generates with model '{self.model.name}', whose head is {self.model.head!r}; "

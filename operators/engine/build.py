@@ -9,6 +9,7 @@ import torch
 
 from dataflow.node import Context
 from operators.engine.decode import Engine
+from operators.engine.precision import quantise
 from operators.engine.proof import adapt
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings, end_tokens, split
@@ -38,6 +39,7 @@ def make_engine(declaration: Generator, context: Context) -> Built:
     model = load_model(declaration.model, device=context.device).requires_grad_(False)
     tokenizer = load_tokenizer(declaration.model)
     proof = adapt(model, declaration.model.name)
+    intake = None if declaration.weights == "model" else quantise(model, declaration.weights)
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
     special, strings = split(tokenizer, declaration.stop, vocabulary)
     ends = frozenset([*special, *end_tokens(model, tokenizer)])
@@ -54,6 +56,8 @@ def make_engine(declaration: Generator, context: Context) -> Built:
         cache_bytes=declaration.cache_bytes,
         on_update=declaration.on_update,
         record_mask=declaration.sampling_mask,
+        tensors=None if intake is None else intake.tensors,
+        on_adopt=None if intake is None else intake.adopted,
     )
     return Built(engine, tokenizer, ends)
 

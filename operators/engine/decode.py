@@ -6,7 +6,7 @@ Axes: n active rows, I new prefixes, V vocabulary, k rows that ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +45,7 @@ class Engine:
         on_update: Literal["keep", "recompute"] = "keep",
         record_mask: bool = False,
         tensors: Mapping[str, torch.Tensor] | None = None,
+        on_adopt: Callable[[], None] | None = None,
     ) -> None:
         """Prepare for up to `slots` rows of at most `context_tokens` tokens.
 
@@ -56,6 +57,7 @@ class Engine:
             on_update: keep the keys and values of unfinished rows when weights change, or recompute them.
             record_mask: record which tokens truncation left, for every token drawn.
             tensors: what the weight plane writes into; None: the model's parameters.
+            on_adopt: called when new weights are in `tensors`, to bring them into the model.
 
         Raises:
             ModelError: the KV-cache cannot hold one row.
@@ -72,6 +74,7 @@ class Engine:
         self.device = next(model.parameters()).device
         self._stop = stop
         self._kernel = kernel
+        self._on_adopt = on_adopt
         self._recomputes = on_update == "recompute"
         self._record_mask = record_mask
         self._vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -164,8 +167,8 @@ class Engine:
     @torch.inference_mode()
     def adopted(self, version: int) -> None:
         """New weights of this version are in `tensors`: tokens drawn from now on come from them."""
-        if version == self.version:
-            return
+        if self._on_adopt is not None:
+            self._on_adopt()
         self.version = version
         self.pages.forget()
         if self._recomputes:
@@ -181,8 +184,7 @@ class Engine:
         """A page for every row that has filled its last one; the youngest rows are parked where pages run out."""
         while True:
             rows = self.rows
-            held = np.array([len(pages) for pages in rows.pages], dtype=np.int64)
-            needy = np.nonzero((rows.lengths - 1) // PAGE >= held)[0]
+            needy = np.nonzero((rows.lengths - 1) // PAGE >= rows.held)[0]
             short = len(needy) - self.pages.available
             if short <= 0:
                 break
@@ -337,7 +339,9 @@ class Engine:
         else:
             counts = drawn.kept.sum(-1).cpu().numpy()
             ids = drawn.kept.nonzero()[:, 1].int().cpu().numpy()
-            found = np.split(ids, np.cumsum(counts)[:-1])
+            whole = np.zeros(0, np.int32)
+            parts = np.split(ids, np.cumsum(counts)[:-1])
+            found = [whole if len(part) == self._vocabulary else part for part in parts]
         for masks, ids in zip(self.rows.kept, found, strict=True):
             if masks is not None:
                 masks.append(ids)

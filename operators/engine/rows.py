@@ -38,6 +38,7 @@ class Rows:
         self.ticket = np.zeros(slots, np.int64)
         self.age = np.zeros(slots, np.int64)
         self.pages: list[list[int]] = []
+        self._held = np.zeros(slots, np.int64)
         self.sampling: list[Sampling] = []
         self.stop: list[StopStrings | None] = []
         self.kept: list[list[AnyArray] | None] = []
@@ -65,6 +66,11 @@ class Rows:
     def limits(self) -> AnyArray:
         """Most tokens of each live row, int64 [n]."""
         return self._host[_LIMIT, : self.n]
+
+    @property
+    def held(self) -> AnyArray:
+        """Pages of each live row, int64 [n]."""
+        return self._held[: self.n]
 
     @property
     def longest(self) -> int:
@@ -100,7 +106,10 @@ class Rows:
 
     def seen(self, vocabulary: int) -> torch.Tensor | None:
         """Which tokens each row has had, bool [n, V]; None where no row's sampling asks."""
-        if self._seen is None and all(sampling.repetition_penalty == 1.0 for sampling in self.sampling):
+        sampled = self.sampled()
+        if isinstance(sampled, Sampling) and sampled.repetition_penalty == 1.0:
+            return None
+        if isinstance(sampled, RowSampling) and sampled.repetition_penalty is None:
             return None
         if self._seen is None:
             self._seen = torch.zeros(self.slots, vocabulary, dtype=torch.bool, device=self.device)
@@ -154,6 +163,7 @@ class Rows:
         for i, row in enumerate(rows):
             self.pages.append(pages[i])
             self._table[first + i, : len(pages[i])] = pages[i]
+            self._held[first + i] = len(pages[i])
             self.sampling.append(row.sampling)
             self.stop.append(row.stop)
             self.kept.append(row.kept)
@@ -170,6 +180,7 @@ class Rows:
         self._widen((at + 1) * PAGE)
         self.pages[row].append(page)
         self._table[row, at] = page
+        self._held[row] = at + 1
 
     def place_pages(self, rows: AnyArray) -> None:
         """Bring the pages of these rows onto the device."""
@@ -226,7 +237,8 @@ class Rows:
         self._table_there[:left] = self._table_there[there]
         self._host[:, :left] = self._host[:, keep]
         self._table[:left] = self._table[keep]
-        self.ticket[:left], self.age[:left] = self.ticket[keep], self.age[keep]
+        for by_row in (self.ticket, self.age, self._held):
+            by_row[:left] = by_row[keep]
         self.n = left
         self._runs = self._mixed = None
         return held

@@ -39,4 +39,5 @@ def reference(logits: torch.Tensor, sampling: Sampling, seen: torch.Tensor | Non
 def _softmax(scores: list[float]) -> list[float]:
     best = max(scores)
     weights = [math.exp(score - best) for score in scores]
-    return [weight / math.fsum(weights) for weight in weights]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]

@@ -93,3 +93,17 @@ def test_without_truncation_the_mask_column_is_null(build):
     runtime = build(sampling_mask=True, max_tokens=3)
     runtime.push(prompts(["ab"]))
     assert all(left is None for row in rows_of(run_dry(runtime)) for left in row[SAMPLING_MASK])
+
+
+@pytest.mark.parametrize("weights", ["int8", "int8_dynamic", "fp8"])
+def test_quantised_weights_follow_the_trainer(weights, build, make_model):
+    def tokens(models, at_poll):
+        plane = FakePlane(models, at_poll)
+        runtime = build(context={"reader": plane}, weights=weights, max_tokens=8)
+        while plane.version != 2:
+            runtime.work()
+        runtime.push(prompts(letters(6)))
+        return {row["rollout_id"]: (row["tokens"], row["logprobs"]) for row in rows_of(run_dry(runtime))}
+
+    models = {version: make_model(seed=version) for version in range(3)}
+    assert tokens(models, {0: 0, 2: 1, 4: 2}) == tokens(models, {0: 2}) != tokens({2: models[1]}, {0: 2})

@@ -1,0 +1,187 @@
+"""Makes a loaded decoder's weights narrow, and takes each new version of the full ones into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from operators.engine.precision.formats import FORMATS, Format, Weights
+from operators.engine.precision.linear import QuantisedExperts, QuantisedLinear
+from operators.models import ModelError
+
+FP8_CAPABILITY = (8, 9)
+"""The least compute capability of a GPU that multiplies in fp8 (Ada; Hopper is 9.0)."""
+
+ROUTERS = ("gate", "router")
+"""Last names of the layers that choose experts: tiny, and a rounded score sends a token to another expert."""
+
+
+@dataclass
+class _Staged:
+    """A full tensor on its way in: where the reader puts it, and who quantises it."""
+
+    tensor: torch.nn.Parameter
+    empty: torch.Tensor | None
+    take: Callable[[torch.Tensor], None]
+
+
+class Intake:
+    """Where new weights come in: full tensors under the trainer's names, quantised by `adopted`."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], staged: list[_Staged]) -> None:
+        self.tensors = tensors
+        """For `WeightReader.attach`: the names, shapes and dtypes of the model before. Those that are quantised are
+        placeholders without memory of their own, on the CPU, until the reader turns them into views."""
+        self._staged = staged
+
+    def adopted(self) -> None:
+        """Quantise what the reader wrote since the last call, tensor by tensor; between two decode steps.
+
+        Buffers are filled in place. Views of the reader's memory are let go, so its closing copies nothing.
+        """
+        for staged in self._staged:
+            if staged.empty is None:
+                staged.take(staged.tensor.data)
+            elif staged.tensor.data_ptr() != staged.empty.data_ptr():
+                staged.take(staged.tensor.data)
+                staged.tensor.data = staged.empty
+
+
+def fault(weights: str, *, device: torch.device, dtype: torch.dtype, capability: tuple[int, int] | None) -> str | None:
+    """Why weights of this kind cannot be served on a device for a model of `dtype`; None if they can.
+
+    On the CPU fp8 is computed in float32 with the GPU's rounding of weights and inputs, to rehearse a run.
+
+    Args:
+        capability: the GPU's compute capability; None on the CPU.
+    """
+    if weights not in FORMATS:
+        return f'weights={weights!r} is not known; use "model" or one of {sorted(FORMATS)}'
+    if weights != "fp8" or capability is None:
+        return None
+    if capability < FP8_CAPABILITY:
+        return (
+            f'weights="fp8" needs a GPU that multiplies in fp8, but {device} has compute capability '
+            f'{capability[0]}.{capability[1]}; use weights="int8", or a GPU of {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} '
+            f"or more (Hopper is 9.0)"
+        )
+    if dtype is not torch.bfloat16:
+        return (
+            f'weights="fp8" gives bfloat16 on a GPU, but the model is {str(dtype).removeprefix("torch.")}; '
+            f'give Model(dtype="bfloat16"), or use weights="int8"'
+        )
+    return None
+
+
+def quantise(
+    model: torch.nn.Module,
+    weights: Weights,
+    *,
+    group: int | None = None,
+    head: bool = False,
+    adopt: Literal["view", "copy"] = "view",
+) -> Intake:
+    """Replace the weights of every linear layer, and of the experts of a mixture, by quantised ones.
+
+    Embeddings, norms, biases and the layers that choose experts keep their parameters. Layers that share one weight
+    go on sharing it; a weight shared with an embedding stays. Experts are computed one at a time ("eager").
+
+    Args:
+        model: a loaded decoder of transformers, on its device; changed in place.
+        weights: "int8" (weights only), "int8_dynamic" and "fp8" (inputs too, for each token).
+        group: input features that share a scale; None: all. For "int8" only.
+        head: quantise the output layer too, unless it is tied to the embeddings.
+        adopt: as the `WeightReader` adopts. "view" needs no memory for full weights, and a reader whose versions
+            are in the model's dtype, in CPU memory; "copy" keeps a full copy for the reader to write into.
+
+    Raises:
+        ModelError: the device cannot, `group` does not divide a layer's inputs, or nothing is to be quantised.
+    """
+    first = next(model.parameters())
+    capability = torch.cuda.get_device_capability(first.device) if first.device.type == "cuda" else None
+    wrong = fault(weights, device=first.device, dtype=first.dtype, capability=capability)
+    if wrong is None and (getattr(model, "tp_size", None) or 1) > 1:
+        wrong = f'weights={weights!r} does not go with tensor parallelism; use weights="model", or one rank'
+    if wrong is None and group is not None and weights != "int8":
+        wrong = f'group={group} is for weights="int8", but weights={weights!r}; leave group out'
+    if wrong is not None:
+        raise ModelError(wrong)
+    form = FORMATS[weights]
+    layers, experts = _chosen(model, head)
+    if not layers and not experts:
+        raise ModelError(
+            f'{type(model).__name__} has nothing to quantise; found no linear layer but its head; use weights="model"'
+        )
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    plan = {name: _groups(name, full.shape[-1], group) for name, full in tensors.items() if name in {*layers, *experts}}
+    staged = []
+    for name, groups in plan.items():
+        full = tensors[name]
+        narrow = _experts(model, name, form, groups) if name in experts else _linear(model, layers[name], form, groups)
+        empty = None if adopt == "copy" else torch.zeros((), dtype=full.dtype).expand(full.shape)
+        place = torch.nn.Parameter(full.data if empty is None else empty, requires_grad=False)
+        staged.append(_Staged(place, empty, narrow.take))
+        tensors[name] = place
+    return Intake(tensors, staged)
+
+
+def _chosen(model: torch.nn.Module, head: bool) -> tuple[dict[str, list[str]], set[str]]:
+    """By parameter's name: the linear layers that hold that weight; and the names of experts' weights."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kept = None if head else model.get_output_embeddings()  # type: ignore[operator]
+    layers: dict[str, list[str]] = {}
+    other: set[str] = set()
+    experts: set[str] = set()
+    for path, module in model.named_modules():
+        plain = type(module) is torch.nn.Linear and module is not kept and path.rpartition(".")[2] not in ROUTERS
+        mixture = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = names[id(parameter)]
+            if plain and key == "weight":
+                layers.setdefault(name, []).append(path)
+            elif mixture and parameter.ndim == 3:
+                experts.add(name)
+            else:
+                other.add(name)
+    return {name: paths for name, paths in layers.items() if name not in other}, experts
+
+
+def _linear(model: torch.nn.Module, paths: list[str], form: Format, groups: int) -> QuantisedLinear:
+    """Put one quantised weight in place of the linear layers at `paths`, which share their weight."""
+    made: list[QuantisedLinear] = []
+    for path in paths:
+        linear = model.get_submodule(path)
+        assert isinstance(linear, torch.nn.Linear)
+        narrow = QuantisedLinear(linear, form, groups)
+        if made:
+            narrow.weight, narrow.scale = made[0].weight, made[0].scale
+        made.append(narrow)
+        model.set_submodule(path, narrow)
+    return made[0]
+
+
+def _experts(model: torch.nn.Module, name: str, form: Format, groups: int) -> QuantisedExperts:
+    """Put quantised experts in place of the parameter of that name, and have them computed one at a time."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    narrow = QuantisedExperts(getattr(module, key), form, groups)
+    delattr(module, key)
+    setattr(module, key, narrow)
+    model.set_experts_implementation("eager")  # type: ignore[operator]
+    return narrow
+
+
+def _groups(name: str, columns: int, group: int | None) -> int:
+    """Scales of a row."""
+    if group is None:
+        return 1
+    if group < 1 or columns % group:
+        raise ModelError(
+            f"group={group} does not divide the {columns} inputs of '{name}'; use a divisor of every layer's inputs"
+        )
+    return columns // group

@@ -1,0 +1,122 @@
+"""A linear layer, and the experts of a mixture, whose weights are quantised.
+
+Axes: n tokens, out and in features, G groups of input features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from operators.engine.precision.formats import Format, pack, per_token, unpack
+
+FEW_ROWS = 8
+"""Tokens up to which torch's int8 product for bfloat16 on the CPU is faster than its bfloat16 product (measured)."""
+
+FEW_ROWS_FEATURES = 64
+"""That product reads inputs in whole vectors, beyond their end too: features in must be a multiple of this."""
+
+LEAST_INT_ROWS = 32
+"""Tokens that the int8 product of a GPU needs; fewer are padded with zeros."""
+
+
+class QuantisedLinear(torch.nn.Module):
+    """`linear` with values and scales in place of its weight: buffers `weight` [out, in] and `scale` float32 [out, G].
+
+    Its bias stays the parameter that it was. There is no parameter of a narrow dtype.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.nn.Parameter | None
+
+    def __init__(self, linear: torch.nn.Linear, form: Format, groups: int = 1) -> None:
+        """Quantise what `linear` holds now."""
+        super().__init__()
+        self.in_features, self.out_features, self.form = linear.in_features, linear.out_features, form
+        device = linear.weight.device
+        self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=form.dtype, device=device))
+        self.register_buffer("scale", torch.empty(self.out_features, groups, device=device))
+        self.register_parameter("bias", linear.bias)
+        self.take(linear.weight)
+
+    def take(self, weight: torch.Tensor) -> None:
+        """Quantise `weight` [out, in], of any floating dtype and device, into the buffers."""
+        pack(weight, self.form, self.weight, self.scale)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in] to [..., out], in the dtype of `inputs`."""
+        rows = inputs.reshape(-1, self.in_features)
+        product = _narrow_product if self.form.inputs else _product
+        return product(rows, self).view(*inputs.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """What printing the model shows."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.form.dtype}"
+
+
+class QuantisedExperts(torch.nn.Module):
+    """The weights [E, ..., ...] of a layer's experts; indexing dequantises the chosen ones."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, experts: torch.Tensor, form: Format, groups: int = 1) -> None:
+        """Quantise `experts`, with a scale per row and group of their last axis."""
+        super().__init__()
+        self.form, self.dtype = form, experts.dtype
+        self.register_buffer("weight", torch.empty(experts.shape, dtype=form.dtype, device=experts.device))
+        self.register_buffer("scale", torch.empty(*experts.shape[:-1], groups, device=experts.device))
+        self.take(experts)
+
+    def take(self, weight: torch.Tensor) -> None:
+        """Quantise `weight`, shaped as the experts, into the buffers."""
+        pack(weight, self.form, self.weight, self.scale)
+
+    def __getitem__(self, expert: torch.Tensor | int) -> torch.Tensor:
+        """The weights of one expert, or of several, in the model's dtype."""
+        return unpack(self.weight[expert], self.scale[expert], self.dtype)
+
+
+def _product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
+    """x [n, in] times dequantised weights, plus bias: inputs stay as they are."""
+    if layer.scale.shape[1] > 1 or x.dtype is torch.float16:
+        return F.linear(x, unpack(layer.weight, layer.scale, x.dtype), layer.bias)
+    scale = layer.scale[:, 0].to(x.dtype)
+    few = len(x) <= FEW_ROWS and layer.in_features % FEW_ROWS_FEATURES == 0
+    if few and x.dtype is torch.bfloat16 and x.device.type == "cpu":
+        out: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, layer.weight, scale)
+    else:
+        out = F.linear(x, layer.weight.to(x.dtype)).mul_(scale)
+    return out if layer.bias is None else out.add_(layer.bias)
+
+
+def _narrow_product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
+    """x [n, in], quantised for each token, times the weights as they are stored, plus bias."""
+    values, tokens = per_token(x, layer.form)
+    if layer.form.dtype is torch.int8:
+        out = _integers(values, layer.weight).mul_(tokens).mul_(layer.scale[:, 0])
+    elif _scaled_mm_takes(x, layer):
+        product = torch._scaled_mm(values, layer.weight.t(), tokens, layer.scale.t(), out_dtype=torch.bfloat16)
+        out = product.float()
+    else:
+        out = F.linear(values.float(), layer.weight.float()).mul_(tokens).mul_(layer.scale[:, 0])
+    return (out if layer.bias is None else out.add_(layer.bias)).to(x.dtype)
+
+
+def _integers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The product of int8 x [n, in] and int8 weight [out, in] in float32 [n, out]."""
+    if x.device.type == "cpu":
+        if torch.cpu._is_vnni_supported():
+            return torch._int_mm(x, weight.t()).float()
+        return F.linear(x.float(), weight.float())
+    if x.shape[1] % 8 or weight.shape[0] % 8:
+        return F.linear(x.float(), weight.float())
+    padded = F.pad(x, (0, 0, 0, max(0, LEAST_INT_ROWS - len(x))))
+    return torch._int_mm(padded, weight.t())[: len(x)].float()
+
+
+def _scaled_mm_takes(x: torch.Tensor, layer: QuantisedLinear) -> bool:
+    """Whether the GPU multiplies these in fp8: 16 features at a time, bfloat16 out."""
+    narrow = layer.in_features % 16 == 0 == layer.out_features % 16
+    return x.device.type == "cuda" and narrow and x.dtype is torch.bfloat16 and len(x) > 0

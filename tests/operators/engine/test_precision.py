@@ -1,0 +1,335 @@
+"""Quantised weights: bounds of rounding, the model they stand for, and versions that arrive over the weight plane."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from operators.engine.decode import Engine
+from operators.engine.precision import FORMATS, fault, formats, quantise
+from operators.engine.precision.formats import pack, per_token, unpack
+from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, QuantisedLinear
+from operators.engine.proof import adapt
+from operators.engine.results import Start
+from operators.engine.sampler import Sampling
+from operators.models import ModelError
+from transport.weights import Hub, Layout, WeightReader, WeightWriter
+
+IDS = torch.from_numpy(np.random.default_rng(0).integers(2, 32, (3, 20)))
+
+
+def logits(model, ids=IDS):
+    with torch.inference_mode():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def packed(weight, form, groups=1):
+    values = torch.empty(weight.shape, dtype=form.dtype)
+    scale = torch.empty(*weight.shape[:-1], groups)
+    pack(weight, form, values, scale)
+    return values, scale
+
+
+def narrow_layers(model):
+    return {
+        path: module for path, module in model.named_modules() if isinstance(module, QuantisedLinear | QuantisedExperts)
+    }
+
+
+class Rounding(torch.nn.Linear):
+    """The reference of layers that quantise inputs: float64, one number after the other."""
+
+    form = FORMATS["int8_dynamic"]
+
+    def forward(self, inputs):
+        rows = inputs.reshape(-1, inputs.shape[-1]).double()
+        scale = (rows.abs().amax(-1, keepdim=True).float() / self.form.top).double()
+        exact = (rows.float() / torch.where(scale > 0, scale, 1).float()).clamp(-self.form.top, self.form.top)
+        values = exact.round() if self.form.dtype is torch.int8 else exact.to(self.form.dtype)
+        bias = None if self.bias is None else self.bias.double()
+        out = F.linear(values.double() * scale, self.weight.double(), bias)
+        return out.view(*inputs.shape[:-1], -1).to(inputs.dtype)
+
+
+def stands_for(model, narrow):
+    """A copy of the full `model` that holds the numbers which the layers of `narrow` stand for."""
+    oracle = copy.deepcopy(model)
+    for path, layer in narrow_layers(narrow).items():
+        numbers = unpack(layer.weight, layer.scale, torch.float32)
+        if isinstance(layer, QuantisedExperts):
+            oracle.get_parameter(path).data = numbers
+            oracle.set_experts_implementation("eager")
+            continue
+        plain = oracle.get_submodule(path)
+        plain.weight.data = numbers
+        if layer.form.inputs:
+            plain.__class__ = type("Rounding", (Rounding,), {"form": layer.form})
+    return oracle
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_an_int8_weight_is_off_by_half_a_scale_at_most(dtype, groups):
+    spread = torch.logspace(-6, 3, 300, dtype=torch.float64)[:, None]
+    weight = (torch.randn(300, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * spread).to(dtype)
+    values, scale = packed(weight, FORMATS["int8"], groups)
+    exact = values.double().unflatten(-1, (groups, -1)) * scale.double()[..., None]
+    off = (weight.double().unflatten(-1, (groups, -1)) - exact).abs()
+    assert (off <= scale.double()[..., None] * 0.5 * (1 + 1e-4)).all()
+    assert values.abs().max() == 127
+    if dtype is torch.bfloat16:
+        assert torch.equal(scale, scale.bfloat16().float())
+
+
+def test_an_fp8_weight_is_off_by_half_a_unit_in_its_last_place_at_most():
+    weight = torch.randn(300, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values, scale = packed(weight.float(), FORMATS["fp8"])
+    off = (weight - values.double() * scale.double()).abs()
+    assert (off <= torch.maximum(weight.abs() * 2**-4, scale.double() * 2**-10) * (1 + 1e-4)).all()
+    assert values.float().abs().max() == 448
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_rows_and_tokens_of_zeros_stay_zero_and_none_is_not_finite(form):
+    values, scale = packed(torch.zeros(3, 8), form)
+    assert not unpack(values, scale, torch.float32).any()
+    tokens, width = per_token(torch.zeros(2, 8), form)
+    assert not (tokens.float() * width).any()
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_gives_logits_that_are_not(make_model, weights, poison):
+    model = make_model()
+    model.model.layers[1].mlp.down_proj.weight[3, 5] = poison
+    quantise(model, weights)
+    assert not logits(model).isfinite().any()
+
+
+def test_quantising_in_slices_gives_what_the_whole_gives(monkeypatch):
+    weight = torch.randn(37, 12)
+    whole = packed(weight, FORMATS["int8"], 2)
+    monkeypatch.setitem(formats.SLICE, "cpu", 100)
+    assert all(map(torch.equal, packed(weight, FORMATS["int8"], 2), whole))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
+@pytest.mark.parametrize(("weights", "group"), [("int8", None), ("int8", 16), ("int8_dynamic", None), ("fp8", None)])
+def test_a_quantised_model_computes_what_its_dequantised_weights_do(make_model, family, weights, group):
+    model = make_model(family)
+    narrow = copy.deepcopy(model)
+    quantise(narrow, weights, group=group)
+    layers = narrow_layers(narrow)
+    assert len(layers) == (12 if family == "mixtral" else 14)
+    expected = logits(stands_for(model, narrow))
+    allowed = 1e-3 if FORMATS[weights].inputs else 1e-5
+    torch.testing.assert_close(logits(narrow), expected, rtol=allowed, atol=allowed)
+    assert (expected - logits(model)).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("tokens", [1, FEW_ROWS, FEW_ROWS + 1, 40])
+@pytest.mark.parametrize("features", [33, 128])
+def test_a_layer_of_half_width_agrees_with_float64(dtype, weights, tokens, features):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(features, 21, dtype=dtype).requires_grad_(False)
+    layer = QuantisedLinear(linear, FORMATS[weights])
+    inputs = torch.randn(tokens, features, dtype=dtype)
+    given = inputs.double()
+    if layer.form.inputs:
+        values, width = per_token(inputs, layer.form)
+        given = values.double() * width.double()
+    expected = F.linear(given, layer.weight.double() * layer.scale.double(), linear.bias.double())
+    assert layer(inputs).dtype is dtype
+    torch.testing.assert_close(layer(inputs).double(), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_a_token_of_the_dynamic_format_has_one_result_whatever_is_beside_it(make_model):
+    layer = QuantisedLinear(torch.nn.Linear(128, 96), FORMATS["int8_dynamic"])
+    inputs = torch.randn(50, 128)
+    together = layer(inputs)
+    assert all(torch.equal(layer(inputs[i : i + 1])[0], together[i]) for i in range(50))
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_what_is_not_quantised_keeps_its_name_and_memory(make_model, weights):
+    model = make_model("qwen2")
+    before = dict(model.state_dict())
+    intake = quantise(model, weights)
+    after = model.state_dict()
+    narrow = {f"{path}.weight" for path in narrow_layers(model)}
+    assert set(after) == set(before) | {name.replace(".weight", ".scale") for name in narrow}
+    assert all(after[name].data_ptr() == before[name].data_ptr() for name in set(before) - narrow)
+    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+    assert list(intake.tensors) == [name for name, _ in make_model("qwen2").named_parameters()]
+
+
+def test_staging_takes_no_memory(make_model):
+    model = make_model(hidden_size=64, intermediate_size=128)
+    intake = quantise(model, "int8")
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    staged = [tensor for tensor in intake.tensors.values() if tensor.data_ptr() not in own]
+    assert len(staged) == 14
+    assert sum(tensor.untyped_storage().nbytes() for tensor in staged) == 4 * len(staged)
+
+
+def test_the_head_is_quantised_when_asked_unless_it_is_tied(make_model):
+    model = make_model()
+    quantise(model, "int8", head=True)
+    assert isinstance(model.lm_head, QuantisedLinear)
+    assert model.get_output_embeddings().weight.shape == (32, 32)
+    tied = make_model(tie_word_embeddings=True)
+    intake = quantise(tied, "int8", head=True)
+    assert type(tied.lm_head) is torch.nn.Linear
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert intake.tensors["model.embed_tokens.weight"] is tied.model.embed_tokens.weight
+
+
+def test_layers_that_share_a_weight_share_the_quantised_one(make_model):
+    def shared():
+        model = make_model()
+        model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+        return model
+
+    model = shared()
+    intake = quantise(model, "int8", adopt="copy")
+    intake.tensors["model.layers.0.mlp.up_proj.weight"].data.mul_(3)
+    intake.adopted()
+    first, second = (layer.mlp.up_proj for layer in model.model.layers)
+    assert first.weight is second.weight
+    assert first.scale is second.scale
+    torch.testing.assert_close(logits(model), logits(stands_for(shared(), model)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("adopt", ["view", "copy"])
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("mixtral", {})]
+)
+def test_versions_from_the_trainer_are_quantised_and_the_last_one_counts(make_model, adopt, weights, family, changes):
+    hub = Hub()
+    model = make_model(family, seed=0, **changes)
+    policies = [make_model(family, seed=seed, **changes) for seed in (1, 2, 3)]
+    intake = quantise(model, weights, adopt=adopt)
+    buffers = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
+    writer = WeightWriter(Layout.of(dict(policies[0].named_parameters())), hub)
+    reader = WeightReader(hub, "generator", adopt=adopt)
+    reader.attach(intake.tensors)
+    for version, policy in enumerate(policies):
+        writer.publish(version, dict(policy.named_parameters()))
+        assert reader.wait(version, timeout_s=5) == version
+        intake.adopted()
+        fresh = copy.deepcopy(policy)
+        quantise(fresh, weights)
+        assert torch.equal(logits(model), logits(fresh))
+    assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == buffers
+    if adopt == "view":
+        narrow = {f"{path}.weight" for path in narrow_layers(model)} | set(narrow_layers(model))
+        staged = {name: tensor for name, tensor in intake.tensors.items() if name in narrow}
+        reader.close()
+        assert all(tensor.untyped_storage().nbytes() == 4 for tensor in staged.values())
+    intake.adopted()
+    assert torch.equal(logits(model), logits(fresh))
+    writer.close()
+
+
+def test_greedy_decoding_with_quantised_weights_is_that_of_the_dequantised_ones(make_model):
+    model = make_model()
+    narrow = copy.deepcopy(model)
+    quantise(narrow, "int8")
+    knobs = {"do_sample": False, "max_new_tokens": 20, "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
+    found, expected = (m.generate(IDS[:1, :5], **knobs) for m in (narrow, stands_for(model, narrow)))
+    assert torch.equal(found, expected)
+
+
+def decoded(model, *, steps=12, kernel=None, token_bytes=0):
+    """What an engine draws for two prompts: (tokens, logprobs, start) of each rollout, by ticket."""
+    engine = Engine(
+        model, slots=6, context_tokens=64, sampling=Sampling(temperature=0.8), end_tokens=[], kernel=kernel,
+        token_bytes=token_bytes, cache_bytes=1 << 20,
+    )  # fmt: skip
+    starts = [
+        Start(prompt=IDS[0, :9].numpy(), limit=9 + steps, tickets=[0, 1, 2], seeds=[5, 6, 7]),
+        Start(prompt=IDS[1, :4].numpy(), limit=4 + steps, tickets=[3, 4], seeds=[8, 9]),
+    ]
+    rows = {}
+    for _ in range(steps):
+        done = engine.step(starts)
+        starts = []
+        if done is not None:
+            for i, ticket in enumerate(done.tickets.tolist()):
+                length = done.lengths[i]
+                rows[ticket] = (done.tokens[i, :length], done.logprobs[i, :length], int(done.starts[i]))
+    assert set(rows) == set(range(5))
+    return rows
+
+
+def forward_logprobs(tokens, model):
+    """Of every token under one forward pass, 0 for the first: float32 [length]."""
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    full = torch.log_softmax(logits(model, ids[None])[0].float() / 0.8, -1)
+    return np.concatenate([[0.0], full[:-1].gather(-1, ids[1:, None])[:, 0].numpy()])
+
+
+def worst_logprob(rows, model):
+    """Largest difference of recorded log-probabilities from a full forward pass, in nats."""
+    return max(np.abs(forward_logprobs(tokens, model) - found)[start:].max() for tokens, found, start in rows.values())
+
+
+@pytest.mark.parametrize("quantised_first", [True, False])
+@pytest.mark.parametrize("weights", FORMATS)
+def test_recorded_logprobs_are_those_of_the_quantised_policy(make_model, weights, quantised_first):
+    model = make_model()
+    oracle = copy.deepcopy(model)
+    if quantised_first:
+        quantise(model, weights)
+    proof = adapt(model, "tiny")
+    if not quantised_first:
+        quantise(model, weights)
+    rows = decoded(model, kernel=proof.kernel, token_bytes=proof.token_bytes)
+    assert worst_logprob(rows, stands_for(oracle, model)) < (1e-5 if weights == "int8" else 1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("weights", ["model", *FORMATS])
+def test_a_bfloat16_engine_is_as_close_to_a_forward_pass_as_that_is_to_float32(make_model, family, weights):
+    model = make_model(family).to(torch.bfloat16)
+    oracle = copy.deepcopy(model)
+    proof = adapt(model, "tiny")
+    if weights != "model":
+        quantise(model, weights)
+        quantise(oracle, weights)
+    rows = decoded(model, steps=40, kernel=proof.kernel, token_bytes=proof.token_bytes)
+    exact = copy.deepcopy(oracle).float()
+    passed = {ticket: (tokens, forward_logprobs(tokens, oracle), start) for ticket, (tokens, _, start) in rows.items()}
+    assert worst_logprob(rows, oracle) <= 2 * worst_logprob(passed, exact)
+    drawn = np.concatenate([logprobs[start:] for _, logprobs, start in rows.values()])
+    assert np.mean(drawn == torch.from_numpy(drawn).bfloat16().float().numpy()) < 0.1
+
+
+def test_fp8_is_refused_where_the_gpu_cannot_and_rehearsed_on_the_cpu():
+    gpu = torch.device("cuda:0")
+    assert fault("fp8", device=torch.device("cpu"), dtype=torch.float32, capability=None) is None
+    assert fault("fp8", device=gpu, dtype=torch.bfloat16, capability=(9, 0)) is None
+    assert "8.0" in fault("fp8", device=gpu, dtype=torch.bfloat16, capability=(8, 0))
+    assert "float32" in fault("fp8", device=gpu, dtype=torch.float32, capability=(9, 0))
+    assert fault("int8", device=gpu, dtype=torch.float32, capability=(7, 0)) is None
+
+
+def test_what_cannot_be_quantised_says_so_and_leaves_the_model_alone(make_model):
+    model = make_model()
+    before = logits(model)
+    for words, knobs in (
+        ("not known", {"weights": "int4"}),
+        ("does not divide", {"weights": "int8", "group": 32}),
+        ('is for weights="int8"', {"weights": "fp8", "group": 16}),
+    ):
+        with pytest.raises(ModelError, match=words):
+            quantise(model, **knobs)
+    assert torch.equal(logits(model), before)
+    quantise(model, "int8")
+    with pytest.raises(ModelError, match="nothing to quantise"):
+        quantise(model, "int8")
