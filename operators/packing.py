@@ -6,7 +6,8 @@ Only the nodes of that tree go through the model, without any padding; attention
 them from the nodes by index.
 
 Axis suffixes: R rollouts, S all their tokens one after the other, T trained tokens (the mask is true),
-N nodes, U nodes that some trained token is predicted from, L positions of a row, B rows of a bucket.
+N nodes, U nodes that some trained token is predicted from, L positions of a row, B rows of a bucket,
+K ids that truncation left, of one token after the other.
 """
 
 from dataclasses import dataclass
@@ -49,6 +50,25 @@ class Packed:
     def nodes(self) -> int:
         """Tokens that go through the model."""
         return len(self.tokens_N)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Which ids truncation left where some tokens were drawn.
+
+    It belongs to a token of a rollout, not to a node: rollouts that share a node may differ in it, because they
+    were drawn from other versions of the weights or with other knobs.
+    """
+
+    ids_K: Array
+    """int32 [K]."""
+    offsets: Array
+    """[tokens + 1] into K; a token without ids was drawn from the whole vocabulary."""
+
+    def select(self, tokens: Array) -> "Kept | None":
+        """Those of some tokens, in their order; None where truncation left out nothing of any."""
+        at_K, offsets = gather(self.offsets, tokens)
+        return Kept(ids_K=self.ids_K[at_K], offsets=offsets) if len(at_K) else None
 
 
 def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) -> Packed:

@@ -90,8 +90,9 @@ class Learner:
         positions, offsets = gather(rows.offsets, part)
         packed = pack(rows.tokens_S[positions], rows.mask_S[positions], offsets)
         self._nodes += packed.nodes
-        new_T, entropy_T = self.policy.logprobs(packed, entropy="entropy" in self.loss.computed)
         flat_T, row_T = positions[packed.flat_T], part[packed.row_T]
+        kept_T = None if rows.kept_S is None else rows.kept_S.select(flat_T)
+        new_T, entropy_T = self.policy.logprobs(packed, kept_T, entropy="entropy" in self.loss.computed)
         given = {name: self._tensor(values[flat_T], new_T) for name, values in rows.columns_S.items()}
         old_T = given["logprobs"]
         given |= {name: self._tensor(values[row_T], new_T) for name, values in rows.columns_R.items()}

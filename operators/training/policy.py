@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from operators.packing import Array, Packed, pack
+from operators.packing import Array, Kept, Packed, pack
 
 ATTENTION = "dataflow_packed"
 PROBE_TOLERANCE = 1e-3
@@ -72,6 +72,35 @@ def packed_attention(
     return flat.index_select(0, packed_rows.back_N)[None], None
 
 
+@dataclass(frozen=True)
+class _Left:
+    """Distributions of M tokens over what truncation left of the vocabulary."""
+
+    tokens_M: Tensor
+    """Which of the T trained tokens they are."""
+    segment_K: Tensor
+    """Index into M of each id."""
+    values_K: Tensor
+    """Its logit."""
+    normalizer_M: Tensor
+    """Log of the sum of the exponentials."""
+
+    @classmethod
+    def of(cls, tokens_M: Tensor, segment_K: Tensor, values_K: Tensor) -> _Left:
+        """Normalise each."""
+        given_K = values_K.detach()
+        most_M = given_K.new_zeros(len(tokens_M)).scatter_reduce_(0, segment_K, given_K, "amax", include_self=False)
+        powers_K = (values_K - most_M[segment_K]).exp()
+        normalizer_M = most_M + powers_K.new_zeros(len(tokens_M)).index_add(0, segment_K, powers_K).log()
+        return cls(tokens_M, segment_K, values_K, normalizer_M)
+
+    def entropy_M(self) -> Tensor:
+        """Entropy in nats."""
+        shares_K = (self.values_K - self.normalizer_M[self.segment_K]).exp()
+        none_M = torch.zeros_like(self.normalizer_M)
+        return self.normalizer_M - none_M.index_add(0, self.segment_K, shares_K * self.values_K)
+
+
 class Policy:
     """A causal language model that gives log-probabilities of trained tokens."""
 
@@ -97,8 +126,16 @@ class Policy:
         if packed is None or packed:
             self.packs = self._switch_to_packed(must=bool(packed))
 
-    def logprobs(self, packed: Packed, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [T] of the trained tokens and, where asked for, the entropy [T] in nats."""
+    def logprobs(
+        self, packed: Packed, kept_T: Kept | None = None, *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities [T] of the trained tokens and, where asked for, the entropy [T] in nats.
+
+        kept_T: the ids that truncation left at each of them; both numbers are then those of the distribution over
+        these ids alone, so that with the generator's weights they are the generator's, whatever top-k, top-p or min-p
+        it used. A repetition penalty changes the logits themselves and is not undone: with one, the
+        log-probabilities of trainer and generator differ, and the loss's importance ratio has to make up for it.
+        """
         logits_U_V = self._logits(packed)
         if logits_U_V.dtype in (torch.bfloat16, torch.float16):
             logits_U_V = logits_U_V.float()
@@ -106,11 +143,25 @@ class Policy:
             logits_U_V = logits_U_V / self.temperature
         normalizer_U = logits_U_V.logsumexp(-1)
         head_T, targets_T = self._to(packed.head_T), self._to(packed.targets_T)
-        logprobs_T = logits_U_V[head_T, targets_T] - normalizer_U[head_T]
+        normalizer_T = normalizer_U[head_T]
+        left = None if kept_T is None else self._left(logits_U_V, head_T, kept_T)
+        if left is not None:
+            normalizer_T = normalizer_T.index_copy(0, left.tokens_M, left.normalizer_M)
+        logprobs_T = logits_U_V[head_T, targets_T] - normalizer_T
         if not entropy:
             return logprobs_T, None
         shares_U_V = (logits_U_V - normalizer_U[:, None]).exp()
-        return logprobs_T, (normalizer_U - (shares_U_V * logits_U_V).sum(-1))[head_T]
+        entropy_T = (normalizer_U - (shares_U_V * logits_U_V).sum(-1))[head_T]
+        return logprobs_T, entropy_T if left is None else entropy_T.index_copy(0, left.tokens_M, left.entropy_M())
+
+    def _left(self, logits_U_V: Tensor, head_T: Tensor, kept_T: Kept) -> _Left:
+        """The logits at the ids that truncation left."""
+        lengths_T = np.diff(kept_T.offsets)
+        masked = np.flatnonzero(lengths_T)
+        tokens_M = self._to(masked)
+        segment_K = self._to(np.repeat(np.arange(len(masked)), lengths_T[masked]))
+        values_K = logits_U_V[head_T[tokens_M][segment_K], self._to(kept_T.ids_K).long()]
+        return _Left.of(tokens_M, segment_K, values_K)
 
     def _logits(self, packed: Packed) -> Tensor:
         """Logits [U, V] at the nodes that trained tokens are predicted from."""

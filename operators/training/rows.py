@@ -12,6 +12,7 @@ from dataflow import records
 from dataflow.errors import RecordError
 from dataflow.records import AnyArray
 from dataflow.staleness import oldest_versions
+from operators.packing import Kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class StepRows:
     """Columns of the loss with one number per rollout."""
     columns_S: dict[str, AnyArray]
     """Columns of the loss with one number per token, and `logprobs` in any case."""
+    kept_S: Kept | None = None
+    """The ids that truncation left at each token, where the generator recorded them."""
 
     @property
     def rollouts(self) -> int:
@@ -73,7 +76,10 @@ def usable(batch: pa.RecordBatch, columns: Iterable[str]) -> AnyArray:
 
 
 def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> StepRows:
-    """Flatten the usable rows of some groups, in their order. RecordError for lists of unequal length."""
+    """Flatten the usable rows of some groups, in their order.
+
+    Raises RecordError for lists of unequal length, and for a sampling mask that leaves out the token drawn.
+    """
     columns = tuple(columns)
     wanted = dict.fromkeys((records.LOGPROBS, *columns))
     kept = [batch.filter(pa.array(usable(batch, columns))) for batch in batches]
@@ -88,8 +94,9 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
             columns_S[name] = _per_token(column, name, table, offsets)
         else:
             columns_R[name] = column.to_numpy(zero_copy_only=False)
+    tokens_S = _flat(tokens)
     return StepRows(
-        tokens_S=_flat(tokens),
+        tokens_S=tokens_S,
         mask_S=_per_token(_column(table, records.MASK), records.MASK, table, offsets).astype(bool),
         offsets=offsets,
         groups_R=_column(table, records.GROUP_ID).to_numpy(),
@@ -97,6 +104,7 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
         oldest_R=oldest_versions(_column(table, records.VERSIONS)),
         columns_R=columns_R,
         columns_S=columns_S,
+        kept_S=_kept(table, tokens_S, offsets) if records.SAMPLING_MASK in table.column_names else None,
     )
 
 
@@ -116,8 +124,40 @@ def _flat(column: pa.ListArray) -> AnyArray:
     return np.asarray(column.flatten().to_numpy(zero_copy_only=False))
 
 
+def _kept(table: pa.Table, tokens_S: AnyArray, offsets: AnyArray) -> Kept | None:
+    """The column sampling_mask, flat; None where no token of the step was drawn from less than the vocabulary."""
+    name = records.SAMPLING_MASK
+    column = _column(table, name)
+    has_R = column.is_valid().to_numpy(zero_copy_only=False)
+    has_S = np.repeat(has_R, np.diff(offsets))
+    masks = column.flatten()
+    _check_lengths(np.where(has_R, pc.list_value_length(column).fill_null(0), np.diff(offsets)), name, table, offsets)
+    ids_K = _flat(masks)
+    if not len(ids_K):
+        return None
+    lengths_S = np.zeros(len(tokens_S), np.int64)
+    lengths_S[has_S] = pc.list_value_length(masks).fill_null(0).to_numpy(zero_copy_only=False)
+    found_S = np.bincount(
+        np.repeat(np.arange(len(tokens_S)), lengths_S)[ids_K == np.repeat(tokens_S, lengths_S)], minlength=len(tokens_S)
+    )
+    wrong = np.flatnonzero((lengths_S > 0) & (found_S == 0))
+    if len(wrong):
+        row = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
+        raise RecordError(
+            f"column '{name}' of rollout {table.column(records.ROLLOUT_ID)[row].as_py()} leaves out token "
+            f"{tokens_S[wrong[0]]} at {wrong[0] - offsets[row]}, which was drawn there; give the ids that truncation "
+            f"left, the drawn one among them, or null"
+        )
+    return Kept(ids_K=ids_K, offsets=np.r_[0, np.cumsum(lengths_S)])
+
+
 def _per_token(column: pa.ListArray, name: str, table: pa.Table, offsets: AnyArray) -> AnyArray:
-    lengths = records.list_lengths(column)
+    _check_lengths(records.list_lengths(column), name, table, offsets)
+    return _flat(column)
+
+
+def _check_lengths(lengths: AnyArray, name: str, table: pa.Table, offsets: AnyArray) -> None:
+    """RecordError unless a column's lists are as long as the tokens."""
     wrong = np.flatnonzero(lengths != np.diff(offsets))
     if len(wrong):
         row = int(wrong[0])
@@ -126,4 +166,3 @@ def _per_token(column: pa.ListArray, name: str, table: pa.Table, offsets: AnyArr
             f"column '{name}' of rollout {rollout} has {lengths[row]} numbers but the rollout has "
             f"{np.diff(offsets)[row]} tokens, prompt included; give each token one, 0 where mask is false"
         )
-    return _flat(column)

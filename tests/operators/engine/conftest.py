@@ -79,22 +79,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., A
     return path
 
 
-@pytest.fixture(params=["torch", "c"])
+@pytest.fixture(params=["torch", "c", "fused"])
 def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """An Engine for a model, attending with torch's operators or with the C kernel."""
+    """An Engine for a model: torch's operators, attention in C, or all of it in C where that is possible."""
     from operators.engine import proof
     from operators.engine.decode import Engine
     from operators.engine.native import attention as native
     from operators.engine.sampler import Sampling
 
-    if request.param == "c" and native.kernel() is None:
+    if request.param != "torch" and native.kernel() is None:
         pytest.skip("no C compiler at hand")
 
     def make(model: Any, **knobs: Any) -> Any:
         found = proof.adapt(model, "tiny")
         assert found.kernel is not None or native.kernel() is None
         knobs = {"slots": 16, "context_tokens": 64, "end_tokens": [EOS], "sampling": Sampling(), **knobs}
-        kernel = found.kernel if request.param == "c" else None
-        return Engine(model, kernel=kernel, token_bytes=found.token_bytes, **knobs)
+        kernel = found.kernel if request.param != "torch" else None
+        fused = found.fused if request.param == "fused" else None
+        return Engine(model, kernel=kernel, fused=fused, token_bytes=found.token_bytes, **knobs)
 
     return make

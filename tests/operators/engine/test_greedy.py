@@ -51,8 +51,8 @@ def test_rollouts_of_one_prompt_share_its_prefill(make_model, make_engine):
     model = make_model()
     engine = make_engine(model, slots=8, context_tokens=32, sampling=Sampling(temperature=0.0), end_tokens=[])
     fed = []
-    forward = model.forward
-    model.forward = lambda **given: fed.append(given["input_ids"].shape[1]) or forward(**given)
+    forward = engine._forward
+    engine._forward = lambda new: fed.append(engine.rows.n + sum(prefix.new for prefix in new)) or forward(new)
     found = drive(engine, starts([np.arange(2, 9)], [12], copies=8))
     assert fed == [7, 8, 8, 8, 8]
     assert len({tuple(row["tokens"].tolist()) for row in found.values()}) == 1

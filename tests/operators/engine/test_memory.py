@@ -74,8 +74,8 @@ def test_recomputing_at_an_update_gives_each_token_the_whole_pass_of_its_weights
 def test_a_prompt_seen_before_is_not_computed_again_until_the_weights_change(adapted):
     engine = adapted()
     fed = []
-    forward = engine.model.forward
-    engine.model.forward = lambda **given: fed.append(given["input_ids"].shape[1]) or forward(**given)
+    forward = engine._forward
+    engine._forward = lambda new: fed.append(engine.rows.n + sum(prefix.new for prefix in new)) or forward(new)
     prompt = np.arange(37) % 29 + 2
     first = drive(engine, work([prompt], [38]))
     again = drive(engine, work([prompt], [38]))

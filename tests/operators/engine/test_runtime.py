@@ -257,6 +257,7 @@ def test_logits_that_are_not_finite_become_error_rows(build):
     runtime = build()
     with torch.no_grad():
         runtime.engine.model.lm_head.weight.fill_(float("nan"))
+    runtime.engine.adopted(0)
     runtime.push(prompts(["abc"]))
     rows = rows_of(run_dry(runtime))
     assert len(rows) == 4

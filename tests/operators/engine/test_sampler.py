@@ -114,6 +114,20 @@ def test_logprobs_are_right_where_a_float32_sum_over_the_vocabulary_is_not():
     torch.testing.assert_close(drawn.logprobs.double(), wanted, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("sampling", KNOBS, ids=str)
+def test_a_draw_off_the_cpu_never_looks_at_a_value(sampling):
+    def there(shape, dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")  # has no values: reading one raises
+
+    integers = there((6,), torch.int64)
+    for given in (sampling, RowSampling.of([sampling, Sampling()] * 3, "meta")):
+        seen = there((6, 3000), torch.bool)
+        drawn = draw(there((6, 3000), torch.bfloat16), given, integers, integers, seen=seen, keep=True)
+        assert (drawn.tokens.shape, drawn.logprobs.shape) == ((6,), (6,))
+        assert (drawn.tokens.dtype, drawn.logprobs.dtype) == (torch.int64, torch.float32)
+        assert log_distribution(there((6, 3000), torch.float32), given, seen).shape == (6, 3000)
+
+
 def test_selected_rows_keep_their_knobs():
     logits, seen, seeds, counts = _batch(len(KNOBS), 64)
     rows = torch.tensor([12, 2, 5, 5, 0])
