@@ -52,6 +52,7 @@ def make_engine(declaration: Generator, context: Context) -> Built:
         end_tokens=sorted(ends),
         stop=StopStrings(tokenizer, strings) if strings else None,
         kernel=proof.kernel,
+        fused=proof.fused if intake is None else None,
         token_bytes=proof.token_bytes,
         cache_bytes=declaration.cache_bytes,
         on_update=declaration.on_update,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,18 @@ PREFILL_TOKENS = 4096
 """Most tokens whose keys and values are computed anew in one step (one prefix may have more)."""
 
 
+class Fused(Protocol):
+    """A native implementation of the whole model: from tokens to logits, filling the cache on its way."""
+
+    def refresh(self) -> None:
+        """Take over the weights that the model has now."""
+
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, layout: Layout, new: Sequence[Prefix]
+    ) -> torch.Tensor:
+        """Logits [n + I, V] of the newest tokens [n] at positions [n], and of the new prefixes."""
+
+
 class Engine:
     """Rows in a paged KV-cache, decoded together; it knows tokens, not prompts' columns, groups or lanes."""
 
@@ -40,6 +52,7 @@ class Engine:
         end_tokens: Sequence[int],
         stop: StopStrings | None = None,
         kernel: Kernel | None = None,
+        fused: Fused | None = None,
         token_bytes: int = 0,
         cache_bytes: int | None = None,
         on_update: Literal["keep", "recompute"] = "keep",
@@ -52,6 +65,7 @@ class Engine:
         Args:
             model: a decoder that `proof.adapt` has switched to attention over pages.
             kernel: what `proof.adapt` proved; None to attend with torch's operators.
+            fused: what `proof.adapt` proved to compute the whole model; None to call the model.
             token_bytes: bytes of keys and values that one position takes in all layers.
             cache_bytes: budget of the KV-cache; None: a share of the memory that is free now.
             on_update: keep the keys and values of unfinished rows when weights change, or recompute them.
@@ -74,6 +88,7 @@ class Engine:
         self.device = next(model.parameters()).device
         self._stop = stop
         self._kernel = kernel
+        self._fused = fused
         self._on_adopt = on_adopt
         self._recomputes = on_update == "recompute"
         self._record_mask = record_mask
@@ -169,6 +184,8 @@ class Engine:
         """New weights of this version are in `tensors`: tokens drawn from now on come from them."""
         if self._on_adopt is not None:
             self._on_adopt()
+        if self._fused is not None:
+            self._fused.refresh()
         self.version = version
         self.pages.forget()
         if self._recomputes:
@@ -246,21 +263,31 @@ class Engine:
         self.pages.share(common, rows - 1)
         self.pages.remember(tokens, common)
         own = pages_for(len(tokens)) - whole
-        return Prefix(tokens=tokens, cached=len(known), tables=[common + self.pages.take(own) for _ in range(rows)])
+        tables = [common + self.pages.take(own) for _ in range(rows)]
+        return Prefix(tokens=tokens, cached=len(known), tables=tables)
 
     def _forward(self, new: Sequence[Prefix]) -> torch.Tensor:
-        """Logits of every active row and, once for each of its rows, of the last token of every new prefix."""
+        """Logits of every active row and, once for each of its rows, of every new prefix."""
+        if self._fused is not None:
+            rows = self.rows
+            logits = self._fused(rows.last, rows.positions, self.cache, self._layout(None), new)
+        else:
+            logits = self._modular(new)
+        if not new:
+            return logits
+        n = self.rows.n
+        origin = np.repeat(np.arange(len(new)), [len(prefix.tables) for prefix in new])
+        return logits[self._put(np.concatenate([np.arange(n), n + origin]))]
+
+    def _modular(self, new: Sequence[Prefix]) -> torch.Tensor:
+        """Logits of every active row and of every new prefix, [n + I, V], by the model's own forward pass."""
         rows, n = self.rows, self.rows.n
         fresh = lay_out(new, self._put) if new else None
         layout = self._layout(fresh)
         if fresh is None:
             return self._call(rows.last, rows.positions, 0, layout)
-        kept = np.concatenate([np.arange(n), n + fresh.last])
-        logits = self._call(
-            torch.cat([rows.last, fresh.tokens]), torch.cat([rows.positions, fresh.positions]), self._put(kept), layout
-        )
-        origin = np.repeat(np.arange(len(new)), [len(prefix.tables) for prefix in new])
-        return logits[self._put(np.concatenate([np.arange(n), n + origin]))]
+        tokens, places = torch.cat([rows.last, fresh.tokens]), torch.cat([rows.positions, fresh.positions])
+        return self._call(tokens, places, self._put(np.concatenate([np.arange(n), n + fresh.last])), layout)
 
     def _layout(self, fresh: NewRow | None) -> Layout:
         rows = self.rows

@@ -90,6 +90,6 @@ def default_budget(device: torch.device) -> int:
 
 def _huge_pages(nbytes: int) -> torch.Tensor:
     """Zeros uint8 [nbytes] on huge pages where the system gives them; memory is taken when first written."""
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

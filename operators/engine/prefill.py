@@ -20,7 +20,7 @@ class Prefix:
     tokens: AnyArray
     """int64 [L], at least 1."""
     cached: int
-    """How many full pages of them were there before."""
+    """How many full pages of them were there before, or are filled by an earlier prefix of this step."""
     tables: Sequence[Sequence[int]]
     """Pages of each row; they share all full ones."""
 

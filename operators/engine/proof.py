@@ -13,6 +13,7 @@ from operators.engine import attention
 from operators.engine.attention import Kernel, Layout
 from operators.engine.kv_cache import KVCache
 from operators.engine.native import attention as native
+from operators.engine.native.fused import FusedStep, supports
 from operators.engine.pages import pages_for
 from operators.engine.prefill import Prefix, lay_out
 from operators.models import ModelError
@@ -30,6 +31,8 @@ class Proof:
 
     kernel: Kernel | None
     """What attends for its decoded rows; None: torch's operators."""
+    fused: FusedStep | None
+    """What computes the whole model; None: its own forward pass."""
     token_bytes: int
     """Bytes of keys and values that one position takes in all layers."""
 
@@ -72,7 +75,22 @@ def adapt(model: torch.nn.Module, name: str) -> Proof:
                 kernel = None
         except ModelError:
             kernel = None
-    return Proof(kernel, token_bytes)
+    return Proof(kernel, _proved(model, ids, expected, allowed) if kernel is not None else None, token_bytes)
+
+
+def _proved(model: torch.nn.Module, ids: torch.Tensor, expected: torch.Tensor, allowed: float) -> FusedStep | None:
+    """The fused step, where it knows the model and gives the same logits."""
+    if not supports(model):
+        return None
+    fused, first = FusedStep(model), min(PROMPT, len(ids) // 2 + 1)
+    cache, table = KVCache(pages_for(len(ids))), list(range(pages_for(len(ids))))
+    prompt = Prefix(tokens=ids[:first].numpy(), cached=0, tables=[table])
+    pages, none = torch.tensor([table], dtype=torch.int32), ids[:0]
+    logits = [fused(none, none, cache, Layout(cache, none, 0, pages[:0]), [prompt])]
+    for place in range(first, len(ids)):
+        here = torch.tensor([place])
+        logits.append(fused(ids[place : place + 1], here, cache, Layout(cache, here, place + 1, pages), []))
+    return fused if _difference(torch.cat(logits), expected[first - 1 :]) <= allowed else None
 
 
 def native_kernel(model: torch.nn.Module) -> Kernel | None:

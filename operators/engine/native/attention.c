@@ -6,9 +6,9 @@
 
 #include <math.h>
 
-#define PAGE 16
 #define PARTS (PAGE / LANES)
 #define PAGES_AT_ONCE 8
+#define PAGES_AHEAD 2
 #define SCORE_ROWS (LANES == 16 ? 12 : 6)
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define MIX_ROWS 6
@@ -66,25 +66,21 @@ INLINE int64_t page_place(const Attention *a, int64_t head, int64_t row, int64_t
     return (a->table[line * a->table_width + page] * a->heads + head) * PAGE * a->width;
 }
 
-INLINE void fetch(const void *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i);
-}
-
 INLINE const void *at(const void *base, int64_t place, int64_t halves) {
     return (const char *)base + place * (halves ? 2 : 4);
 }
 
-/* Keys of a page [PAGE, D] to [D, PAGE]. */
-INLINE void turn(const void *from, int64_t halves, int64_t width, float *to) {
+INLINE void turn_as(const void *from, const int halves, int64_t width, float *to) {
     const float *floats = from;
     const uint16_t *shorts = from;
     int64_t whole = width / LANES * LANES;
     for (int64_t part = 0; part < PAGE; part += LANES)
         for (int64_t d = 0; d < whole; d += LANES) {
             vec block[LANES];
+            const void *row = at(from, part * width + d, halves);
             UNROLL for (int i = 0; i < LANES; i++) {
-                int64_t place = (part + i) * width + d;
-                block[i] = halves ? widen(shorts + place) : load(floats + place);
+                block[i] = halves ? widen(row) : load(row);
+                NEXT_ROW(row, width * (halves ? 2 : 4));
             }
             transpose(block);
             UNROLL for (int i = 0; i < LANES; i++) store(to + (d + i) * PAGE + part, block[i]);
@@ -92,6 +88,12 @@ INLINE void turn(const void *from, int64_t halves, int64_t width, float *to) {
     for (int64_t d = whole; d < width; d++)
         for (int64_t t = 0; t < PAGE; t++)
             to[d * PAGE + t] = halves ? widen_one(shorts[t * width + d]) : floats[t * width + d];
+}
+
+/* Keys of a page [PAGE, D] to [D, PAGE]. */
+static void turn(const void *from, int64_t halves, int64_t width, float *to) {
+    if (halves) turn_as(from, 1, width, to);
+    else turn_as(from, 0, width, to);
 }
 
 /* Values of a page as float32 [PAGE, padded D]: the page itself where it is that already. */
@@ -209,15 +211,34 @@ INLINE int64_t first_of(const Attention *a, int64_t row) {
     return a->window > 0 && end > a->window ? end - a->window : 0;
 }
 
+/* Walks the pages that a unit reads, in order: its shared ones, then each row's own. */
+typedef struct {
+    int64_t first_row, row, page, end, stop, shared;
+} Walk;
+
+INLINE int64_t page_count(const Attention *a, int64_t row) { return a->positions[row] / PAGE + 1; }
+
+/* Fetches the page that the walk has reached into the caches, its values into the second, and goes on. */
+INLINE void walk(const Attention *a, int64_t head, Walk *w) {
+    int64_t bytes = PAGE * a->width * (a->halves ? 2 : 4);
+    while (w->page >= w->end) {
+        if (++w->row >= w->stop) return;
+        w->page = most(first_of(a, w->row) / PAGE, w->shared);
+        w->end = page_count(a, w->row);
+    }
+    int64_t place = page_place(a, head, most(w->row, w->first_row), w->page++);
+    for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch((const char *)at(a->keys, place, a->halves) + i);
+        __builtin_prefetch((const char *)at(a->values, place, a->halves) + i, 0, 2);
+    }
+}
+
 /* Scores of `count` queries with pages [from, to) of `row`, whose scores begin at page `base`. */
 INLINE void score_pages(const Attention *a, int64_t head, int64_t row, int64_t from, int64_t to, int64_t base,
-                        int64_t count, const float *queries, float *scores, int64_t line, float *turned) {
-    int64_t bytes = PAGE * a->width * (a->halves ? 2 : 4);
+                        int64_t count, const float *queries, float *scores, int64_t line, float *turned, Walk *ahead) {
     for (int64_t page = from; page < to; page++) {
-        int64_t place = page_place(a, head, row, page);
-        if (page + 1 < to) fetch(at(a->keys, page_place(a, head, row, page + 1), a->halves), bytes);
-        fetch(at(a->values, place, a->halves), bytes);
-        turn(at(a->keys, place, a->halves), a->halves, a->width, turned);
+        walk(a, head, ahead);
+        turn(at(a->keys, page_place(a, head, row, page), a->halves), a->halves, a->width, turned);
         score(count, queries, turned, a->width, scores + (page - base) * PAGE, line);
     }
 }
@@ -249,12 +270,14 @@ static void attend(const Attention *a, int64_t head, int64_t row, int64_t rows, 
     shared = rows > 1 ? least(shared, last / PAGE + 1) : 0;
     int64_t line = (last / PAGE + 1 - base) * PAGE;
     memset(s.mixed, 0, count * wide * sizeof(float));
-    if (base < shared) score_pages(a, head, row, base, shared, base, count, s.queries, s.scores, line, s.turned);
+    Walk ahead = {row, row - 1, base, shared, row + rows, shared};
+    for (int i = 0; i < PAGES_AHEAD; i++) walk(a, head, &ahead);
+    if (base < shared) score_pages(a, head, row, base, shared, base, count, s.queries, s.scores, line, s.turned, &ahead);
     for (int64_t i = 0; i < rows; i++) {
         int64_t end = a->positions[row + i] + 1, first = first_of(a, row + i), pages = (end + PAGE - 1) / PAGE;
         float *scores = s.scores + i * repeats * line;
         score_pages(a, head, row + i, most(first / PAGE, shared), pages, base, repeats, s.queries + i * repeats * width,
-                    scores, line, s.turned);
+                    scores, line, s.turned, &ahead);
         int64_t filled = most(pages, shared) - base;
         for (int64_t r = 0; r < repeats; r++)
             s.shares[i * repeats + r] = weigh(scores + r * line, first - base * PAGE, end - base * PAGE, filled * PAGE,

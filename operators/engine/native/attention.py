@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from operators.engine.native.build import library
+from operators.engine.pages import PAGE
 from operators.models import ModelError
 
-PAGE = 16
 MOST_QUERIES = 64
 """Queries of one head that a unit of work takes at once."""
 DTYPES = (torch.float32, torch.bfloat16)

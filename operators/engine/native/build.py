@@ -13,10 +13,14 @@ from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP runtime has to be in the process first, so that the kernels use the same one
 
+from operators.engine.pages import PAGE
+
 FOLDER = Path(__file__).parent
 SOURCES = ("kernels.c", "vectors.c", "attention.c", "matmul.c", "decoder.c")
 """The first is compiled; it includes the others."""
-FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = (
+    "-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", f"-DPAGE={PAGE}",
+)  # fmt: skip
 THREADED = ("-fopenmp",), ()
 """Flags to try one after the other: a compiler without OpenMP builds kernels of one thread."""
 BUILD_TIMEOUT_S = 120.0

@@ -3,7 +3,8 @@
    Rows are divided among threads; a thread takes its rows, a block at a time, through all layers without waiting for
    another. Rows are decoded tokens, each with pages of its own behind those that its run shares, and after them prompts: the
    tokens of a prompt are rows of one run with the same pages, in order, on one thread, so that what a token attends
-   to is there. Activations are float32. Axes: n rows, H hidden, K key/value heads, R query heads for each, D width. */
+   to is there. Activations are float32, and so is
+   what lies between products where weights are bfloat16. Axes: n rows, H hidden, K key/value heads, R query heads for each, D width. */
 
 #define BLOCK_ROWS 128
 #define MOST_QUERIES 64
@@ -30,6 +31,7 @@ typedef struct {
     const int32_t *table, *table_rows;
     int64_t table_width, n, decoded; /* rows [decoded, n) are prompts */
     Runs runs;
+    const int32_t *joined; /* runs that stay with the one before them, whose pages they may read, [count]; or null */
     const int64_t *wanted; /* rows whose logits are asked for, ascending; null: all */
     int64_t wanted_count;
     float *logits; /* [wanted, vocabulary] */
@@ -47,6 +49,7 @@ INLINE int64_t most_unit_rows(const Decoder *d) { return most(1, MOST_QUERIES / 
 
 int64_t dataflow_step_scratch(const Decoder *d, int64_t longest) {
     int64_t row = d->hidden + most(d->hidden, mixed_width(d)) + qkv_width(d) + d->inner + 2 * 3;
+    row += most(most(d->hidden, mixed_width(d)), d->inner) / 2 + 1; /* rounded rows */
     return (BLOCK_ROWS * row + scratch_floats(most_unit_rows(d) * d->repeats, d->width, longest) + 15) / 16 * 16;
 }
 
@@ -117,7 +120,8 @@ static void embed(const Decoder *d, int64_t token, float *x) {
 }
 
 /* Logits of those of the rows [from, to) that are asked for; x [to - from, H], h has room for as much. */
-static void predict(const Decoder *d, const Work *w, int64_t from, int64_t to, const float *x, float *h) {
+static void predict(const Decoder *d, const Work *w, int64_t from, int64_t to, const float *x, float *h,
+                    float *rounded) {
     int64_t first = from, count = to - from;
     if (w->wanted) {
         for (first = 0; first < w->wanted_count && w->wanted[first] < from;) first++;
@@ -127,7 +131,7 @@ static void predict(const Decoder *d, const Work *w, int64_t from, int64_t to, c
         int64_t row = w->wanted ? w->wanted[first + i] : from + i;
         normalise(x + (row - from) * d->hidden, d->last_norm, d->hidden, d->epsilon, h + i * d->hidden);
     }
-    multiply(&d->head, PLAIN, count, h, d->hidden, w->logits + first * d->vocabulary, d->vocabulary);
+    multiply(&d->head, PLAIN, count, h, w->logits + first * d->vocabulary, d->vocabulary, rounded);
 }
 
 /* Takes the rows [from, to) through all layers. */
@@ -135,7 +139,8 @@ static void forward(const Decoder *d, const Work *w, int64_t from, int64_t to, f
     int64_t n = to - from, hidden = d->hidden, line = qkv_width(d), out = mixed_width(d);
     float *x = memory, *h = x + BLOCK_ROWS * hidden, *qkv = h + BLOCK_ROWS * most(hidden, out);
     float *inner = qkv + BLOCK_ROWS * line;
-    Unit *units = (Unit *)(inner + BLOCK_ROWS * d->inner);
+    float *rounded = inner + BLOCK_ROWS * d->inner;
+    Unit *units = (Unit *)(rounded + BLOCK_ROWS * (most(most(hidden, out), d->inner) / 2 + 1));
     Scratch s = carve((float *)(units + BLOCK_ROWS), most_unit_rows(d) * d->repeats, d->width);
     int64_t count = cut(w->runs, from, to, most_unit_rows(d), units);
     for (int64_t i = 0; i < n; i++) embed(d, w->tokens[from + i], x + i * hidden);
@@ -145,16 +150,16 @@ static void forward(const Decoder *d, const Work *w, int64_t from, int64_t to, f
                              w->table_rows, w->table_width, w->positions, layer->window, 0.0f};
         for (int64_t i = 0; i < n; i++)
             normalise(x + i * hidden, layer->before_attention, hidden, d->epsilon, h + i * hidden);
-        multiply(&layer->qkv, PLAIN, n, h, hidden, qkv, line);
+        multiply(&layer->qkv, PLAIN, n, h, qkv, line, rounded);
         for (int64_t i = 0; i < n; i++) prepare_row(d, layer, &a, from + i, qkv + i * line);
         attend_block(d, &a, from, units, count, qkv, h, s);
-        multiply(&layer->mixed, ADDED, n, h, out, x, hidden);
+        multiply(&layer->mixed, ADDED, n, h, x, hidden, rounded);
         for (int64_t i = 0; i < n; i++)
             normalise(x + i * hidden, layer->before_gates, hidden, d->epsilon, h + i * hidden);
-        multiply(&layer->gates, GATED, n, h, hidden, inner, d->inner);
-        multiply(&layer->down, ADDED, n, inner, d->inner, x, hidden);
+        multiply(&layer->gates, GATED, n, h, inner, d->inner, rounded);
+        multiply(&layer->down, ADDED, n, inner, x, hidden, rounded);
     }
-    predict(d, w, from, to, x, h);
+    predict(d, w, from, to, x, h, rounded);
 }
 
 /* What a row costs, in multiply-adds, about: its matrix products and its pages, own ones thrice. */
@@ -172,8 +177,9 @@ static void divide(const Decoder *d, const Work *w, int64_t parts, int64_t *begi
         int64_t sum = 0, part = 1, slack = total / parts / 16;
         begins[0] = 0;
         for (int64_t run = 0; run < count; run++) {
-            int64_t row = w->runs.starts ? w->runs.starts[run] : run, end = w->runs.starts ? w->runs.starts[run + 1] : run + 1;
-            int64_t same = w->runs.starts ? w->runs.pages[run] : 0, before = sum;
+            int64_t row = w->runs.starts ? w->runs.starts[run] : run, same = w->runs.starts ? w->runs.pages[run] : 0;
+            while (w->joined && run + 1 < count && w->joined[run + 1]) run++;
+            int64_t end = w->runs.starts ? w->runs.starts[run + 1] : run + 1, before = sum;
             for (int64_t i = row; i < end; i++) sum += cost_of(d, w, i, same, weights);
             for (; pass && part < parts && total * part / parts <= sum; part++) {
                 int64_t ahead = total * part / parts - before, left = sum - before - ahead;

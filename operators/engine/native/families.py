@@ -10,6 +10,7 @@ from operators.engine.native.attention import serves
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
 """Rotary position embeddings, RMS norms, grouped attention, gated SiLU: alike but for biases, norms and windows."""
+SILU = ("SiLUActivation", "SiLU")
 CHANGING_ROPE = ("dynamic", "longrope")
 """Kinds of rotary embedding whose angles at a position change with the length of the sequence."""
 
@@ -25,13 +26,11 @@ def reason_against(model: torch.nn.Module) -> str | None:
     for module in model.modules():
         name = type(module).__name__
         own = type(module).__module__ == home and name.startswith(family)
-        if not own and not (isinstance(module, torch.nn.ModuleList) or type(module) in (torch.nn.Linear, torch.nn.Embedding)):
-            if name not in ("SiLUActivation", "SiLU"):
-                return f"it holds a {name}"
+        known = type(module) in (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList) or name in SILU
+        if not own and not known:
+            return f"it holds a {name}"
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"a hook or a forward of its own is set on a {name}"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}"
     if config.rope_parameters["rope_type"] in CHANGING_ROPE:
         return f"its rotary embedding is {config.rope_parameters['rope_type']}"
     if not serves(model) or any(type(weight) is not torch.nn.Parameter for weight in model.parameters()):

@@ -1,6 +1,6 @@
 """One forward pass of a whole decoder in C: from tokens to logits, writing the paged cache on its way.
 
-Axes: n rows, W pages of a row, V vocabulary, P pages of PAGE tokens, K key/value heads, D width of a head.
+Axes: n rows, I new prefixes, V vocabulary, P pages of PAGE tokens, K key/value heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -11,26 +11,20 @@ from typing import Any, Protocol
 
 import torch
 
-from operators.engine.native.attention import DTYPES, PAGE, Rows
+from operators.engine.native.attention import DTYPES, Rows
 from operators.engine.native.build import library
 from operators.engine.native.families import reason_against
-from operators.engine.native.packing import LONG, POINTER, PackedWeights
+from operators.engine.native.packing import LONG, POINTER, PackedWeights, huge_pages
+from operators.engine.native.work import Prefix, Work, copy_partial_pages
+from operators.engine.pages import PAGE
 from operators.models import ModelError
 
 
 class Cache(Protocol):
     """What the step needs of a cache."""
 
-    layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    """Keys and values of each layer, [P, K, PAGE, D], dense, float32 or bfloat16."""
-
-
-class _Work(ctypes.Structure):
-    _fields_ = [
-        ("tokens", POINTER), ("positions", POINTER), ("table", POINTER), ("table_rows", POINTER), ("table_width", LONG),
-        ("rows", LONG), ("decoded", LONG), ("starts", POINTER), ("pages", POINTER), ("runs", LONG), ("wanted", POINTER),
-        ("wanted_count", LONG), ("logits", POINTER),
-    ]  # fmt: skip
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, [P, K, PAGE, D], dense, float32 or bfloat16; made like `key` [1, K, 0, D]."""
 
 
 def supports(model: torch.nn.Module) -> bool:
@@ -41,8 +35,12 @@ def supports(model: torch.nn.Module) -> bool:
 class FusedStep:
     """A model's forward pass in C: a row's logits depend on that row alone, bit by bit."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, precision: torch.dtype | None = None) -> None:
         """Pack the weights of `model`.
+
+        Args:
+            precision: of the matrix products, float32 or bfloat16; None: the weights' own. In bfloat16, weights and
+                what they multiply are rounded to it, and sums are float32, as is everything between products.
 
         Raises:
             ModelError: there is no C compiler, or the model is not of the kind that the kernels know.
@@ -58,61 +56,73 @@ class FusedStep:
         found.dataflow_step.restype = LONG
         self._library = found
         self._model = model
-        self._weights = PackedWeights(found, model)
+        self._weights = PackedWeights(found, model, precision or model.lm_head.weight.dtype)
         self._angles = (torch.empty(0, 0), torch.empty(0, 0))
         self._scratch = torch.empty(0)
+        decoder = self._weights.decoder
+        self._like = torch.empty(1, decoder.heads, 0, decoder.width, dtype=model.lm_head.weight.dtype)
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return int(self._weights.decoder.vocabulary)
 
     def refresh(self) -> None:
         """Take over the weights that the model has now; to be called after every change of them."""
         self._weights.refresh()
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache, layout: Rows) -> torch.Tensor:
-        """Logits of each row's next token, float32 [n, V]; keys and values of `tokens` go into the cache.
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache, layout: Rows, new: Sequence[Prefix] = ()
+    ) -> torch.Tensor:
+        """Logits of each row's next token and of each new prefix's, float32 [n + I, V]; the cache is filled on the way.
 
         Args:
             tokens: the newest token of each row, int64 [n].
             positions: where it stands, int64 [n].
             layout: table, runs, shared and longest of the rows; its positions are not read.
+            new: prefixes to compute anew; their pages, the partial one of each row too, are filled. What a prefix
+                has cached was there before, or is computed by an earlier one of these.
 
         Raises:
             ModelError: a token or position is out of range, or the cache is not of the model's shape.
         """
-        return self._run(tokens, positions, cache, layout)
-
-    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache, layout: Rows) -> torch.Tensor:
-        decoder, rows, threads = self._weights.decoder, len(tokens), torch.get_num_threads()
-        self._attach(cache)
-        self._reach(layout.longest)
-        logits = torch.empty(rows, decoder.vocabulary)
-        if rows == 0:
+        work = Work.of(tokens, positions, layout, new)
+        decoder, threads = self._weights.decoder, torch.get_num_threads()
+        layers = self._attach(cache)
+        self._reach(work.longest)
+        logits = torch.empty(work.rows if work.wanted is None else len(work.wanted), decoder.vocabulary)
+        if work.rows == 0:
             return logits
-        tokens, positions, table = tokens.contiguous(), positions.contiguous(), layout.table
-        runs, shared = layout.runs, layout.shared
-        work = _Work(
-            tokens=tokens.data_ptr(), positions=positions.data_ptr(), table=table.data_ptr(),
-            table_width=table.stride(0), rows=rows, decoded=rows, starts=None if runs is None else runs.data_ptr(),
-            pages=None if shared is None else shared.data_ptr(), runs=0 if shared is None else len(shared),
-            logits=logits.data_ptr(),
-        )  # fmt: skip
-        size = self._library.dataflow_step_scratch(ctypes.byref(decoder), layout.longest)
+        size = self._library.dataflow_step_scratch(ctypes.byref(decoder), work.longest)
         if len(self._scratch) < threads * size:
-            self._scratch = torch.empty(threads * size)
+            self._scratch = huge_pages(threads * size)
         begins = (LONG * (threads + 1))()
+        described = work.structure(logits)
         wrong = self._library.dataflow_step(
-            ctypes.byref(decoder), ctypes.byref(work), layout.longest, self._scratch.data_ptr(), size, begins, threads
+            ctypes.byref(decoder),
+            ctypes.byref(described),
+            work.longest,
+            self._scratch.data_ptr(),
+            size,
+            begins,
+            threads,
         )
         if wrong >= 0:
             raise ModelError(
-                f"row {wrong} is out of range: found token {int(tokens[wrong])} at position {int(positions[wrong])}; "
-                f"give tokens below {decoder.vocabulary} at positions below {layout.longest} with pages in the table"
+                f"row {wrong} is out of range: found token {int(work.tokens[wrong])} at position "
+                f"{int(work.positions[wrong])}; give tokens below {decoder.vocabulary} at positions below "
+                f"{work.longest}, with pages in the table"
             )
+        copy_partial_pages(layers, new)
         return logits
 
-    def _attach(self, cache: Cache) -> None:
-        """Point the layers to the cache's tensors."""
+    def _attach(self, cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Point the layers to the cache's tensors, which are made where they are not there yet."""
         decoder = self._weights.decoder
         expected = (decoder.heads, PAGE, decoder.width)
-        for layer, (keys, values) in zip(self._weights.layers, cache.layers, strict=True):
+        like = self._like
+        layers = [cache.layer(index, like, like) for index in range(decoder.layer_count)]
+        for layer, (keys, values) in zip(self._weights.layers, layers, strict=True):
             if (
                 keys.shape[1:] != expected or keys.shape != values.shape or keys.dtype not in DTYPES
                 or keys.dtype != values.dtype or not keys.is_contiguous() or not values.is_contiguous()
@@ -123,6 +133,7 @@ class FusedStep:
                 )
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
             decoder.cache_halves = keys.dtype == torch.bfloat16
+        return layers
 
     def _reach(self, longest: int) -> None:
         """Have the angles of the model's own rotary embedding for positions below `longest`."""

@@ -19,7 +19,10 @@ LONG, FLOAT, POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 class Matrix(ctypes.Structure):
     """A packed weight [out, in]; see matmul.c."""
 
-    _fields_ = [("packed", POINTER), ("bias", POINTER), ("inputs", LONG), ("outputs", LONG), ("panels", LONG)]
+    _fields_ = [
+        ("packed", POINTER), ("bias", POINTER), ("inputs", LONG), ("outputs", LONG), ("panels", LONG),
+        ("halves", LONG),
+    ]  # fmt: skip
 
 
 class Layer(ctypes.Structure):
@@ -54,11 +57,12 @@ def huge_pages(floats: int) -> torch.Tensor:
 class PackedWeights:
     """Packs a model's weights, again whenever they changed, into memory that stays where it is."""
 
-    def __init__(self, library: Any, model: Any) -> None:
-        """Make room for the weights of `model` (see `families.reason_against`) and pack them."""
+    def __init__(self, library: Any, model: Any, precision: torch.dtype) -> None:
+        """Make room for the weights of `model` (see `families.reason_against`) in that precision and pack them."""
         self._library = library
         self._panel = 2 * library.dataflow_lanes()
         self._model = model
+        self._halves = precision == torch.bfloat16
         config = model.config
         attention = model.model.layers[0].self_attn
         self.layers = (Layer * config.num_hidden_layers)()
@@ -98,32 +102,39 @@ class PackedWeights:
             layer.window = window_of(model, index)
         decoder.head = self._matrix([model.lm_head], 1, packing)
         decoder.last_norm = self._vector(model.model.norm.weight)
-        embedding = self._keep(model.model.embed_tokens.weight.detach())
+        embedding = self._keep(model.model.embed_tokens.weight.detach().contiguous())
         decoder.embedding, decoder.embedding_halves = embedding.data_ptr(), embedding.dtype == torch.bfloat16
 
     def _matrix(self, linears: list[torch.nn.Linear], parts: int, packing: bool) -> Matrix:
         """Linears of equal input, one after the other in panels of their own, or `parts` of them in each panel."""
         inputs = linears[0].in_features
+        words = (inputs + 1) // 2 if self._halves else inputs
         outputs = [-(-linear.out_features * parts // self._panel) * self._panel for linear in linears]
         total = sum(outputs) // parts
-        weights = self._room(total * inputs)
+        weights = self._room(total * words)
         biased = any(linear.bias is not None for linear in linears)
         biases = self._room(total) if biased else 0
         if packing:
             start = 0
             for part, (linear, count) in enumerate(zip(linears, outputs, strict=True)):
-                where = (part, parts) if parts > 1 else (0, 1)
-                self._pack(linear.weight, *where, weights + start * inputs)
+                self._pack(self._in_words(linear.weight), part % parts, parts, weights + start * words)
                 if biased:
-                    bias = torch.zeros(linear.out_features) if linear.bias is None else linear.bias
-                    self._pack(bias[:, None], *where, biases + start)
+                    bias = torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()
+                    self._pack(bias[:, None].contiguous(), part % parts, parts, biases + start)
                 start += count if parts == 1 else 0
         out = total if parts == 1 and len(linears) > 1 else sum(linear.out_features for linear in linears)
         place = 0 if self._memory is None else self._memory.data_ptr()
-        return Matrix(place + 4 * weights, place + 4 * biases if biased else None, inputs, out, total // self._panel)
+        bias_place = place + 4 * biases if biased else None
+        return Matrix(place + 4 * weights, bias_place, inputs, out, total // self._panel, self._halves)
+
+    def _in_words(self, weight: torch.Tensor) -> torch.Tensor:
+        """As float32, or as pairs of bfloat16 that pass for float32: [out, words], dense."""
+        if not self._halves:
+            return weight.detach().float().contiguous()
+        halves = weight.detach().to(torch.bfloat16)
+        return torch.nn.functional.pad(halves, (0, halves.shape[1] % 2)).contiguous().view(torch.float32)
 
     def _pack(self, weight: torch.Tensor, part: int, parts: int, to: int) -> None:
-        weight = weight.detach().float().contiguous()
         assert self._memory is not None
         self._library.dataflow_pack(
             weight.data_ptr(), weight.shape[0], weight.shape[1], part, parts, self._memory.data_ptr() + 4 * to,

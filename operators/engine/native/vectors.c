@@ -6,6 +6,7 @@
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 #define LANES 16
 #elif defined(__AVX__)
 #define LANES 8
@@ -14,26 +15,22 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define ALONE __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 16")
 
 typedef float vec __attribute__((vector_size(LANES * 4), may_alias));
 typedef float vec_anywhere __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(LANES * 4), may_alias));
 typedef uint32_t bits __attribute__((vector_size(LANES * 4), may_alias));
+typedef uint32_t uint32_t_anywhere __attribute__((aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
-#if LANES == 16
-#define LOW_LANES {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}
-#define HIGH_LANES {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31}
-#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
-#elif LANES == 8
+#if LANES == 8
 #define LOW_LANES {0, 8, 1, 9, 2, 10, 3, 11}
 #define HIGH_LANES {4, 12, 5, 13, 6, 14, 7, 15}
-#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
-#else
+#elif LANES == 4
 #define LOW_LANES {0, 4, 1, 5}
 #define HIGH_LANES {2, 6, 3, 7}
-#define LANE_NUMBERS {0, 1, 2, 3}
 #endif
 
 INLINE vec load(const float *from) { return *(const vec_anywhere *)from; }
@@ -120,7 +117,31 @@ INLINE vec hyperbolic_tangent(vec x) {
     return choose(size < 0.625f, near, choose(x < 0.0f, -far, far));
 }
 
-/* Transposes LANES vectors of LANES floats: interleaves the halves log2(LANES) times. */
+/* Transposes LANES vectors of LANES floats. */
+#if LANES == 16
+INLINE void transpose(vec block[LANES]) {
+    __m512 a[LANES], b[LANES];
+    UNROLL for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_ps((__m512)block[i], (__m512)block[i + 1]);
+        a[i + 1] = _mm512_unpackhi_ps((__m512)block[i], (__m512)block[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 4)
+        UNROLL for (int j = 0; j < 2; j++) {
+            b[i + 2 * j] = (__m512)_mm512_unpacklo_pd((__m512d)a[i + j], (__m512d)a[i + j + 2]);
+            b[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd((__m512d)a[i + j], (__m512d)a[i + j + 2]);
+        }
+    UNROLL for (int i = 0; i < 16; i += 8)
+        UNROLL for (int j = 0; j < 4; j++) {
+            a[i + j] = _mm512_shuffle_f32x4(b[i + j], b[i + j + 4], 0x88);
+            a[i + j + 4] = _mm512_shuffle_f32x4(b[i + j], b[i + j + 4], 0xdd);
+        }
+    UNROLL for (int i = 0; i < 8; i++) {
+        block[i] = (vec)_mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
+        block[i + 8] = (vec)_mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
+    }
+}
+#else
+/* Interleaves the halves log2(LANES) times. */
 INLINE void transpose(vec block[LANES]) {
     const ints low = LOW_LANES, high = HIGH_LANES;
     UNROLL for (int width = 1; width < LANES; width *= 2) {
@@ -132,3 +153,9 @@ INLINE void transpose(vec block[LANES]) {
         UNROLL for (int i = 0; i < LANES; i++) block[i] = next[i];
     }
 }
+#endif
+
+/* The next of several rows to load: kept from the optimiser, which would spill a pointer for each of them. */
+#define NEXT_ROW(pointer, bytes) \
+    pointer = (const void *)((const char *)pointer + (bytes)); \
+    __asm__("" : "+r"(pointer))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replaying import drive, recomputed
@@ -87,7 +88,10 @@ def test_a_prompt_seen_before_is_not_computed_again_until_the_weights_change(ada
         np.testing.assert_allclose(row["logprobs"], again[ticket]["logprobs"], atol=1e-5)
 
 
-def test_a_prefix_that_is_known_in_part_gives_the_same_rollouts(adapted, monkeypatch):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_prefix_that_is_known_in_part_gives_the_same_rollouts(threads, adapted):
+    """Even where the known part is computed in the very same step, for another prompt."""
+    torch.set_num_threads(threads)
     shared = np.arange(33) % 29 + 2
     prompts = [np.concatenate([shared, tail]) for tail in ([3, 4], [5], [], np.arange(2, 25))]
     limits = [len(prompt) + 8 for prompt in prompts]
@@ -95,6 +99,7 @@ def test_a_prefix_that_is_known_in_part_gives_the_same_rollouts(adapted, monkeyp
     for start in work(prompts, limits):
         alone |= drive(adapted(), [start])
     together = drive(adapted(slots=16), work(prompts, limits))
+    torch.set_num_threads(1)
     for ticket, row in together.items():
         assert row["tokens"].tolist() == alone[ticket]["tokens"].tolist()
         np.testing.assert_allclose(row["logprobs"], alone[ticket]["logprobs"], atol=1e-5)
@@ -140,8 +145,6 @@ def test_each_rollout_may_have_its_own_sampling(adapted, make_model):
 
 
 def test_the_mask_names_every_token_that_truncation_left(adapted, make_model):
-    import torch
-
     from operators.engine.sampler import log_distribution
 
     sampling = Sampling(top_k=5, top_p=0.9)
@@ -156,8 +159,6 @@ def test_the_mask_names_every_token_that_truncation_left(adapted, make_model):
 
 
 def test_attention_is_called_by_name_only_with_pages():
-    import torch
-
     from operators.models import ModelError
 
     with pytest.raises(ModelError, match="slots"):

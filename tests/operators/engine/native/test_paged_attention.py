@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from operators.engine.native.attention import PAGE, decode_attention, kernel, serves
+from operators.engine.native.attention import decode_attention, kernel, serves
+from operators.engine.pages import PAGE
 from operators.models import ModelError
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="no C compiler at hand")
@@ -65,9 +66,7 @@ def reference(made, scale, window, softcap):
 def run(made, scale=0.3, window=None, softcap=None, **changes):
     layout = SimpleNamespace(**{**vars(made.layout), **changes})
     keys, values = made.keys.clone(), made.values.clone()
-    out = decode_attention(
-        kernel(), made.query, made.key, made.value, keys, values, layout, scale, window, softcap
-    )
+    out = decode_attention(kernel(), made.query, made.key, made.value, keys, values, layout, scale, window, softcap)
     return out, keys, values
 
 
@@ -128,7 +127,9 @@ def test_a_row_has_the_same_bits_alone_with_siblings_and_on_any_number_of_thread
         torch.set_num_threads(1)
     assert torch.equal(together, threaded)
     for row in (0, 9, 23):
-        alone = SimpleNamespace(**{**vars(made), **{k: getattr(made, k)[:, row : row + 1] for k in ("query", "key", "value")}})
+        alone = SimpleNamespace(
+            **{**vars(made), **{k: getattr(made, k)[:, row : row + 1] for k in ("query", "key", "value")}}
+        )
         layout = {"positions": made.layout.positions[row : row + 1], "table": made.layout.table[row : row + 1]}
         one, _, _ = run(alone, window=window, runs=None, shared=None, **layout)
         assert torch.equal(one[0], together[row])
