@@ -10,7 +10,7 @@ from dataflow.check import lanes_of, sinks_of
 from dataflow.errors import GraphError
 from dataflow.graph import Graph, nearest
 from dataflow.model_size import ModelSize
-from dataflow.node import Bound, Learn, Source
+from dataflow.node import Bound, Learn, Operator, Source
 
 if TYPE_CHECKING:
     from dataflow.draw import Frame
@@ -150,7 +150,12 @@ def plan(
     placements = {}
     for name, operator in graph.operators.items():
         on = assigned.get(name, ())
-        ranks = len(on) if on and operator.trains else 1
+        ranks = len(on) if on and operator.trains else _ranks(operator)
+        if len(on) % ranks:
+            raise GraphError(
+                f"'{name}' is given {len(on)} GPUs, but each of its replicas takes {ranks} (tensor_parallel); "
+                f"give it a multiple of {ranks}, or another tensor_parallel"
+            )
         count = len(on) // ranks if on else replicas.get(name, 1)
         if count < 1 or (count > 1 and (operator.trains or operator.light)):
             raise GraphError(
@@ -161,7 +166,9 @@ def plan(
         placements[name] = Placement(
             node=name, worker=workers[name], replicas=count, ranks=ranks, gpus=on,
             threads=1 if operator.light else threads,
-            memory_bytes=size.memory_bytes(model.dtype, operator.trains) if size and model else None,
+            memory_bytes=(
+                size.memory_bytes(model.dtype, operator.trains) // _ranks(operator) if size and model else None
+            ),
         )  # fmt: skip
     return Plan(placements=placements, bounds=_bounds(graph, steps), on_demand=_on_demand(graph), devices=devices)
 
@@ -210,9 +217,22 @@ def _threads(
     graph: Graph, devices: Devices, replicas: Mapping[str, int], assigned: Mapping[str, tuple[int, ...]]
 ) -> int:
     """Threads of each heavy process on the CPU: all cores where they take turns, else an equal share."""
-    heavy = sum(replicas.get(name, 1) for name, op in graph.operators.items() if not op.light and name not in assigned)
-    synchronous = all(feedback.max_staleness == 0 for feedback in graph.feedbacks) and heavy <= 2
-    return max(1, devices.cpus if synchronous else devices.cpus // max(1, heavy))
+    heavy = [
+        (replicas.get(name, 1), _ranks(op))
+        for name, op in graph.operators.items()
+        if not op.light and name not in assigned
+    ]
+    synchronous = all(feedback.max_staleness == 0 for feedback in graph.feedbacks)
+    if synchronous and sum(count for count, _ in heavy) <= 2:
+        at_once = max((ranks for _, ranks in heavy), default=1)
+    else:
+        at_once = sum(count * ranks for count, ranks in heavy)
+    return max(1, devices.cpus // max(1, at_once))
+
+
+def _ranks(operator: Operator) -> int:
+    """Processes that share out one replica of an operator that trains nothing; its worker starts all but the first."""
+    return int(getattr(operator, "tensor_parallel", 1))
 
 
 def _bounds(graph: Graph, steps: int | None) -> dict[str, Bound]:

@@ -121,7 +121,7 @@ def run(
             f"checkpoints of one; train them in graphs of their own, one after the other"
         )
     for placement in planned.placements.values():
-        if placement.ranks > 1:
+        if placement.ranks > 1 and graph.operators[placement.node].trains:
             raise GraphError(
                 f"'{placement.node}' is given {placement.ranks} GPUs, but a trainer runs on one in this version; "
                 f"give it 1"

@@ -50,6 +50,10 @@ class Generator(Generate):
     cache_bytes: int | None = None
     """Memory of the KV-cache; None: a share of what is free. Where it runs short, the youngest rollouts are parked
     and go on later."""
+    tensor_parallel: int = 1
+    """Ranks that share out the model: each holds a slice of the weights and its heads' keys and values, on a GPU of its
+    own where there are any. Divides the model's attention and key/value heads; `slots` and `cache_bytes` are each
+    rank's."""
     in_flight: int | None = None
     """Most prompts between admission and training; None: as many as the staleness bound allows."""
     context_tokens: int | None = None
@@ -84,6 +88,7 @@ class Generator(Generate):
                 ("max_tokens", 1, self.max_tokens),
                 ("segment_tokens", 1, self.segment_tokens),
                 ("slots", 1, self.slots),
+                ("tensor_parallel", 1, self.tensor_parallel),
                 ("in_flight", 1, 1 if self.in_flight is None else self.in_flight),
                 ("context_tokens", 2, 2 if self.context_tokens is None else self.context_tokens),
                 ("top_k", 0, self.top_k),
@@ -113,6 +118,11 @@ class Generator(Generate):
         if self.on_update not in ("keep", "recompute"):
             found.append(
                 f'\'{self.name}\' got on_update={self.on_update!r}, which is not known; use "keep" or "recompute"'
+            )
+        if self.tensor_parallel != 1 and self.weights != "model":
+            found.append(
+                f"'{self.name}' cannot share out {self.weights} weights, but got tensor_parallel="
+                f'{self.tensor_parallel!r}; use weights="model" or tensor_parallel=1'
             )
         if self.weights not in WEIGHTS:
             found.append(f"'{self.name}' got weights={self.weights!r}, which is not known; use one of {list(WEIGHTS)}")

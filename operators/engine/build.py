@@ -32,11 +32,19 @@ class Built:
     """Tokens at which a completion ends, which are not part of its text."""
 
 
-def make_engine(declaration: Generator, context: Context) -> Built:
-    """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be used."""
+def make_engine(declaration: Generator, context: Context, model: torch.nn.Module | None = None) -> Built:
+    """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be used.
+
+    `model`: loaded already, such as one rank's slices; else with `tensor_parallel` above 1 this process is rank 0.
+    """
+    if model is None and declaration.tensor_parallel > 1:
+        from operators.engine.parallel.launch import make_parallel
+
+        return make_parallel(declaration, context, declaration.tensor_parallel)
     if context.device == "cpu":
         torch.set_num_threads(context.threads)
-    model = load_model(declaration.model, device=context.device).requires_grad_(False)
+    if model is None:
+        model = load_model(declaration.model, device=context.device).requires_grad_(False)
     tokenizer = load_tokenizer(declaration.model)
     proof = adapt(model, declaration.model.name)
     intake = None if declaration.weights == "model" else quantise(model, declaration.weights)

@@ -21,12 +21,12 @@ class StopStrings:
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         """Take the strings to stop at; each has at least one character."""
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self.strings = tuple(stop)
         self._tail = max(len(text) for text in stop) + TAIL_TOKENS
 
     def may_stop(self, vocabulary: int) -> torch.Tensor:
         """Tokens whose text has the last character of a stop string, bool [vocabulary]."""
-        lasts = {text[-1] for text in self._stop}
+        lasts = {text[-1] for text in self.strings}
         every = torch.ones(vocabulary, dtype=torch.bool)
         if " " in lasts:
             return every
@@ -39,10 +39,10 @@ class StopStrings:
         """The text before the first stop string in a completion's tokens [any]; None where there is none."""
         if len(tokens) > self._tail:
             (end,) = self._decode([tokens[-self._tail :].tolist()])
-            if not any(text in end for text in self._stop):
+            if not any(text in end for text in self.strings):
                 return None
         (whole,) = self._decode([tokens.tolist()])
-        places = [at for at in (whole.find(text) for text in self._stop) if at >= 0]
+        places = [at for at in (whole.find(text) for text in self.strings) if at >= 0]
         return whole[: min(places)] if places else None
 
     def _decode(self, rows: list[list[int]]) -> list[str]:

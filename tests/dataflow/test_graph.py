@@ -1,10 +1,13 @@
 """The language: what a graph says of itself, swapping, planning."""
 
+from dataclasses import dataclass
+
 import networkx as nx
 import pyarrow as pa
 import pytest
 
 from dataflow import Graph, GraphError, Model, join, scorer
+from dataflow.model_size import ModelSize
 from dataflow.plan import Devices, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
@@ -112,6 +115,40 @@ def test_gpus_become_replicas_of_a_generator_and_ranks_of_a_trainer() -> None:
     assert apart["generator"].device(5) == "cuda:5"
     shared = plan(build(), devices, gpus={"generator": 8, "trainer": "generator"}).placements
     assert shared["trainer"].gpus == shared["generator"].gpus == tuple(range(8))
+
+
+@dataclass(frozen=True, eq=False)
+class DealtOut(FakeGenerator):
+    """A generator whose model may lie on several devices."""
+
+    tensor_parallel: int = 2
+
+
+def dealt_out(max_staleness: int = 2) -> Graph:
+    return build(max_staleness).swap("generator", DealtOut(model=POLICY))
+
+
+def test_a_replica_of_a_tensor_parallel_generator_takes_as_many_gpus_as_it_has_ranks() -> None:
+    devices = Devices(cpus=8, gpus=8)
+    sizes = {"policy": ModelSize(parameters=1000)}
+    placements = plan(dealt_out(), devices, gpus={"generator": 6, "trainer": 1}, sizes=sizes).placements
+    generator = placements["generator"]
+    assert (generator.replicas, generator.ranks) == (3, 2)
+    assert [generator.device(replica) for replica in range(3)] == ["cuda:0", "cuda:2", "cuda:4"]
+    assert generator.memory_bytes == 1000 * 4 // 2
+    assert placements["trainer"].memory_bytes == 1000 * 16
+
+
+def test_gpus_that_do_not_make_whole_replicas_are_refused() -> None:
+    with pytest.raises(GraphError, match=r"given 3 GPUs, but each of its replicas takes 2 .*multiple of 2"):
+        plan(dealt_out(), Devices(cpus=8, gpus=8), gpus={"generator": 3})
+
+
+def test_the_ranks_of_a_generator_on_the_cpu_share_the_cores_with_each_other_and_with_what_runs_beside_them() -> None:
+    assert plan(dealt_out(0), Devices(cpus=4)).placements["generator"].threads == 2
+    placements = plan(dealt_out(), Devices(cpus=6)).placements
+    assert placements["generator"].threads == placements["trainer"].threads == 2
+    assert (placements["generator"].replicas, placements["generator"].ranks) == (1, 2)
 
 
 def test_the_plan_is_a_pure_function_and_explains_itself() -> None:

@@ -32,7 +32,7 @@ def test_a_plain_generator_has_no_faults():
         ("slots", True), ("in_flight", 0), ("context_tokens", 1), ("top_k", -1), ("top_p", 0.0),
         ("top_p", 1.5), ("temperature", -0.1), ("temperature", float("nan")), ("stop", "END"),
         ("stop", ("",)), ("stop", (1.5,)), ("on_update", "forget"),
-        ("min_p", 1.1), ("weights", "int4"), ("min_p", True), ("repetition_penalty", 0), ("cache_bytes", 0),
+        ("min_p", 1.1), ("weights", "int4"), ("tensor_parallel", 0), ("min_p", True), ("repetition_penalty", 0), ("cache_bytes", 0),
         ("model", Model("somewhere/critic", head="value")),
     ],
 )  # fmt: skip

@@ -1,0 +1,73 @@
+"""A rank behind rank 0, as a process: python -m operators.engine.parallel.follower FD, started by `team`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from dataflow.node import Context
+from operators.engine.parallel import group
+from operators.engine.parallel.channel import Channel
+from operators.engine.parallel.lockstep import follow, next_word
+from operators.engine.parallel.member import make_member
+from operators.engine.parallel.shards import plain_pieces
+from operators.engine.parallel.words import declaration_of
+
+FIRST_S = 60.0
+"""For words before the settings have come."""
+
+
+def main(end: int) -> int:
+    """Run one rank over the socket of this number; the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=end), FIRST_S)
+    folder: Path | None = None
+    try:
+        channel.send({"started": os.getpid()})
+        settings = next_word(channel, 0, os.getppid(), FIRST_S)
+        folder = Path(settings["folder"])
+        _serve(channel, folder, **{name: value for name, value in settings.items() if name != "folder"})
+    except Exception as error:
+        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            channel.send({"kind": type(error).__name__, "failed": f"{type(error).__name__}: {error}"})
+        return 1
+    finally:
+        channel.close()
+        group.leave()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _serve(
+    channel: Channel, folder: Path, *, rank: int, size: int, device: str, declaration: dict[str, object], node: str,
+    threads: int, start_s: float, timeout_s: float,
+) -> None:  # fmt: skip
+    """Join, load, build, and follow rank 0 to the end."""
+    mesh = group.join(folder, rank, size, torch.device(device), timeout_s)
+
+    @contextlib.contextmanager
+    def loading() -> Iterator[None]:
+        next_word(channel, rank, os.getppid(), start_s)
+        yield
+        channel.send({"loaded": rank})
+        next_word(channel, rank, os.getppid(), start_s)
+
+    context = Context(node=node, device=device, threads=threads)
+    member = make_member(declaration_of(declaration), context, mesh, loading())
+    channel.send({"pieces": plain_pieces(member.shards)})
+    follow(member, channel, rank, start_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,67 @@
+"""Builds an engine that runs on several ranks, from the side of rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from dataflow.node import Context
+from operators.engine.build import Built
+from operators.engine.parallel import group
+from operators.engine.parallel.lockstep import Lockstep
+from operators.engine.parallel.member import make_member
+from operators.engine.parallel.shards import pieces_of
+from operators.engine.parallel.team import Team
+from operators.engine.parallel.words import plain_declaration
+from operators.generator import Generator
+
+START_S = 300.0
+"""For a rank to start and read its weights."""
+TIMEOUT_S = 60.0
+"""For one exchange between ranks: most of it waits for the slowest rank's forward pass."""
+
+
+def make_parallel(
+    declaration: Generator, context: Context, size: int, *, start_s: float = START_S, timeout_s: float = TIMEOUT_S
+) -> Built:
+    """As `make_engine`, on `size` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
+
+    Raises:
+        ModelError: the model cannot be loaded or dealt out.
+        WorkerDied, DeadlineError: a rank did not start.
+    """
+    device = torch.device(context.device)
+    team = Team(declaration.name, size, start_s=start_s, timeout_s=timeout_s)
+    try:
+        for rank in range(1, size):
+            team.answer(rank, "started")
+        settings = {
+            "declaration": plain_declaration(declaration), "node": context.node, "threads": context.threads,
+            "size": size, "folder": str(team.folder), "start_s": start_s, "timeout_s": timeout_s,
+        }  # fmt: skip
+        for rank in range(1, size):
+            place = f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else context.device
+            team.tell({**settings, "rank": rank, "device": place}, rank)
+        mesh = group.join(team.folder, 0, size, device, timeout_s)
+
+        @contextlib.contextmanager
+        def loading() -> Iterator[None]:
+            yield
+            for rank in range(1, size):
+                team.tell({"do": "load"}, rank)
+                team.answer(rank, "loaded")
+            team.tell({"do": "build"})
+
+        member = make_member(declaration, context, mesh, loading())
+        others = [pieces_of(team.answer(rank, "pieces")) for rank in range(1, size)]
+    except BaseException as error:
+        cause = team.blame(error, "starting") if isinstance(error, Exception) else error
+        team.close()
+        group.leave()
+        if cause is error:
+            raise
+        raise cause from error
+    return dataclasses.replace(member.built, engine=Lockstep(member, team, others))  # type: ignore[arg-type]

@@ -1,0 +1,180 @@
+"""Keeps the engines of all ranks in step: rank 0 says what it is about to do, and the others do the same.
+
+An engine's state is a function of what it was told and of the tokens that were drawn, and the gathered logits are the
+same bytes on every rank, so all ranks draw the same tokens without sending them. Each word that begins a step carries a
+checksum of rank 0's rows, so a rank that drew otherwise ends with an error before it can answer wrongly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dataflow.errors import DeadlineError, RunError, WorkerDied
+from operators.engine.parallel import group
+from operators.engine.parallel.channel import Channel
+from operators.engine.parallel.member import Member, state_of
+from operators.engine.parallel.shards import Piece
+from operators.engine.parallel.team import BLAME_S, Team, timed_out
+from operators.engine.parallel.words import plain_start, start_of
+from operators.engine.results import Finished, Start
+from operators.engine.stops import StopStrings
+
+LOOK_S = 5.0
+"""A rank that waits for a word looks this often whether rank 0 still lives."""
+
+
+class Lockstep:
+    """Rank 0's engine, with those of the other ranks behind it; what it does not define is the engine's own.
+
+    consumes: the calls of the generator's runtime
+    produces: words to the other ranks; what rank 0's engine returns
+    waits for: the other ranks, in each exchange, up to the group's time-out
+    unblocked by: their part of the exchange, their end, or the time-out; after an error every call raises
+    """
+
+    def __init__(self, member: Member, team: Team, others: Sequence[Mapping[str, Piece]]) -> None:
+        """`others`: which part of each parameter rank r + 1 holds."""
+        self._engine = member.built.engine
+        self._shards, self._team, self._others = member.shards, team, others
+        self._broken = ""
+        dtypes = {name: shard.local.dtype for name, shard in member.shards.items()}
+        self.tensors: dict[str, torch.Tensor] = {
+            name: torch.nn.Parameter(torch.empty(shard.shape, dtype=dtypes[name]), requires_grad=False)
+            for name, shard in member.shards.items()
+        }
+        """What the weight plane writes into: whole tensors in main memory, which is not taken before that."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self, starts: Sequence[Start] = ()) -> Finished | None:
+        """As `Engine.step`, on all ranks. Raises WorkerDied or DeadlineError when a rank does not take part."""
+        with self._together(f"step {self._engine.steps + 1}"):
+            self._tell(do="step", state=state_of(self._engine), starts=[plain_start(start) for start in starts])
+            return self._engine.step(starts)
+
+    def abort(self, tickets: Collection[int]) -> Finished | None:
+        """As `Engine.abort`, on all ranks."""
+        with self._together("an abort"):
+            self._tell(do="abort", tickets=[int(ticket) for ticket in tickets])
+            return self._engine.abort(tickets)
+
+    def adopted(self, version: int) -> None:
+        """Cut what is in `tensors` into the slices of all ranks, each of which is sent its own bytes only."""
+        with self._together(f"taking version {version}"):
+            self._tell(do="adopted", version=version)
+            group.spread(self.tensors, self._shards, self._others)
+            self._engine.adopted(version)
+
+    def digests(self) -> list[dict[str, int]]:
+        """Checksums of the parameters that each rank holds, rank by rank, by name."""
+        with self._together("comparing weights"):
+            self._tell(do="digests")
+            answers = [self._team.answer(rank, "digests") for rank in range(1, self._team.size)]
+            return [group.digests(self._shards), *answers]
+
+    def close(self) -> None:
+        """Give up all rows and end the other ranks; may be called again."""
+        self._engine.close()
+        self._team.close()
+        group.leave()
+
+    def _tell(self, **word: Any) -> None:
+        if self._broken:
+            raise RunError(f"the ranks of this engine are not in step any more: {self._broken}; build it again")
+        self._team.tell(word)
+
+    @contextlib.contextmanager
+    def _together(self, doing: str) -> Iterator[None]:
+        """An error that another rank may have caused, as one that names it; the ranks end with it."""
+        try:
+            yield
+        except Exception as error:
+            if self._broken:
+                raise
+            cause = self._team.blame(error, doing)
+            self._broken = str(cause)
+            self._team.close()
+            if cause is error:
+                raise
+            raise cause from error
+
+
+def follow(member: Member, channel: Channel, rank: int, start_s: float) -> None:
+    """Do what rank 0 says until it says that all is over.
+
+    consumes: words of rank 0
+    produces: this rank's part of each exchange
+    waits for: the next word, as long as rank 0 lives; in an exchange, the group's time-out
+    unblocked by: a word; the end of rank 0, which closes the channel
+
+    Raises:
+        WorkerDied: rank 0 ended without saying so.
+        RunError: this rank has drawn other tokens than rank 0.
+    """
+    engine, tokenizer = member.built.engine, member.built.tokenizer
+    known: dict[tuple[str, ...], StopStrings] = {}
+    parent = os.getppid()
+
+    def stops(strings: Sequence[str]) -> StopStrings:
+        key = tuple(strings)
+        return known.get(key) or known.setdefault(key, StopStrings(tokenizer, key))
+
+    def obey(word: Mapping[str, Any]) -> None:
+        if word["do"] == "step":
+            if state_of(engine) != word["state"]:
+                raise RunError(
+                    f"rank {rank} is not in step with rank 0: before step {engine.steps + 1} its rows or their tokens "
+                    f"differ; use the same kind of device and the same libraries for all ranks"
+                )
+            engine.step([start_of(start, stops) for start in word["starts"]])
+        elif word["do"] == "abort":
+            engine.abort(word["tickets"])
+        elif word["do"] == "adopted":
+            group.receive(member.shards)
+            engine.adopted(word["version"])
+        elif word["do"] == "digests":
+            channel.send({"digests": group.digests(member.shards)})
+        else:
+            raise RunError(f"rank {rank} was told to do {word['do']!r}, which it does not know; start it with rank 0")
+
+    while True:
+        word = next_word(channel, rank, parent, start_s)
+        if word["do"] == "close":
+            return
+        with _named(channel, rank, parent, f"{word['do']} {engine.steps + 1}"):
+            obey(word)
+
+
+def next_word(channel: Channel, rank: int, parent: int, wait_s: float) -> dict[str, Any]:
+    """What rank 0 says next; `wait_s` bounds a word that has begun. Raises WorkerDied when rank 0 has ended."""
+    while not channel.readable(LOOK_S):
+        if os.getppid() != parent:
+            raise WorkerDied(f"rank {rank} waited for a word of rank 0 (pid {parent}), which has ended; see its log")
+    try:
+        return channel.receive(wait_s)
+    except EOFError:
+        raise WorkerDied(
+            f"rank {rank} waited for a word of rank 0 (pid {parent}), which ended without saying so; see its log"
+        ) from None
+
+
+@contextlib.contextmanager
+def _named(channel: Channel, rank: int, parent: int, doing: str) -> Iterator[None]:
+    """An exchange that broke, as an error that says who waited for whom."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RunError):
+            raise
+        waited = f"rank {rank} waited for the other ranks in {doing}"
+        if timed_out(error):
+            raise DeadlineError(f"{waited}, and one was silent ({error}); see rank 0's log (pid {parent})") from error
+        if channel.readable(BLAME_S):
+            raise WorkerDied(f"{waited}, and rank 0 (pid {parent}) or another ended ({error}); see its log") from error
+        raise

@@ -1,0 +1,66 @@
+"""What every rank builds alike: its slice of the model, and the engine around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dataflow.node import Context
+from operators.engine.build import Built, make_engine
+from operators.engine.decode import Engine
+from operators.engine.kv_cache import default_budget
+from operators.engine.parallel import group
+from operators.engine.parallel.shards import Shard, check_divides, distribute
+from operators.generator import Generator
+from operators.models import load_model
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank's engine and its parameters by name."""
+
+    built: Built
+    shards: dict[str, Shard]
+
+
+def make_member(
+    declaration: Generator, context: Context, mesh: DeviceMesh, loading: AbstractContextManager[None]
+) -> Member:
+    """Load this rank's slices and build its engine; all ranks together, since the engine's proof is a forward pass.
+
+    loading: within it this rank alone reads the model, since it holds the whole of it for a moment; it ends when all
+        ranks have read it, for which no exchange between ranks has to wait.
+
+    Raises:
+        ModelError: no plan for this family, heads that cannot be dealt out, or as `make_engine`.
+    """
+    size = mesh.size()
+    device = torch.device(context.device)
+    if device.type == "cpu":
+        torch.set_num_threads(context.threads)
+    with loading:
+        model = load_model(declaration.model).requires_grad_(False)
+        check_divides(model, size, declaration.model.name)
+        shards = distribute(model, mesh, device)
+    budget = declaration.cache_bytes
+    if budget is None:
+        own = default_budget(device)
+        budget = group.least(own // size if device.type == "cpu" else own)
+    built = make_engine(dataclasses.replace(declaration, cache_bytes=budget), context, model)
+    return Member(built, shards)
+
+
+def state_of(engine: Engine) -> int:
+    """A checksum of the live rows: whose they are, how long, and their newest tokens; equal on all ranks."""
+    rows = engine.rows
+    last = rows.last.cpu().numpy()
+    return zlib.crc32(np.concatenate([rows.ticket[: rows.n], rows.lengths, last]).astype(np.int64).tobytes())

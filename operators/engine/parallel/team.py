@@ -1,0 +1,151 @@
+"""Rank 0's hold on the other ranks: starts them, speaks to them, finds out which of them failed, ends them.
+
+The worker that the plan starts is rank 0, and it starts the others itself. They have no edges, no ledger and no
+heartbeat of their own, so the scheduler need not know them: to it a replica is one worker, which fails when one of its
+ranks does. They are processes of their own rather than forks, because a forked process cannot use CUDA again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import DeadlineError, RunError, WorkerDied
+from operators.engine.parallel.channel import Channel
+
+BLAME_S = 3.0
+"""For the cause of a broken exchange to show: an exit status, or a rank's last words."""
+HURT = (WorkerDied.__name__, DeadlineError.__name__)
+"""What a rank says of itself when another one broke the exchange."""
+END_S = 5.0
+"""For the other ranks to end before they are killed."""
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+def timed_out(error: Exception) -> bool:
+    """Whether an exchange reached its deadline; gloo and NCCL only say so in words."""
+    text = str(error).lower()
+    return isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text
+
+
+class Team:
+    """The other ranks of one engine, seen from rank 0.
+
+    consumes: their answers, their last words, their exit statuses
+    produces: words to them
+    waits for: an answer, up to a deadline
+    unblocked by: the answer, or the rank's end
+    """
+
+    def __init__(self, node: str, size: int, *, start_s: float, timeout_s: float) -> None:
+        """Start ranks 1 to size - 1 of the generator `node`; they wait for their first word."""
+        self.node, self.size = node, size
+        self.folder = Path(tempfile.mkdtemp(prefix="dataflow-ranks-"))
+        self._start_s, self._timeout_s = start_s, timeout_s
+        self._channels: dict[int, Channel] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        for rank in range(1, size):
+            self._start(rank)
+
+    def tell(self, word: Mapping[str, Any], rank: int | None = None) -> None:
+        """Say a word to one rank, or to all. Raises OSError when one does not take it."""
+        for each in self._channels if rank is None else [rank]:
+            self._channels[each].send(word)
+
+    def answer(self, rank: int, name: str) -> Any:
+        """What a rank answers under `name`. Raises WorkerDied when it fails instead, DeadlineError when it is late."""
+        try:
+            word = self._channels[rank].receive(self._start_s)
+        except EOFError:
+            raise self._died(rank, "", f"its {name}") from None
+        except TimeoutError:
+            raise DeadlineError(
+                f"rank 0 of '{self.node}' waited {self._start_s:.0f} s for '{name}' of rank {rank} (pid "
+                f"{self._processes[rank].pid}) and did not get it; see this worker's log, or give it more time"
+            ) from None
+        if name not in word:
+            raise self._died(rank, word.get("failed", f"it said {sorted(word)}"), f"its {name}")
+        return word[name]
+
+    def blame(self, error: Exception, doing: str) -> Exception:
+        """The cause of an error in an exchange: a rank that failed or ended, else one that was silent, or the error."""
+        if not isinstance(error, RuntimeError | OSError) or isinstance(error, RunError):
+            return error
+        late = timed_out(error)
+        hurt: dict[int, str] = {}
+        deadline = time.monotonic() + BLAME_S
+        while len(hurt) < len(self._channels) and time.monotonic() < deadline:
+            for rank in self._channels.keys() - hurt.keys():
+                if not self._channels[rank].readable(0.0):
+                    continue
+                kind, said = self._last_words(rank)
+                if kind not in HURT:
+                    return self._died(rank, said, doing)
+                hurt[rank], late = said, late or kind == DeadlineError.__name__
+            if late and len(hurt) + 1 == len(self._channels):
+                break
+            time.sleep(0.02)
+        silent = sorted(self._channels.keys() - hurt.keys())
+        if late and silent:
+            ranks = ", ".join(f"{rank} (pid {self._processes[rank].pid})" for rank in silent)
+            return DeadlineError(
+                f"rank 0 of '{self.node}' waited {self._timeout_s:.0f} s for rank {ranks} in {doing} "
+                f"({str(error)[:200]}); see whether that process hangs, or raise the time-out"
+            )
+        return self._died(min(hurt), hurt[min(hurt)], doing) if hurt else error
+
+    def close(self) -> None:
+        """End the other ranks, by SIGKILL where a word does not do; may be called again."""
+        for channel in self._channels.values():
+            with contextlib.suppress(OSError):
+                channel.send({"do": "close"})
+            channel.close()
+        deadline = time.monotonic() + END_S
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+        self._channels, self._processes = {}, {}
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", ""))))
+        with theirs:
+            self._processes[rank] = subprocess.Popen(
+                [sys.executable, "-P", "-m", "operators.engine.parallel.follower", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": path},
+            )  # fmt: skip
+        self._channels[rank] = Channel(ours, self._timeout_s)
+
+    def _last_words(self, rank: int) -> tuple[str, str]:
+        """What a rank that has ended, or is about to, said of it: the error's type and text; empty where nothing."""
+        try:
+            word = self._channels[rank].receive(BLAME_S)
+        except (EOFError, TimeoutError, OSError):
+            return "", ""
+        return word.get("kind", ""), word.get("failed", "")
+
+    def _died(self, rank: int, said: str, doing: str) -> WorkerDied:
+        process = self._processes[rank]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(BLAME_S)
+        status = process.returncode
+        if status is None:
+            how = "closed its channel"
+        else:
+            how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return WorkerDied(
+            f"rank {rank} of '{self.node}' (pid {process.pid}) {how} while rank 0 waited for it in {doing}"
+            f"{': ' + said if said else ''}; see this worker's log"
+        )

@@ -1,0 +1,51 @@
+"""Model folders to share out, and engines on several ranks that end with their test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.model import Model
+from dataflow.node import Context
+from operators.engine.build import make_engine
+from operators.engine.parallel.launch import make_parallel
+from operators.generator import Generator
+
+CONTEXT = Context(node="generator")
+
+
+@pytest.fixture
+def declare(make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> Callable[..., Generator]:
+    """A generator of a tiny model that is saved in a folder; knobs go to the generator, `changes` to the config."""
+
+    def made(family: str = "llama", changes: dict[str, Any] | None = None, **knobs: Any) -> Generator:
+        folder = tmp_path / family
+        make_model(family, **(changes or {})).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        given = {"slots": 6, "context_tokens": 64, "cache_bytes": 1 << 22, **knobs}
+        return Generator(Model(str(folder)), **given)
+
+    return made
+
+
+@pytest.fixture
+def alone() -> Callable[[Generator], Any]:
+    """The engine of one process."""
+    return lambda declaration: make_engine(declaration, CONTEXT).engine
+
+
+@pytest.fixture
+def together() -> Iterator[Callable[..., Any]]:
+    """The engine of several ranks; this process is rank 0."""
+    made: list[Any] = []
+
+    def make(declaration: Generator, size: int = 2, timeout_s: float = 30.0) -> Any:
+        made.append(make_parallel(declaration, CONTEXT, size, start_s=90.0, timeout_s=timeout_s).engine)
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()

@@ -1,0 +1,162 @@
+"""Two ranks with half a model each generate what one process with the whole model does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from replaying import drive
+
+from dataflow.node import Context
+from operators.engine.build import make_engine
+from operators.engine.parallel.launch import make_parallel
+from operators.engine.results import ABORTED, Start
+from operators.engine.sampler import Sampling
+from operators.engine.stops import StopStrings
+
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "qwen3", "mistral", "gemma", "mixtral")]
+
+
+def groups(**rest: Any) -> list[Start]:
+    """Prompts of a few lengths, some longer than a page, with three rollouts each."""
+    random = np.random.default_rng(0)
+    return [
+        Start(
+            prompt=random.integers(2, 32, length), limit=length + 14,
+            tickets=range(3 * i, 3 * i + 3), seeds=range(100 * i, 100 * i + 3), **rest,
+        )
+        for i, length in enumerate((1, 20, 5, 33))
+    ]  # fmt: skip
+
+
+def take(engine: Any, version: int, new: Mapping[str, torch.Tensor]) -> None:
+    """New weights, as the weight plane brings them."""
+    for name, tensor in engine.tensors.items():
+        tensor.data.copy_(new[name])
+    engine.adopted(version)
+
+
+def assert_alike(found: Mapping[int, Any], expected: Mapping[int, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for ticket, row in expected.items():
+        assert found[ticket]["tokens"].tolist() == row["tokens"].tolist()
+        assert found[ticket]["versions"].tolist() == row["versions"].tolist()
+        np.testing.assert_allclose(found[ticket]["logprobs"], row["logprobs"], rtol=0, atol=1e-5)
+        assert (found[ticket]["reason"], found[ticket]["text"]) == (row["reason"], row["text"])
+
+
+@pytest.mark.parametrize("family", ["llama", *SLOW])
+def test_two_ranks_draw_what_one_draws(family, declare, alone, together):
+    declaration = declare(family)
+    expected = drive(alone(declaration), groups())
+    engine = together(declaration)
+    assert_alike(drive(engine, groups()), expected)
+    assert engine.cache.layers[0][0].shape[1] * 2 == engine.model.config.num_key_value_heads
+
+
+@pytest.mark.parametrize("on_update", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
+def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(on_update, declare, make_model, alone, together):
+    declaration = declare("qwen3", on_update=on_update, temperature=0.7)
+    newer = {version: dict(make_model("qwen3", seed=version).named_parameters()) for version in (1, 2)}
+
+    def run(engine: Any) -> tuple[Any, ...]:
+        seen: list[Any] = []
+
+        def at_step(step: int) -> None:
+            if step in (4, 9):
+                take(engine, 1 + (step > 4), newer[1 + (step > 4)])
+            if step == 6:
+                row = engine.progress(1)
+                seen.append((row.tokens.tolist(), row.versions.tolist()))
+                gone = engine.abort([0, 2, 99])
+                seen.append((sorted(gone.tickets.tolist()), gone.tokens.tolist(), set(gone.reasons.tolist())))
+
+        return drive(engine, groups(), at_step), seen
+
+    expected, seen = run(alone(declaration))
+    found, seen_together = run(together(declaration))
+    assert_alike(found, expected)
+    assert seen_together == seen
+    assert seen[1][0] == [0, 2] and seen[1][2] == {ABORTED}
+    assert {int(v) for row in found.values() for v in row["versions"]} == {-1, 0, 1, 2}
+
+
+@pytest.mark.slow
+def test_prompts_with_knobs_and_stop_strings_of_their_own_end_alike_on_all_ranks(declare, alone, together, tokenizer):
+    declaration = declare("llama", stop=("a", "e", "oo"))
+    own = {"sampling": Sampling(temperature=1.3, top_k=9), "stop": StopStrings(tokenizer, ("b", "gh", "s"))}
+    starts = [*groups()[:2], *groups(**own)[2:]]
+    expected = drive(alone(declaration), starts)
+    assert any(row["text"] is not None for ticket, row in expected.items() if ticket < 6)
+    assert any(row["text"] is not None for ticket, row in expected.items() if ticket >= 6)
+    assert_alike(drive(together(declaration), starts), expected)
+
+
+def part(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """What a rank holds, written out: a range of rows or columns, one of each half where gate and up are fused."""
+    kind = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
+    if kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens"):
+        return full.chunk(size)[rank]
+    if kind in ("o_proj", "down_proj"):
+        return full.chunk(size, -1)[rank]
+    if kind == "gate_up_proj":
+        return torch.cat([half.chunk(size, 1)[rank] for half in full.chunk(2, 1)], 1)
+    return full
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "changes"),
+    [
+        ("qwen2", 2, {"tie_word_embeddings": True, "vocab_size": 33}),
+        pytest.param("mixtral", 2, {}, marks=pytest.mark.slow),
+        pytest.param("llama", 4, {"num_key_value_heads": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_after_two_updates_each_rank_holds_exactly_its_slices(family, size, changes, declare, make_model, together):
+    engine = together(declare(family, changes), size)
+    for version in (1, 2):
+        new = dict(make_model(family, seed=version, **changes).named_parameters())
+        assert set(engine.tensors) == set(new)
+        take(engine, version, new)
+    assert engine.version == 2
+    found = engine.digests()
+    assert len(found) == size
+    for rank, digests in enumerate(found):
+        for name, full in new.items():
+            mine = part(name, full.detach(), rank, size).contiguous()
+            assert digests.pop(name) == xxhash.xxh3_64_intdigest(mine.numpy().tobytes()), f"{name} on rank {rank}"
+        assert not digests
+
+
+@pytest.mark.slow
+def test_four_ranks_draw_what_one_draws(declare, alone, together):
+    declaration = declare("llama", {"num_key_value_heads": 4})
+    assert_alike(drive(together(declaration, 4), groups()), drive(alone(declaration), groups()))
+
+
+@pytest.mark.slow
+def test_two_ranks_in_bfloat16_hold_and_draw_in_bfloat16(declare, together):
+    declaration = declare("llama")
+    object.__setattr__(declaration.model, "dtype", "bfloat16")
+    engine = together(declaration)
+    found = drive(engine, groups())
+    assert len(found) == 12 and all(np.isfinite(row["logprobs"]).all() for row in found.values())
+    assert {tensor.dtype for tensor in engine.tensors.values()} == {torch.bfloat16}
+
+
+@pytest.mark.gpu
+def test_two_gpus_draw_what_one_draws(declare, alone):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    declaration = declare("llama", temperature=0.0)
+    context = Context(node="generator", device="cuda:0")
+    expected = drive(make_engine(declaration, context).engine, groups())
+    engine = make_parallel(declaration, context, 2).engine
+    try:
+        assert_alike(drive(engine, groups()), expected)
+    finally:
+        engine.close()
