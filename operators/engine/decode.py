@@ -5,38 +5,31 @@ Axes: n active rows, I new prefixes, V vocabulary, k rows that ended.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from dataflow.records import AnyArray
 from operators.engine.attention import Kernel, Layout
+from operators.engine.cuda.available import drawing
+from operators.engine.cuda.graphs import GraphedDecode
+from operators.engine.cuda.late import LateFlags
+from operators.engine.ending import ended_of
 from operators.engine.kv_cache import KVCache, default_budget, page_count
 from operators.engine.pages import PAGE, Pages, pages_for, youngest
-from operators.engine.prefill import NewRow, Prefix, lay_out
-from operators.engine.results import ABORTED, BROKEN, STOPPED, TOO_LONG, Finished, Row, Start, finished_of, merged
-from operators.engine.rows import Rows
-from operators.engine.sampler import Draw, Sampling, draw
+from operators.engine.prefill import Fused, NewRow, Prefix, lay_out
+from operators.engine.results import ABORTED, BROKEN, Finished, Row, Start, finished_of, merged
+from operators.engine.rows import Rows, put
+from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
 from operators.models import ModelError
 
 PREFILL_TOKENS = 4096
 """Most tokens whose keys and values are computed anew in one step (one prefix may have more)."""
-
-
-class Fused(Protocol):
-    """A native implementation of the whole model: from tokens to logits, filling the cache on its way."""
-
-    def refresh(self) -> None:
-        """Take over the weights that the model has now."""
-
-    def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, layout: Layout, new: Sequence[Prefix]
-    ) -> torch.Tensor:
-        """Logits [n + I, V] of the newest tokens [n] at positions [n], and of the new prefixes."""
 
 
 class Engine:
@@ -57,6 +50,8 @@ class Engine:
         cache_bytes: int | None = None,
         on_update: Literal["keep", "recompute"] = "keep",
         record_mask: bool = False,
+        graphs: bool | None = None,
+        lag: int | None = None,
         tensors: Mapping[str, torch.Tensor] | None = None,
         on_adopt: Callable[[], None] | None = None,
     ) -> None:
@@ -70,6 +65,8 @@ class Engine:
             cache_bytes: budget of the KV-cache; None: a share of the memory that is free now.
             on_update: keep the keys and values of unfinished rows when weights change, or recompute them.
             record_mask: record which tokens truncation left, for every token drawn.
+            graphs: replay steps in which nothing starts; None: on a GPU. On the CPU only the way there is the same.
+            lag: steps, 0 or 1, after which it is read which rows have ended; None: 1 on a GPU, else 0.
             tensors: what the weight plane writes into; None: the model's parameters.
             on_adopt: called when new weights are in `tensors`, to bring them into the model.
 
@@ -104,14 +101,25 @@ class Engine:
             page_count(slots=slots, context_tokens=context_tokens, token_bytes=token_bytes, budget=budget)
         )
         self.cache = KVCache(self.pages.count)
-        self.rows = Rows(slots, context_tokens, self.device)
+        cuda = self.device.type == "cuda"
+        graphs = cuda if graphs is None else graphs
+        self.rows = Rows(slots, context_tokens, self.device, fixed=graphs)
+        self._draw = drawing(self.device)
+        self._late = LateFlags(self.device, slots, 0 if record_mask else int(cuda) if lag is None else lag)
+        self._early: list[Finished] = []
+        self.graphed: GraphedDecode | None = None
+        if graphs:
+            self.graphed = GraphedDecode(
+                lambda tokens, at, layout: self._call(tokens, at, 0, layout), self._draw, self.rows, self.cache,
+                kernel, slots=slots, device=self.device,
+            )  # fmt: skip
         self.parked: deque[Row] = deque()
         self._born = 0
 
     @property
     def live(self) -> int:
         """Rollouts that have started and not ended."""
-        return self.rows.n + len(self.parked)
+        return self.rows.n + len(self.parked) + sum(len(early.tickets) for early in self._early)
 
     @property
     def free(self) -> int:
@@ -144,28 +152,54 @@ class Engine:
         for start in starts:
             self._begin(start, new, rows, tables)
         if not active and not new:
-            return None
-        logits = self._forward(new)
-        if rows:
-            self.rows.add(rows, tables)
-        seen = self.rows.seen(self._vocabulary)
-        drawn = draw(logits, self.rows.sampled(), *self.rows.draws(), seen=seen, keep=self._record_mask)
-        self._note_kept(drawn)
-        self.rows.drew(drawn.tokens, drawn.logprobs, self.version)
+            return self._ended()
+        if self.graphed is not None and not new and self._replayable():
+            tokens, logprobs = self.graphed(active, self.rows.sampling[0])
+        else:
+            logits = self._forward(new)
+            if rows:
+                self.rows.add(rows, tables)
+            seen = self.rows.seen(self._vocabulary)
+            drawn = self._draw(logits, self.rows.sampled(), *self.rows.draws(), seen=seen, keep=self._record_mask)
+            if self._record_mask:
+                self.rows.keep(drawn.kept)
+            tokens, logprobs = drawn.tokens, drawn.logprobs
+        self.rows.drew(tokens, logprobs, self.version)
         self.steps += 1
         self.drawn += self.rows.n
-        over = self._checked[drawn.tokens] | ~drawn.logprobs.isfinite()
-        full = self.rows.lengths >= self.rows.limits
-        ended = np.nonzero(over.cpu().numpy() | full)[0]
-        return self._take(ended) if len(ended) else None
+        self._late.push(self.rows.ticket[: self.rows.n], self._checked[tokens] | ~logprobs.isfinite())
+        return self._ended()
+
+    def _replayable(self) -> bool:
+        """Whether the draw of all live rows is a function of tensors that stay where they are."""
+        sampled = self.rows.sampled()
+        return isinstance(sampled, Sampling) and sampled.repetition_penalty == 1.0 and not self._record_mask
+
+    def _ended(self) -> Finished | None:
+        """Rows found to have ended: `lag` steps ago, now for their length, or before, when it had to be known."""
+        found, self._early = self._early, []
+        late = self._rows_of(self._late.due())
+        found += self._take(late, self._late.lag) if len(late) else []
+        full = np.nonzero(self.rows.lengths >= self.rows.limits)[0]
+        found += self._take(full, 0) if len(full) else []
+        return merged(found)
+
+    def _settle(self) -> None:
+        """Take out now the rows that ended in the newest step."""
+        rows = self._rows_of(self._late.rest())
+        self._early += self._take(rows, 0) if len(rows) else []
+
+    def _rows_of(self, tickets: Collection[int] | AnyArray) -> AnyArray:
+        return np.nonzero(np.isin(self.rows.ticket[: self.rows.n], np.array(list(tickets), np.int64)))[0]
 
     @torch.inference_mode()
     def abort(self, tickets: Collection[int]) -> Finished | None:
         """Take rollouts out as they are; tickets that are not live are passed over."""
+        self._settle()
         gone = set(tickets)
         aside = [row for row in self.parked if row.ticket in gone]
         self.parked = deque(row for row in self.parked if row.ticket not in gone)
-        rows = np.nonzero(np.isin(self.rows.ticket[: self.rows.n], list(gone)))[0]
+        rows = self._rows_of(gone)
         found = self.rows.taken(rows)
         self._release(rows)
         return merged([finished_of([*aside, *found], ABORTED)])
@@ -176,7 +210,7 @@ class Engine:
         for row in self.parked:
             if row.ticket == ticket:
                 return row
-        rows = np.nonzero(self.rows.ticket[: self.rows.n] == ticket)[0]
+        rows = self._rows_of([ticket])
         return self.rows.taken(rows)[0] if len(rows) else None
 
     @torch.inference_mode()
@@ -189,6 +223,7 @@ class Engine:
         self.version = version
         self.pages.forget()
         if self._recomputes:
+            self._settle()
             self._park(np.arange(self.rows.n))
 
     @torch.inference_mode()
@@ -205,6 +240,10 @@ class Engine:
             short = len(needy) - self.pages.available
             if short <= 0:
                 break
+            before = rows.n
+            self._settle()
+            if rows.n < before:
+                continue
             owned = [sum(self.pages.holders(page) == 1 for page in pages) for pages in rows.pages]
             chosen = youngest(rows.age[: rows.n].tolist(), owned, short)
             if not chosen:
@@ -310,36 +349,22 @@ class Engine:
         )
         return output.logits[0]  # type: ignore[no-any-return]
 
-    def _take(self, rows: AnyArray) -> Finished | None:
-        """Take the rows that ended out of the batch; those that only might have hit a stop string stay."""
-        lengths, starts = self.rows.lengths[rows].copy(), self.rows.starts[rows].copy()
-        tickets = self.rows.ticket[rows]
-        tokens, logprobs, versions = self.rows.drawn(rows)
-        last = np.arange(len(rows)), lengths - 1
-        broken = ~np.isfinite(logprobs[last])
-        stopped = self._ends[tokens[last]] & ~broken
-        too_long = lengths >= self.rows.limits[rows]
-        texts: dict[int, str] = {}
-        for i in np.nonzero(~broken & ~stopped)[0]:
-            stop = self.rows.stop[rows[i]]
-            text = stop.find(tokens[i, starts[i] : lengths[i]]) if stop is not None else None
-            if text is not None:
-                texts[int(tickets[i])] = text
-                stopped[i] = True
-        ended = broken | stopped | too_long
-        if not ended.any():
-            return None
+    def _take(self, rows: AnyArray, behind: int) -> list[Finished]:
+        """Take the rows that ended out of the batch; those that only might have hit a stop string stay.
+
+        behind: tokens that these rows have drawn since, which are cut off.
+        """
+        with self._late.behind() if behind else contextlib.nullcontext():
+            ended = ended_of(self.rows, rows, self._ends, behind)
+        if ended is None:
+            return []
+        rows = rows[ended.which]
+        broken = ended.finished.reasons == BROKEN
         if broken.any():
             self._burn(rows[broken])
-        kept = {int(tickets[i]): self.rows.kept[rows[i]] for i in np.nonzero(ended)[0]}
-        found = Finished(
-            tickets=tickets[ended], tokens=tokens[ended], logprobs=logprobs[ended], versions=versions[ended],
-            starts=starts[ended], lengths=(lengths - broken)[ended],
-            reasons=np.where(broken, BROKEN, np.where(stopped, STOPPED, TOO_LONG))[ended],
-            texts=texts, kept={ticket: masks for ticket, masks in kept.items() if masks is not None},
-        )  # fmt: skip
-        self._release(rows[ended])
-        return found
+        self.drawn -= behind * len(rows)
+        self._release(rows)
+        return [ended.finished]
 
     def _burn(self, rows: AnyArray) -> None:
         """What broken weights wrote into pages that only these rows hold must not be read again."""
@@ -357,22 +382,6 @@ class Engine:
         for pages in self.rows.remove(rows) if len(rows) else ():
             self.pages.release(pages)
 
-    def _note_kept(self, drawn: Draw) -> None:
-        """Record for each row which tokens truncation left."""
-        if not self._record_mask:
-            return
-        if drawn.kept is None:
-            found: list[AnyArray] = [np.zeros(0, np.int32)] * self.rows.n
-        else:
-            counts = drawn.kept.sum(-1).cpu().numpy()
-            ids = drawn.kept.nonzero()[:, 1].int().cpu().numpy()
-            whole = np.zeros(0, np.int32)
-            parts = np.split(ids, np.cumsum(counts)[:-1])
-            found = [whole if len(part) == self._vocabulary else part for part in parts]
-        for masks, ids in zip(self.rows.kept, found, strict=True):
-            if masks is not None:
-                masks.append(ids)
-
     def _watch(self, stop: StopStrings | None) -> None:
         """Tokens after which these strings may have been hit are looked at from now on."""
         if stop is not None and id(stop) not in self._watched:
@@ -380,4 +389,4 @@ class Engine:
             self._checked |= stop.may_stop(self._vocabulary).to(self.device)
 
     def _put(self, values: AnyArray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+        return put(values, self.device)

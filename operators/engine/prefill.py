@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from dataflow.records import AnyArray
-from operators.engine.attention import NewTokens
+from operators.engine.attention import Layout, NewTokens
+from operators.engine.kv_cache import KVCache
 from operators.engine.pages import PAGE
 
 
@@ -41,6 +43,18 @@ class NewRow:
     """int64 [M]."""
     last: AnyArray
     """Index of each prefix's last token among the M."""
+
+
+class Fused(Protocol):
+    """A native implementation of the whole model: from tokens to logits, filling the cache on its way."""
+
+    def refresh(self) -> None:
+        """Take over the weights that the model has now."""
+
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, layout: Layout, new: Sequence[Prefix]
+    ) -> torch.Tensor:
+        """Logits [n + I, V] of the newest tokens [n] at positions [n], and of the new prefixes."""
 
 
 def lay_out(prefixes: Sequence[Prefix], put: Callable[[AnyArray], torch.Tensor]) -> NewRow:

@@ -11,6 +11,7 @@ import torch
 from dataflow.records import AnyArray
 from operators.engine import attention
 from operators.engine.attention import Kernel, Layout
+from operators.engine.cuda import available
 from operators.engine.kv_cache import KVCache
 from operators.engine.native import attention as native
 from operators.engine.native.fused import FusedStep, supports
@@ -95,6 +96,9 @@ def _proved(model: torch.nn.Module, ids: torch.Tensor, expected: torch.Tensor, a
 
 def native_kernel(model: torch.nn.Module) -> Kernel | None:
     """What could attend for this model's decoded rows on its device, beside torch's operators."""
+    on_gpu = available.attention_kernel(model)
+    if on_gpu is not None:
+        return on_gpu
     compiled = native.kernel() if native.serves(model) else None
     return None if compiled is None else functools.partial(native.decode_attention, compiled)
 

@@ -26,13 +26,13 @@ _SLOT, _LENGTH, _START, _LIMIT, _SEED, _LAST = range(6)
 class Rows:
     """State of up to S rows; `n` are live."""
 
-    def __init__(self, slots: int, context_tokens: int, device: torch.device) -> None:
-        """No rows yet; tables grow up to `context_tokens` positions."""
+    def __init__(self, slots: int, context_tokens: int, device: torch.device, *, fixed: bool = False) -> None:
+        """No rows yet; tables grow up to `context_tokens` positions, or have that size from the start if `fixed`."""
         self.n = 0
         self.slots = slots
         self.device = device
         self._context_tokens = context_tokens
-        self._tokens_wide = min(context_tokens, FIRST_TOKENS)
+        self._tokens_wide = pages_for(context_tokens + 1) * PAGE if fixed else min(context_tokens, FIRST_TOKENS)
         self._columns = torch.zeros(6, slots, dtype=torch.int64, device=device)
         self._host = np.zeros((6, slots), np.int64)
         self.ticket = np.zeros(slots, np.int64)
@@ -174,6 +174,18 @@ class Rows:
         self._table_there[new] = self._put(self._table[new])
         self._runs = self._mixed = None
 
+    def front(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the first `count` rows: newest tokens, positions, page table [count, W], seeds, tokens drawn."""
+        first = self._columns[:, :count]
+        length = first[_LENGTH]
+        return first[_LAST], length - 1, self._table_there[:count], first[_SEED], length - first[_START]
+
+    def fill(self, count: int, page: int) -> None:
+        """Let the rows behind the live ones, up to `count`, stand at position 0 of `page`."""
+        self._columns[:, self.n : count] = 0
+        self._columns[_LENGTH, self.n : count] = 1
+        self._table_there[self.n : count] = page
+
     def give_page(self, row: int, page: int) -> None:
         """One more page for a row; `place_pages` tells the device."""
         at = len(self.pages[row])
@@ -199,6 +211,19 @@ class Rows:
         live[_LAST] = tokens
         live[_LENGTH] += 1
         self._host[_LENGTH, : self.n] += 1
+
+    def keep(self, kept: torch.Tensor | None) -> None:
+        """Note which tokens truncation left in the newest draw, bool [n, V]; None: all of them."""
+        none: AnyArray = np.zeros(0, np.int32)
+        found = [none] * self.n
+        if kept is not None:
+            counts = kept.sum(-1).cpu().numpy()
+            ids = kept.nonzero()[:, 1].int().cpu().numpy()
+            parts = np.split(ids, np.cumsum(counts)[:-1])
+            found = [none if len(part) == kept.shape[1] else part for part in parts]
+        for masks, mask in zip(self.kept, found, strict=True):
+            if masks is not None:
+                masks.append(mask)
 
     def drawn(self, rows: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
         """Tokens, log-probabilities and versions of these rows, [k, longest of them], from the device."""
@@ -269,4 +294,10 @@ class Rows:
         return torch.zeros(self.slots, self._tokens_wide, dtype=dtype, device=self.device)
 
     def _put(self, values: AnyArray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+        return put(values, self.device)
+
+
+def put(values: AnyArray, device: torch.device) -> torch.Tensor:
+    """An array on the device, without waiting for what the device does now."""
+    dense = torch.from_numpy(np.ascontiguousarray(values))
+    return dense.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else dense.to(device)

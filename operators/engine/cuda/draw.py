@@ -1,0 +1,110 @@
+"""Triton kernels that draw the next token from untruncated logits: two readings of them, nothing of that size written.
+
+The first kernel measures each stretch of a row's vocabulary (its largest logit, its sum of exponentials); the second
+finds the stretch that a row's random number falls into, and the token in it. A row's result depends on nothing but
+the row. Axes: n rows, V vocabulary, S stretches.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, import-not-found, unused-ignore"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from operators.engine import sampler
+from operators.engine.sampler import Draw, RowSampling, Sampling, uniform
+
+MOST_STRETCHES = 64
+"""What the second kernel looks through at once."""
+
+LEAST_STRETCH = 1024
+"""Tokens, so that a program has enough to do."""
+
+
+def draw(
+    logits: torch.Tensor,
+    sampling: Sampling | RowSampling,
+    seeds: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    seen: torch.Tensor | None = None,
+    keep: bool = False,
+) -> Draw:
+    """`sampler.draw`, by the kernels below where one temperature is all that the sampling asks for."""
+    if isinstance(sampling, Sampling) and not sampling.truncates and sampling.repetition_penalty == 1.0:
+        return Draw(*draw_plain(logits, sampling.temperature, seeds, counts), None)
+    return sampler.draw(logits, sampling, seeds, counts, seen=seen, keep=keep)
+
+
+def draw_plain(
+    logits: torch.Tensor, temperature: float, seeds: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token of each row, int64 [n], and its log-probability, float32 [n]; not finite for broken logits.
+
+    The draw of `operators.engine.sampler` for a temperature above 0 and nothing else: the same noise, the same tokens
+    up to rounding. logits [n, V]; seeds and counts int64 [n].
+    """
+    rows, vocabulary = logits.shape
+    stretch = max(LEAST_STRETCH, triton.next_power_of_2(-(-vocabulary // MOST_STRETCHES)))
+    stretches = -(-vocabulary // stretch)
+    most = torch.empty(rows, stretches, dtype=torch.float32, device=logits.device)
+    sums = torch.empty_like(most)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    marks = uniform(seeds, counts)
+    given = (logits, *logits.stride(), vocabulary, 1.0 / temperature)
+    with torch.cuda.device_of(logits):
+        _measure[(rows, stretches)](*given, most, sums, stretch=stretch, num_warps=4)
+        _pick[(rows,)](
+            *given, most, sums, marks, tokens, logprobs, stretches,
+            stretch=stretch, padded=triton.next_power_of_2(stretches), num_warps=8,
+        )  # fmt: skip
+    return tokens, logprobs
+
+
+@triton.jit
+def _measure(logits, row_stride, at_stride, vocabulary, sharpness, most, sums, stretch: tl.constexpr):
+    """The largest logit of one stretch, and its sum of exponentials relative to that."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = part * stretch + tl.arange(0, stretch)
+    given = tl.load(logits + row * row_stride + at * at_stride, mask=at < vocabulary, other=-float("inf"))
+    given = given.to(tl.float32) * sharpness
+    top = tl.max(given, 0)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    to = row * tl.num_programs(1) + part
+    tl.store(most + to, top)
+    tl.store(sums + to, tl.sum(tl.exp(given - base), 0))
+
+
+@triton.jit(do_not_specialize=["stretches"])
+def _pick(
+    logits, row_stride, at_stride, vocabulary, sharpness, most, sums, marks, tokens, logprobs, stretches,
+    stretch: tl.constexpr, padded: tl.constexpr,
+):  # fmt: skip
+    """The first token at which the summed probability exceeds the row's mark."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, padded)
+    here = part < stretches
+    tops = tl.load(most + row * stretches + part, mask=here, other=-float("inf"))
+    top = tl.max(tops, 0)
+    held = tl.load(sums + row * stretches + part, mask=here, other=0.0)
+    weights = (held * tl.exp(tops - top)).to(tl.float64)
+    reached = tl.cumsum(weights, 0)
+    total = tl.sum(weights, 0)
+    mark = tl.load(marks + row) * total
+    last = tl.max(tl.where(weights > 0.0, part, 0), 0)
+    chosen = tl.minimum(tl.sum((reached <= mark).to(tl.int32), 0), last)
+    mark -= tl.sum(tl.where(part < chosen, weights, 0.0), 0)
+
+    inside = tl.arange(0, stretch)
+    at = chosen * stretch + inside
+    given = tl.load(logits + row * row_stride + at * at_stride, mask=at < vocabulary, other=-float("inf"))
+    given = given.to(tl.float32) * sharpness
+    each = tl.exp(given - top).to(tl.float64)
+    last = tl.max(tl.where(each > 0.0, inside, 0), 0)
+    token = tl.minimum(tl.sum((tl.cumsum(each, 0) <= mark).to(tl.int32), 0), last)
+    found = tl.sum(tl.where(inside == token, given, 0.0), 0)
+    tl.store(tokens + row, (chosen * stretch + token).to(tl.int64))
+    tl.store(logprobs + row, (found - top - tl.log(total.to(tl.float32))))

@@ -1,0 +1,119 @@
+"""An engine that replays padded steps and reads late which rows ended gives the rollouts of one that does neither."""
+
+import numpy as np
+import pytest
+
+from operators.engine.decode import Engine
+from operators.engine.proof import adapt
+from operators.engine.results import ABORTED, STOPPED, TOO_LONG, Start
+from operators.engine.sampler import Sampling
+from operators.engine.stops import StopStrings
+
+VOCABULARY = 32
+ENDS = [1, 7]
+
+
+def make_engine(model, *, on_gpu_terms, **options):
+    proof = adapt(model, "tiny")
+    settings = {"slots": 12, "context_tokens": 100, "sampling": Sampling(), "end_tokens": ENDS, **options}
+    return Engine(
+        model, kernel=proof.kernel, token_bytes=proof.token_bytes, graphs=on_gpu_terms, lag=int(on_gpu_terms),
+        **{"cache_bytes": 1 << 24, **settings},
+    )  # fmt: skip
+
+
+def starts(count=9):
+    rng = np.random.default_rng(2)
+    return [
+        Start(
+            prompt=rng.integers(2, VOCABULARY, 3 + 7 * (i % 4)),
+            limit=60 + 3 * i,
+            tickets=range(3 * i, 3 * i + 3),
+            seeds=range(50 + 3 * i, 53 + 3 * i),
+        )
+        for i in range(count)
+    ]
+
+
+def drive(engine, given, between=None):
+    """By ticket: tokens, log-probabilities, versions, reason, text; and the tokens that the engine says it drew."""
+    rows, waiting, step = {}, list(given), 0
+    while waiting or engine.live:
+        extra = between(engine, step) if between is not None else None
+        begin = [waiting.pop(0)] if waiting and engine.free >= 3 and engine.spare_pages >= 4 else []
+        step += 1
+        for found in (extra, engine.step(begin)):
+            for i in range(0 if found is None else len(found.tickets)):
+                ticket, end = int(found.tickets[i]), int(found.lengths[i])
+                assert ticket not in rows
+                rows[ticket] = (
+                    found.tokens[i, :end].tolist(), found.logprobs[i, :end].copy(), found.versions[i, :end].tolist(),
+                    int(found.reasons[i]), found.texts.get(ticket),
+                )  # fmt: skip
+    return rows
+
+
+def check_alike(one, two):
+    assert one.keys() == two.keys()
+    for ticket in one:
+        for at in (0, 2, 3, 4):
+            assert one[ticket][at] == two[ticket][at]
+        np.testing.assert_allclose(one[ticket][1], two[ticket][1], atol=1e-5)
+
+
+def both(make_model, given=None, between=None, **options):
+    engines = [make_engine(make_model(), on_gpu_terms=terms, **options) for terms in (False, True)]
+    found = [drive(engine, given or starts(), between) for engine in engines]
+    check_alike(*found)
+    assert engines[0].drawn == engines[1].drawn
+    return found[1]
+
+
+def test_rows_that_end_by_a_token_or_by_length_are_the_same(make_model):
+    rows = both(make_model)
+    assert {row[3] for row in rows.values()} == {STOPPED, TOO_LONG} and len(rows) == 27
+
+
+def test_stop_strings_are_found_and_cut_the_same(make_model, tokenizer):
+    stop = StopStrings(tokenizer, ("ab", "q", "x."))
+    rows = both(make_model, end_tokens=[], stop=stop, sampling=Sampling(temperature=2.0))
+    assert any(row[4] is not None for row in rows.values())
+
+
+def test_rows_that_are_parked_for_want_of_pages_go_on_the_same(make_model):
+    token_bytes = adapt(make_model(), "tiny").token_bytes
+    parked = []
+
+    def between(engine, _):
+        parked.append(len(engine.parked))
+
+    both(make_model, between=between, cache_bytes=16 * token_bytes * 24, end_tokens=[1])
+    assert max(parked) > 0
+
+
+@pytest.mark.parametrize("on_update", ["keep", "recompute"])
+def test_versions_are_the_same_through_updates(make_model, on_update):
+    others = {10: (1, make_model(seed=1)), 25: (2, make_model(seed=2))}
+
+    def between(engine, step):
+        if step in others:
+            version, model = others[step]
+            for name, tensor in model.named_parameters():
+                engine.tensors[name].copy_(tensor)
+            engine.adopted(version)
+
+    rows = both(make_model, between=between, on_update=on_update, end_tokens=[1], slots=32)
+    assert {0, 1, 2} <= {version for row in rows.values() for version in row[2]}
+
+
+def test_aborted_rows_are_the_same_and_none_that_ended_is_called_aborted(make_model):
+    def between(engine, step):
+        return engine.abort(range(0, 27, 2)) if step == 12 else None
+
+    rows = both(make_model, between=between, slots=32)
+    aborted = [row for row in rows.values() if row[3] == ABORTED]
+    assert aborted and all(row[0][-1] not in ENDS for row in aborted)
+
+
+def test_greedy_rows_are_the_same_too(make_model):
+    both(make_model, sampling=Sampling(temperature=0))
