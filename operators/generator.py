@@ -64,6 +64,9 @@ class Generator(Generate):
     weights: Literal["model", "int8", "int8_dynamic", "fp8"] = "model"
     """How linear layers compute: as the model, int8 (weights only: half the memory of bfloat16), int8_dynamic (inputs
     too: faster on a CPU from about width 512), fp8 (GPUs from compute capability 8.9, bfloat16 models)."""
+    engine: Literal["native", "vllm"] = "native"
+    """Who makes the forward passes: this project's own engine, or vLLM in a process and, if need be, an environment of
+    its own (the interpreter that DATAFLOW_VLLM_PYTHON names)."""
     sampling_mask: bool = False
     """Add the column sampling_mask: for each token, the ids that top_k, top_p and min_p left, for the trainer."""
     chat: bool = False
@@ -118,6 +121,15 @@ class Generator(Generate):
         if self.on_update not in ("keep", "recompute"):
             found.append(
                 f'\'{self.name}\' got on_update={self.on_update!r}, which is not known; use "keep" or "recompute"'
+            )
+        if self.engine not in ("native", "vllm"):
+            found.append(f'\'{self.name}\' got engine={self.engine!r}, which is not known; use "native" or "vllm"')
+        own = {"sampling_mask": False, "weights": "model", "tensor_parallel": 1}
+        unlike = [knob for knob, value in own.items() if getattr(self, knob) != value]
+        if self.engine == "vllm" and unlike:
+            found.append(
+                f"'{self.name}' runs on vLLM, which does not serve {unlike[0]}, but got {unlike[0]}="
+                f'{getattr(self, unlike[0])!r}; leave it out, or use engine="native"'
             )
         if self.tensor_parallel != 1 and self.weights != "model":
             found.append(

@@ -84,6 +84,25 @@ def load_tokenizer(model: Model) -> Any:
         )
 
 
+def load_configs(model: Model) -> tuple[Any, Any | None]:
+    """Config and generation config of `model` (None where it has none), without its weights.
+
+    Raises:
+        ModelError: as `load_model`.
+    """
+    import transformers
+
+    _check_folder(model)
+    with _attributed(model, "config"):
+        config = transformers.AutoConfig.from_pretrained(
+            model.source, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    try:
+        return config, transformers.GenerationConfig.from_pretrained(model.source, revision=model.revision or "main")
+    except OSError:
+        return config, None
+
+
 def _check_folder(model: Model) -> None:
     """Refuse a folder that is not there or lacks a shard that its index names."""
     folder = Path(model.source)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dataflow.node import Context
 from operators.engine.decode import Engine
+from operators.engine.interface import DecodingEngine
 from operators.engine.precision import quantise
 from operators.engine.proof import adapt
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings, end_tokens, split
-from operators.models import load_model, load_tokenizer
+from operators.models import load_configs, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from operators.generator import Generator
@@ -26,7 +28,7 @@ CONTEXT_TOKENS = 4096
 class Built:
     """An engine, and what is needed to speak with it in text."""
 
-    engine: Engine
+    engine: DecodingEngine
     tokenizer: Any
     ends: frozenset[int]
     """Tokens at which a completion ends, which are not part of its text."""
@@ -41,6 +43,8 @@ def make_engine(declaration: Generator, context: Context, model: torch.nn.Module
         from operators.engine.parallel.launch import make_parallel
 
         return make_parallel(declaration, context, declaration.tensor_parallel)
+    if declaration.engine == "vllm":
+        return _with_vllm(declaration, context)
     if context.device == "cpu":
         torch.set_num_threads(context.threads)
     if model is None:
@@ -49,16 +53,14 @@ def make_engine(declaration: Generator, context: Context, model: torch.nn.Module
     proof = adapt(model, declaration.model.name)
     intake = None if declaration.weights == "model" else quantise(model, declaration.weights)
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-    special, strings = split(tokenizer, declaration.stop, vocabulary)
-    ends = frozenset([*special, *end_tokens(model, tokenizer)])
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
+    ends, stop = _stops(declaration, tokenizer, model, vocabulary)
     engine = Engine(
         model,
         slots=declaration.slots,
-        context_tokens=declaration.context_tokens or most or CONTEXT_TOKENS,
+        context_tokens=_context_tokens(declaration, model.config),
         sampling=sampling_of(declaration),
         end_tokens=sorted(ends),
-        stop=StopStrings(tokenizer, strings) if strings else None,
+        stop=stop,
         kernel=proof.kernel,
         fused=proof.fused if intake is None else None,
         token_bytes=proof.token_bytes,
@@ -80,3 +82,40 @@ def sampling_of(declaration: Generator) -> Sampling:
         min_p=declaration.min_p,
         repetition_penalty=declaration.repetition_penalty,
     )
+
+
+def _with_vllm(declaration: Generator, context: Context) -> Built:
+    """The same with vLLM, in a process and an environment of its own."""
+    from operators.engine.vllm.engine import VllmEngine
+
+    config, generation = load_configs(declaration.model)
+    tokenizer = load_tokenizer(declaration.model)
+    holder = SimpleNamespace(config=config, generation_config=generation)
+    ends, stop = _stops(declaration, tokenizer, holder, int(config.get_text_config().vocab_size))
+    engine = VllmEngine(
+        declaration.model,
+        slots=declaration.slots,
+        context_tokens=_context_tokens(declaration, config),
+        sampling=sampling_of(declaration),
+        end_tokens=sorted(ends),
+        stop=stop,
+        threads=context.threads,
+        device=context.device,
+        cache_bytes=declaration.cache_bytes,
+        on_update=declaration.on_update,
+    )
+    return Built(engine, tokenizer, ends)
+
+
+def _stops(
+    declaration: Generator, tokenizer: Any, model: Any, vocabulary: int
+) -> tuple[frozenset[int], StopStrings | None]:
+    """Tokens, and strings, at which a completion ends."""
+    special, strings = split(tokenizer, declaration.stop, vocabulary)
+    ends = frozenset([*special, *end_tokens(model, tokenizer)])
+    return ends, StopStrings(tokenizer, strings) if strings else None
+
+
+def _context_tokens(declaration: Generator, config: Any) -> int:
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return declaration.context_tokens or most or CONTEXT_TOKENS

@@ -89,9 +89,9 @@ class Engine:
         self._on_adopt = on_adopt
         self._recomputes = on_update == "recompute"
         self._record_mask = record_mask
-        self._vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-        ends = torch.zeros(self._vocabulary, dtype=torch.bool)
-        ends[[token for token in end_tokens if 0 <= token < self._vocabulary]] = True
+        self.vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
+        ends = torch.zeros(self.vocabulary, dtype=torch.bool)
+        ends[[token for token in end_tokens if 0 <= token < self.vocabulary]] = True
         self._ends = ends.numpy()
         self._checked = ends.to(self.device, copy=True)
         self._watched: dict[int, StopStrings] = {}
@@ -120,6 +120,11 @@ class Engine:
     def live(self) -> int:
         """Rollouts that have started and not ended."""
         return self.rows.n + len(self.parked) + sum(len(early.tickets) for early in self._early)
+
+    @property
+    def waiting(self) -> int:
+        """Those of them that are parked until pages come free."""
+        return len(self.parked)
 
     @property
     def free(self) -> int:
@@ -159,7 +164,7 @@ class Engine:
             logits = self._forward(new)
             if rows:
                 self.rows.add(rows, tables)
-            seen = self.rows.seen(self._vocabulary)
+            seen = self.rows.seen(self.vocabulary)
             drawn = self._draw(logits, self.rows.sampled(), *self.rows.draws(), seen=seen, keep=self._record_mask)
             if self._record_mask:
                 self.rows.keep(drawn.kept)
@@ -386,7 +391,7 @@ class Engine:
         """Tokens after which these strings may have been hit are looked at from now on."""
         if stop is not None and id(stop) not in self._watched:
             self._watched[id(stop)] = stop
-            self._checked |= stop.may_stop(self._vocabulary).to(self.device)
+            self._checked |= stop.may_stop(self.vocabulary).to(self.device)
 
     def _put(self, values: AnyArray) -> torch.Tensor:
         return put(values, self.device)

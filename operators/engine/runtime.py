@@ -132,7 +132,7 @@ class GeneratorRuntime(Runtime):
             "waiting": len(self._admission),
             "tokens": drawn,
             "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
-            "parked": len(self.engine.parked),
+            "parked": self.engine.waiting,
             "slot_share": (drawn - drawn_then) / slot_steps if slot_steps else 0.0,
         }
 

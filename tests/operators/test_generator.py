@@ -32,7 +32,8 @@ def test_a_plain_generator_has_no_faults():
         ("slots", True), ("in_flight", 0), ("context_tokens", 1), ("top_k", -1), ("top_p", 0.0),
         ("top_p", 1.5), ("temperature", -0.1), ("temperature", float("nan")), ("stop", "END"),
         ("stop", ("",)), ("stop", (1.5,)), ("on_update", "forget"),
-        ("min_p", 1.1), ("weights", "int4"), ("tensor_parallel", 0), ("min_p", True), ("repetition_penalty", 0), ("cache_bytes", 0),
+        ("min_p", 1.1), ("weights", "int4"), ("engine", "sglang"), ("tensor_parallel", 0),
+        ("min_p", True), ("repetition_penalty", 0), ("cache_bytes", 0),
         ("model", Model("somewhere/critic", head="value")),
     ],
 )  # fmt: skip
@@ -48,3 +49,9 @@ def test_it_adds_the_rollout_columns_and_shows_its_knobs():
     assert generator.rollouts_per_prompt == 4
     assert generator.reads() == {"prompt": str}
     assert generator.knobs()["top_p"] == 0.9
+
+
+@pytest.mark.parametrize(("knob", "value"), [("sampling_mask", True), ("weights", "int8"), ("tensor_parallel", 2)])
+def test_what_vllm_does_not_serve_is_named(knob, value):
+    (fault,) = Generator(MODEL, engine="vllm", **{knob: value}).faults()
+    assert f"does not serve {knob}" in fault and 'engine="native"' in fault

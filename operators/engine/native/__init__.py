@@ -1,1 +1,1 @@
-"""The generator's kernels for CPUs: paged decode attention, in C, compiled on the machine that runs them."""
+"""The generator's kernels for CPUs in C, compiled on the machine that runs them: paged attention, a decoder step."""

@@ -4,17 +4,8 @@
    The scores of a page are computed with its tokens in the lanes, its values are mixed with the width in the lanes;
    what is summed, and in which order, depends on the row alone: never on its neighbours or on what they share. */
 
-#include <math.h>
-
-#define PARTS (PAGE / LANES)
 #define PAGES_AT_ONCE 8
 #define PAGES_AHEAD 2
-#define SCORE_ROWS (LANES == 16 ? 12 : 6)
-#if defined(__AVX512F__) || defined(__aarch64__)
-#define MIX_ROWS 6
-#else
-#define MIX_ROWS 3
-#endif
 
 typedef struct {
     void *keys, *values;       /* of one layer, [P, K, PAGE, D] */
@@ -33,17 +24,6 @@ typedef struct {
     float *mixed;   /* [M, padded D], the outcome */
     float *scores, *turned, *plain, *shares;
 } Scratch;
-
-INLINE int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
-INLINE int64_t evenly(int64_t count, int64_t room) {
-    int64_t parts = (count + room - 1) / room;
-    return (count + parts - 1) / parts;
-}
 
 static int64_t scratch_floats(int64_t queries, int64_t width, int64_t longest) {
     int64_t pages = longest / PAGE + 1, wide = padded(width);
@@ -66,130 +46,8 @@ INLINE int64_t page_place(const Attention *a, int64_t head, int64_t row, int64_t
     return (a->table[line * a->table_width + page] * a->heads + head) * PAGE * a->width;
 }
 
-INLINE const void *at(const void *base, int64_t place, int64_t halves) {
-    return (const char *)base + place * (halves ? 2 : 4);
-}
-
-INLINE void turn_as(const void *from, const int halves, int64_t width, float *to) {
-    const float *floats = from;
-    const uint16_t *shorts = from;
-    int64_t whole = width / LANES * LANES;
-    for (int64_t part = 0; part < PAGE; part += LANES)
-        for (int64_t d = 0; d < whole; d += LANES) {
-            vec block[LANES];
-            const void *row = at(from, part * width + d, halves);
-            UNROLL for (int i = 0; i < LANES; i++) {
-                block[i] = halves ? widen(row) : load(row);
-                NEXT_ROW(row, width * (halves ? 2 : 4));
-            }
-            transpose(block);
-            UNROLL for (int i = 0; i < LANES; i++) store(to + (d + i) * PAGE + part, block[i]);
-        }
-    for (int64_t d = whole; d < width; d++)
-        for (int64_t t = 0; t < PAGE; t++)
-            to[d * PAGE + t] = halves ? widen_one(shorts[t * width + d]) : floats[t * width + d];
-}
-
-/* Keys of a page [PAGE, D] to [D, PAGE]. */
-static void turn(const void *from, int64_t halves, int64_t width, float *to) {
-    if (halves) turn_as(from, 1, width, to);
-    else turn_as(from, 0, width, to);
-}
-
-/* Values of a page as float32 [PAGE, padded D]: the page itself where it is that already. */
-INLINE const float *values_of(const void *from, int64_t halves, int64_t width, float *to) {
-    int64_t wide = padded(width);
-    if (!halves && wide == width) return from;
-    for (int64_t t = 0; t < PAGE; t++)
-        if (halves && wide == width)
-            for (int64_t d = 0; d < width; d += LANES) store(to + t * wide + d, widen((const uint16_t *)from + t * width + d));
-        else
-            for (int64_t d = 0; d < wide; d++)
-                to[t * wide + d] = d >= width ? 0.0f
-                                   : halves   ? widen_one(((const uint16_t *)from)[t * width + d])
-                                              : ((const float *)from)[t * width + d];
-    return to;
-}
-
-INLINE void score_tile(const int count, const float *queries, const float *turned, int64_t width, float *scores,
-                       int64_t line) {
-    vec sums[SCORE_ROWS][PARTS];
-    UNROLL for (int i = 0; i < count; i++)
-        UNROLL for (int j = 0; j < PARTS; j++) sums[i][j] = (vec){0};
-    for (int64_t d = 0; d < width; d++) {
-        vec key[PARTS];
-        UNROLL for (int j = 0; j < PARTS; j++) key[j] = load(turned + d * PAGE + j * LANES);
-        UNROLL for (int i = 0; i < count; i++) {
-            vec query = spread(queries[i * width + d]);
-            UNROLL for (int j = 0; j < PARTS; j++) sums[i][j] += query * key[j];
-        }
-    }
-    UNROLL for (int i = 0; i < count; i++)
-        UNROLL for (int j = 0; j < PARTS; j++) store(scores + i * line + j * LANES, sums[i][j]);
-}
-
-/* Scores of some queries with the PAGE keys in `turned`. */
-static void score(int64_t count, const float *queries, const float *turned, int64_t width, float *scores,
-                  int64_t line) {
-    int64_t step = evenly(count, SCORE_ROWS);
-    for (int64_t i = 0; i < count; i += step) {
-        const float *q = queries + i * width;
-        float *s = scores + i * line;
-        switch (least(step, count - i)) {
-#define CASE(n) case n: score_tile(n, q, turned, width, s, line); break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if SCORE_ROWS == 12
-            CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-#undef CASE
-        }
-    }
-}
-
-INLINE void mix_tile(const int count, const int vectors, const float *weights, int64_t line, const float *const *pages,
-                     int64_t tokens, int64_t column, float *mixed, int64_t wide) {
-    vec sums[MIX_ROWS][4];
-    UNROLL for (int i = 0; i < count; i++)
-        UNROLL for (int j = 0; j < vectors; j++) sums[i][j] = load(mixed + i * wide + column + j * LANES);
-    for (int64_t start = 0; start < tokens; start += PAGE) {
-        const float *page = pages[start / PAGE] + column;
-        int64_t here = least(PAGE, tokens - start);
-        for (int64_t t = 0; t < here; t++) {
-            vec value[4];
-            UNROLL for (int j = 0; j < vectors; j++) value[j] = load(page + t * wide + j * LANES);
-            UNROLL for (int i = 0; i < count; i++) {
-                vec weight = spread(weights[i * line + start + t]);
-                UNROLL for (int j = 0; j < vectors; j++) sums[i][j] += weight * value[j];
-            }
-        }
-    }
-    UNROLL for (int i = 0; i < count; i++)
-        UNROLL for (int j = 0; j < vectors; j++) store(mixed + i * wide + column + j * LANES, sums[i][j]);
-}
-
-/* Adds the weighted values of `tokens` tokens, which lie in `pages`, to the outcome of some queries. */
-static void mix(int64_t count, const float *weights, int64_t line, const float *const *pages, int64_t tokens,
-                float *mixed, int64_t wide) {
-    int64_t step = evenly(count, MIX_ROWS);
-    for (int64_t i = 0; i < count; i += step)
-        for (int64_t column = 0; column < wide; column += 4 * LANES) {
-            const float *w = weights + i * line;
-            float *m = mixed + i * wide;
-            switch (least(step, count - i) * 4 + least(4, (wide - column) / LANES) - 1) {
-#define CASE(n, v) case n * 4 + v - 1: mix_tile(n, v, w, line, pages, tokens, column, m, wide); break;
-#define CASES(n) CASE(n, 1) CASE(n, 2) CASE(n, 3) CASE(n, 4)
-                CASES(1) CASES(2) CASES(3)
-#if MIX_ROWS == 6
-                CASES(4) CASES(5) CASES(6)
-#endif
-#undef CASES
-#undef CASE
-            }
-        }
-}
-
 /* Scores in [0, count) to weights e^(score - largest), 0 outside of [first, end); returns 1 / their sum. */
-static float weigh(float *scores, int64_t first, int64_t end, int64_t count, float softcap) {
+static ALONE float weigh(float *scores, int64_t first, int64_t end, int64_t count, float softcap) {
     if (softcap > 0.0f)
         for (int64_t t = 0; t < count; t += LANES)
             store(scores + t, softcap * hyperbolic_tangent(load(scores + t) / softcap));
@@ -272,7 +130,8 @@ static void attend(const Attention *a, int64_t head, int64_t row, int64_t rows, 
     memset(s.mixed, 0, count * wide * sizeof(float));
     Walk ahead = {row, row - 1, base, shared, row + rows, shared};
     for (int i = 0; i < PAGES_AHEAD; i++) walk(a, head, &ahead);
-    if (base < shared) score_pages(a, head, row, base, shared, base, count, s.queries, s.scores, line, s.turned, &ahead);
+    if (base < shared)
+        score_pages(a, head, row, base, shared, base, count, s.queries, s.scores, line, s.turned, &ahead);
     for (int64_t i = 0; i < rows; i++) {
         int64_t end = a->positions[row + i] + 1, first = first_of(a, row + i), pages = (end + PAGE - 1) / PAGE;
         float *scores = s.scores + i * repeats * line;
@@ -365,7 +224,8 @@ void dataflow_decode_attention(const char *query, int64_t query_row, int64_t que
                                int64_t threads) {
     const Attention a = {keys, values, halves, heads, repeats, width, table, NULL, table_width, positions, window,
                          softcap};
-    int64_t made = cut((Runs){starts, pages, count}, 0, n, most_rows, units), size = halves ? 2 : 4, wide = padded(width);
+    int64_t made = cut((Runs){starts, pages, count}, 0, n, most_rows, units);
+    int64_t size = halves ? 2 : 4, wide = padded(width);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && made * heads > 1)
     for (int64_t task = 0; task < made * heads; task++) {
         Unit unit = units[task / heads];

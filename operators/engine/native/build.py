@@ -16,7 +16,7 @@ import torch  # noqa: F401  its OpenMP runtime has to be in the process first, s
 from operators.engine.pages import PAGE
 
 FOLDER = Path(__file__).parent
-SOURCES = ("kernels.c", "vectors.c", "attention.c", "matmul.c", "decoder.c")
+SOURCES = ("kernels.c", "vectors.c", "pages.c", "attention.c", "matmul.c", "decoder.c")
 """The first is compiled; it includes the others."""
 FLAGS = (
     "-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", f"-DPAGE={PAGE}",

@@ -1,10 +1,10 @@
 /* One forward pass of a decoder over rows of one token each: embedding, layers, logits.
 
    Rows are divided among threads; a thread takes its rows, a block at a time, through all layers without waiting for
-   another. Rows are decoded tokens, each with pages of its own behind those that its run shares, and after them prompts: the
-   tokens of a prompt are rows of one run with the same pages, in order, on one thread, so that what a token attends
-   to is there. Activations are float32, and so is
-   what lies between products where weights are bfloat16. Axes: n rows, H hidden, K key/value heads, R query heads for each, D width. */
+   another. Rows are decoded tokens, each with pages of its own behind those that its run shares, and after them
+   prompts: the tokens of a prompt are rows of one run with the same pages, in order, on one thread, so that what a
+   token attends to is there. Activations are float32, and so is what lies between products where weights are bfloat16.
+   Axes: n rows, H hidden, K key/value heads, R query heads for each, D width of a head. */
 
 #define BLOCK_ROWS 128
 #define MOST_QUERIES 64
@@ -84,14 +84,16 @@ INLINE void rotate(float *x, const float *cosines, const float *sines, int64_t h
 static void prepare_row(const Decoder *d, const Layer *layer, const Attention *a, int64_t row, float *qkv) {
     int64_t width = d->width, queries = d->heads * d->repeats;
     float *keys = qkv + in_panels(queries * width), *values = keys + in_panels(d->heads * width);
-    const float *cosines = d->cosines + a->positions[row] * (width / 2), *sines = d->sines + a->positions[row] * (width / 2);
+    int64_t angles = a->positions[row] * (width / 2);
+    const float *cosines = d->cosines + angles, *sines = d->sines + angles;
     for (int64_t i = 0; i < queries + d->heads; i++) {
         float *x = i < queries ? qkv + i * width : keys + (i - queries) * width;
         const float *norm = i < queries ? layer->query_norm : layer->key_norm;
         if (norm) normalise(x, norm, width, d->epsilon, x);
         rotate(x, cosines, sines, width / 2);
     }
-    for (int64_t head = 0; head < d->heads; head++) remember_floats(a, head, row, keys + head * width, values + head * width);
+    for (int64_t head = 0; head < d->heads; head++)
+        remember_floats(a, head, row, keys + head * width, values + head * width);
 }
 
 /* Attention of the rows from `start`, whose qkv are given, into mixed [., K * R * D]. */
@@ -114,7 +116,8 @@ static void attend_block(const Decoder *d, const Attention *a, int64_t start, co
 
 static void embed(const Decoder *d, int64_t token, float *x) {
     if (d->embedding_halves)
-        for (int64_t i = 0; i < d->hidden; i++) x[i] = widen_one(((const uint16_t *)d->embedding)[token * d->hidden + i]);
+        for (int64_t i = 0; i < d->hidden; i++)
+            x[i] = widen_one(((const uint16_t *)d->embedding)[token * d->hidden + i]);
     else
         memcpy(x, (const float *)d->embedding + token * d->hidden, d->hidden * sizeof(float));
 }
@@ -185,7 +188,8 @@ static void divide(const Decoder *d, const Work *w, int64_t parts, int64_t *begi
                 int64_t ahead = total * part / parts - before, left = sum - before - ahead;
                 if (row >= w->decoded || least(ahead, left) <= slack) begins[part] = ahead < left ? row : end;
                 else
-                    for (begins[part] = row; ahead > 0; begins[part]++) ahead -= cost_of(d, w, begins[part], same, weights);
+                    for (begins[part] = row; ahead > 0; begins[part]++)
+                        ahead -= cost_of(d, w, begins[part], same, weights);
             }
         }
         total = sum;
@@ -193,8 +197,8 @@ static void divide(const Decoder *d, const Work *w, int64_t parts, int64_t *begi
     }
 }
 
-/* One pass; scratch: dataflow_step_scratch floats and begins: one number for each thread and one. Returns -1, or the first row
-   whose token or position is out of range, with nothing done. */
+/* One pass. scratch: dataflow_step_scratch floats for each thread; begins: a number for each thread, and one.
+   Returns -1, or the first row whose token or position is out of range, with nothing done. */
 int64_t dataflow_step(const Decoder *d, const Work *w, int64_t longest, float *scratch, int64_t scratch_size,
                       int64_t *begins, int64_t threads) {
     for (int64_t i = 0; i < w->n; i++)

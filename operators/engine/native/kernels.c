@@ -13,6 +13,7 @@ INLINE int64_t thread_number(void) {
 #endif
 }
 
+#include "pages.c"
 #include "attention.c"
 #include "matmul.c"
 #include "decoder.c"

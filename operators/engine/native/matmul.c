@@ -117,7 +117,8 @@ static void round_rows(int64_t n, int64_t in, const float *rows, uint16_t *to) {
 }
 
 /* rows [n, in] to [n, out] (GATED: [n, out / 2]) with `to_line` between rows; rounded: room for n * (in + 1) halves. */
-static void multiply(const Matrix *m, int end, int64_t n, const float *rows, float *to, int64_t to_line, float *rounded) {
+static void multiply(const Matrix *m, int end, int64_t n, const float *rows, float *to, int64_t to_line,
+                     float *rounded) {
     if (n == 0) return;
     int64_t step = evenly(n, TILE_ROWS), wide = end == GATED ? LANES : PANEL, out = end == GATED ? m->out / 2 : m->out;
     int64_t in = m->halves ? (m->in + 1) / 2 : m->in;
@@ -149,7 +150,8 @@ INLINE void pack_panel(const float *weight, int64_t out, int64_t in, int64_t par
             UNROLL for (int i = 0; i < LANES; i++) store(panel + (k + i) * PANEL + o, block[i]);
         }
         for (int64_t k = whole; k < in; k++)
-            for (int64_t i = 0; i < LANES; i++) panel[k * PANEL + o + i] = row + i < out ? weight[(row + i) * in + k] : 0;
+            for (int64_t i = 0; i < LANES; i++)
+                panel[k * PANEL + o + i] = row + i < out ? weight[(row + i) * in + k] : 0;
     }
 }
 

@@ -64,4 +64,4 @@ def make_parallel(
         if cause is error:
             raise
         raise cause from error
-    return dataclasses.replace(member.built, engine=Lockstep(member, team, others))  # type: ignore[arg-type]
+    return dataclasses.replace(member.built, engine=Lockstep(member, team, others))

@@ -39,7 +39,7 @@ class Lockstep:
 
     def __init__(self, member: Member, team: Team, others: Sequence[Mapping[str, Piece]]) -> None:
         """`others`: which part of each parameter rank r + 1 holds."""
-        self._engine = member.built.engine
+        self._engine = member.engine
         self._shards, self._team, self._others = member.shards, team, others
         self._broken = ""
         dtypes = {name: shard.local.dtype for name, shard in member.shards.items()}
@@ -117,7 +117,7 @@ def follow(member: Member, channel: Channel, rank: int, start_s: float) -> None:
         WorkerDied: rank 0 ended without saying so.
         RunError: this rank has drawn other tokens than rank 0.
     """
-    engine, tokenizer = member.built.engine, member.built.tokenizer
+    engine, tokenizer = member.engine, member.built.tokenizer
     known: dict[tuple[str, ...], StopStrings] = {}
     parent = os.getppid()
 

@@ -31,6 +31,12 @@ class Member:
     built: Built
     shards: dict[str, Shard]
 
+    @property
+    def engine(self) -> Engine:
+        """The native engine that was built."""
+        assert isinstance(self.built.engine, Engine)
+        return self.built.engine
+
 
 def make_member(
     declaration: Generator, context: Context, mesh: DeviceMesh, loading: AbstractContextManager[None]

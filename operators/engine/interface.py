@@ -1,0 +1,64 @@
+"""What an engine offers to the runtime and to a server, whoever makes its forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from operators.engine.results import Finished, Row, Start
+
+
+class DecodingEngine(Protocol):
+    """Rows that are decoded together; one thread calls these methods. `decode.Engine` says more of each."""
+
+    context_tokens: int
+    """Most tokens of a row."""
+    version: int
+    """Of the weights that tokens are drawn from now."""
+    steps: int
+    """Decode steps made."""
+    drawn: int
+    """Tokens drawn."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """What the weight plane writes into."""
+
+    @property
+    def live(self) -> int:
+        """Rollouts that have started and not ended."""
+
+    @property
+    def waiting(self) -> int:
+        """Those of them that wait for memory."""
+
+    @property
+    def free(self) -> int:
+        """Rollouts that may start now, as far as slots go."""
+
+    @property
+    def spare_pages(self) -> int:
+        """Pages that starting rollouts may take."""
+
+    def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
+        """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the pages they take."""
+
+    def step(self, starts: Sequence[Start] = ()) -> Finished | None:
+        """One token for every row; the rows that ended, or None."""
+
+    def abort(self, tickets: Collection[int]) -> Finished | None:
+        """Take rollouts out as they are."""
+
+    def progress(self, ticket: int) -> Row | None:
+        """A live rollout as it is now."""
+
+    def adopted(self, version: int) -> None:
+        """New weights of this version are in `tensors`."""
+
+    def close(self) -> None:
+        """Give up all rows, and what the engine holds."""

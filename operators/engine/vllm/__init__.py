@@ -1,0 +1,1 @@
+"""The vLLM back-end: an engine whose forward passes run in vLLM's own process, from its own environment."""

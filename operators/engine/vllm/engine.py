@@ -1,0 +1,295 @@
+"""The engine whose forward passes vLLM makes: rollouts out to its process, tokens back, weights in between.
+
+Log-probabilities are those that vLLM's sampler drew from (`processed_logprobs`): after repetition penalty, temperature,
+min_p, top_k and top_p, in that order, renormalised, float32 of logits in the model's type. Largest difference from
+transformers' forward pass, measured over 640 tokens: in float32 7e-7 for weights of standard deviation 0.02 and 2e-5
+for 0.2; in bfloat16, where vLLM's kernels round elsewhere, 5e-3 and 0.3. At temperature 0 they are 0. Equal seeds draw
+equal tokens unless a batch of another composition rounds a logit across a mark.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from dataflow.errors import WorkerDied
+from dataflow.model import Model
+from dataflow.records import AnyArray
+from operators.engine.results import ABORTED, BROKEN, STOPPED, TOO_LONG, Finished, Row, Start, finished_of, merged
+from operators.engine.sampler import Sampling
+from operators.engine.stops import StopStrings
+from operators.engine.vllm.live import Live
+from operators.engine.vllm.process import INSTALL, SERVER, Process, environment_of, interpreter
+from operators.engine.vllm.weights import Weights, check_names
+from operators.models import ModelError, load_model
+
+AHEAD = 1
+"""Steps that are asked for before the answer to the one before has been read, so that vLLM never waits for us."""
+
+
+class VllmEngine:
+    """Drives one vLLM process; the methods are those of `decode.Engine`, and one thread calls them."""
+
+    def __init__(
+        self,
+        model: Model | str | Path,
+        *,
+        slots: int,
+        context_tokens: int,
+        sampling: Sampling,
+        end_tokens: Sequence[int],
+        stop: StopStrings | None = None,
+        python: str | None = None,
+        threads: int = 1,
+        device: str = "cpu",
+        cache_bytes: int | None = None,
+        on_update: Literal["keep", "recompute"] = "keep",
+        eager: bool = True,
+        page_tokens: int | None = None,
+        prefill_tokens: int = 8192,
+        deadline_s: float = 300.0,
+        start_s: float = 900.0,
+        server: Path = SERVER,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Start vLLM for up to `slots` rollouts of at most `context_tokens` tokens.
+
+        Args:
+            model: a folder that both transformers and vLLM load; its parameters are what `tensors` holds.
+            stop: strings at which rollouts end; looked for here, vLLM knows none.
+            python: interpreter that has vLLM; None: this one, or the one that DATAFLOW_VLLM_PYTHON names.
+            threads: of vLLM's process, on processors.
+            device: "cpu", or "cuda:N", which vLLM shares with `tensors`.
+            cache_bytes: of vLLM's KV-cache; None: `slots` full rollouts on processors, vLLM's own choice on a GPU.
+            on_update: keep the keys and values of unfinished rollouts when weights change, or recompute them.
+            eager: without torch.compile and CUDA graphs.
+            page_tokens: of a page of vLLM's KV-cache; None: 32 on processors, vLLM's own choice on a GPU.
+            prefill_tokens: most tokens of one forward pass (at least `slots` and `context_tokens`).
+            deadline_s: longest wait for one answer of vLLM's process.
+            start_s: longest wait until it is ready.
+
+        Raises:
+            ModelError: there is no vLLM, it cannot load the model, or it does not know the parameters' names.
+        """
+        if not isinstance(model, Model):
+            model = Model(str(model))
+        self.slots = slots
+        self.context_tokens = context_tokens
+        self.sampling = sampling
+        self.version = 0
+        self.steps = 0
+        self.drawn = 0
+        self._stop = stop
+        self._deadline_s = deadline_s
+        self._ends = frozenset(end_tokens)
+        self._rows: dict[int, Live] = {}
+        self._ended: list[tuple[Row, int]] = []
+        self._texts: dict[int, str] = {}
+        self._gone: list[int] = []
+        self._unanswered = 0
+        self._born = 0
+        self._may_stop: WeakKeyDictionary[StopStrings, AnyArray] = WeakKeyDictionary()
+        python = interpreter(python, environment)
+        module = load_model(model)
+        folder = _folder(model)
+        check_names(model, dict(module.named_parameters()), folder)
+        self.vocabulary = int(module.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
+        self._weights = Weights(module, model.dtype, device)
+        self.tensors: dict[str, torch.Tensor] = self._weights.tensors
+        del module
+        self._process = Process(
+            [python, str(server)], environment_of(python, threads, device, environment), self._weights.files
+        )
+        request = {
+            "op": "open",
+            "model": str(folder),
+            "dtype": model.dtype,
+            "trust_remote_code": model.trust_remote_code,
+            "slots": slots,
+            "context_tokens": context_tokens,
+            "cache_bytes": cache_bytes,
+            "page_tokens": page_tokens,
+            "prefill_tokens": prefill_tokens,
+            "on_update": on_update,
+            "eager": eager,
+            "weights": self._weights.opening(),
+        }
+        try:
+            self._process.send(request, "starting", start_s)
+            self.about = self._process.receive("loading the model", start_s)
+        except WorkerDied as error:
+            self.close()
+            missing = f"; install vLLM: {INSTALL}" if "ModuleNotFoundError" in str(error) else ""
+            raise ModelError(f"vLLM cannot load model '{model.name}' with {python}: {error}{missing}") from error
+        if self.about["platform"] != device.partition(":")[0]:
+            self.close()
+            raise ModelError(
+                f"engine 'vllm' was asked to decode on {device}, but the vLLM of {python} is built for "
+                f"{self.about['platform']}; name the interpreter of another environment, or another device"
+            )
+
+    @property
+    def pid(self) -> int:
+        """The number of vLLM's process."""
+        return self._process.pid
+
+    @property
+    def live(self) -> int:
+        """Rollouts that have started and not ended."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """None that we hear of: vLLM looks after its own memory."""
+        return 0
+
+    @property
+    def free(self) -> int:
+        """Rollouts that may start now."""
+        return self.slots - self.live
+
+    @property
+    def spare_pages(self) -> int:
+        """Pages that starting rollouts may take, as far as we know: vLLM keeps that account itself."""
+        return 0
+
+    def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
+        """How many of `wanted` rollouts fit, and the pages they take: all, and none that we count.
+
+        Where vLLM's KV-cache is too small for all of them it decodes some later.
+        """
+        return wanted, 0
+
+    def step(self, starts: Sequence[Start] = ()) -> Finished | None:
+        """Have vLLM start rollouts and make one more step; the rollouts known to have ended, or None.
+
+        Raises WorkerDied when vLLM's process ended, failed, or did not answer within the deadline.
+        """
+        if self._rows or starts:
+            new = [self._begin(start) for start in starts]
+            gone, self._gone = self._gone, []
+            self._process.send({"op": "step", "starts": new, "aborts": gone}, "asking for a step", self._deadline_s)
+            self._unanswered += 1
+        self._settle(AHEAD)
+        if not self._rows:
+            self._settle(0)
+        return self._take()
+
+    def abort(self, tickets: Collection[int]) -> Finished | None:
+        """Take rollouts out with what they have drawn; tickets that are not live are passed over."""
+        rows = [self._rows.pop(ticket).row() for ticket in tickets if ticket in self._rows]
+        self._gone += [row.ticket for row in rows]
+        return merged([finished_of(rows, ABORTED)])
+
+    def progress(self, ticket: int) -> Row | None:
+        """A live rollout as it is now; None when it has ended or never started."""
+        return self._rows[ticket].row() if ticket in self._rows else None
+
+    def adopted(self, version: int) -> None:
+        """New weights of this version are in `tensors`: returns once vLLM has taken them.
+
+        Tokens of steps that were asked for before are told apart by the version that comes with them. Raises
+        WorkerDied as `step` does.
+        """
+        request = {"op": "update", "version": version, "weights": self._weights.offer()}
+        self._process.send(request, "offering weights", self._deadline_s)
+        self._settle(0)
+        self._process.receive(f"taking version {version}", self._deadline_s)
+        self.version = version
+
+    def close(self) -> None:
+        """End vLLM's process and give up all rollouts."""
+        self._rows.clear()
+        self._process.close()
+        self._weights.close()
+        self.tensors = {}
+
+    def _begin(self, start: Start) -> dict[str, Any]:
+        """Note the rollouts of a prompt, and the request that starts them."""
+        sampling = start.sampling if start.sampling is not None else self.sampling
+        stop = start.stop if start.stop is not None else self._stop
+        if stop is not None and stop not in self._may_stop:
+            self._may_stop[stop] = stop.may_stop(self.vocabulary).numpy()
+        for ticket, seed in zip(start.tickets, start.seeds, strict=True):
+            self._rows[ticket] = Live(start, ticket, self._born, seed, sampling, stop)
+            self._born += 1
+        return {
+            "prompt": start.prompt.astype("<i4").tobytes(),
+            "most": start.limit - len(start.prompt),
+            "tickets": [int(ticket) for ticket in start.tickets],
+            "seeds": [int(seed) for seed in start.seeds],
+            "sampling": dataclasses.asdict(sampling),
+            "ends": sorted(end for end in self._ends if 0 <= end < self.vocabulary),
+        }
+
+    def _settle(self, most: int) -> None:
+        """Read answers until at most this many steps are unanswered."""
+        while self._unanswered > most:
+            self._note(self._process.receive("decoding", self._deadline_s))
+            self._unanswered -= 1
+
+    def _note(self, stepped: Mapping[str, Any]) -> None:
+        """What a step drew, and what ended with it."""
+        version = stepped["version"]
+        tickets = np.frombuffer(stepped["tickets"], "<i8").tolist()
+        tokens = np.frombuffer(stepped["tokens"], "<i4").tolist()
+        logprobs = np.frombuffer(stepped["logprobs"], "<f4").tolist()
+        self.steps += bool(tickets)
+        for ticket, token, logprob in zip(tickets, tokens, logprobs, strict=True):
+            live = self._rows.get(ticket)
+            if live is None:
+                continue
+            self.drawn += 1
+            if not np.isfinite(logprob):
+                self._over(live, BROKEN)
+                continue
+            live.tokens.append(token)
+            live.logprobs.append(0.0 if live.sampling.temperature == 0.0 else logprob)
+            live.versions.append(version)
+            text = self._stopped_text(live)
+            if text is not None:
+                self._texts[ticket] = text
+                self._over(live, STOPPED)
+        for ticket, reason in zip(stepped["ended"], stepped["reasons"], strict=True):
+            live = self._rows.get(ticket)
+            if live is None:
+                continue
+            at_end = live.tokens[-1:] and live.tokens[-1] in self._ends
+            self._over(live, STOPPED if at_end else TOO_LONG if reason == "length" else BROKEN)
+
+    def _stopped_text(self, live: Live) -> str | None:
+        """The completion before a stop string that its newest token ended; None where there is none."""
+        token = live.tokens[-1]
+        if live.stop is None or token in self._ends or not self._may_stop[live.stop][token]:
+            return None
+        return live.stop.find(np.array(live.tokens))
+
+    def _over(self, live: Live, reason: int) -> None:
+        """A rollout has ended; vLLM hears of it with the next step, in case it goes on."""
+        del self._rows[live.ticket]
+        self._gone.append(live.ticket)
+        self._ended.append((live.row(), reason))
+
+    def _take(self) -> Finished | None:
+        """The rollouts that have ended since the last time."""
+        reasons = sorted({reason for _, reason in self._ended})
+        found = merged([finished_of([row for row, why in self._ended if why == reason], reason) for reason in reasons])
+        texts, self._ended, self._texts = self._texts, [], {}
+        return None if found is None else dataclasses.replace(found, texts=texts)
+
+
+def _folder(model: Model) -> Path:
+    """Where the model's files are on this machine."""
+    if Path(model.source).is_dir():
+        return Path(model.source)
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(model.source, "config.json", revision=model.revision)
+    return Path(str(found)).parent

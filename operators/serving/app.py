@@ -1,0 +1,216 @@
+"""The routes: OpenAI's completions and chat completions, models, health; JSON in, JSON or server-sent events out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from operators.serving.calls import Call
+from operators.serving.errors import ApiError
+from operators.serving.requests import Kind, parse
+from operators.serving.responses import DONE, Chunks, event, whole
+from operators.serving.service import Service
+
+MOST_BYTES = 32 << 20
+"""Largest body."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Hosts that a server without a key answers to; a web page elsewhere cannot reach it under another name."""
+GONE = "the client went away before the rollout ended"
+
+_log = structlog.get_logger()
+
+
+def make_app(service: Service, *, api_key: str | None = None, close_timeout_s: float = 30.0) -> Starlette:
+    """The ASGI application; it starts the engine's thread and closes it.
+
+    Args:
+        api_key: what `Authorization: Bearer` must say; None: no key, and only loopback hosts.
+        close_timeout_s: given to the engine's thread to end.
+    """
+
+    def route(path: str, answer: Callable[[HttpRequest], Awaitable[Response]], method: str) -> Route:
+        async def guarded(http: HttpRequest) -> Response:
+            try:
+                _admit(http, api_key)
+                return await answer(http)
+            except ApiError as error:
+                return _refusal(error)
+            except Exception as error:
+                _log.exception("a call failed", path=path)
+                return _refusal(ApiError(500, f"the server failed: {type(error).__name__}; its log has the rest"))
+
+        return Route(path, guarded, methods=[method])
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        service.thread.start()
+        yield
+        await asyncio.to_thread(service.thread.close, close_timeout_s)
+        await asyncio.sleep(0)  # what the thread told last stands in the loop's queue
+
+    async def completions(http: HttpRequest) -> Response:
+        return await _serve(service, http, "completion")
+
+    async def chat(http: HttpRequest) -> Response:
+        return await _serve(service, http, "chat")
+
+    async def models(_: HttpRequest) -> Response:
+        model = {"id": service.model, "object": "model", "created": service.started_s, "owned_by": "dataflow"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(_: HttpRequest) -> Response:
+        thread = service.thread
+        state = {
+            "status": "ok" if thread.failure is None else "failed",
+            "error": thread.failure,
+            "model": service.model,
+            "version": thread.engine.version,
+            "live": thread.engine.live,
+            "waiting": thread.waiting,
+            "recorded": service.recorded,
+        }
+        return JSONResponse(state, 200 if thread.failure is None else 503)
+
+    app = Starlette(
+        routes=[
+            route("/v1/completions", completions, "POST"),
+            route("/v1/chat/completions", chat, "POST"),
+            route("/v1/models", models, "GET"),
+            route("/health", health, "GET"),
+        ],
+        exception_handlers={HTTPException: _unrouted},
+        lifespan=lifespan,
+    )
+    app.state.service = service
+    return app
+
+
+def _admit(http: HttpRequest, api_key: str | None) -> None:
+    """Whether this caller may call at all."""
+    if api_key is None:
+        if http.url.hostname not in LOOPBACK:
+            raise ApiError(
+                403,
+                f"without an API key only loopback hosts are answered; found Host {http.url.hostname!r}; "
+                f"call 127.0.0.1, or start the server with --api-key-env",
+                code="host_not_allowed",
+            )
+        return
+    kind, _, key = http.headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), api_key.encode()):
+        raise ApiError(
+            401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key"
+        )
+
+
+async def _serve(service: Service, http: HttpRequest, kind: Kind) -> Response:
+    request = parse(kind, await _body(http))
+    call = service.begin(request, http.headers.get("x-session-id") or request.user)
+    if request.stream:
+        return StreamingResponse(_stream(service, http, call), media_type="text/event-stream", headers=_HEADERS)
+    async with _attended(service, http, call) as news:
+        async for _ in news:
+            pass
+    if call.failure is not None:
+        raise call.failure
+    return JSONResponse(whole(call, service.vocabulary))
+
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+async def _stream(service: Service, http: HttpRequest, call: Call) -> AsyncIterator[str]:
+    chunks = Chunks(call, service.vocabulary)
+    try:
+        async with _attended(service, http, call) as news:
+            async for _ in news:
+                if call.failure is not None:
+                    raise call.failure
+                if new := "".join(event(chunk) for chunk in chunks.new()):
+                    yield new
+        closing = "".join(event(chunk) for chunk in chunks.last())
+    except ApiError as error:
+        closing = event(error.body)
+    yield closing + DONE
+
+
+@contextlib.asynccontextmanager
+async def _attended(service: Service, http: HttpRequest, call: Call) -> AsyncIterator[AsyncIterator[None]]:
+    """Watch a call to its end: an iterator that goes round whenever something is new. Whoever leaves, ends the call.
+
+    Raises:
+        ApiError: 499 when the client went away, 504 at the call's deadline.
+    """
+    left = asyncio.create_task(_leave(http))
+    try:
+        yield _news(service, call, left)
+    finally:
+        left.cancel()
+        service.end(call, GONE)
+
+
+async def _news(service: Service, call: Call, left: asyncio.Task[None]) -> AsyncIterator[None]:
+    deadline = asyncio.get_running_loop().time() + service.call_timeout_s
+    while True:
+        over = call.is_over
+        call.news.clear()
+        yield
+        if over:
+            return
+        waits = asyncio.create_task(call.news.wait())
+        patience = deadline - asyncio.get_running_loop().time()
+        try:
+            await asyncio.wait({waits, left}, timeout=max(0.0, patience), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waits.cancel()
+        if call.news.is_set():
+            continue
+        if left.done():
+            raise ApiError(499, GONE, code="client_gone")
+        why = f"the call was not over after {service.call_timeout_s:g} s; ask for fewer tokens, or call again later"
+        service.end(call, why)
+        raise ApiError(504, why, code="timeout")
+
+
+async def _leave(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(http: HttpRequest) -> Any:
+    """The JSON of a request. Raises ApiError: 413, 415, 400."""
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"a call is JSON; found Content-Type {kind!r}; send Content-Type: application/json")
+    read = bytearray()
+    async for piece in http.stream():
+        read += piece
+        if len(read) > MOST_BYTES:
+            raise ApiError(413, f"the body has more than {MOST_BYTES} bytes; shorten it")
+    try:
+        return json.loads(read)
+    except ValueError as error:
+        raise ApiError(400, f"the body is no JSON: {error}; mend it", code="invalid_json") from error
+
+
+def _refusal(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, {"retry-after": "1"} if error.status == 429 else None)
+
+
+async def _unrouted(http: HttpRequest, error: Exception) -> Response:
+    """An address or method that is not served."""
+    assert isinstance(error, HTTPException)
+    known = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models, GET /health"
+    said = f"{http.method} {http.url.path} is not served ({error.detail}); this server has {known}"
+    return _refusal(ApiError(error.status_code, said, code="not_found"))

@@ -1,0 +1,156 @@
+"""One call on its way: what its choices have so far, for whoever answers, and its rows once all have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dataflow.records import AnyArray
+from operators.serving.errors import ApiError
+from operators.serving.exchanges import Exchange
+from operators.serving.requests import Request
+from operators.serving.rows import Ended, Group
+from operators.serving.text import Transcript, Vocabulary
+from operators.serving.work import ABORTED, BROKEN, STOPPED, News, Work
+
+REASONS = {STOPPED: "stop"}
+"""Finish reason of a rollout that ended well; any other way is `length`."""
+
+_NONE = np.zeros(0, np.int32)
+
+
+@dataclass(eq=False)
+class Choice:
+    """One rollout as the caller sees it: everything so far, which only grows."""
+
+    index: int
+    transcript: Transcript
+    tokens: AnyArray = field(default_factory=lambda: _NONE)
+    """Of the completion, int32 [drawn]."""
+    logprobs: AnyArray = field(default_factory=lambda: _NONE.astype(np.float32))
+    """float32 [drawn]."""
+    versions: AnyArray = field(default_factory=lambda: _NONE)
+    finish_reason: str | None = None
+    """stop, length or error, once ended."""
+    error: str | None = None
+    failed: int | None = None
+    """HTTP status of an answer that cannot hold this choice."""
+
+    def hear(self, news: News, ends: frozenset[int]) -> None:
+        """Take in what the engine says."""
+        heard = len(self.tokens)
+        ended_at = len(news.tokens)
+        if news.reason == STOPPED and ended_at and int(news.tokens[-1]) in ends:
+            ended_at -= 1
+        for token in news.tokens[heard:ended_at].tolist():
+            self.transcript.push(token)
+        if len(news.tokens) >= heard:
+            self.tokens, self.logprobs, self.versions = news.tokens, news.logprobs, news.versions
+        if news.reason is not None:
+            self.transcript.finish()
+            self.error = news.error
+            self.failed = {BROKEN: 500, ABORTED: 503}.get(news.reason)
+            self.finish_reason = "error" if self.failed else REASONS.get(news.reason, "length")
+
+    @property
+    def ended(self) -> Ended:
+        """The choice as a row is made of it."""
+        return Ended(
+            text=self.transcript.text,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=self.finish_reason or "error",
+            error=self.error,
+        )
+
+
+@dataclass(eq=False)
+class Part:
+    """One prompt of a call, its rollouts, and what the engine was asked for."""
+
+    group: Group
+    choices: list[Choice]
+    text: str | None
+    """The prompt as rendered; None where it was given as token ids."""
+    work: Work | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all rollouts have ended."""
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def exchanges(self, vocabulary: Vocabulary, ends: frozenset[int]) -> list[Exchange]:
+        """What a later prompt may go on from."""
+        if self.text is None:
+            return []
+        found = []
+        for position, choice in enumerate(self.choices):
+            ids = tuple(choice.tokens.tolist())
+            whole = choice.transcript.whole_tokens()
+            if choice.failed or not whole:
+                continue
+            end = ids[-1] if whole == len(ids) - 1 and ids[-1] in ends else None
+            found.append(
+                Exchange(
+                    session=self.group.session,
+                    text=self.text + choice.transcript.text[: choice.transcript.end_of(whole)],
+                    tokens=(*self.group.prompt_tokens, *ids[:whole]),
+                    end=None if end is None else (end, vocabulary.decode([end], special=True)),
+                    rollout_id=self.group.rollout_id(position),
+                )
+            )
+        return found
+
+
+class Call:
+    """A request and its parts.
+
+    consumes: news of its rollouts (`hear`, on the event loop)
+    produces: the state of its choices; `finished` is called once for each part that is over
+    waits for: nothing; who answers waits for `news`
+    """
+
+    def __init__(
+        self, request: Request, parts: Sequence[Part], ends: frozenset[int], finished: Callable[[Part], None]
+    ) -> None:
+        """Nothing heard yet."""
+        self.request, self.parts = request, parts
+        self.request_id = parts[0].group.request_id
+        self.created = parts[0].group.created_ms // 1000
+        self.news = asyncio.Event()
+        self.unrecorded: ApiError | None = None
+        self._ends, self._finished = ends, finished
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Of all parts, in the order of their index."""
+        return [choice for part in self.parts for choice in part.choices]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rollout has ended."""
+        return all(part.is_over for part in self.parts)
+
+    @property
+    def failure(self) -> ApiError | None:
+        """Why the call cannot be answered, if it cannot."""
+        for choice in self.choices:
+            if choice.failed:
+                return ApiError(choice.failed, choice.error or "the rollout failed", code="rollout_failed")
+        return self.unrecorded
+
+    def hear(self, part: Part, news: News) -> None:
+        """Something happened to a rollout."""
+        if part.choices[news.position].finish_reason is not None:
+            return
+        part.choices[news.position].hear(news, self._ends)
+        if part.is_over:
+            try:
+                self._finished(part)
+            except Exception as error:
+                self.unrecorded = ApiError(500, f"the call could not be recorded: {error}", code="not_recorded")
+        self.news.set()

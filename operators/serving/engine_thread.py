@@ -1,0 +1,317 @@
+"""The thread that drives the engine: calls in, tokens and ended rollouts out, weights taken in between."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+
+from dataflow.errors import DeadlineError, RunError
+from operators.engine.interface import DecodingEngine
+from operators.serving.work import ABORTED, BROKEN, News, Work
+
+PAUSE = 4
+"""Between two looks at the rollouts that stream passes at least this many times the time that a look takes."""
+
+
+@dataclass(frozen=True)
+class _Update:
+    version: int
+    apply: Callable[[Mapping[str, Any]], None]
+    done: Future[None]
+
+
+class Overloaded(RunError):
+    """More calls are waiting than the queue holds."""
+
+
+class EngineThread:
+    """Decodes for many callers on one thread.
+
+    consumes: works (`submit`), cancellations (`cancel`), weights (`update`), from any thread, by one queue
+    produces: news of each rollout, by `Work.tell`
+    waits for: the queue, while no rollout is live and none can start, `idle_s` at a time
+    unblocked by: any of the above, and `close`
+    """
+
+    def __init__(
+        self,
+        engine: DecodingEngine,
+        make_start: Callable[..., Any],
+        *,
+        most_waiting: int = 256,
+        prefill_tokens: int = 4096,
+        stream_s: float = 0.02,
+        idle_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take over an engine, which nothing else may call from now on.
+
+        Args:
+            make_start: `operators.engine.results.Start`.
+            most_waiting: prompts that wait to be started; more are refused.
+            prefill_tokens: prompt tokens after which no more prompts start in the same step.
+            stream_s: seconds between two looks at the rollouts that stream, at least; 0: after every step.
+        """
+        self.engine = engine
+        self.failure: str | None = None
+        self._make_start, self._clock = make_start, clock
+        self._most_waiting, self._prefill_tokens = most_waiting, prefill_tokens
+        self._stream_s, self._idle_s = stream_s, idle_s
+        self._inbox: queue.SimpleQueue[Work | tuple[Work, str] | _Update | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting_count = 0
+        self._closing = False
+        self._waiting: deque[Work] = deque()
+        self._by_ticket: dict[int, Work] = {}
+        self._next_ticket = 0
+        self._next_look = -float("inf")
+        self._log = structlog.get_logger()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to decode."""
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that are not wholly started."""
+        return self._waiting_count
+
+    def submit(self, works: Sequence[Work]) -> None:
+        """Queue prompts, all of them or none.
+
+        Raises:
+            Overloaded: so many would wait.
+            RunError: the thread is closed.
+        """
+        with self._lock:
+            if self._closing:
+                raise RunError("the engine takes no more calls; it is shutting down; call another server")
+            waiting = self._waiting_count
+            if waiting + len(works) > self._most_waiting:
+                raise Overloaded(
+                    f"{len(works)} prompts cannot be queued; {waiting} of at most {self._most_waiting} are waiting; "
+                    f"try again later"
+                )
+            self._waiting_count += len(works)
+            for work in works:
+                self._inbox.put(work)
+
+    def cancel(self, work: Work, why: str) -> None:
+        """End a work's rollouts as they are, with `why` as their error; those that have ended stay as they were."""
+        self._inbox.put((work, why))
+
+    def update(self, version: int, apply: Callable[[Mapping[str, Any]], None], timeout_s: float = 60.0) -> None:
+        """Let `apply` write weights into the engine's tensors between two decode steps; blocks until it has.
+
+        Tokens drawn from then on are recorded with `version`. What `apply` raises is raised here; the version stays.
+
+        Raises:
+            DeadlineError: no safe point was reached in time; `apply` will not be called any more.
+        """
+        done: Future[None] = Future()
+        self._inbox.put(_Update(version, apply, done))
+        try:
+            done.result(timeout_s)
+        except TimeoutError as error:
+            if done.done():
+                return done.result()
+            done.cancel()
+            raise DeadlineError(
+                f"the update to version {version} waited for the engine's thread; found no end of it after "
+                f"{timeout_s} s; look at the server's log, or give it more time"
+            ) from error
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End all rollouts that are under way as they are, and the thread.
+
+        Raises:
+            DeadlineError: it did not end in time.
+        """
+        with self._lock:
+            self._closing = True
+        self._inbox.put(None)
+        if self._thread.ident is None:
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineError(
+                f"closing the engine waited for its thread; found it alive after {timeout_s} s; "
+                f"a decode step takes that long, or `tell` or `apply` hangs"
+            )
+
+    def _run(self) -> None:
+        while True:
+            try:
+                if not self._listen():
+                    break
+                self._decode()
+            except Exception as error:
+                self.failure = f"{type(error).__name__}: {error}"
+                self._log.exception("the engine failed; its rollouts are given up")
+                self._give_up(f"the engine failed: {self.failure}; see the server's log")
+        self._give_up("the server was shut down before the rollout ended")
+        with contextlib.suppress(queue.Empty):
+            while True:
+                late = self._inbox.get_nowait()
+                if isinstance(late, _Update) and late.done.set_running_or_notify_cancel():
+                    late.done.set_exception(RunError("the engine takes no more weights; it was shut down; restart it"))
+
+    def _listen(self) -> bool:
+        """Take in all messages; wait for one where there is nothing to do. False once closed."""
+        idle = not self._waiting and not self.engine.live
+        try:
+            message = self._inbox.get(timeout=self._idle_s) if idle else self._inbox.get_nowait()
+            while message is not None:
+                self._take(message)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _take(self, message: Work | tuple[Work, str] | _Update) -> None:
+        if isinstance(message, Work):
+            self._waiting.append(message)
+        elif isinstance(message, _Update):
+            self._adopt(message)
+        else:
+            self._abort(*message)
+
+    def _adopt(self, update: _Update) -> None:
+        if not update.done.set_running_or_notify_cancel():
+            return
+        try:
+            update.apply(self.engine.tensors)
+            self.engine.adopted(update.version)
+        except BaseException as error:
+            update.done.set_exception(error)
+        else:
+            update.done.set_result(None)
+
+    def _decode(self) -> None:
+        starts = self._starts()
+        if not starts and not self.engine.live:
+            return
+        finished = self.engine.step(starts)
+        self.failure = None
+        if finished is not None:
+            self._end(finished)
+        begin = self._clock()
+        if begin >= self._next_look:
+            self._look()
+            end = self._clock()
+            self._next_look = end + max(self._stream_s, PAUSE * (end - begin)) if self._stream_s else begin
+
+    def _look(self) -> None:
+        """Tell of the tokens that streaming rollouts have by now."""
+        for ticket, work in self._by_ticket.items():
+            if work.streams and (row := self.engine.progress(ticket)) is not None:
+                drawn = slice(row.start, None)
+                self._tell(
+                    work, News(work.tickets[ticket], row.tokens[drawn], row.logprobs[drawn], row.versions[drawn])
+                )
+
+    def _starts(self) -> list[Any]:
+        """Waiting prompts that start in the next step, in the order of their arrival, as far as they fit."""
+        starts: list[Any] = []
+        tokens, free, pages = 0, self.engine.free, self.engine.spare_pages
+        while self._waiting and free > 0 and tokens < self._prefill_tokens:
+            work = self._waiting[0]
+            wanted = min(free, len(work.seeds) - work.begun)
+            idle = not starts and not self.engine.live
+            count, taken = self.engine.fitting(len(work.prompt), wanted, pages, idle=idle)
+            if not count:
+                break
+            free, pages, tokens = free - count, pages - taken, tokens + len(work.prompt)
+            starts.append(self._begin(work, count))
+        return starts
+
+    def _begin(self, work: Work, count: int) -> Any:
+        tickets = range(self._next_ticket, self._next_ticket + count)
+        self._next_ticket += count
+        first = work.begun
+        work.begun += count
+        for place, ticket in enumerate(tickets):
+            self._by_ticket[ticket] = work
+            work.tickets[ticket] = first + place
+        if work.begun == len(work.seeds):
+            self._waiting.popleft()
+            self._count(-1)
+        return self._make_start(
+            prompt=work.prompt,
+            limit=work.limit,
+            tickets=tickets,
+            seeds=work.seeds[first : work.begun],
+            sampling=work.sampling,
+            stop=work.stop,
+        )
+
+    def _end(self, finished: Any) -> None:
+        """Tell of rollouts that ended."""
+        columns = (finished.tickets, finished.starts, finished.lengths, finished.reasons)
+        for i, (ticket, start, length, reason) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            work = self._by_ticket.pop(ticket)
+            drawn = slice(start, length)
+            error = None
+            if reason == BROKEN:
+                error = f"the model's logits are not finite after {length - start} tokens; look at the weights"
+            elif reason == ABORTED:
+                error = work.why or "the rollout was aborted"
+            self._tell(
+                work,
+                News(
+                    work.tickets.pop(ticket), finished.tokens[i, drawn], finished.logprobs[i, drawn],
+                    finished.versions[i, drawn], reason, error,
+                ),
+            )  # fmt: skip
+
+    def _abort(self, work: Work, why: str) -> None:
+        """End a work: what is live as it is, what has not begun without a token."""
+        work.why = why
+        finished = self.engine.abort(list(work.tickets)) if work.tickets else None
+        if finished is not None:
+            self._end(finished)
+        self._lose(work, why)
+
+    def _lose(self, work: Work, why: str) -> None:
+        """End what is left of a work without a token."""
+        if work in self._waiting:
+            self._waiting.remove(work)
+            self._count(-1)
+        positions = [*work.tickets.values(), *range(work.begun, len(work.seeds))]
+        for ticket in work.tickets:
+            self._by_ticket.pop(ticket, None)
+        work.tickets, work.begun = {}, len(work.seeds)
+        none = np.zeros(0, np.int32)
+        for position in positions:
+            self._tell(work, News(position, none, none.astype(np.float32), none, ABORTED, why))
+
+    def _give_up(self, why: str) -> None:
+        """End everything, also where the engine cannot say how far it came."""
+        for work in {id(work): work for work in [*self._by_ticket.values(), *self._waiting]}.values():
+            try:
+                self._abort(work, why)
+            except Exception:
+                self._log.exception("rollouts could not be taken out; their tokens are lost")
+                self._lose(work, why)
+        self.engine.close()
+
+    def _tell(self, work: Work, news: News) -> None:
+        try:
+            work.tell(news)
+        except Exception:
+            self._log.exception("a caller could not hear of its rollout")
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._waiting_count += change

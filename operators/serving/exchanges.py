@@ -1,0 +1,95 @@
+"""Recent exchanges by the text that they make, so that a conversation goes on with the tokens it was made of."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from operators.serving.text import Vocabulary
+
+MOST_CHARACTERS = 1 << 25
+"""Characters of all exchanges that are kept, about 32 MiB of text and 64 MiB of token ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A prompt and what the model wrote after it."""
+
+    session: str | None
+    text: str
+    """Of prompt and completion; where a stop string cut a token in two, up to that token."""
+    tokens: tuple[int, ...]
+    """What stands for that text."""
+    end: tuple[int, str] | None
+    """The end token that the model wrote then, and its text, where it wrote one."""
+    rollout_id: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a prompt, and where they come from."""
+
+    tokens: tuple[int, ...]
+    parent: int | None = None
+    """The rollout whose tokens it begins with."""
+    reused: int = 0
+    """How many tokens those are."""
+
+
+class Exchanges:
+    """The latest exchanges, up to `most` of them; those used longest ago go first."""
+
+    def __init__(self, most: int = 1024) -> None:
+        """Begin with none."""
+        self._most = most
+        self._kept: OrderedDict[tuple[str | None, str], Exchange] = OrderedDict()
+        self._characters = 0
+
+    def add(self, exchange: Exchange) -> None:
+        """Remember an exchange; one of the same session and text is replaced."""
+        key = exchange.session, exchange.text
+        self._drop(key)
+        self._kept[key] = exchange
+        self._characters += len(exchange.text)
+        while len(self._kept) > self._most or self._characters > MOST_CHARACTERS:
+            self._drop(next(iter(self._kept)))
+
+    def find(self, session: str | None, text: str) -> Exchange | None:
+        """The longest exchange of the session that `text` goes on from."""
+        found: Exchange | None = None
+        for (owner, begin), exchange in self._kept.items():
+            if owner == session and (found is None or len(begin) > len(found.text)) and text.startswith(begin):
+                found = exchange
+        if found is not None:
+            self._kept.move_to_end((found.session, found.text))
+        return found
+
+    def _drop(self, key: tuple[str | None, str]) -> None:
+        gone = self._kept.pop(key, None)
+        self._characters -= 0 if gone is None else len(gone.text)
+
+
+def encode(vocabulary: Vocabulary, exchanges: Exchanges, text: str, *, session: str | None, chat: bool) -> Encoded:
+    """Tokens of a prompt's text, those of an earlier exchange first where the text goes on from it.
+
+    They are used where the whole spells the same text as the tokenizer's own tokens do; else the text is tokenised.
+    chat: the text comes from a chat template, which has put special tokens where they belong.
+    """
+    own = _ids(vocabulary.tokenizer, text, special=not chat)
+    earlier = exchanges.find(session, text)
+    if earlier is None:
+        return Encoded(own)
+    known, rest = earlier.tokens, text[len(earlier.text) :]
+    if earlier.end is not None and rest.startswith(earlier.end[1]):
+        known, rest = (*known, earlier.end[0]), rest[len(earlier.end[1]) :]
+    tokens = known + _ids(vocabulary.tokenizer, rest, special=False)
+    if vocabulary.decode(tokens) != vocabulary.decode(own):
+        return Encoded(own)
+    return Encoded(tokens, earlier.rollout_id, len(known))
+
+
+def _ids(tokenizer: Any, text: str, *, special: bool) -> tuple[int, ...]:
+    ids: Sequence[int] = tokenizer(text, add_special_tokens=special)["input_ids"] if text else ()
+    return tuple(ids)

@@ -1,0 +1,307 @@
+"""Reads the JSON of a call into a `Request`, or says what is wrong with it; nothing is dropped silently."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from operators.serving.errors import ApiError, bad
+
+Kind = Literal["completion", "chat"]
+
+MOST_CHOICES = 128
+"""Largest n."""
+
+_SHARED = {
+    "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stop", "seed", "logprobs", "stream",
+    "stream_options", "user", "top_k", "min_p", "repetition_penalty", "return_token_ids",
+}  # fmt: skip
+FIELDS: dict[Kind, set[str]] = {
+    "completion": {*_SHARED, "prompt"},
+    "chat": {*_SHARED, "messages", "tools", "tool_choice", "top_logprobs"},
+}
+"""What each kind of call may ask for."""
+
+WITHOUT_EFFECT = {
+    "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls",
+}  # fmt: skip
+"""Fields that are accepted with any value, since no value changes what is generated here."""
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+"""Fields that are accepted with the values that ask for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A call, its fields checked, with their defaults."""
+
+    kind: Kind
+    model: str
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    """Of a completion: texts or token ids."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """Of a chat."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    max_tokens: int | None = None
+    """Most tokens of a completion; None: what the context has room for."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    logprobs: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+    user: str | None = None
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The knobs of `sampler.Sampling`."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return {name: getattr(self, name) for name in names}
+
+
+def parse(kind: Kind, body: Any) -> Request:
+    """The call that a JSON body asks for. Raises ApiError (400) for what is wrong, unknown or cannot be done."""
+    if not isinstance(body, dict):
+        raise ApiError(
+            400, f"the body is no JSON object; found {type(body).__name__}; send {{...}}", code="invalid_json"
+        )
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        _check_known(kind, name, value)
+    chat = kind == "chat"
+    return Request(
+        kind=kind,
+        model=_text(given, "model"),
+        prompts=() if chat else _prompts(given),
+        messages=_messages(given) if chat else (),
+        tools=_tools(given) if chat else (),
+        max_tokens=_max_tokens(kind, given),
+        temperature=_number(given, "temperature", 1.0, least=0.0),
+        top_p=_number(given, "top_p", 1.0, above=0.0, most=1.0),
+        min_p=_number(given, "min_p", 0.0, least=0.0, most=1.0),
+        repetition_penalty=_number(given, "repetition_penalty", 1.0, above=0.0),
+        top_k=max(0, _whole(given, "top_k", 0, least=-1)),
+        n=_whole(given, "n", 1, least=1, most=MOST_CHOICES),
+        stop=_stop(given),
+        seed=_whole(given, "seed", None, least=-(2**63), most=2**63 - 1) if "seed" in given else None,
+        logprobs=_logprobs(kind, given),
+        stream=_flag(given, "stream"),
+        include_usage=_include_usage(given),
+        return_token_ids=_flag(given, "return_token_ids"),
+        user=_text(given, "user") if "user" in given else None,
+    )
+
+
+def _check_known(kind: Kind, name: str, value: Any) -> None:
+    if name in FIELDS[kind] or name in WITHOUT_EFFECT:
+        return
+    if name in ONLY:
+        if not any(value == allowed for allowed in ONLY[name]):
+            raise bad(
+                name,
+                f"'{name}' is not supported here; found {_shown(value)}; leave it out, or send {ONLY[name][0]!r}",
+                "unsupported_parameter",
+            )
+        return
+    close = difflib.get_close_matches(name, FIELDS[kind], n=1)
+    hint = f"did you mean '{close[0]}'?" if close else "leave it out"
+    raise bad(
+        name, f"'{name}' is not a field that this server knows; found {_shown(value)}; {hint}", "unknown_parameter"
+    )
+
+
+def _prompts(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
+    """A text, texts, token ids, or lists of them."""
+    found = given.get("prompt")
+    many: list[Any] = found if isinstance(found, list) and not _is_ids(found) else [found]
+    if found is None or not many or not all(isinstance(one, str) or _is_ids(one) for one in many):
+        raise bad(
+            "prompt",
+            f"'prompt' must be a text, a list of texts, token ids, or a list of token id lists; found {_shown(found)}; "
+            f"give at least one, none of them empty",
+            "missing_required_parameter" if found is None else "invalid_value",
+        )
+    return tuple(one if isinstance(one, str) else tuple(one) for one in many)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)
+
+
+def _messages(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    found = given.get("messages")
+    if not isinstance(found, list) or not found or not all(isinstance(message, dict) for message in found):
+        raise bad(
+            "messages",
+            f'\'messages\' must be a list of {{"role", "content"}}; found {_shown(found)}; give at least one',
+            "missing_required_parameter" if found is None else "invalid_value",
+        )
+    return tuple(_message(place, message) for place, message in enumerate(found))
+
+
+def _message(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as chat templates take it: no nulls, text content in one piece, arguments of tool calls as objects."""
+    where = f"messages[{place}]"
+    made = {name: value for name, value in message.items() if value is not None}
+    if not isinstance(made.get("role"), str):
+        raise bad(f"{where}.role", f'\'{where}\' needs a role; found {_shown(message)}; add "role": "user", say')
+    made["content"] = _content(f"{where}.content", made.get("content", ""))
+    if "tool_calls" in made:
+        made["tool_calls"] = [_tool_call(f"{where}.tool_calls", call) for call in _list(where, made["tool_calls"])]
+    return made
+
+
+def _content(where: str, content: Any) -> str:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = []
+    for part in _list(where, parts):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise bad(
+                where,
+                f"'{where}' may be a text or parts of type text; found {_shown(part)}; "
+                f'send {{"type": "text", "text": ...}}',
+                "unsupported_content",
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool_call(where: str, call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise bad(where, f"'{where}' holds something that is no call of a function: {_shown(call)}; mend it")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    choice = given.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise bad(
+            "tool_choice",
+            f'\'tool_choice\' is not supported with this value; found {_shown(choice)}; send "auto" or "none"',
+            "unsupported_parameter",
+        )
+    found = _list("tools", given.get("tools", []))
+    if not all(isinstance(tool, dict) for tool in found):
+        raise bad("tools", f"'tools' must be a list of objects; found {_shown(found)}; mend it")
+    return tuple(found) if choice == "auto" else ()
+
+
+def _max_tokens(kind: Kind, given: Mapping[str, Any]) -> int | None:
+    """16 for a completion that does not say, as OpenAI has it; a chat may fill the context."""
+    asked = {name: given[name] for name in ("max_completion_tokens", "max_tokens") if name in given}
+    if len(set(map(str, asked.values()))) > 1:
+        raise bad("max_tokens", f"'max_tokens' and 'max_completion_tokens' differ; found {asked}; send one of them")
+    for name in asked:
+        return int(_whole(given, name, 0, least=1))
+    return 16 if kind == "completion" else None
+
+
+def _logprobs(kind: Kind, given: Mapping[str, Any]) -> bool:
+    """Whether each sampled token's log-probability is asked for; alternatives beside it cannot be given."""
+    most = "top_logprobs" if kind == "chat" else "logprobs"
+    if most in given and _whole(given, most, 0, least=0) > 0:
+        way_out = "send logprobs=true alone" if kind == "chat" else "send logprobs=0"
+        raise bad(
+            most,
+            f"'{most}' asks for alternatives beside the sampled token, which are not recorded; found "
+            f"{given[most]}; {way_out} for the sampled token's own",
+            "unsupported_parameter",
+        )
+    return "logprobs" in given if kind == "completion" else _flag(given, "logprobs")
+
+
+def _stop(given: Mapping[str, Any]) -> tuple[str, ...]:
+    found = given.get("stop", [])
+    texts = [found] if isinstance(found, str) else found
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise bad("stop", f"'stop' must be a text or a list of texts, none empty; found {_shown(found)}; mend it")
+    return tuple(dict.fromkeys(texts))
+
+
+def _include_usage(given: Mapping[str, Any]) -> bool:
+    options = given.get("stream_options", {})
+    known = {"include_usage", "include_obfuscation"}
+    if not isinstance(options, dict) or not set(options) <= known:
+        raise bad("stream_options", f"'stream_options' knows {sorted(known)}; found {_shown(options)}; mend it")
+    if options and not given.get("stream"):
+        raise bad("stream_options", "'stream_options' needs a stream; found stream unset; send stream=true")
+    return _flag(options, "include_usage")
+
+
+def _text(given: Mapping[str, Any], name: str) -> str:
+    found = given.get(name)
+    if not isinstance(found, str) or not found:
+        code = "missing_required_parameter" if found is None else "invalid_value"
+        raise bad(name, f"'{name}' must be a text; found {_shown(found)}; give one", code)
+    return found
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    found = given.get(name, False)
+    if not isinstance(found, bool):
+        raise bad(name, f"'{name}' must be true or false; found {_shown(found)}; mend it")
+    return found
+
+
+def _list(where: str, found: Any) -> list[Any]:
+    if not isinstance(found, list):
+        raise bad(where, f"'{where}' must be a list; found {_shown(found)}; mend it")
+    return found
+
+
+def _whole(given: Mapping[str, Any], name: str, default: int | None, *, least: int, most: int | None = None) -> Any:
+    found = given.get(name, default)
+    if type(found) is not int or found < least or (most is not None and found > most):
+        upto = "" if most is None else f" and at most {most}"
+        raise bad(name, f"'{name}' must be a whole number of at least {least}{upto}; found {_shown(found)}; mend it")
+    return found
+
+
+def _number(
+    given: Mapping[str, Any],
+    name: str,
+    default: float,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+) -> float:
+    found = given.get(name, default)
+    fits = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+    if not fits or found < least or found <= above or found > most:
+        range_ = f"above {above:g}" if above > -math.inf else f"of at least {least:g}"
+        upto = "" if most == math.inf else f" and at most {most:g}"
+        raise bad(name, f"'{name}' must be a number {range_}{upto}; found {_shown(found)}; mend it")
+    return float(found)
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,0 +1,158 @@
+"""The JSON of answers, in OpenAI's shapes: whole ones and the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from operators.serving.calls import Call, Choice
+from operators.serving.text import Vocabulary
+
+DONE = "data: [DONE]\n\n"
+
+
+def event(body: Any) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def whole(call: Call, vocabulary: Vocabulary) -> dict[str, Any]:
+    """The answer of a call that is over."""
+    request = call.request
+    body = _head(call, chunk=False)
+    body["choices"] = [_whole_choice(call, choice, vocabulary) for choice in call.choices]
+    body["usage"] = usage(call)
+    if request.return_token_ids and request.kind == "chat":
+        body["prompt_token_ids"] = list(call.parts[0].group.prompt_tokens)
+    return body
+
+
+def usage(call: Call) -> dict[str, int]:
+    """Tokens read and written; a prompt counts once, however many choices it has."""
+    read = sum(len(part.group.prompt_tokens) for part in call.parts)
+    wrote = sum(len(choice.tokens) for choice in call.choices)
+    return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+
+
+@dataclass
+class _Sent:
+    """How much of a choice has gone out."""
+
+    characters: int = 0
+    tokens: int = 0
+    begun: bool = False
+    ended: bool = False
+
+
+class Chunks:
+    """The chunks of a call's stream, cut as the news comes; together they are the whole answer."""
+
+    def __init__(self, call: Call, vocabulary: Vocabulary) -> None:
+        """Nothing sent yet."""
+        self._call, self._vocabulary = call, vocabulary
+        self._sent = [_Sent() for _ in call.choices]
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """What has come since the last call."""
+        for choice, sent in zip(self._call.choices, self._sent, strict=True):
+            if not sent.begun:
+                sent.begun = True
+                yield from self._opening(choice)
+            yield from self._grown(choice, sent)
+            if choice.finish_reason is not None and not sent.ended:
+                sent.ended = True
+                yield self._chunk({**self._delta(choice, ""), "finish_reason": choice.finish_reason})
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        """What comes after all choices."""
+        if self._call.request.include_usage:
+            yield {**_head(self._call, chunk=True), "choices": [], "usage": usage(self._call)}
+
+    def _opening(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        asks, chat = self._call.request.return_token_ids, self._call.request.kind == "chat"
+        made = self._delta(choice, "")
+        if chat:
+            made["delta"] = {"role": "assistant", "content": ""}
+        elif asks:
+            made["prompt_token_ids"] = _prompt_of(self._call, choice)
+        if chat or asks:
+            chunk = self._chunk(made)
+            if chat and asks:
+                chunk["prompt_token_ids"] = _prompt_of(self._call, choice)
+            yield chunk
+
+    def _grown(self, choice: Choice, sent: _Sent) -> Iterator[dict[str, Any]]:
+        request = self._call.request
+        text, drawn = choice.transcript.text[sent.characters :], len(choice.tokens)
+        counts = request.logprobs or request.return_token_ids
+        if not text and not (counts and drawn > sent.tokens):
+            return
+        made = self._delta(choice, text)
+        if request.logprobs:
+            made["logprobs"] = _logprobs(request.kind, choice, self._vocabulary, sent.tokens)
+        if request.return_token_ids:
+            made["token_ids"] = choice.tokens[sent.tokens :].tolist()
+        sent.characters, sent.tokens = sent.characters + len(text), drawn
+        yield self._chunk(made)
+
+    def _delta(self, choice: Choice, text: str) -> dict[str, Any]:
+        grown = {"delta": {"content": text} if text else {}} if self._call.request.kind == "chat" else {"text": text}
+        return {"index": choice.index, **grown, "logprobs": None, "finish_reason": None}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        body = {**_head(self._call, chunk=True), "choices": [choice]}
+        return {**body, "usage": None} if self._call.request.include_usage else body
+
+
+def _head(call: Call, *, chunk: bool) -> dict[str, Any]:
+    chat = "chat.completion.chunk" if chunk else "chat.completion"
+    kind = chat if call.request.kind == "chat" else "text_completion"
+    return {"id": call.request_id, "object": kind, "created": call.created, "model": call.request.model}
+
+
+def _whole_choice(call: Call, choice: Choice, vocabulary: Vocabulary) -> dict[str, Any]:
+    request, text = call.request, choice.transcript.text
+    made: dict[str, Any] = {"index": choice.index}
+    if request.kind == "chat":
+        made["message"] = {"role": "assistant", "content": text, "refusal": None}
+    else:
+        made["text"] = text
+    made["logprobs"] = _logprobs(request.kind, choice, vocabulary, 0) if request.logprobs else None
+    made["finish_reason"] = choice.finish_reason
+    if request.return_token_ids:
+        made["token_ids"] = choice.tokens.tolist()
+        if request.kind == "completion":
+            made["prompt_token_ids"] = _prompt_of(call, choice)
+    return made
+
+
+def _prompt_of(call: Call, choice: Choice) -> list[int]:
+    return list(call.parts[choice.index // call.request.n].group.prompt_tokens)
+
+
+def _logprobs(kind: str, choice: Choice, vocabulary: Vocabulary, since: int) -> dict[str, Any]:
+    """Of every sampled token from `since` on, end tokens and those of a stop string too."""
+    ids, values = choice.tokens[since:].tolist(), [float(value) for value in choice.logprobs[since:]]
+    pieces = [vocabulary.decode([token], special=True) for token in ids]
+    if kind == "chat":
+        content = [
+            {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
+            for text, value in zip(pieces, values, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+    places = range(since, since + len(ids))
+    offsets = [choice.transcript.offsets[at] if at < len(choice.transcript.offsets) else None for at in places]
+    last = len(choice.transcript.text)
+    return {
+        "tokens": pieces,
+        "token_logprobs": values,
+        "top_logprobs": None,
+        "text_offset": [last if offset is None else offset for offset in offsets],
+    }
+
+
+def _bytes(text: str) -> list[int] | None:
+    """UTF-8 of a token; None where it is a part of a character."""
+    return None if "\ufffd" in text else list(text.encode())

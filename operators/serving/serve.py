@@ -1,0 +1,125 @@
+"""Puts a server together: engine, thread, record, routes; and runs it on an address that it may be bound to."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib.util
+import ipaddress
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dataflow.errors import GraphError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from operators.engine.build import Built
+    from operators.serving.service import OnRollout, Service
+    from operators.serving.sink import RolloutFile
+
+INSTALL = 'pip install "dataflow-rl[serve]"'
+
+
+def check_installed() -> None:
+    """Refuse to go on without the extra. Raises GraphError with the install line."""
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise GraphError(f"serving needs packages that are not installed; {missing} were not found; {INSTALL}")
+
+
+def check_address(host: str, api_key: str | None) -> None:
+    """Refuse an address that others can reach, unless a key is asked of them. Raises GraphError."""
+    try:
+        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = False
+    if not is_local and api_key is None:
+        raise GraphError(
+            f"the server would be open to anyone who reaches {host}; found no API key; "
+            f"bind it to 127.0.0.1, or name an environment variable with a key: --api-key-env NAME"
+        )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at this address, not listening yet. Raises GraphError where the address cannot be had."""
+    if not 0 <= port < 1 << 16:
+        raise GraphError(f"there is no such port; found {port}; give --port from 0 (any that is free) to 65535")
+    door: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        door = socket.socket(family, kind, protocol)
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind(address)
+    except OSError as error:
+        if door is not None:
+            door.close()
+        raise GraphError(
+            f"the server cannot be bound to {host} port {port}; found: {error}; name another --port or --host"
+        ) from error
+    return door
+
+
+def make_service(
+    built: Built,
+    *,
+    model: str,
+    record: RolloutFile | None = None,
+    on_rollout: Sequence[OnRollout] = (),
+    most_waiting: int = 256,
+    stream_s: float = 0.02,
+    chat_template: str | None = None,
+    **knobs: Any,
+) -> Service:
+    """A service over an engine that nothing else drives.
+
+    Args:
+        built: from `operators.engine.build.make_engine`.
+        model: the name that callers use.
+        record: rollouts are appended to it.
+        on_rollout: called with the rows of every prompt whose rollouts have ended, on the event loop.
+        most_waiting: prompts that may wait for a slot; more are refused with 429.
+        stream_s: seconds between two looks at the rollouts that stream.
+        chat_template: instead of the tokenizer's own.
+        knobs: of `Service`: vocabulary, call_timeout_s, exchanges.
+    """
+    from operators.engine.results import Start
+    from operators.engine.sampler import Sampling
+    from operators.serving.engine_thread import EngineThread
+    from operators.serving.service import Service
+    from operators.serving.stopping import Stopping
+
+    tokenizer = copy.deepcopy(built.tokenizer)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return Service(
+        EngineThread(built.engine, Start, most_waiting=most_waiting, stream_s=stream_s),
+        tokenizer,
+        model=model,
+        ends=built.ends,
+        make_sampling=Sampling,
+        make_stop=Stopping(built.tokenizer, built.ends),
+        on_rollout=(*on_rollout, *([] if record is None else [record.append])),
+        numbers=None if record is None else record.numbers,
+        **knobs,
+    )
+
+
+async def attend(server: uvicorn.Server, service: Service, door: socket.socket, *, grace_s: float) -> None:
+    """Run a uvicorn server until it is told to exit; calls that are not over `grace_s` later are ended and say so."""
+    serving = asyncio.create_task(server.serve(sockets=[door]))
+    while not server.should_exit and not serving.done():
+        await asyncio.wait({serving}, timeout=0.1)
+    await asyncio.wait({serving}, timeout=grace_s)
+    service.end_all("the server was shut down before the rollout ended")
+    await serving
+
+
+def read_template(path: Path) -> str:
+    """A chat template from a file. Raises GraphError where it cannot be read."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise GraphError(f"the chat template {path} cannot be read; found {error}; name a file in UTF-8") from error

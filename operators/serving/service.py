@@ -1,0 +1,256 @@
+"""What stands behind the routes: prompts to tokens, calls to the engine's thread, ended calls to rows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import structlog
+import xxhash
+
+from dataflow.errors import RunError
+from operators.serving.calls import Call, Choice, Part
+from operators.serving.engine_thread import EngineThread, Overloaded
+from operators.serving.errors import ApiError, bad, too_long
+from operators.serving.exchanges import Encoded, Exchanges, encode
+from operators.serving.requests import Request
+from operators.serving.rows import Group, Numbers, rows_of
+from operators.serving.text import Transcript, Vocabulary
+from operators.serving.work import ABORTED, News, Work
+
+OnRollout = Callable[[pa.RecordBatch], None]
+
+
+class Service:
+    """Serves one model; every method is called on the event loop.
+
+    consumes: requests; news from the engine's thread, handed over to the loop
+    produces: calls, and for each of their prompts one batch of rows, before the caller hears that it is over
+    waits for: nothing
+    """
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        tokenizer: Any,
+        *,
+        model: str,
+        ends: frozenset[int],
+        make_sampling: Callable[..., Any],
+        make_stop: Callable[..., Any],
+        on_rollout: Sequence[OnRollout] = (),
+        numbers: Numbers | None = None,
+        vocabulary: int | None = None,
+        call_timeout_s: float = 600.0,
+        exchanges: int = 1024,
+    ) -> None:
+        """Serve `model`, the name that callers use.
+
+        Args:
+            tokenizer: for this thread alone; the engine's stop strings have another.
+            ends: tokens at which the engine ends a rollout.
+            make_sampling: `operators.engine.sampler.Sampling`.
+            make_stop: from stop strings to what the engine ends rollouts by, or None.
+            on_rollout: hear the rows of every prompt whose rollouts have ended.
+            numbers: hands out group ids; a `RolloutFile` knows which are free.
+            vocabulary: tokens that the model knows; None: those of the tokenizer.
+            call_timeout_s: a call that takes longer is ended, and recorded with an error.
+            exchanges: how many earlier exchanges a prompt may go on from.
+        """
+        self.thread, self.model, self.call_timeout_s = thread, model, call_timeout_s
+        self.vocabulary = Vocabulary(tokenizer)
+        self.started_s = int(time.time())
+        self.recorded = 0
+        self._ends, self._make_sampling, self._make_stop = ends, make_sampling, make_stop
+        self._on_rollout, self._numbers = tuple(on_rollout), numbers or Numbers()
+        self._exchanges = Exchanges(exchanges)
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._tokens = vocabulary or len(tokenizer)
+        self._log = structlog.get_logger()
+
+    def begin(self, request: Request, session: str | None) -> Call:
+        """Start a call. Raises ApiError where it cannot be: 400, 404 (model), 429 (overload), 503 (shutting down)."""
+        if request.model != self.model:
+            raise ApiError(
+                404,
+                f"there is no model {request.model!r} here; found {self.model!r} only; send that name",
+                param="model",
+                code="model_not_found",
+            )
+        try:
+            sampling = self._make_sampling(**request.knobs)
+        except ValueError as error:
+            raise ApiError(400, str(error), code="invalid_value") from error
+        stop = self._make_stop(request.stop) if request.stop else None
+        request_id = f"{'chatcmpl' if request.kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
+        parts = []
+        for place, (shown, text, encoded) in enumerate(self._encoded(request, session)):
+            parts.append(self._part(request, place, shown, text, encoded, session, request_id))
+        call = Call(request, parts, self._ends, self._over)
+        self._check_room(call)
+        works = [self._work(call, part, sampling, stop) for part in parts]
+        try:
+            self.thread.submit(works)
+        except Overloaded as error:
+            raise ApiError(429, str(error), code="overloaded") from error
+        except RunError as error:
+            raise ApiError(503, str(error), code="shutting_down") from error
+        self._calls.add(call)
+        return call
+
+    def end(self, call: Call, why: str) -> None:
+        """Give up what is left of a call; its rows say why."""
+        for part in call.parts:
+            if part.work is not None and not part.is_over:
+                self.thread.cancel(part.work, why)
+
+    def end_all(self, why: str) -> None:
+        """Give up every call that is under way."""
+        for call in list(self._calls):
+            self.end(call, why)
+
+    def _encoded(self, request: Request, session: str | None) -> list[tuple[str, str | None, Encoded]]:
+        """Of each prompt: how it is recorded, its text, its tokens."""
+        if request.kind == "chat":
+            text = self._rendered(request)
+            shown = json.dumps(request.messages, ensure_ascii=False)
+            return [(shown, text, encode(self.vocabulary, self._exchanges, text, session=session, chat=True))]
+        found: list[tuple[str, str | None, Encoded]] = []
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                encoded = encode(self.vocabulary, self._exchanges, prompt, session=session, chat=False)
+                found.append((prompt, prompt, encoded))
+            else:
+                found.append((self.vocabulary.decode(prompt, special=True), None, Encoded(prompt)))
+        return found
+
+    def _rendered(self, request: Request) -> str:
+        """The messages as the tokenizer's chat template lays them out."""
+        tokenizer = self.vocabulary.tokenizer
+        if not tokenizer.chat_template:
+            raise ApiError(
+                400,
+                f"model {self.model!r} has no chat template; found none in its tokenizer; call /v1/completions, "
+                f"or start the server with --chat-template FILE",
+                code="no_chat_template",
+            )
+        lay_out = partial(
+            tokenizer.apply_chat_template, list(request.messages), tokenize=False, add_generation_prompt=True
+        )
+        try:
+            text = str(lay_out(tools=list(request.tools) or None))
+            ignored = bool(request.tools) and text == lay_out()
+        except Exception as error:
+            raise bad("messages", f"the chat template refuses the messages: {error}; mend them") from error
+        if ignored:
+            raise bad("tools", "the chat template has no place for tools; found some; leave them out", "unsupported")
+        return text
+
+    def _part(
+        self,
+        request: Request,
+        place: int,
+        shown: str,
+        text: str | None,
+        encoded: Encoded,
+        session: str | None,
+        request_id: str,
+    ) -> Part:
+        if not encoded.tokens:
+            raise bad(
+                "messages" if request.kind == "chat" else "prompt",
+                "the prompt is empty: the tokenizer made 0 tokens of it; give it a text",
+            )
+        if max(encoded.tokens) >= self._tokens:
+            raise bad(
+                "messages" if request.kind == "chat" else "prompt",
+                f"the prompt has token {max(encoded.tokens)}; found a model of {self._tokens} tokens; leave it out",
+                "unknown_token",
+            )
+        group = Group(
+            group_id=self._numbers.take(request.n),
+            size=request.n,
+            prompt=shown,
+            prompt_tokens=encoded.tokens,
+            session=session,
+            request_id=request_id,
+            created_ms=time.time_ns() // 1_000_000,
+            model=request.model,
+            parent=encoded.parent,
+            reused=encoded.reused,
+            seeds=[_seed(request.seed, place, position) for position in range(request.n)],
+            parameters=_parameters(request),
+        )
+        first = place * request.n
+        choices = [Choice(first + i, Transcript(self.vocabulary, request.stop)) for i in range(request.n)]
+        return Part(group, choices, text)
+
+    def _check_room(self, call: Call) -> None:
+        """Refuse a call that the context has no room for; it is recorded, as any rollout that came to nothing."""
+        room = self.thread.engine.context_tokens
+        for part in call.parts:
+            size, wanted = len(part.group.prompt_tokens), call.request.max_tokens or 1
+            if size + wanted > room:
+                error = too_long(
+                    f"the prompt is too long: it has {size} tokens and {wanted} are to be written, but the context "
+                    f"has room for {room}; shorten it, or lower max_tokens",
+                    "messages" if call.request.kind == "chat" else "prompt",
+                )
+                none = np.zeros(0, np.int32)
+                for other in call.parts:
+                    for position in range(other.group.size):
+                        call.hear(other, News(position, none, none, none, ABORTED, error.message))
+                raise error
+
+    def _work(self, call: Call, part: Part, sampling: Any, stop: Any) -> Work:
+        post = asyncio.get_running_loop().call_soon_threadsafe
+
+        def tell(news: News) -> None:
+            post(call.hear, part, news)
+
+        size = len(part.group.prompt_tokens)
+        room = self.thread.engine.context_tokens
+        part.work = Work(
+            prompt=np.asarray(part.group.prompt_tokens, np.int64),
+            limit=room if call.request.max_tokens is None else size + call.request.max_tokens,
+            seeds=part.group.seeds,
+            sampling=sampling,
+            stop=stop,
+            tell=tell,
+            streams=call.request.stream,
+        )
+        return part.work
+
+    def _over(self, part: Part) -> None:
+        """All rollouts of a prompt have ended: record them, and remember what may be gone on from."""
+        for exchange in part.exchanges(self.vocabulary, self._ends):
+            self._exchanges.add(exchange)
+        rows = rows_of(part.group, [choice.ended for choice in part.choices])
+        self.recorded += rows.num_rows
+        for hear in self._on_rollout:
+            try:
+                hear(rows)
+            except Exception:
+                self._log.exception("rollouts could not be recorded", request=part.group.request_id)
+                raise
+
+
+def _seed(asked: int | None, place: int, position: int) -> int:
+    """A rollout's seed, int64: the same for the same call where one was asked for, else by chance."""
+    if asked is None:
+        return secrets.randbits(63)
+    return xxhash.xxh3_64_intdigest(f"{asked}/{place}/{position}".encode()) - (1 << 63)
+
+
+def _parameters(request: Request) -> dict[str, Any]:
+    names = ("max_tokens", "n", "stop", "seed")
+    tools = {"tools": list(request.tools)} if request.tools else {}
+    return {**request.knobs, **{name: getattr(request, name) for name in names}, **tools}

@@ -1,0 +1,136 @@
+"""Text of a completion while it grows: whole characters only, and never a part of a stop string."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BROKEN = "\ufffd"
+
+WINDOW = 16
+"""Tokens that are decoded again with each new one, at most (more where a character is incomplete)."""
+
+
+class Vocabulary:
+    """A tokenizer, with what is asked about single tokens kept."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Wrap a tokenizer that only this thread uses."""
+        self.tokenizer = tokenizer
+        self._kinds: dict[int, tuple[bool, bool]] = {}
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of tokens, without special tokens unless asked for."""
+        return self.tokenizer.decode(  # type: ignore[no-any-return]
+            list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+
+    def is_hidden(self, token: int) -> bool:
+        """Whether the token is a special one, which has no part in the text."""
+        return self._kind(token)[0]
+
+    def is_byte(self, token: int) -> bool:
+        """Whether the token is a byte of a character that the vocabulary lacks; a run of them is read as one."""
+        return self._kind(token)[1]
+
+    def _kind(self, token: int) -> tuple[bool, bool]:
+        if token not in self._kinds:
+            hidden = not self.decode([token]) and bool(self.decode([token], special=True))
+            byte = bool(_BYTE_TOKEN.fullmatch(str(self.tokenizer.convert_ids_to_tokens(token))))
+            self._kinds[token] = hidden, byte
+        return self._kinds[token]
+
+
+class Detokenizer:
+    """Text of tokens that come one at a time; all pieces together are the text of all tokens.
+
+    It decodes a window that begins a piece earlier, since many decoders treat the beginning of a text otherwise.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Begin with no token."""
+        self._vocabulary = vocabulary
+        self._window: list[int] = []
+        self._piece = 0
+        self._known = 0
+        self._before = ""
+
+    def push(self, token: int) -> str:
+        """What is certain of the text now and was not before; "" while a character is incomplete."""
+        if self._vocabulary.is_hidden(token):
+            return ""
+        self._window.append(token)
+        whole = self._vocabulary.decode(self._window)
+        if whole.endswith(_BROKEN) or self._vocabulary.is_byte(token):
+            return ""
+        new = whole[len(self._before) :]
+        self._piece, self._known, self._before = self._known, len(self._window), whole
+        if self._known > WINDOW:
+            self._window = self._window[self._piece :]
+            self._piece, self._known = 0, len(self._window)
+            self._before = self._vocabulary.decode(self._window)
+        return new
+
+    def finish(self) -> str:
+        """What remains when no token comes any more: an incomplete character is a replacement character."""
+        return self._vocabulary.decode(self._window)[len(self._before) :]
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of `text` could be the beginning of a stop string."""
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops if len(stop) > size):
+            return size
+    return 0
+
+
+class Transcript:
+    """The text of one completion: `text` may be shown, and only ever grows."""
+
+    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = ()) -> None:
+        """Begin empty; the text ends before the first of `stops`."""
+        self._detokenizer = Detokenizer(vocabulary)
+        self._stops = tuple(stops)
+        self._longest = max((len(stop) for stop in stops), default=0)
+        self._all = ""
+        self._shown = 0
+        self._cut = False
+        self.offsets: list[int] = []
+        """By token, how many characters are certain before it."""
+
+    @property
+    def text(self) -> str:
+        """What may be shown now."""
+        return self._all[: self._shown]
+
+    def push(self, token: int) -> None:
+        """One more token, which is not an end token."""
+        self.offsets.append(len(self._all))
+        self._add(self._detokenizer.push(token))
+        if not self._cut:
+            self._shown = len(self._all) - held_back(self._all, self._stops)
+
+    def finish(self) -> None:
+        """No token comes any more."""
+        self._add(self._detokenizer.finish())
+        if not self._cut:
+            self._shown = len(self._all)
+
+    def end_of(self, tokens: int) -> int:
+        """How many characters are certain after so many of the first tokens."""
+        return self.offsets[tokens] if tokens < len(self.offsets) else len(self._all)
+
+    def whole_tokens(self) -> int:
+        """How many of the first tokens have all their text in `text`."""
+        return sum(self.end_of(count) <= self._shown for count in range(1, len(self.offsets) + 1))
+
+    def _add(self, new: str) -> None:
+        since = max(0, len(self._all) - self._longest + 1)
+        self._all += new
+        if new and not self._cut:
+            places = [at for at in (self._all.find(stop, since) for stop in self._stops) if at >= 0]
+            if places:
+                self._cut, self._shown = True, min(places)

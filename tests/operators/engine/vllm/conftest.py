@@ -1,0 +1,83 @@
+"""Engines on a scripted process, and on vLLM itself where an interpreter with it is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from operators.engine.results import Start
+from operators.engine.sampler import Sampling
+from operators.engine.vllm.engine import VllmEngine
+from operators.engine.vllm.process import PYTHON
+
+SCRIPTED = Path(__file__).with_name("scripted.py")
+
+
+@pytest.fixture
+def scripted(folder: Path) -> Iterator[Callable[..., VllmEngine]]:
+    """Makes engines on `scripted.py`; its rules are `rules`."""
+    made: list[VllmEngine] = []
+
+    def make(rules: dict[str, Any] | None = None, **knobs: Any) -> VllmEngine:
+        given = {
+            "slots": 8,
+            "context_tokens": 64,
+            "sampling": Sampling(),
+            "end_tokens": [],
+            "deadline_s": 60.0,
+            **knobs,
+        }
+        environment = {**os.environ, "RULES": json.dumps(rules or {})}
+        made.append(VllmEngine(folder, python=sys.executable, server=SCRIPTED, environment=environment, **given))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def start() -> Callable[..., Start]:
+    """A prompt [7, 8, 9] whose rollouts draw `most` tokens; a rollout's seed is the first token it draws."""
+
+    def make(seeds: list[int], most: int = 5, first: int = 0, **more: Any) -> Start:
+        prompt = more.pop("prompt", np.array([7, 8, 9]))
+        tickets = range(first, first + len(seeds))
+        return Start(prompt=prompt, limit=len(prompt) + most, tickets=tickets, seeds=seeds, **more)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], tokenizer: Any) -> Path:
+    """A folder with a tiny Llama whose heads are as wide as vLLM's kernels for processors ask."""
+    path = tmp_path_factory.mktemp("wide")
+    make_model("llama", hidden_size=128).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def real(wide: Path) -> Iterator[Callable[..., VllmEngine]]:
+    """Makes engines on vLLM, one for each set of knobs."""
+    if PYTHON not in os.environ:
+        pytest.skip(f"{PYTHON} does not name an interpreter that has vLLM")
+    made: dict[str, VllmEngine] = {}
+
+    def make(**knobs: Any) -> VllmEngine:
+        key = repr(knobs)
+        if key not in made:
+            given = {"slots": 8, "context_tokens": 128, "sampling": Sampling(), "end_tokens": [1], **knobs}
+            made[key] = VllmEngine(wide, python=os.environ[PYTHON], threads=2, **given)
+        return made[key]
+
+    yield make
+    for engine in made.values():
+        engine.close()

