@@ -20,7 +20,7 @@ from operators.engine.cuda.graphs import GraphedDecode
 from operators.engine.cuda.late import LateFlags
 from operators.engine.ending import ended_of
 from operators.engine.kv_cache import KVCache, default_budget, page_count
-from operators.engine.pages import PAGE, Pages, pages_for, youngest
+from operators.engine.pages import PAGE, Pages, fitting, pages_for, youngest
 from operators.engine.prefill import Fused, NewRow, Prefix, lay_out
 from operators.engine.results import ABORTED, BROKEN, Finished, Row, Start, finished_of, merged
 from operators.engine.rows import Rows, put
@@ -30,6 +30,9 @@ from operators.models import ModelError
 
 PREFILL_TOKENS = 4096
 """Most tokens whose keys and values are computed anew in one step (one prefix may have more)."""
+
+MOST_STOPS = 64
+"""Sets of stop strings that are looked for at once before those that no live row has are let go."""
 
 
 class Engine:
@@ -93,7 +96,7 @@ class Engine:
         ends = torch.zeros(self.vocabulary, dtype=torch.bool)
         ends[[token for token in end_tokens if 0 <= token < self.vocabulary]] = True
         self._ends = ends.numpy()
-        self._checked = ends.to(self.device, copy=True)
+        self._checked = ends.to(self.device)
         self._watched: dict[int, StopStrings] = {}
         self._watch(stop)
         budget = default_budget(self.device) if cache_bytes is None else cache_bytes
@@ -137,13 +140,8 @@ class Engine:
         return max(0, self.pages.available - self.rows.n)
 
     def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
-        """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the pages they take.
-
-        Each takes a page to write into; the first takes the prompt's full pages too. An idle engine fits one always.
-        """
-        whole = tokens // PAGE
-        count = max(int(idle), min(wanted, pages - whole))
-        return (count, whole + count) if count > 0 else (0, 0)
+        """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the pages they take."""
+        return fitting(tokens, wanted, pages, idle=idle)
 
     @torch.inference_mode()
     def step(self, starts: Sequence[Start] = ()) -> Finished | None:
@@ -389,9 +387,14 @@ class Engine:
 
     def _watch(self, stop: StopStrings | None) -> None:
         """Tokens after which these strings may have been hit are looked at from now on."""
-        if stop is not None and id(stop) not in self._watched:
-            self._watched[id(stop)] = stop
-            self._checked |= stop.may_stop(self.vocabulary).to(self.device)
+        if stop is None or id(stop) in self._watched:
+            return
+        if len(self._watched) >= MOST_STOPS:
+            live = (self._stop, *self.rows.stop, *(row.stop for row in self.parked))
+            self._watched = {id(each): each for each in live if each is not None}
+        self._watched[id(stop)] = stop
+        masks = [each.may_stop(self.vocabulary) for each in self._watched.values()]
+        self._checked = torch.stack([torch.from_numpy(self._ends), *masks]).any(dim=0).to(self.device)
 
     def _put(self, values: AnyArray) -> torch.Tensor:
         return put(values, self.device)

@@ -24,6 +24,16 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+def fitting(tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
+    """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the pages they take.
+
+    Each takes a page to write into; the first takes the prompt's full pages too. An idle engine fits one always.
+    """
+    whole = tokens // PAGE
+    count = max(int(idle), min(wanted, pages - whole))
+    return (count, whole + count) if count > 0 else (0, 0)
+
+
 def youngest(ages: Sequence[int], owned: Sequence[int], wanted: int) -> list[int]:
     """Rows to park so that at least `wanted` pages come free: the youngest first, never the oldest of all.
 

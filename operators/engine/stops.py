@@ -12,7 +12,7 @@ from dataflow.records import AnyArray
 from operators.models import ModelError
 
 TAIL_TOKENS = 8
-"""Tokens decoded at the end of a completion, beyond the characters of the longest stop string."""
+"""Tokens decoded at the end of a completion, beyond the bytes of the longest stop string."""
 
 
 class StopStrings:
@@ -22,10 +22,16 @@ class StopStrings:
         """Take the strings to stop at; each has at least one character."""
         self._tokenizer = tokenizer
         self.strings = tuple(stop)
-        self._tail = max(len(text) for text in stop) + TAIL_TOKENS
+        self._tail = max(len(text.encode()) for text in stop) + TAIL_TOKENS
+        self._mask: torch.Tensor | None = None
 
     def may_stop(self, vocabulary: int) -> torch.Tensor:
         """Tokens whose text has the last character of a stop string, bool [vocabulary]."""
+        if self._mask is None or len(self._mask) != vocabulary:
+            self._mask = self._may_stop(vocabulary)
+        return self._mask
+
+    def _may_stop(self, vocabulary: int) -> torch.Tensor:
         lasts = {text[-1] for text in self.strings}
         every = torch.ones(vocabulary, dtype=torch.bool)
         if " " in lasts:

@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+import transformers
 from replaying import drive
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from operators.engine import decode
 from operators.engine.results import STOPPED, TOO_LONG, Start
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings, end_tokens, split
@@ -60,3 +63,25 @@ def test_a_stop_that_is_a_special_token_is_an_end_token(tokenizer):
 def test_a_stop_that_can_never_occur_is_refused(stop, tokenizer):
     with pytest.raises(ModelError, match="can never occur: .*; take it out of stop"):
         split(tokenizer, ("end", stop), 32)
+
+
+def test_a_stop_of_many_bytes_to_a_character_is_found_at_the_end_of_a_long_completion():
+    """With a tokenizer of single bytes, ten such characters are forty tokens."""
+    core = Tokenizer(
+        models.BPE({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    byte_wise = transformers.PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
+    stop = "\U0001f600" * 10
+    assert StopStrings(byte_wise, (stop,)).find(ids(byte_wise, "a" * 60 + stop)) == "a" * 60
+
+
+def test_stops_that_no_row_has_any_more_are_let_go(make_model, tokenizer, make_engine, monkeypatch):
+    monkeypatch.setattr(decode, "MOST_STOPS", 3)
+    engine = make_engine(make_model(), slots=4, end_tokens=[])
+    for i in range(12):
+        stops = StopStrings(tokenizer, ("abcdefghijkl"[i],))
+        found = drive(engine, [Start(prompt=np.array([5]), limit=30, tickets=[i], seeds=[i], stop=stops)])
+        text = tokenizer.decode(found[i]["tokens"][1:], skip_special_tokens=True)
+        assert "abcdefghijkl"[i] not in text[:-1]
+        assert len(engine._watched) <= 4
