@@ -32,6 +32,7 @@ bench: venv
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,bench]'
 	$(RUN) -m bench.data_plane --json runs/data_plane.jsonl
 	$(RUN) -m bench.end_to_end --json runs/end_to_end.jsonl
+	$(RUN) -m bench.generator --json runs/generator.jsonl
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -49,7 +49,7 @@ class FusedStep:
         against = "there is no C compiler that can build the kernels" if found is None else reason_against(model)
         if against is not None or found is None:
             raise ModelError(f"the fused step cannot compute this model: {against}; use the model's own forward pass")
-        found.dataflow_pack.argtypes = (POINTER, LONG, LONG, LONG, LONG, POINTER, LONG)
+        found.dataflow_pack.argtypes = (POINTER, LONG, LONG)
         found.dataflow_lanes.restype = LONG
         found.dataflow_step_scratch.argtypes, found.dataflow_step_scratch.restype = (POINTER, LONG), LONG
         found.dataflow_step.argtypes = (POINTER, POINTER, LONG, POINTER, LONG, POINTER, LONG)

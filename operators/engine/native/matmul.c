@@ -157,9 +157,19 @@ INLINE void pack_panel(const float *weight, int64_t out, int64_t in, int64_t par
 
 int64_t dataflow_lanes(void) { return LANES; }
 
-void dataflow_pack(const float *weight, int64_t out, int64_t in, int64_t part, int64_t parts, float *packed,
-                   int64_t threads) {
-    int64_t panels = (out * parts + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && out * in > 65536)
-    for (int64_t p = 0; p < panels; p++) pack_panel(weight, out, in, part, parts, p, packed);
+typedef struct {
+    const float *weight;
+    int64_t out, in, part, parts;
+    float *packed;
+} Packing;
+
+void dataflow_pack(const Packing *all, int64_t count, int64_t threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < count; i++) {
+        Packing one = all[i];
+        int64_t panels = (one.out * one.parts + PANEL - 1) / PANEL;
+#pragma omp for schedule(static) nowait
+        for (int64_t p = 0; p < panels; p++)
+            pack_panel(one.weight, one.out, one.in, one.part, one.parts, p, one.packed);
+    }
 }

@@ -25,6 +25,14 @@ class Matrix(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Packing(ctypes.Structure):
+    """A weight [out, in] to pack; see matmul.c."""
+
+    _fields_ = [
+        ("weight", POINTER), ("out", LONG), ("in", LONG), ("part", LONG), ("parts", LONG), ("packed", POINTER),
+    ]  # fmt: skip
+
+
 class Layer(ctypes.Structure):
     """See decoder.c."""
 
@@ -72,40 +80,60 @@ class PackedWeights:
             repeats=config.num_attention_heads // config.num_key_value_heads, width=attention.head_dim,
             vocabulary=model.lm_head.weight.shape[0], epsilon=config.rms_norm_eps, scale=attention.scaling,
         )  # fmt: skip
-        self._memory: torch.Tensor | None = None
-        self._used = 0
+        self._matrices: list[tuple[torch.Tensor, int, int, int]] = []
+        """Parameters that are packed: which part of how many in their panels, and where they go, in floats."""
+        self._biases: list[tuple[torch.Tensor, int, int, int]] = []
+        self._vectors: list[tuple[ctypes.Structure, str, torch.Tensor]] = []
+        """Parameters that are read as they are: from the field of which structure."""
         self._kept: list[torch.Tensor] = []
-        self._describe(packing=False)
+        self._used, self._start = 0, 0
+        self._describe()
         self._memory = huge_pages(self._used)
+        self._start = self._memory.data_ptr()
+        self._describe()
         self.refresh()
 
     def refresh(self) -> None:
-        """Pack the weights that the model has now."""
-        self._used = 0
+        """Pack the weights that the model's parameters have now."""
         self._kept.clear()
-        self._describe(packing=True)
+        sources = [(self._in_words(weight), part, parts, to) for weight, part, parts, to in self._matrices]
+        sources += [(_floats(bias)[:, None], part, parts, to) for bias, part, parts, to in self._biases]
+        packings = [
+            Packing(self._keep(dense).data_ptr(), *dense.shape, part, parts, self._start + 4 * to)
+            for dense, part, parts, to in sources
+        ]
+        for holder, name, weight in self._vectors:
+            setattr(holder, name, self._keep(_floats(weight)).data_ptr())
+        embedding = self._model.model.embed_tokens.weight
+        self.decoder.embedding = self._keep(embedding.detach().contiguous()).data_ptr()
+        count = len(packings)
+        self._library.dataflow_pack((Packing * count)(*packings), count, torch.get_num_threads())
 
-    def _describe(self, packing: bool) -> None:
-        """Lay out every weight in memory; write it there too if `packing`."""
+    def _describe(self) -> None:
+        """Lay out every weight in memory, from `start` on."""
+        self._used = 0
+        for known in (self._matrices, self._biases, self._vectors):
+            known.clear()
         model, decoder = self._model, self.decoder
         for index, (layer, module) in enumerate(zip(self.layers, model.model.layers, strict=True)):
             attention, mlp = module.self_attn, module.mlp
-            layer.qkv = self._matrix([attention.q_proj, attention.k_proj, attention.v_proj], 1, packing)
-            layer.mixed = self._matrix([attention.o_proj], 1, packing)
-            layer.gates = self._matrix([mlp.gate_proj, mlp.up_proj], 2, packing)
-            layer.down = self._matrix([mlp.down_proj], 1, packing)
-            layer.before_attention = self._vector(module.input_layernorm.weight)
-            layer.before_gates = self._vector(module.post_attention_layernorm.weight)
-            for name, norm in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-                if hasattr(attention, norm):
-                    setattr(layer, name, self._vector(getattr(attention, norm).weight))
+            layer.qkv = self._matrix([attention.q_proj, attention.k_proj, attention.v_proj], 1)
+            layer.mixed = self._matrix([attention.o_proj], 1)
+            layer.gates = self._matrix([mlp.gate_proj, mlp.up_proj], 2)
+            layer.down = self._matrix([mlp.down_proj], 1)
+            norms = [("before_attention", module.input_layernorm), ("before_gates", module.post_attention_layernorm)]
+            norms += [
+                (name, getattr(attention, norm))
+                for name, norm in (("query_norm", "q_norm"), ("key_norm", "k_norm"))
+                if hasattr(attention, norm)
+            ]
+            self._vectors += [(layer, name, norm.weight) for name, norm in norms]
             layer.window = window_of(model, index)
-        decoder.head = self._matrix([model.lm_head], 1, packing)
-        decoder.last_norm = self._vector(model.model.norm.weight)
-        embedding = self._keep(model.model.embed_tokens.weight.detach().contiguous())
-        decoder.embedding, decoder.embedding_halves = embedding.data_ptr(), embedding.dtype == torch.bfloat16
+        decoder.head = self._matrix([model.lm_head], 1)
+        self._vectors.append((decoder, "last_norm", model.model.norm.weight))
+        decoder.embedding_halves = model.model.embed_tokens.weight.dtype == torch.bfloat16
 
-    def _matrix(self, linears: list[torch.nn.Linear], parts: int, packing: bool) -> Matrix:
+    def _matrix(self, linears: list[torch.nn.Linear], parts: int) -> Matrix:
         """Linears of equal input, one after the other in panels of their own, or `parts` of them in each panel."""
         inputs = linears[0].in_features
         words = (inputs + 1) // 2 if self._halves else inputs
@@ -114,41 +142,32 @@ class PackedWeights:
         weights = self._room(total * words)
         biased = any(linear.bias is not None for linear in linears)
         biases = self._room(total) if biased else 0
-        if packing:
-            start = 0
-            for part, (linear, count) in enumerate(zip(linears, outputs, strict=True)):
-                self._pack(self._in_words(linear.weight), part % parts, parts, weights + start * words)
-                if biased:
-                    bias = torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()
-                    self._pack(bias[:, None].contiguous(), part % parts, parts, biases + start)
-                start += count if parts == 1 else 0
+        start = 0
+        for part, (linear, count) in enumerate(zip(linears, outputs, strict=True)):
+            self._matrices.append((linear.weight, part % parts, parts, weights + start * words))
+            if linear.bias is not None:
+                self._biases.append((linear.bias, part % parts, parts, biases + start))
+            start += count if parts == 1 else 0
         out = total if parts == 1 and len(linears) > 1 else sum(linear.out_features for linear in linears)
-        place = 0 if self._memory is None else self._memory.data_ptr()
-        bias_place = place + 4 * biases if biased else None
-        return Matrix(place + 4 * weights, bias_place, inputs, out, total // self._panel, self._halves)
+        bias_place = self._start + 4 * biases if biased else None
+        return Matrix(self._start + 4 * weights, bias_place, inputs, out, total // self._panel, self._halves)
 
     def _in_words(self, weight: torch.Tensor) -> torch.Tensor:
         """As float32, or as pairs of bfloat16 that pass for float32: [out, words], dense."""
         if not self._halves:
-            return weight.detach().float().contiguous()
+            return _floats(weight)
         halves = weight.detach().to(torch.bfloat16)
         return torch.nn.functional.pad(halves, (0, halves.shape[1] % 2)).contiguous().view(torch.float32)
-
-    def _pack(self, weight: torch.Tensor, part: int, parts: int, to: int) -> None:
-        assert self._memory is not None
-        self._library.dataflow_pack(
-            weight.data_ptr(), weight.shape[0], weight.shape[1], part, parts, self._memory.data_ptr() + 4 * to,
-            torch.get_num_threads(),
-        )  # fmt: skip
 
     def _room(self, floats: int) -> int:
         start = self._used
         self._used += -(-floats // 16) * 16
         return start
 
-    def _vector(self, weight: torch.Tensor) -> int:
-        return self._keep(weight.detach().float().contiguous()).data_ptr()
-
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._kept.append(tensor)
         return tensor
+
+
+def _floats(weight: torch.Tensor) -> torch.Tensor:
+    return weight if weight.dtype == torch.float32 and weight.is_contiguous() else weight.detach().float().contiguous()

@@ -27,7 +27,10 @@ def adapted(make_model, make_engine):
     return lambda family="llama", **knobs: make_engine(make_model(family), **knobs)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2"])
+ALL = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "mixtral"]
+
+
+@pytest.mark.parametrize("family", ALL)
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(), Sampling(temperature=0.7, top_k=12), Sampling(temperature=1.3, top_p=0.8)],
@@ -47,9 +50,10 @@ def test_logprobs_equal_a_full_forward_pass(family, sampling, make_model, adapte
         assert (row["versions"][:start] == -1).all() and (row["versions"][start:] == 0).all()
 
 
-def test_a_rollout_over_two_updates_names_the_weights_of_every_token(make_model, adapted):
-    engine = adapted(slots=12, end_tokens=[])
-    versions = {0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}
+@pytest.mark.parametrize("family", ALL)
+def test_a_rollout_over_two_updates_names_the_weights_of_every_token(family, make_model, adapted):
+    engine = adapted(family, slots=12, end_tokens=[])
+    versions = {version: make_model(family, seed=version) for version in range(3)}
 
     def update(step):
         if step in (5, 11):

@@ -54,9 +54,13 @@ def test_rollouts_that_are_parked_for_memory_draw_the_tokens_they_would_have_dra
         assert max(parked) > 0, "so little memory must have parked somebody"
 
 
-def test_recomputing_at_an_update_gives_each_token_the_whole_pass_of_its_weights(make_model, adapted):
-    models = {version: make_model(seed=version) for version in range(3)}
-    engine = adapted(on_update="recompute", slots=12)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "mixtral"])
+def test_recomputing_at_an_update_gives_each_token_the_whole_pass_of_its_weights(family, make_model, make_engine):
+    """Parked and resumed over two updates, short of memory beside."""
+    models = {version: make_model(family, seed=version) for version in range(3)}
+    knobs = {"sampling": SAMPLING, "end_tokens": [], "on_update": "recompute", "slots": 12}
+    token_bytes = make_engine(make_model(family), **knobs).token_bytes
+    engine = make_engine(make_model(family), cache_bytes=9 * 16 * token_bytes, **knobs)
 
     def update(step):
         if step in (4, 11):

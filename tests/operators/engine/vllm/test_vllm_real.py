@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 import torch
 from replaying import drive, recomputed, replayed
+from test_runtime import FakePlane, letters, rows_of, run_dry
+from test_runtime import prompts as batch_of
 
+from dataflow.model import Model
+from dataflow.node import Context
 from operators.engine.results import ABORTED, STOPPED, TOO_LONG, Start
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
+from operators.generator import Generator
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -207,3 +212,23 @@ def test_a_prompt_that_vllm_refuses_is_broken_and_the_engine_goes_on(real, polic
     found = drive(engine, [long, short])
     assert found[0]["reason"] == 2 and len(found[0]["tokens"]) == 400
     assert found[1]["reason"] in (STOPPED, TOO_LONG)
+
+
+def test_a_generator_on_vllm_sends_whole_groups_under_two_versions(real, wide, policy):
+    """The declaration, the runtime and the weight plane as with the native engine."""
+    plane = FakePlane({0: policy(), 1: policy(0.7)}, {0: 0, 9: 1})
+    declared = Generator(Model(str(wide)), engine="vllm", group_size=4, max_tokens=20, slots=8, context_tokens=128)
+    runtime = declared.build(Context(node="generator", reader=plane))
+    try:
+        runtime.push(batch_of(letters(6)))
+        rows = rows_of(run_dry(runtime, turns=5000))
+    finally:
+        runtime.close()
+    assert sorted(row["rollout_id"] for row in rows) == list(range(24))
+    assert {version for row in rows for version in row["versions"]} == {-1, 0, 1}
+    for row in rows:
+        start = row["mask"].index(True)
+        assert row["error"] is None and len(row["tokens"]) <= start + 20
+        if len(set(row["versions"][start:])) == 1:
+            expected = recomputed({0: policy(), 1: policy(0.7)}, row["tokens"], row["versions"], start)
+            np.testing.assert_allclose(row["logprobs"][start:], expected, atol=EXACT)
