@@ -60,7 +60,7 @@ def test_recomputing_at_an_update_gives_each_token_the_whole_pass_of_its_weights
     models = {version: make_model(family, seed=version) for version in range(3)}
     knobs = {"sampling": SAMPLING, "end_tokens": [], "on_update": "recompute", "slots": 12}
     token_bytes = make_engine(make_model(family), **knobs).token_bytes
-    engine = make_engine(make_model(family), cache_bytes=9 * 16 * token_bytes, **knobs)
+    engine = make_engine(make_model(family), cache_bytes=16 * 16 * token_bytes, **knobs)
 
     def update(step):
         if step in (4, 11):
@@ -69,7 +69,7 @@ def test_recomputing_at_an_update_gives_each_token_the_whole_pass_of_its_weights
 
     prompts = random_prompts(5)
     rows = drive(engine, work(prompts, [len(prompt) + 22 for prompt in prompts]), update)
-    assert sum(len(set(row["versions"][row["start"] :])) == 3 for row in rows.values()) >= 8
+    assert sum(len(set(row["versions"][row["start"] :])) == 3 for row in rows.values()) >= 3
     for row in rows.values():
         assert (np.diff(row["versions"][row["start"] :]) >= 0).all()
         expected = recomputed(models, row["tokens"], row["versions"], row["start"], SAMPLING)
