@@ -17,7 +17,7 @@ COLUMNS = {**PROMPT_COLUMNS, "answer": pa.string()}
 
 
 class FakePlane:
-    """Weights that are offered at chosen polls, and a note."""
+    """Weights that are offered at chosen polls, and a note; as the real plane, it turns only parameters into views."""
 
     def __init__(self, versions, at_poll=None):
         self.versions, self.at_poll = versions, at_poll or {0: 0}
@@ -37,7 +37,10 @@ class FakePlane:
         new = dict(self.versions[self.version].named_parameters())
         assert new.keys() == self.tensors.keys()
         for name, tensor in self.tensors.items():
-            tensor.data = new[name].data.clone()
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor.data = new[name].data.clone()
+            else:
+                tensor.copy_(new[name].data)
         return self.version
 
 
