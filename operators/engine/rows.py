@@ -95,8 +95,9 @@ class Rows:
     def sampled(self) -> Sampling | RowSampling:
         """How the next tokens are drawn: one for all where all rows agree."""
         if self._mixed is None:
-            alike = all(sampling == self.sampling[0] for sampling in self.sampling)
-            self._mixed = self.sampling[0] if alike else RowSampling.of(self.sampling, self.device)
+            first = self.sampling[0]
+            alike = all(sampling is first or sampling == first for sampling in self.sampling)
+            self._mixed = first if alike else RowSampling.of(self.sampling, self.device)
         return self._mixed
 
     def draws(self) -> tuple[torch.Tensor, torch.Tensor]:
