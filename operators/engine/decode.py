@@ -22,7 +22,8 @@ from operators.engine.ending import ended_of
 from operators.engine.kv_cache import KVCache, default_budget, page_count
 from operators.engine.pages import PAGE, Pages, fitting, pages_for, youngest
 from operators.engine.prefill import Fused, NewRow, Prefix, lay_out
-from operators.engine.results import ABORTED, BROKEN, Finished, Row, Start, finished_of, merged
+from operators.engine.reasons import ABORTED, BROKEN
+from operators.engine.results import Finished, Row, Start, finished_of, merged
 from operators.engine.rows import Rows, put
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
@@ -317,9 +318,8 @@ class Engine:
             logits = self._modular(new)
         if not new:
             return logits
-        n = self.rows.n
         origin = np.repeat(np.arange(len(new)), [len(prefix.tables) for prefix in new])
-        return logits[self._put(np.concatenate([np.arange(n), n + origin]))]
+        return logits[self._put(np.concatenate([np.arange(self.rows.n), self.rows.n + origin]))]
 
     def _modular(self, new: Sequence[Prefix]) -> torch.Tensor:
         """Logits of every active row and of every new prefix, [n + I, V], by the model's own forward pass."""

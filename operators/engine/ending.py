@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataflow.records import AnyArray
-from operators.engine.results import BROKEN, STOPPED, TOO_LONG, Finished
+from operators.engine.reasons import BROKEN, STOPPED, TOO_LONG
+from operators.engine.results import Finished
 from operators.engine.rows import Rows
 
 

@@ -25,15 +25,13 @@ from dataflow.records import (
     VERSIONS,
     AnyArray,
 )
-from operators.engine.results import ABORTED, BROKEN, STOPPED, Finished
+from operators.engine.reasons import BROKEN, STOPPED
+from operators.engine.results import Finished
 
-REASONS = ("stop", "length", "error", "error")
+REASONS = ("stop", "length", "error")
 """Finish reasons by the engine's codes."""
 
 NOT_FINITE = "the model's logits are not finite; found NaN or infinity after {} tokens; look at weights and loss"
-
-
-ABORTED_EARLY = "the rollout was aborted after {} tokens"
 
 
 @dataclass(slots=True)
@@ -108,7 +106,7 @@ def keep(finished: Finished, tickets: dict[int, tuple[Group, int]]) -> list[Grou
             start,
             reason,
             finished.texts.get(ticket) if finished.texts else None,
-            _error(reason, length - start),
+            NOT_FINITE.format(length - start) if reason == BROKEN else None,
             finished.kept.get(ticket),
         )
         group.left -= 1
@@ -146,13 +144,6 @@ def rollouts(groups: Sequence[Group], tokenizer: Any, ends: frozenset[int], *, m
     for name in ROLLOUT_COLUMNS:
         batch = batch.append_column(name, made[name])
     return batch.append_column(SAMPLING_MASK, _masks(rows)) if masks else batch
-
-
-def _error(reason: int, drawn: int) -> str | None:
-    """What is wrong with a rollout that ended for this reason, if anything."""
-    if reason == BROKEN:
-        return NOT_FINITE.format(drawn)
-    return ABORTED_EARLY.format(drawn) if reason == ABORTED else None
 
 
 def _masks(rows: Sequence[Ended]) -> pa.ListArray:

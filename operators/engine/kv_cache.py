@@ -55,8 +55,8 @@ class KVCache:
         shape = (self.pages + 1, like.shape[1], PAGE, like.shape[3])
         nbytes = math.prod(shape) * like.element_size()
         try:
-            if like.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
-                return _huge_pages(nbytes).view(like.dtype).view(shape)
+            if like.device.type == "cpu":
+                return huge_pages(nbytes).view(like.dtype).view(shape)
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
         except (RuntimeError, OSError, ValueError) as error:
             raise ModelError(
@@ -88,8 +88,9 @@ def default_budget(device: torch.device) -> int:
     return int(CPU_SHARE * psutil.virtual_memory().available)
 
 
-def _huge_pages(nbytes: int) -> torch.Tensor:
+def huge_pages(nbytes: int) -> torch.Tensor:
     """Zeros uint8 [nbytes] on huge pages where the system gives them; memory is taken when first written."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -11,9 +11,6 @@ from dataflow.records import AnyArray
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
 
-STOPPED, TOO_LONG, BROKEN, ABORTED = 0, 1, 2, 3
-"""Why a row ended: an end token or stop string, its length limit, logits that are not finite, the caller's wish."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Start:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dataflow.records import AnyArray
+from operators.engine.reasons import ABORTED, BROKEN, STOPPED
 from operators.serving.errors import ApiError
 from operators.serving.exchanges import Exchange
 from operators.serving.requests import Request
 from operators.serving.rows import Ended, Group
 from operators.serving.text import Transcript, Vocabulary
-from operators.serving.work import ABORTED, BROKEN, STOPPED, News, Work
+from operators.serving.work import News, Work
 
 REASONS = {STOPPED: "stop"}
 """Finish reason of a rollout that ended well; any other way is `length`."""

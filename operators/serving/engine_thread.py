@@ -17,7 +17,8 @@ import structlog
 
 from dataflow.errors import DeadlineError, RunError
 from operators.engine.interface import DecodingEngine
-from operators.serving.work import ABORTED, BROKEN, News, Work
+from operators.engine.reasons import ABORTED, BROKEN
+from operators.serving.work import News, Work
 
 PAUSE = 4
 """Between two looks at the rollouts that stream passes at least this many times the time that a look takes."""

@@ -17,6 +17,7 @@ import structlog
 import xxhash
 
 from dataflow.errors import RunError
+from operators.engine.reasons import ABORTED
 from operators.serving.calls import Call, Choice, Part
 from operators.serving.engine_thread import EngineThread, Overloaded
 from operators.serving.errors import ApiError, bad, too_long
@@ -24,7 +25,7 @@ from operators.serving.exchanges import Encoded, Exchanges, encode
 from operators.serving.requests import Request
 from operators.serving.rows import Group, Numbers, rows_of
 from operators.serving.text import Transcript, Vocabulary
-from operators.serving.work import ABORTED, News, Work
+from operators.serving.work import News, Work
 
 OnRollout = Callable[[pa.RecordBatch], None]
 

@@ -8,9 +8,6 @@ from typing import Any
 
 from dataflow.records import AnyArray
 
-STOPPED, TOO_LONG, BROKEN, ABORTED = 0, 1, 2, 3
-"""Why a rollout ended, as in `operators.engine.results`."""
-
 
 @dataclass(frozen=True)
 class News:

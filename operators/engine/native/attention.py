@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from operators.engine.attention import Layout
 from operators.engine.native.build import library
 from operators.engine.pages import PAGE
 from operators.models import ModelError
@@ -26,26 +27,11 @@ _ARGUMENTS = (
     *(_LONG,) * 6, _FLOAT, _FLOAT, _LONG, _POINTER, _POINTER, _LONG, _LONG,
 )  # fmt: skip
 
-Kernel = Callable[..., None]
-
-
-class Rows(Protocol):
-    """What the kernel reads of a layout."""
-
-    positions: torch.Tensor
-    """Of each row's newest token, int64 [n], dense."""
-    longest: int
-    """The largest of them plus one."""
-    table: torch.Tensor
-    """Pages of each row, int32 [n, W], its last axis dense."""
-    runs: torch.Tensor | None
-    """Rows runs[i] .. runs[i + 1] - 1 are siblings, int32 [r + 1], dense; None: no two rows are."""
-    shared: torch.Tensor | None
-    """How many of their first pages are the same, int32 [r], dense: full pages, before the position of each of them."""
+Compiled = Callable[..., None]
 
 
 @functools.cache
-def kernel() -> Kernel | None:
+def kernel() -> Compiled | None:
     """The compiled kernel; None where there is no C compiler that can build it."""
     found = library()
     if found is None:
@@ -64,13 +50,13 @@ def serves(model: torch.nn.Module) -> bool:
 
 
 def decode_attention(
-    kernel: Kernel,
+    kernel: Compiled,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    layout: Rows,
+    layout: Layout,
     scale: float,
     window: int | None,
     softcap: float | None,

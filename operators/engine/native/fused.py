@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from operators.engine.native.attention import DTYPES, Rows
+from operators.engine.attention import Layout
+from operators.engine.kv_cache import KVCache, huge_pages
+from operators.engine.native.attention import DTYPES
 from operators.engine.native.build import library
 from operators.engine.native.families import reason_against
-from operators.engine.native.packing import LONG, POINTER, PackedWeights, huge_pages
-from operators.engine.native.work import Prefix, Work, copy_partial_pages
+from operators.engine.native.packing import LONG, POINTER, PackedWeights
+from operators.engine.native.work import Work, copy_partial_pages
 from operators.engine.pages import PAGE
+from operators.engine.prefill import Prefix
 from operators.models import ModelError
-
-
-class Cache(Protocol):
-    """What the step needs of a cache."""
-
-    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, [P, K, PAGE, D], dense, float32 or bfloat16; made like `key` [1, K, 0, D]."""
 
 
 def supports(model: torch.nn.Module) -> bool:
@@ -72,7 +68,7 @@ class FusedStep:
         self._weights.refresh()
 
     def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache, layout: Rows, new: Sequence[Prefix] = ()
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, layout: Layout, new: Sequence[Prefix] = ()
     ) -> torch.Tensor:
         """Logits of each row's next token and of each new prefix's, float32 [n + I, V]; the cache is filled on the way.
 
@@ -95,7 +91,7 @@ class FusedStep:
             return logits
         size = self._library.dataflow_step_scratch(ctypes.byref(decoder), work.longest)
         if len(self._scratch) < threads * size:
-            self._scratch = huge_pages(threads * size)
+            self._scratch = huge_pages(4 * threads * size).view(torch.float32)
         begins = (LONG * (threads + 1))()
         described = work.structure(logits)
         wrong = self._library.dataflow_step(
@@ -116,7 +112,7 @@ class FusedStep:
         copy_partial_pages(layers, new)
         return logits
 
-    def _attach(self, cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _attach(self, cache: KVCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Point the layers to the cache's tensors, which are made where they are not there yet."""
         decoder = self._weights.decoder
         expected = (decoder.heads, PAGE, decoder.width)

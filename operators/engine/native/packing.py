@@ -6,11 +6,11 @@ Axes: H hidden, K key/value heads, R query heads for each, D width of a head, I 
 from __future__ import annotations
 
 import ctypes
-import mmap
 from typing import Any
 
 import torch
 
+from operators.engine.kv_cache import huge_pages
 from operators.engine.native.families import window_of
 
 LONG, FLOAT, POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -54,14 +54,6 @@ class Decoder(ctypes.Structure):
     ]  # fmt: skip
 
 
-def huge_pages(floats: int) -> torch.Tensor:
-    """Zeros float32 [floats] on huge pages where the system gives them."""
-    memory = mmap.mmap(-1, max(4 * floats, 4), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.float32)
-
-
 class PackedWeights:
     """Packs a model's weights, again whenever they changed, into memory that stays where it is."""
 
@@ -88,7 +80,7 @@ class PackedWeights:
         self._kept: list[torch.Tensor] = []
         self._used, self._start = 0, 0
         self._describe()
-        self._memory = huge_pages(self._used)
+        self._memory = huge_pages(4 * max(1, self._used)).view(torch.float32)
         self._start = self._memory.data_ptr()
         self._describe()
         self.refresh()

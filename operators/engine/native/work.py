@@ -8,31 +8,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from dataflow.records import AnyArray
-from operators.engine.native.attention import Rows
+from operators.engine.attention import Layout
 from operators.engine.native.packing import LONG, POINTER
 from operators.engine.pages import PAGE
-
-
-class Prefix(Protocol):
-    """Tokens whose keys and values are computed anew, for rows that all begin with them."""
-
-    @property
-    def tokens(self) -> AnyArray:
-        """All of them, int64 [L]."""
-
-    @property
-    def cached(self) -> int:
-        """How many full pages of them were there before, or come from an earlier prefix of the step; not all of L."""
-
-    @property
-    def tables(self) -> Sequence[Sequence[int]]:
-        """Pages of each row; they share all full ones."""
+from operators.engine.prefill import Prefix
 
 
 class Structure(ctypes.Structure):
@@ -76,7 +60,7 @@ class Work:
         return len(self.tokens)
 
     @staticmethod
-    def of(tokens: torch.Tensor, positions: torch.Tensor, layout: Rows, new: Sequence[Prefix]) -> Work:
+    def of(tokens: torch.Tensor, positions: torch.Tensor, layout: Layout, new: Sequence[Prefix]) -> Work:
         """The rows of `layout`, whose newest tokens are `tokens` at `positions` [n], and those of the prefixes."""
         n = len(tokens)
         if not new:

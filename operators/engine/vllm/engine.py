@@ -22,7 +22,8 @@ import torch
 from dataflow.errors import WorkerDied
 from dataflow.model import Model
 from dataflow.records import AnyArray
-from operators.engine.results import ABORTED, BROKEN, STOPPED, TOO_LONG, Finished, Row, Start, finished_of, merged
+from operators.engine.reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
+from operators.engine.results import Finished, Row, Start, finished_of, merged
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
 from operators.engine.vllm.live import Live

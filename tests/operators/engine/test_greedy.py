@@ -5,7 +5,8 @@ import pytest
 import torch
 from replaying import drive
 
-from operators.engine.results import STOPPED, TOO_LONG, Start
+from operators.engine.reasons import STOPPED, TOO_LONG
+from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from replaying import drive, recomputed
 
 from operators.engine.attention import attend
-from operators.engine.results import ABORTED, Start
+from operators.engine.reasons import ABORTED
+from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 
 SAMPLING = Sampling(temperature=1.2)
@@ -107,6 +108,17 @@ def test_a_prefix_that_is_known_in_part_gives_the_same_rollouts(threads, adapted
     for ticket, row in together.items():
         assert row["tokens"].tolist() == alone[ticket]["tokens"].tolist()
         np.testing.assert_allclose(row["logprobs"], alone[ticket]["logprobs"], atol=1e-5)
+
+
+def test_siblings_hold_the_full_pages_of_their_prompt_once_and_are_told_to_attention_as_a_run(adapted):
+    engine = adapted()
+    engine.step(work([np.arange(37) % 29 + 2, np.arange(20) % 17 + 3], [60, 60]))
+    assert engine.pages.count - engine.pages.available == (2 + 4) + (1 + 4)
+    runs, shared = engine.rows.runs()
+    assert runs.tolist() == [0, 4, 8] and shared.tolist() == [2, 1]
+    engine.abort([1, 2, 3])
+    runs, shared = engine.rows.runs()
+    assert runs.tolist() == [0, 1, 5] and shared.tolist() == [0, 1]
 
 
 def test_aborted_rollouts_come_back_as_far_as_they_got_and_the_rest_goes_on(adapted):

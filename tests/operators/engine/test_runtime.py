@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from replaying import replayed
+from replaying import recomputed, replayed
 
 from dataflow.model import Model
 from dataflow.node import Batch, Bound, Context
@@ -203,10 +203,11 @@ def test_nothing_starts_before_the_first_version_has_come(build, make_model):
     assert [runtime.work() is None for _ in range(4)] == [True, True, True, False]
 
 
-def test_weights_change_in_the_middle_of_rollouts_and_every_token_tells(build, make_model):
+@pytest.mark.parametrize(("policy", "oracle"), [("keep", replayed), ("recompute", recomputed)])
+def test_weights_change_in_the_middle_of_rollouts_and_every_token_tells(policy, oracle, build, make_model):
     models = {0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}
     plane = FakePlane(models, at_poll={0: 0, 6: 1, 13: 2})
-    runtime = build(context={"reader": plane}, slots=12, max_tokens=25, temperature=1.5)
+    runtime = build(context={"reader": plane}, slots=12, max_tokens=25, temperature=1.5, on_update=policy)
     runtime.push(prompts(letters(9)))
     rows = rows_of(run_dry(runtime))
     assert len(rows) == 36
@@ -215,7 +216,7 @@ def test_weights_change_in_the_middle_of_rollouts_and_every_token_tells(build, m
 
     for row in rows:
         start = row["mask"].index(True)
-        expected = replayed(models, row["tokens"], row["versions"], start, Sampling(temperature=1.5))
+        expected = oracle(models, row["tokens"], row["versions"], start, Sampling(temperature=1.5))
         np.testing.assert_allclose(row["logprobs"][start:], expected, atol=1e-5)
         assert not any(row["logprobs"][:start])
 

@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from replaying import recomputed
 from test_runtime import FakePlane, letters, prompts, rows_of, run_dry
 
 from dataflow.model import Model
 from dataflow.node import Context
 from dataflow.records import PROMPT_COLUMNS, SAMPLING_MASK, check_schema
-from operators.engine.sampler import Sampling
 from operators.generator import Generator
 from operators.models import ModelError
 
@@ -61,20 +59,6 @@ def test_lengths_that_are_trained_are_those_that_were_started_whatever_the_updat
         lengths.append({row["rollout_id"]: len(row["tokens"]) for row in rows_of(run_dry(runtime))})
     assert plane.version > 10
     assert lengths[0] == lengths[1] and len(set(lengths[0].values())) > 5
-
-
-def test_recomputed_rollouts_follow_the_newest_weights_from_then_on(build, make_model):
-    models = {0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}
-    plane = FakePlane(models, at_poll={0: 0, 6: 1, 15: 2})
-    runtime = build(context={"reader": plane}, slots=12, on_update="recompute", temperature=1.5)
-    runtime.push(prompts(letters(9)))
-    rows = rows_of(run_dry(runtime))
-    assert len(rows) == 36
-    assert sum(len(set(row["versions"]) - {-1}) == 3 for row in rows) > 3
-    for row in rows:
-        start = row["mask"].index(True)
-        expected = recomputed(models, row["tokens"], row["versions"], start, Sampling(temperature=1.5))
-        np.testing.assert_allclose(row["logprobs"][start:], expected, atol=1e-5)
 
 
 def test_the_mask_column_is_null_in_the_prompt_and_holds_the_token_drawn(build):

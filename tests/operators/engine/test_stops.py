@@ -7,7 +7,8 @@ from replaying import drive
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from operators.engine import decode
-from operators.engine.results import STOPPED, TOO_LONG, Start
+from operators.engine.reasons import STOPPED, TOO_LONG
+from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings, end_tokens, split
 from operators.models import ModelError

@@ -13,7 +13,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from operators.engine.results import ABORTED, STOPPED, TOO_LONG, Row, finished_of, merged
+from operators.engine.reasons import ABORTED, STOPPED, TOO_LONG
+from operators.engine.results import Row, finished_of, merged
 from operators.serving.app import make_app
 from operators.serving.serve import attend, bind, make_service
 

@@ -6,12 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_rig import END, byte_tokenizer
 
+from operators.engine.reasons import STOPPED, TOO_LONG
 from operators.serving.calls import Call, Choice, Part
 from operators.serving.requests import parse
 from operators.serving.responses import Chunks, whole
 from operators.serving.rows import Group
 from operators.serving.text import Transcript, Vocabulary
-from operators.serving.work import STOPPED, TOO_LONG, News
+from operators.serving.work import News
 
 VOCABULARY = Vocabulary(byte_tokenizer())
 ENDS = frozenset([END])

@@ -5,7 +5,8 @@ import pytest
 
 from operators.engine.decode import Engine
 from operators.engine.proof import adapt
-from operators.engine.results import ABORTED, STOPPED, TOO_LONG, Start
+from operators.engine.reasons import ABORTED, STOPPED, TOO_LONG
+from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
 

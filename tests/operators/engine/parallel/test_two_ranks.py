@@ -14,7 +14,8 @@ from replaying import drive
 from dataflow.node import Context
 from operators.engine.build import make_engine
 from operators.engine.parallel.launch import make_parallel
-from operators.engine.results import ABORTED, Start
+from operators.engine.reasons import ABORTED
+from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
 

@@ -13,7 +13,7 @@ import pytest
 from replaying import drive
 
 from dataflow.errors import WorkerDied
-from operators.engine.results import ABORTED, BROKEN, STOPPED, TOO_LONG
+from operators.engine.reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
 from operators.engine.vllm.engine import VllmEngine
