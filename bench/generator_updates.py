@@ -166,14 +166,14 @@ def publish(served: str, elsewhere: str, policy: Path, precision: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from operators.models import no_progress_bar
-    from transport.weights import Layout, WeightWriter
+    from transport.weights import FlatLayout, WeightWriter
 
     torch.set_num_threads(1)
     with no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(policy, dtype=getattr(torch, precision))
     tensors = dict(model.named_parameters())
-    writers = {"updates": WeightWriter(Layout.of(tensors, dtype=precision), served)}
-    writers["elsewhere"] = WeightWriter(Layout.of(tensors, dtype=precision), elsewhere)
+    writers = {"updates": WeightWriter(FlatLayout.of(tensors, dtype=precision), served)}
+    writers["elsewhere"] = WeightWriter(FlatLayout.of(tensors, dtype=precision), elsewhere)
     writers["updates"].publish(0, tensors)
     arm, version, due = "still", 0, time.monotonic()
     try:

@@ -57,11 +57,11 @@ class Ports:
         """Opens the trainer's end of its weight plane."""
 
         def open_writer(tensors: Mapping[str, Any]) -> WeightsOut:
-            from transport.weights import Layout, WeightWriter
+            from transport.weights import FlatLayout, WeightWriter
 
             model = self._graph.operators[trainer].uses
             assert model is not None, "a trainer has a model"
-            writer = WeightWriter(Layout.of(tensors, dtype=model.dtype), self._site(trainer))
+            writer = WeightWriter(FlatLayout.of(tensors, dtype=model.dtype), self._site(trainer))
             self._weights.append(writer)
             return writer
 

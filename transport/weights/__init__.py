@@ -14,8 +14,8 @@ from transport.weights.errors import (
     SegmentError,
     WeightError,
 )
+from transport.weights.flat import FlatLayout, TensorSpec
 from transport.weights.handshake import Pace, ReaderStatus
-from transport.weights.layout import Layout, TensorSpec
 from transport.weights.messages import Note, Offer
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AddressTaken",
     "ChecksumMismatch",
+    "FlatLayout",
     "Hub",
-    "Layout",
     "LayoutMismatch",
     "MessageError",
     "Note",

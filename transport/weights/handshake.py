@@ -257,7 +257,7 @@ class ReaderHandshake:
         self.offer: Offer | None = None
         """The newest version that may be taken and has not been."""
         self.layout: Mapping[str, object] | None = None
-        """The writer's layout, by `Layout.to_plain`, once welcome."""
+        """The writer's layout, by `FlatLayout.to_plain`, once welcome."""
         self.note: Note = {}
         """The writer's newest note."""
         self.joined = False

@@ -9,10 +9,10 @@ from struct import pack
 import torch
 import xxhash
 
-from transport.weights.layout import Layout
+from transport.weights.flat import FlatLayout
 
 
-def views(layout: Layout, buffer: torch.Tensor) -> list[torch.Tensor]:
+def views(layout: FlatLayout, buffer: torch.Tensor) -> list[torch.Tensor]:
     """The layout's tensors, in its order, as views of `buffer` (uint8[layout.nbytes])."""
     return [
         buffer[spec.offset : spec.offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
@@ -26,7 +26,7 @@ def copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         torch._foreach_copy_([t.detach() for t in destinations], [t.detach() for t in sources])
 
 
-def prove(layout: Layout, buffer: torch.Tensor, per_tensor: bool) -> tuple[int, list[int]]:
+def prove(layout: FlatLayout, buffer: torch.Tensor, per_tensor: bool) -> tuple[int, list[int]]:
     """(checksum, sums): xxh3_64 of the whole buffer and no sums, or of the sums and the sum per tensor."""
     data = memoryview(buffer.numpy().data)
     if not per_tensor:
@@ -36,7 +36,7 @@ def prove(layout: Layout, buffer: torch.Tensor, per_tensor: bool) -> tuple[int, 
 
 
 def damage(
-    layout: Layout, buffer: torch.Tensor, checksum: int, sums: Sequence[int], slice_bytes: int | None = None
+    layout: FlatLayout, buffer: torch.Tensor, checksum: int, sums: Sequence[int], slice_bytes: int | None = None
 ) -> Generator[None, None, str | None]:
     """Returns where the buffer is not what `prove` saw, a tensor's name where sums tell; None if it is whole.
 

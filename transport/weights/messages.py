@@ -36,7 +36,7 @@ class Welcome:
     writer: int
     """Names this writer; another number means that it was restarted and versions may go back."""
     layout: dict[str, Any]
-    """The layout, by `Layout.to_plain`."""
+    """The layout, by `FlatLayout.to_plain`."""
     note: Note = field(default_factory=dict)
     """The writer's newest note."""
 

@@ -12,8 +12,8 @@ import zmq
 from transport.errors import PeerGone, WaitTimeout
 from transport.weights import memory
 from transport.weights.errors import AddressTaken, ChecksumMismatch, LayoutMismatch, WeightError
+from transport.weights.flat import FlatLayout
 from transport.weights.handshake import Pace, ReaderHandshake
-from transport.weights.layout import Layout
 from transport.weights.messages import Note, Offer
 from transport.weights.ports import ReaderSegment, Site
 from transport.weights.shared_memory import SharedMemory
@@ -22,7 +22,7 @@ from transport.weights.shared_memory import SharedMemory
 class _Mapped:
     """A segment with the attached tensors' places in it."""
 
-    def __init__(self, segment: ReaderSegment, layout: Layout, targets: list[list[torch.Tensor]], view: bool):
+    def __init__(self, segment: ReaderSegment, layout: FlatLayout, targets: list[list[torch.Tensor]], view: bool):
         self.segment = segment
         self.flips: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -36,7 +36,7 @@ class _Mapped:
 class _Transfer:
     """A version on its way: the reader is inside its segment and proves the bytes, slice by slice."""
 
-    def __init__(self, offer: Offer, mapped: _Mapped, layout: Layout, slice_bytes: int | None) -> None:
+    def __init__(self, offer: Offer, mapped: _Mapped, layout: FlatLayout, slice_bytes: int | None) -> None:
         self.offer, self.mapped = offer, mapped
         self.damage: str | None = None
         self._proof = memory.damage(layout, mapped.segment.buffer, offer.checksum, offer.sums, slice_bytes=slice_bytes)
@@ -80,7 +80,7 @@ class WeightReader:
         self._view = adopt == "view"
         self._port = (SharedMemory(address) if isinstance(address, str) else address).reader()
         self._handshake = ReaderHandshake(name, pace)
-        self._layout: Layout | None = None
+        self._layout: FlatLayout | None = None
         self._attached: Mapping[str, torch.Tensor] | None = None
         self._targets: list[list[torch.Tensor]] = []
         self._mapped: dict[str, _Mapped] = {}
@@ -107,7 +107,7 @@ class WeightReader:
         return dict(self._handshake.note)
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> FlatLayout | None:
         """The writer's layout, once it has answered."""
         return self._layout
 
@@ -152,7 +152,7 @@ class WeightReader:
             )
         plain = self._handshake.layout
         if plain is not None and (self._layout is None or self._layout.to_plain() != plain):
-            self._layout = Layout.from_plain(plain)
+            self._layout = FlatLayout.from_plain(plain)
             self._bind()
         offer = self._handshake.offer
         if self._slice_bytes is None or self._attached is None:
@@ -276,7 +276,7 @@ class WeightReader:
         self._transfer = _Transfer(offer, mapped, layout, self._slice_bytes)
         return self._transfer
 
-    def _map(self, key: str, layout: Layout) -> _Mapped | None:
+    def _map(self, key: str, layout: FlatLayout) -> _Mapped | None:
         if key not in self._mapped:
             segment = self._port.segment(key, layout.nbytes)
             if segment is None:

@@ -11,8 +11,8 @@ import zmq
 
 from transport.weights import memory
 from transport.weights.errors import WeightError
+from transport.weights.flat import FlatLayout
 from transport.weights.handshake import Outgoing, Pace, ReaderStatus, WriterHandshake
-from transport.weights.layout import Layout
 from transport.weights.messages import Note
 from transport.weights.ports import Site, WriterSegment
 from transport.weights.shared_memory import SharedMemory
@@ -28,7 +28,7 @@ class WeightWriter:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: FlatLayout,
         address: str | Site,
         *,
         wait_s: float = 0.0,

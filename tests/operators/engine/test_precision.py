@@ -15,7 +15,7 @@ from operators.engine.proof import adapt
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.models import ModelError
-from transport.weights import Hub, Layout, WeightReader, WeightWriter
+from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(2, 32, (3, 20)))
 
@@ -215,7 +215,7 @@ def test_versions_from_the_trainer_are_quantised_and_the_last_one_counts(make_mo
     policies = [make_model(family, seed=seed, **changes) for seed in (1, 2, 3)]
     intake = quantise(model, weights, adopt=adopt)
     buffers = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
-    writer = WeightWriter(Layout.of(dict(policies[0].named_parameters())), hub)
+    writer = WeightWriter(FlatLayout.of(dict(policies[0].named_parameters())), hub)
     reader = WeightReader(hub, "generator", adopt=adopt)
     reader.attach(intake.tensors)
     for version, policy in enumerate(policies):

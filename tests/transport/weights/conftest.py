@@ -9,7 +9,7 @@ import pytest
 import torch
 import zmq
 
-from transport.weights import Hub, Layout, Pace, SharedMemory, WeightReader, WeightWriter, shared_memory
+from transport.weights import FlatLayout, Hub, Pace, SharedMemory, WeightReader, WeightWriter, shared_memory
 
 PACE = Pace(beat_s=0.5, silent_s=3.0, fence_s=5.0, forget_s=60.0)
 
@@ -36,7 +36,7 @@ class Place:
     clock: Clock = field(default_factory=Clock)
     opened: list[WeightWriter | WeightReader] = field(default_factory=list)
 
-    def writer(self, layout: Layout, **knobs) -> WeightWriter:
+    def writer(self, layout: FlatLayout, **knobs) -> WeightWriter:
         self.opened.append(WeightWriter(layout, self.address, pace=PACE, clock=self.clock, **knobs))
         return self.opened[-1]
 

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from transport.weights import Layout, Pace, WeightReader, WeightWriter, memory
+from transport.weights import FlatLayout, Pace, WeightReader, WeightWriter, memory
 
 MIXTURE, LATE = 3, 4
 PACE = Pace(beat_s=0.05, silent_s=0.5, fence_s=0.3, forget_s=60.0)
@@ -17,7 +17,7 @@ def model(value: float = 0.0) -> dict[str, torch.nn.Parameter]:
     return {f"t{n}": torch.nn.Parameter(torch.full((128, 128), float(value))) for n in range(8)}
 
 
-LAYOUT = Layout.of(model())
+LAYOUT = FlatLayout.of(model())
 
 
 def check(tensors: dict[str, torch.nn.Parameter], version: int) -> None:

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from transport.errors import PeerGone, WaitTimeout
-from transport.weights import AddressTaken, ChecksumMismatch, Layout, LayoutMismatch, WeightError
+from transport.weights import AddressTaken, ChecksumMismatch, FlatLayout, LayoutMismatch, WeightError
 
 from .conftest import PACE, parameters, values
 
 pytestmark = pytest.mark.usefixtures("clean_shm")
 
-LAYOUT = Layout.of(parameters())
+LAYOUT = FlatLayout.of(parameters())
 
 
 def state(writer, name="generator-0"):
@@ -19,7 +19,7 @@ def state(writer, name="generator-0"):
 
 def test_untied_tensors_are_refused_by_a_reader_that_ties_them(place):
     shared = torch.nn.Parameter(torch.zeros(5, 4))
-    writer = place.writer(Layout.build([("a", (5, 4), "float32"), ("b", (5, 4), "float32")]))
+    writer = place.writer(FlatLayout.build([("a", (5, 4), "float32"), ("b", (5, 4), "float32")]))
     reader = place.reader(attach={"a": shared, "b": shared})
     with pytest.raises(LayoutMismatch, match="'a' and 'b' in the same memory; tie them"):
         place.settle(writer, reader)
@@ -331,7 +331,7 @@ def test_a_restarted_writer_of_another_model_is_refused(place):
     writer.publish(1, parameters(1))
     place.settle(writer, reader)
     writer.close()
-    again = place.writer(Layout.build([("other", (3,), "float32")]))
+    again = place.writer(FlatLayout.build([("other", (3,), "float32")]))
     with pytest.raises(LayoutMismatch, match="'embed' outside the layout"):
         for _ in range(100):
             place.clock.now += PACE.beat_s

@@ -5,13 +5,13 @@ from contextlib import closing
 import pytest
 import torch
 
-from transport.weights import Hub, Layout, WeightReader, WeightWriter, memory
+from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter, memory
 
 from .conftest import PACE, parameters, values
 
 pytestmark = pytest.mark.usefixtures("clean_shm")
 
-LAYOUT = Layout.of(parameters())
+LAYOUT = FlatLayout.of(parameters())
 
 
 def state(writer, name="generator-0"):
@@ -37,7 +37,7 @@ def test_random_bytes_arrive_as_they_were(place):
     theirs = {"a": torch.randn(1000, 3), "b": torch.randint(-128, 127, (77,), dtype=torch.int8)}
     theirs["c"] = torch.randint(-(2**60), 2**60, (5, 5))
     mine = {name: torch.zeros_like(tensor) for name, tensor in theirs.items()}
-    writer, reader = place.writer(Layout.of(theirs), checksum="tensors"), place.reader(attach=mine)
+    writer, reader = place.writer(FlatLayout.of(theirs), checksum="tensors"), place.reader(attach=mine)
     writer.publish(1, theirs)
     place.settle(writer, reader)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
@@ -48,7 +48,7 @@ def test_random_bytes_arrive_as_they_were(place):
 def test_tensors_are_cast_on_the_way(place, dtype, adopt):
     mine = parameters(dtype=dtype)
     specs = [(t.name, t.shape, str(dtype).removeprefix("torch.")) for t in LAYOUT.tensors]
-    writer, reader = place.writer(Layout.build(specs)), place.reader(attach=mine, adopt=adopt)
+    writer, reader = place.writer(FlatLayout.build(specs)), place.reader(attach=mine, adopt=adopt)
     writer.publish(1, parameters(3.0))
     place.settle(writer, reader)
     assert values(mine) == {3.0}
@@ -70,7 +70,7 @@ def test_a_parameter_of_another_dtype_than_the_layouts_is_copied_with_a_cast(pla
 def test_strides_do_not_matter(place, adopt):
     theirs = {"w": torch.arange(12.0).view(3, 4).t()}
     mine = {"w": torch.nn.Parameter(torch.zeros(3, 4).t())}
-    writer, reader = place.writer(Layout.of(theirs)), place.reader(attach=mine, adopt=adopt)
+    writer, reader = place.writer(FlatLayout.of(theirs)), place.reader(attach=mine, adopt=adopt)
     writer.publish(1, theirs)
     place.settle(writer, reader)
     assert torch.equal(mine["w"], theirs["w"])
@@ -102,7 +102,7 @@ def test_tied_tensors_travel_once_and_stay_tied(place):
     embed, head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
     head.weight = embed.weight
     both = {"embed.weight": embed.weight, "head.weight": head.weight}
-    layout = Layout.of(both)
+    layout = FlatLayout.of(both)
     assert [spec.name for spec in layout.tensors] == ["embed.weight"]
     writer, reader = place.writer(layout), place.reader(attach=both)
     writer.publish(1, {"head.weight": torch.full((5, 4), 9.0)})
@@ -192,7 +192,7 @@ def test_a_closed_reader_keeps_its_version_in_memory_of_its_own(place):
 def test_a_model_computes_with_adopted_views(place):
     model = torch.nn.Linear(8, 4)
     theirs = {"weight": torch.ones(4, 8), "bias": torch.zeros(4)}
-    writer, reader = place.writer(Layout.of(theirs)), place.reader(attach=dict(model.named_parameters()))
+    writer, reader = place.writer(FlatLayout.of(theirs)), place.reader(attach=dict(model.named_parameters()))
     writer.publish(1, theirs)
     place.settle(writer, reader)
     with torch.inference_mode():

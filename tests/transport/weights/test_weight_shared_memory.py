@@ -13,7 +13,7 @@ import zmq
 from transport.errors import AddressError
 from transport.weights import (
     ChecksumMismatch,
-    Layout,
+    FlatLayout,
     MessageError,
     SegmentError,
     SharedMemory,
@@ -26,7 +26,7 @@ from .conftest import leftovers, parameters, values
 
 pytestmark = pytest.mark.usefixtures("clean_shm")
 
-LAYOUT = Layout.of(parameters())
+LAYOUT = FlatLayout.of(parameters())
 
 
 @pytest.fixture

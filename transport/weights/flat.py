@@ -19,7 +19,7 @@ ITEM_BYTES = {
 """Bytes per element of each dtype that may travel."""
 
 FLOATING = frozenset({"float64", "float32", "bfloat16", "float16"})
-"""The dtypes that `Layout.of(dtype=...)` casts; integers travel as they are."""
+"""The dtypes that `FlatLayout.of(dtype=...)` casts; integers travel as they are."""
 
 
 class Shaped(Protocol):
@@ -56,7 +56,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class FlatLayout:
     """The tensors of one model in one flat buffer."""
 
     tensors: tuple[TensorSpec, ...]
@@ -75,7 +75,7 @@ class Layout:
             if spec.offset < end or spec.offset % ALIGNMENT or min(spec.shape, default=0) < 0:
                 raise LayoutMismatch(
                     f"tensor '{spec.name}' does not fit where it is put; found {spec}, after one that ends "
-                    f"at byte {end}; build layouts with Layout.of or Layout.build"
+                    f"at byte {end}; build layouts with FlatLayout.of or FlatLayout.build"
                 )
             if spec.name in names:
                 raise LayoutMismatch(
@@ -89,7 +89,7 @@ class Layout:
             if name not in names or alias in names:
                 raise LayoutMismatch(
                     f"alias '{alias}' must stand for one travelling tensor; found '{name}'; "
-                    "build layouts with Layout.of"
+                    "build layouts with FlatLayout.of"
                 )
 
     @property
@@ -103,7 +103,7 @@ class Layout:
         cls,
         tensors: Iterable[tuple[str, tuple[int, ...], str]],
         aliases: Mapping[str, str] | None = None,
-    ) -> Layout:
+    ) -> FlatLayout:
         """Pack (name, shape, dtype) one after the other, each aligned."""
         specs, offset = [], 0
         for name, shape, dtype in tensors:
@@ -113,7 +113,7 @@ class Layout:
         return cls(tensors=tuple(specs), aliases=dict(aliases or {}))
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Any], dtype: str | None = None) -> Layout:
+    def of(cls, tensors: Mapping[str, Any], dtype: str | None = None) -> FlatLayout:
         """The layout of these torch tensors; floating ones travel as `dtype` if it is given.
 
         Names of one and the same memory (tied tensors) travel once, under the first name."""
@@ -139,7 +139,7 @@ class Layout:
         }
 
     @classmethod
-    def from_plain(cls, plain: Any) -> Layout:
+    def from_plain(cls, plain: Any) -> FlatLayout:
         """The layout that `to_plain` wrote; anything else is a MessageError or a LayoutMismatch."""
         try:
             specs = tuple(
@@ -154,7 +154,7 @@ class Layout:
             ) from None
         return cls(tensors=specs, aliases=aliases)
 
-    def require_equal(self, other: Layout, ours: str = "ours", theirs: str = "theirs") -> None:
+    def require_equal(self, other: FlatLayout, ours: str = "ours", theirs: str = "theirs") -> None:
         """Raise LayoutMismatch naming the first tensor in which the two differ."""
         if self == other:
             return
