@@ -1,0 +1,125 @@
+"""How one full tensor is dealt out: which box of it each rank holds, and where the box lies in the rank's memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from transport.weights.errors import LayoutMismatch
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The boxes of one full tensor of d dimensions, row by row; ranks that hold nothing of it have no row.
+
+    A rank may hold several boxes, and several ranks the same one (replicas). The box lies in a local tensor of
+    k >= d dimensions; where k > d, it has size 1 along the leading ones (an expert within a stack of experts)."""
+
+    ranks: Ints
+    """[n]"""
+    start: Ints
+    """[n, d]: first element of the box in the full tensor."""
+    stop: Ints
+    """[n, d]: one past its last."""
+    local_start: Ints
+    """[n, k]: first element of the box in the local tensor."""
+    local_shape: Ints
+    """[n, k]: shape of the local tensor."""
+
+    def __post_init__(self) -> None:
+        for values in (self.ranks, self.start, self.stop, self.local_start, self.local_shape):
+            values.setflags(write=False)
+        n, k = len(self.ranks), self.local_start.shape[1]
+        size = np.ones((n, k), np.int64)
+        size[:, k - self.start.shape[1] :] = self.stop - self.start
+        if (self.stop <= self.start).any() or (self.start < 0).any():
+            raise LayoutMismatch(
+                f"a shard must be a box that is not empty; found starts {self.start.tolist()[:4]} and stops "
+                f"{self.stop.tolist()[:4]}; leave out ranks that hold nothing"
+            )
+        if (self.local_start < 0).any() or (self.local_start + size > self.local_shape).any():
+            raise LayoutMismatch(
+                "a shard must lie inside its rank's local tensor; found one that reaches beyond it; "
+                "see local_start and local_shape"
+            )
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """Equal for equal shards."""
+        digest = xxhash.xxh3_128()
+        for values in (self.ranks, self.start, self.stop, self.local_start, self.local_shape):
+            digest.update(repr(values.shape).encode())
+            digest.update(np.ascontiguousarray(values).data)
+        return digest.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shards) and self.key == other.key
+
+    @classmethod
+    def boxes(cls, ranks: Sequence[int] | Ints, start: Ints, stop: Ints) -> Shards:
+        """Boxes that are local tensors of their own; empty ones are left out."""
+        held = (stop > start).all(axis=1)
+        start, stop = start[held].astype(np.int64), stop[held].astype(np.int64)
+        return cls(np.asarray(ranks, np.int64)[held], start, stop, np.zeros_like(start), stop - start)
+
+    @classmethod
+    @functools.lru_cache(maxsize=4096)
+    def cut(
+        cls,
+        shape: tuple[int, ...],
+        mesh: Mesh,
+        cuts: tuple[int | None, ...],
+        order: tuple[int, ...] | None = None,
+    ) -> Shards:
+        """Dealt out over a mesh: mesh dimension i cuts tensor dimension `cuts[i]`, or None: it holds replicas.
+
+        order: mesh dimensions in the order in which they cut, left to right if not given. (FSDP2 over tensor
+        parallel on one dimension cuts by tp first: order=(1, 0) for a mesh of fsdp x tp.) Each cut is
+        torch.chunk: pieces of ceil(length / ranks), uneven or empty at the end."""
+        if len(cuts) != len(mesh.shape) or any(c is not None and not 0 <= c < len(shape) for c in cuts):
+            raise LayoutMismatch(
+                f"a tensor of shape {list(shape)} cannot be cut by {list(cuts)} over a mesh of shape "
+                f"{list(mesh.shape)}; give for each mesh dimension a dimension of the tensor, or None"
+            )
+        place = np.indices(mesh.shape).reshape(len(mesh.shape), -1)
+        low = np.zeros((place.shape[1], len(shape)), np.int64)
+        high = np.broadcast_to(np.asarray(shape, np.int64), low.shape).copy()
+        for axis in range(len(mesh.shape)) if order is None else order:
+            dim = cuts[axis]
+            if dim is not None:
+                piece = -(-(high[:, dim] - low[:, dim]) // mesh.shape[axis])
+                first = np.minimum(low[:, dim] + place[axis] * piece, high[:, dim])
+                high[:, dim] = np.minimum(first + piece, high[:, dim])
+                low[:, dim] = first
+        return cls.boxes(mesh.ranks, low, high)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks in a grid, e.g. fsdp x tp."""
+
+    shape: tuple[int, ...]
+    """Ranks along each dimension."""
+    ranks: tuple[int, ...]
+    """The rank at each place, the last dimension running fastest."""
+
+    def __post_init__(self) -> None:
+        if int(np.prod(self.shape)) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks) or not self.ranks:
+            raise LayoutMismatch(
+                f"a mesh of shape {list(self.shape)} needs as many ranks, each once; found {list(self.ranks)[:8]}"
+            )
+
+    @classmethod
+    def of(cls, *shape: int, first: int = 0) -> Mesh:
+        """Ranks first, first + 1, ... in a grid of this shape."""
+        return cls(shape, tuple(range(first, first + int(np.prod(shape)))))
