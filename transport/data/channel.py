@@ -27,7 +27,7 @@ class Delivery:
     epoch: int
     """Incarnation of the sender."""
     sequence: int
-    """Its number, 0, 1, 2, ... per sender and epoch."""
+    """Its number, 0, 1, 2, ... per sender and epoch; it goes on when this receiver left and joins again."""
     acknowledge: Callable[[str, int, int], None]
     """The receiver's side of `ack`."""
 

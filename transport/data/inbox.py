@@ -5,6 +5,7 @@ Pure: messages in, replies out; no socket, no clock. A `line` is whatever names 
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Literal
 
 from transport.data.credit import NONE, Credit, Holding, allot, cost, may_send
@@ -31,8 +32,7 @@ class _Peer:
     end: int | None = None
     held: dict[int, Credit] = field(default_factory=dict)
     used: Credit = NONE
-    announced: Credit = NONE
-    promised: Credit = NONE
+    windows: list[tuple[int, Credit]] = field(default_factory=lambda: [(0, NONE)])
     asked: int | None = None
     faults: int = 0
     unsaid: list[int] = field(default_factory=list)
@@ -46,16 +46,32 @@ class _Peer:
     def ended(self) -> bool:
         return self.end is not None and self.expected >= self.end
 
+    @property
+    def announced(self) -> Credit:
+        """The window that it was told last."""
+        return self.windows[-1][1]
+
+    @property
+    def promised(self) -> Credit:
+        """The most of all windows that it may be going by: it has not confirmed a later one."""
+        return reduce(Credit.most, (window for _, window in self.windows))
+
+    def announce(self, number: int, window: Credit) -> None:
+        """Tell it another window; an earlier one that is no larger makes no difference any more."""
+        self.windows = [*(one for one in self.windows if not one[1].within(window)), (number, window)]
+
 
 class Inbox:
     """The state of one receiver towards all its senders."""
 
     def __init__(self, *, edge: str, epoch: int, capacity: Credit, senders: int = 1, max_message_bytes: int) -> None:
-        self._edge, self._epoch, self._capacity = edge, epoch, capacity
+        self._edge, self._epoch, self.capacity = edge, epoch, capacity
         self._senders, self._max_message_bytes = senders, max_message_bytes
         self._peers: dict[str, _Peer] = {}
         self._earlier: dict[str, dict[tuple[int, int], Credit]] = {}
         self._settled = True
+        self._said = epoch
+        """Number of the window that was announced last, to whomever; it tells incarnations apart too."""
 
     @property
     def depth(self) -> Credit:
@@ -68,21 +84,29 @@ class Inbox:
         """Whether as many senders as were expected came, and all of them ended."""
         return len(self._peers) >= self._senders and all(peer.ended for peer in self._peers.values())
 
+    def awaited(self, senders: int) -> int:
+        """How many may still send when so many are expected: not come yet, or come and not ended."""
+        return max(senders, len(self._peers)) - sum(peer.ended for peer in self._peers.values())
+
+    def expect(self, senders: int) -> Replies:
+        """So many senders in all: those that ended or were forgotten included."""
+        self._senders = senders
+        return self._announce()
+
     def hello(self, line: Line, message: Hello) -> Replies:
         """A sender tells where it stands: it gets its window and hears what arrived of it."""
         peer = self._peers.get(message.sender)
         if peer is not None and (reason := self._outdated(peer, message)):
             return [(line, Refusal(edge=self._edge, reason=reason))]
         if peer is None or message.epoch > peer.epoch:
-            if peer is not None:
+            if peer is not None and peer.held:
                 earlier = self._earlier.setdefault(message.sender, {})
                 earlier |= {(peer.epoch, number): held for number, held in peer.held.items()}
             peer = _Peer(line=line, epoch=message.epoch, expected=message.base, gone=frozenset(message.gone))
-            peer.skip()
             self._peers[message.sender] = peer
+        self._go_by(peer, line, message)
         peer.line = line
         peer.end = message.next if message.ended else None
-        peer.promised = Credit(rows=message.window_rows, bytes=message.window_bytes).most(peer.announced)
         others = self._announce(but=message.sender)
         return [*others, (line, self._welcome(peer))]
 
@@ -155,7 +179,6 @@ class Inbox:
         if peer is None:
             return []
         peer.end = peer.expected
-        peer.promised = peer.announced = NONE
         return self._announce()
 
     def _outdated(self, peer: _Peer, message: Hello) -> str | None:
@@ -171,6 +194,25 @@ class Inbox:
             )
         return None
 
+    def _go_by(self, peer: _Peer, line: Line, message: Hello) -> None:
+        """What a sender says of itself: the window it uses, and what it will not send (again).
+
+        What it says will not come, although it lies here, it took back: nobody waits for its acknowledgement,
+        and until the consumer is done with it, it takes room like a batch of an earlier incarnation.
+        """
+        known = self._epoch < message.window_number <= self._said
+        unheard = [one for one in peer.windows[:-1] if not known or one[0] > message.window_number]
+        if line != peer.line or (peer.end is not None and not message.ended):
+            unheard = []  # whatever was said over another line, or before it began again, it does not go by
+        stated = Credit(rows=message.window_rows, bytes=message.window_bytes)
+        peer.windows = [(message.window_number, stated), *unheard, peer.windows[-1]]
+        peer.gone, peer.expected = frozenset(message.gone), max(peer.expected, message.base)
+        peer.skip()
+        for number in [number for number in peer.held if number < message.base or number in peer.gone]:
+            freed = peer.held.pop(number)
+            peer.used -= freed
+            self._earlier.setdefault(message.sender, {})[peer.epoch, number] = freed
+
     def _windows(self) -> dict[str, Credit]:
         live = {
             name: peer for name, peer in self._peers.items() if not peer.ended or peer.held or name in self._earlier
@@ -183,21 +225,21 @@ class Inbox:
             )
             for name, peer in live.items()
         }
-        return allot(self._capacity, self._senders - (len(self._peers) - len(live)), holdings)
+        return allot(self.capacity, self._senders - (len(self._peers) - len(live)), holdings)
 
     def _announce(self, but: str | None = None) -> Replies:
         """Set every window anew, and tell the senders whose window changed."""
         replies: Replies = []
         windows = self._windows()
         self._settled = not self._earlier and len(set(windows.values())) <= 1
-        for name, window in windows.items():
-            peer = self._peers[name]
-            self._settled = self._settled and peer.promised.within(window)
+        for name, peer in self._peers.items():
+            window = windows.get(name, NONE)
+            self._settled = self._settled and (name not in windows or peer.promised.within(window))
             if window == peer.announced:
                 continue
-            peer.announced = window
-            peer.promised = peer.promised.most(window)
-            if name != but:
+            self._said += 1
+            peer.announce(self._said, window)
+            if name in windows and name != but:
                 replies.append((peer.line, self._ack(peer)))
         return replies
 
@@ -214,6 +256,7 @@ class Inbox:
             sequences=sequences,
             window_rows=peer.announced.rows,
             window_bytes=peer.announced.bytes,
+            window_number=peer.windows[-1][0],
         )
 
     def _welcome(self, peer: _Peer) -> Welcome:
@@ -223,8 +266,9 @@ class Inbox:
             epoch=self._epoch,
             window_rows=peer.announced.rows,
             window_bytes=peer.announced.bytes,
-            capacity_rows=self._capacity.rows,
-            capacity_bytes=self._capacity.bytes,
+            window_number=peer.windows[-1][0],
+            capacity_rows=self.capacity.rows,
+            capacity_bytes=self.capacity.bytes,
             max_message_bytes=self._max_message_bytes,
             expected=peer.expected,
             held=tuple(peer.held),

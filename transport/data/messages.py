@@ -1,7 +1,7 @@
 """What senders and receivers of one edge say to each other: five messages, no bytes yet.
 
 sender -> receiver    Hello     who I am, what I send, where I stand; repeated after every reconnection,
-                                when a window shrank, and at the end of the stream
+                                when a window shrank, at the end of the stream, and when it begins again
                       Data      one record batch
 receiver -> sender    Welcome   your window, and what I have of you: the rest is sent again
                       Ack       these batches are done with; your window from now on
@@ -24,15 +24,17 @@ class Hello:
     schema: bytes
     """Arrow schema of the batches, as an IPC message."""
     base: int
-    """Lowest sequence number that is not acknowledged."""
+    """Lowest sequence number that may come."""
     next: int
     """Sequence number that the next new batch will have."""
     gone: tuple[int, ...]
-    """Sequence numbers from base on that are acknowledged already."""
+    """Sequence numbers from base on that will not come (again): acknowledged, or taken back."""
     window_rows: int
     """The window that the sender goes by: rows."""
     window_bytes: int
     """The window that the sender goes by: bytes."""
+    window_number: int
+    """Number of that window; 0: it goes by none yet."""
     ended: bool
     """Whether no batch will follow."""
 
@@ -69,6 +71,8 @@ class Welcome:
     """The window: rows that may be unacknowledged."""
     window_bytes: int
     """The window: encoded bytes that may be unacknowledged."""
+    window_number: int
+    """Number of the window: larger, each time that the receiver says another."""
     capacity_rows: int
     """Rows that the receiver holds at most, of all senders."""
     capacity_bytes: int
@@ -97,6 +101,8 @@ class Ack:
     """The window from now on: rows."""
     window_bytes: int
     """The window from now on: encoded bytes."""
+    window_number: int
+    """Number of the window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transport.data.credit import NONE, Credit, may_send, room_rows
-from transport.data.messages import Ack, Hello, Welcome
+from transport.data.messages import Ack, Data, Hello, Welcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,13 +29,14 @@ class Parcel:
 class Outbox:
     """The state of one sender towards one receiver."""
 
-    def __init__(self, *, edge: str, sender: str, epoch: int, schema: bytes) -> None:
+    def __init__(self, *, edge: str, sender: str, epoch: int, schema: bytes, first: int = 0) -> None:
+        """`first` is the number of the first batch: for a receiver that left and comes back, where it left."""
         self._edge, self._sender, self._epoch, self._schema = edge, sender, epoch, schema
         self._parcels: dict[int, Parcel] = {}
         self._unsent: deque[int] = deque()
-        self._next = 0
+        self._next = self._reached = first
         self._used = NONE
-        self._window = NONE
+        self._window, self._window_number = NONE, 0
         self._live = False
         self._ended = False
         self._receiver_epoch: int | None = None
@@ -55,13 +56,23 @@ class Outbox:
         return not self._parcels and (self.end_confirmed or not self._ended)
 
     @property
+    def ended(self) -> bool:
+        """Whether no batch will follow."""
+        return self._ended
+
+    @property
     def finished(self) -> bool:
         """Whether this sender ended, and needs the receiver no more."""
         return self._ended and self.drained
 
+    @property
+    def next(self) -> int:
+        """The number that the next batch will have; none is ever used twice."""
+        return self._next
+
     def room(self, cost: Credit | None = None) -> int:
         """Rows that may leave now; with `cost`, 0 unless a batch of that cost may leave now."""
-        if self._unsent or (cost is not None and not may_send(cost, self._used, self._window)):
+        if self._unsent or self._ended or (cost is not None and not may_send(cost, self._used, self._window)):
             return 0
         rows = room_rows(self._used, self._window)
         return max(1, rows) if cost is not None else rows
@@ -77,6 +88,24 @@ class Outbox:
         """No batch will follow."""
         self._ended = True
 
+    def reopen(self) -> bool:
+        """Batches will follow after all, once a Hello is answered; False: not before the end is confirmed.
+
+        By then every earlier Welcome has come, so that none of them can be taken for the answer.
+        """
+        if not self.end_confirmed:
+            return False
+        self._ended = self.end_confirmed = False
+        self.lost()
+        return True
+
+    def take_back(self, *, sent: bool) -> list[Parcel]:
+        """Batches that shall not go to this receiver after all, in order: those that never left for its present
+        incarnation, or with `sent` all that it did not acknowledge. The next Hello says so."""
+        numbers = {number: None for number in self._parcels if sent or number >= self._reached}
+        self._unsent = deque(number for number in self._unsent if number not in numbers)
+        return [self._parcels.pop(number) for number in numbers]
+
     def due(self) -> Iterator[Parcel]:
         """The batches that may leave now, in order; each counts as sent when it is yielded."""
         while self._unsent:
@@ -86,6 +115,19 @@ class Outbox:
             self._unsent.popleft()
             self._used += parcel.cost
             yield parcel
+            self._reached = max(self._reached, parcel.sequence + 1)  # whoever asks on has sent it
+
+    def header(self, parcel: Parcel) -> Data:
+        """What goes before a batch."""
+        return Data(
+            edge=self._edge,
+            sender=self._sender,
+            epoch=self._epoch,
+            sequence=parcel.sequence,
+            rows=parcel.rows,
+            bytes=parcel.payload.size_bytes,
+            checksum=parcel.payload.checksum,
+        )
 
     def hello(self) -> Hello:
         """Where this sender stands."""
@@ -100,17 +142,24 @@ class Outbox:
             gone=tuple(number for number in range(base, self._next) if number not in self._parcels),
             window_rows=self._window.rows,
             window_bytes=self._window.bytes,
+            window_number=self._window_number,
             ended=self._ended,
         )
 
     def lost(self) -> None:
         """The connection broke: nothing leaves before the next Welcome."""
-        self._window, self._live = NONE, False
+        self._window, self._window_number, self._live = NONE, 0, False
 
-    def welcome(self, message: Welcome) -> None:
-        """Go by what the receiver has: forget what it acknowledged, send the rest again."""
+    def welcome(self, message: Welcome) -> bool:
+        """Go by what the receiver has: forget what it acknowledged, send the rest again.
+
+        True when the window shrank, and a Hello has to confirm it. One that knows an end where there is none
+        any more was said before the stream began again: it counts for nothing.
+        """
+        if message.ended and not self._ended:
+            return False
         if message.epoch != self._receiver_epoch:
-            self._receiver_epoch = message.epoch
+            self._receiver_epoch, self._reached = message.epoch, 0
             kept: set[int] = set()
         else:
             kept = {n for n in message.held if n < message.expected and n in self._parcels}
@@ -118,9 +167,9 @@ class Outbox:
                 del self._parcels[number]
         self._unsent = deque(number for number in self._parcels if number not in kept)
         self._used = sum((self._parcels[number].cost for number in kept), NONE)
-        self._window, self._live = Credit(rows=message.window_rows, bytes=message.window_bytes), True
-        self.limits = message
+        self._live, self.limits = True, message
         self.end_confirmed = self._ended and message.ended
+        return self._go_by(message)
 
     def ack(self, message: Ack) -> bool:
         """Forget what is acknowledged; True when the window shrank, and a Hello has to confirm it."""
@@ -134,7 +183,9 @@ class Outbox:
                 self._unsent.remove(number)
             else:
                 self._used -= parcel.cost
-        if not self._live:
-            return False
+        return self._live and self._go_by(message)
+
+    def _go_by(self, message: Welcome | Ack) -> bool:
         before, self._window = self._window, Credit(rows=message.window_rows, bytes=message.window_bytes)
-        return not before.within(self._window)
+        self._window_number = message.window_number
+        return not before.within(self._window) and not self.finished

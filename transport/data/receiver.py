@@ -136,8 +136,32 @@ class Receiver:
                 break
         self._reply(self._inbox.flush())
 
+    def expect(self, senders: int) -> None:
+        """From now on `senders` are expected in all, those that ended or were forgotten included.
+
+        `finished` waits for as many, and the capacity is shared out anew: at once to whoever gains by it, and to
+        a joiner as soon as the others confirmed their smaller windows. Say it before the present senders end,
+        because a consumer acts on `finished`; a joiner whose stream begins later is served too, and makes
+        `finished` false again. A sender counts once by its name, whatever its epoch: a joiner needs a name that
+        nobody had. Lower the number for one that will never come; after one that ended, it need not change.
+        Raises ValueError when the capacity holds no row or byte for each that may still send.
+        """
+        awaited = self._inbox.awaited(senders)
+        if senders < 0 or min(self._inbox.capacity.rows, self._inbox.capacity.bytes) < awaited:
+            raise ValueError(
+                f"edge '{self.edge}' cannot expect {senders} senders; got room for {self._inbox.capacity.rows} rows "
+                f"and {self._inbox.capacity.bytes} bytes among the {awaited} that may still send; expect fewer, or "
+                f"raise the capacity"
+            )
+        self._reply(self._inbox.expect(senders))
+
     def forget(self, sender: str) -> None:
-        """A sender that will not come back counts as ended, and its share goes to the others."""
+        """A sender that will not come back counts as ended, and its share goes to the others.
+
+        What arrived of it is taken in first, and delivered. One of whom nothing ever arrived is unknown here: for
+        that, `expect` one less.
+        """
+        self.poll()
         self._reply(self._inbox.forget(sender))
 
     def close(self) -> None:

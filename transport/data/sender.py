@@ -7,34 +7,33 @@ Unblocked by: `Delivery.ack` at the receiver.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 import zmq
 
 from transport.data import frames
-from transport.data.channel import Line, LineEvent, Network
+from transport.data.channel import Network
 from transport.data.credit import Credit, cost
-from transport.data.messages import Ack, Data, Refusal, Welcome
-from transport.data.outbox import Outbox
+from transport.data.link import Link
+from transport.data.outbox import Outbox, Parcel
 from transport.data.partition import Partition, choose, room_rows
 from transport.data.sockets import SocketNetwork
-from transport.errors import BatchTooLarge, PeerGone, Refused, TransportError, WaitTimeout
-
-
-class _Link:
-    """One receiver: the connection, the state, and since when it is away."""
-
-    def __init__(self, line: Line, outbox: Outbox, now: float) -> None:
-        self.line = line
-        self.outbox = outbox
-        self.away_since: float | None = now
-        self.failures = 0
-        self.greet = False
+from transport.errors import PeerGone, TransportError, WaitTimeout
 
 
 class Sender:
-    """Sends record batches over one edge; not thread-safe, and it never blocks but in `close`."""
+    """Sends record batches over one edge; not thread-safe, and it never blocks but in `close`.
+
+    Receivers join and leave while it sends: `add_receiver`, `retire_receiver`, `forget_receiver`. The law: a batch
+    that was taken is at any time with one receiver that has not acknowledged it (with each, on a broadcast
+    edge), or waits here for credit of another; it is let go only when it was acknowledged. So none is ever
+    lost. It is acknowledged once, but for two cases, in which consumers may see it twice and tell by what is
+    in it: its receiver restarted, or was forgotten, after delivering it and before the acknowledgement came.
+    On a keyed edge none joins or leaves: who gets a key follows from how many receivers there are, so that
+    most keys would move, away from the receiver that has their earlier batches and whatever it made of them.
+    """
 
     def __init__(
         self,
@@ -62,13 +61,15 @@ class Sender:
             )
         self.edge, self.sender_id, self.epoch, self.schema = edge, sender_id, epoch, schema
         self._partition, self._peer_timeout_s, self._clock = partition, peer_timeout_s, clock
-        network = network or SocketNetwork()
-        encoded = frames.encode_schema(schema)
+        self._network = network or SocketNetwork()
+        self._encoded = frames.encode_schema(schema)
         self._encoder = frames.Encoder(schema)
-        self._links: list[_Link] = []
+        self._links: list[Link] = []
+        self._stopped_at: dict[str, int] = {}
+        self._returned: deque[Parcel] = deque()
         for address in receivers:
-            outbox = Outbox(edge=edge, sender=sender_id, epoch=epoch, schema=encoded)
-            self._links.append(_Link(network.line(address), outbox, clock()))
+            self._connect(address)
+        self._ending = False
         self._closed = self._hung_up = False
         self.refused = 0
         """Messages from receivers that were none."""
@@ -84,18 +85,79 @@ class Sender:
         return [socket for link in self._links for socket in link.line.sockets]
 
     @property
+    def receivers(self) -> list[str]:
+        """Addresses of the receivers, those that retire and are not through included."""
+        return [link.address for link in self._links]
+
+    @property
     def unacknowledged(self) -> int:
         """Batches that were taken and are not acknowledged by everyone they went to."""
-        return sum(link.outbox.unacknowledged for link in self._links)
+        return len(self._returned) + sum(link.outbox.unacknowledged for link in self._links)
 
     @property
     def drained(self) -> bool:
         """Whether everything is acknowledged and, after `finish`, every receiver knows the end."""
-        return all(link.outbox.drained for link in self._links)
+        return not self._returned and all(link.outbox.drained for link in self._links)
 
     def room(self) -> int:
         """Rows of the largest batch that would be taken now, whatever its key."""
-        return room_rows(self._partition, [link.outbox.room() for link in self._links])
+        if self._returned:
+            return 0
+        return room_rows(self._partition, [link.outbox.room() for link in self._staying()])
+
+    def add_receiver(self, address: str) -> None:
+        """From now on batches go to `address` too, as soon as it appears and gives credit; read `sockets` again.
+
+        On a broadcast edge it gets what is sent from now on, and nothing is taken until it is there. After
+        `finish` it is told the end with the next `poll`, so that `forget_receiver` before that can still give
+        it the batches of another. A receiver that left may come back, restarted or not.
+        Raises ValueError for an address that it has, and on a keyed edge; AddressError.
+        """
+        self._check_may_change(address)
+        known = next((link for link in self._links if link.address == address), None)
+        if known is not None:
+            there = "one that retires and is not through; wait until it is gone from `receivers`"
+            raise ValueError(
+                f"edge '{self.edge}' has the receiver {address} already; got it again; it is "
+                f"{there if known.retiring else 'in use: add each once'}"
+            )
+        self._connect(address)
+
+    def retire_receiver(self, address: str) -> None:
+        """Nothing new goes to `address`; it is told the end of this stream, and leaves when it owes nothing.
+
+        What it was sent is still its own, comes again if it restarts, and is acknowledged as usual. What never
+        left goes to the others (on a broadcast edge they have it, and it stays). Once all is acknowledged and
+        it knows the end, `poll` closes the link; read `sockets` again. If it stays away for `peer_timeout_s`
+        before that, it is forgotten like one that `forget_receiver` names.
+        Raises ValueError for an unknown address, one that retires already, the last receiver, and on a keyed edge.
+        """
+        self._check_may_change(address)
+        link = self._find(address)
+        if link.retiring:
+            raise ValueError(
+                f"edge '{self.edge}' lets the receiver {address} go already; got it again; wait, or forget_receiver"
+            )
+        self._check_not_last(link)
+        link.retiring = True
+        self._give_back(link, sent=False)
+        link.end()
+
+    def forget_receiver(self, address: str) -> None:
+        """`address` is known to be dead: everything that it did not acknowledge goes to the others, oldest first.
+
+        That waits for their credit, and goes before new batches: until it is placed, `room` is 0 and `send`
+        False. After `finish` the streams of the others begin again for it: a receiver that was `finished` is not
+        any more. On a broadcast edge the others have their own copy, and nothing goes anywhere. To replace a
+        receiver, add the new one first. One that comes back at the same address is welcome (`add_receiver`),
+        even if it was not dead; then it may deliver what others deliver too.
+        Raises ValueError for an unknown address, the last receiver, and on a keyed edge.
+        """
+        self._check_may_change(address)
+        link = self._find(address)
+        self._check_not_last(link)
+        self._forget(link)
+        self._place_returned()
 
     def send(self, batch: pa.RecordBatch, key: int | None = None) -> bool:
         """Take a batch; False when there is no credit: then nothing was taken, and the caller keeps it.
@@ -107,40 +169,40 @@ class Sender:
         frames.check_schema(batch.schema, self.schema, edge=self.edge)
         size_bytes = self._encoder.size_bytes(batch)
         need = cost(batch.num_rows, size_bytes)
-        chosen = choose(self._partition, [link.outbox.room(need) for link in self._links], key)
+        self._place_returned()
+        chosen = [] if self._returned else self._choose(need, key)
         if not chosen:
-            self._check_size(need)
             return False
-        chosen_links = [self._links[index] for index in chosen]
-        for link in chosen_links:
-            self._check_fits(link, need)
-        payload = chosen_links[0].line.pack(batch, self._encoder, size_bytes)
-        for link in chosen_links:
+        payload = chosen[0].line.pack(batch, self._encoder, size_bytes)
+        for link in chosen:
             link.outbox.add(rows=batch.num_rows, cost=need, payload=payload)
-            self._transmit(link)
+            link.transmit()
         return True
 
     def poll(self) -> None:
         """Handle what came back: credit, acknowledgements, connections; send again what has to be.
 
-        Raises PeerGone when a receiver was away for too long, Refused when one says no.
+        Raises PeerGone when a receiver was away for too long, Refused when one says no, BatchTooLarge when what
+        a receiver left behind fits none of the others.
         """
+        now = self._clock()
         for link in self._links:
-            while (event := link.line.get()) is not None:
-                self._handle(link, event)
-            if link.greet:
-                self._greet(link)
-            self._transmit(link)
-        for link in self._links:
-            self._check_presence(link)
+            self.refused += link.poll(now)
+        for link in [link for link in self._links if link.retiring]:
+            if link.outbox.finished:
+                self._part(link)
+            elif self._away_s(link, now) > self._peer_timeout_s:
+                self._forget(link)
+        self._place_returned()
+        if self._ending:
+            self._say_end()
+        for link in self._staying():
+            self._check_presence(link, now)
 
     def finish(self) -> None:
         """Say that no batch will follow."""
-        self._closed = True
-        for link in self._links:
-            link.outbox.end()
-            if link.away_since is None:
-                self._greet(link)
+        self._closed = self._ending = True
+        self._say_end()
 
     def close(self, linger_s: float = 0.0) -> None:
         """Let go of the connections, after waiting up to `linger_s` until all is acknowledged.
@@ -156,89 +218,111 @@ class Sender:
             while linger_s > 0 and not self.drained:
                 self.poll()
                 left = deadline - self._clock()
-                waiting = [link for link in self._links if not link.outbox.drained]
-                if waiting and left <= 0:
+                if self.drained:
+                    break
+                waiting = [link for link in self._links if not link.outbox.drained] or self._links
+                if left <= 0:
                     raise WaitTimeout(self._waiting(waiting, linger_s))
-                if waiting:
-                    waiting[0].line.wait(min(left, 0.1))
+                waiting[0].line.wait(min(left, 0.1))
         finally:
             for link in self._links:
                 link.line.close()
 
-    def _handle(self, link: _Link, event: object) -> None:
-        match event:
-            case LineEvent.UP:
-                link.away_since, link.greet = None, True
-            case LineEvent.LOST:
-                link.outbox.lost()
-                link.away_since = self._clock() if link.away_since is None else link.away_since
-            case LineEvent.FAILED:
-                link.failures += 1
-            case LineEvent.REJECTED:
-                raise Refused(
-                    f"'{self.sender_id}' may not send on edge '{self.edge}'; {link.line.address} does not "
-                    f"accept its key; give both sides the keys of this run"
-                )
-            case Welcome() if event.edge == self.edge:
-                link.outbox.welcome(event)
-                link.failures = 0
-            case Ack() if event.edge == self.edge:
-                link.greet = link.outbox.ack(event) or link.greet
-            case Refusal() if event.edge == self.edge:
-                raise Refused(event.reason)
-            case _:
-                self.refused += 1
+    def _connect(self, address: str) -> None:
+        outbox = Outbox(
+            edge=self.edge,
+            sender=self.sender_id,
+            epoch=self.epoch,
+            schema=self._encoded,
+            first=self._stopped_at.get(address, 0),
+        )
+        line = self._network.line(address)
+        self._links.append(Link(line, outbox, edge=self.edge, sender=self.sender_id, now=self._clock()))
 
-    def _greet(self, link: _Link) -> None:
-        link.greet = not link.line.put(link.outbox.hello())
+    def _staying(self) -> list[Link]:
+        return [link for link in self._links if not link.retiring]
 
-    def _transmit(self, link: _Link) -> None:
-        for parcel in link.outbox.due():
-            header = Data(
-                edge=self.edge,
-                sender=self.sender_id,
-                epoch=self.epoch,
-                sequence=parcel.sequence,
-                rows=parcel.rows,
-                bytes=parcel.payload.size_bytes,
-                checksum=parcel.payload.checksum,
-            )
-            if not link.line.put(header, parcel.payload.content):
-                link.outbox.lost()
-                link.greet = True
-                return
+    def _choose(self, need: Credit, key: int | None = None) -> list[Link]:
+        """Whom a batch goes to now; nobody while there is no credit. Raises BatchTooLarge."""
+        links = self._staying()
+        chosen = [links[index] for index in choose(self._partition, [link.outbox.room(need) for link in links], key)]
+        for link in chosen or links:
+            link.check_fits(need)
+        return chosen
 
-    def _check_fits(self, link: _Link, need: Credit) -> None:
-        limits = link.outbox.limits
-        if limits is None:
+    def _place_returned(self) -> None:
+        while self._returned and (chosen := self._choose(self._returned[0].cost)):
+            parcel = self._returned.popleft()
+            for link in chosen:
+                link.outbox.add(rows=parcel.rows, cost=parcel.cost, payload=parcel.payload)
+                link.transmit()
+
+    def _say_end(self) -> None:
+        """Tell the end to all who do not know it; while batches wait for another receiver, that it was none.
+
+        A receiver that had all and went away is not called back as long as another is there.
+        """
+        links = self._staying()
+        if self._returned:
+            for link in [link for link in links if link.away_since is None] or links:
+                link.reopen()
             return
-        most_bytes = min(limits.capacity_bytes, limits.max_message_bytes)
-        if need.rows > limits.capacity_rows or need.bytes > most_bytes:
-            raise BatchTooLarge(
-                f"a batch on edge '{self.edge}' can never be sent; got {need.rows} rows and {need.bytes} "
-                f"bytes, the receiver takes {limits.capacity_rows} and {most_bytes}; send less at once, or "
-                f"raise capacity_rows, capacity_bytes and max_message_bytes of the receiver"
-            )
+        for link in links:
+            if not link.outbox.ended:
+                link.end()
 
-    def _check_size(self, need: Credit) -> None:
+    def _give_back(self, link: Link, *, sent: bool) -> None:
+        if self._partition != "broadcast":
+            self._returned.extend(link.outbox.take_back(sent=sent))
+
+    def _forget(self, link: Link) -> None:
+        self._give_back(link, sent=True)
+        self._part(link)
+
+    def _part(self, link: Link) -> None:
+        self._stopped_at[link.address] = link.outbox.next
+        self._links.remove(link)
+        link.line.close()
+
+    def _find(self, address: str) -> Link:
         for link in self._links:
-            self._check_fits(link, need)
+            if link.address == address:
+                return link
+        raise ValueError(
+            f"edge '{self.edge}' has no receiver {address}; it has {', '.join(self.receivers)}; name one of those"
+        )
 
-    def _check_presence(self, link: _Link) -> None:
-        if link.away_since is None or link.outbox.finished:
-            return
-        away_s = self._clock() - link.away_since
-        if away_s > self._peer_timeout_s:
+    def _check_may_change(self, address: str) -> None:
+        if self._partition == "keyed":
+            raise ValueError(
+                f"the receivers of edge '{self.edge}' cannot change, because it is keyed; got {address}; keys would "
+                f"move away from what came before: name all receivers when the sender is made, or use balanced"
+            )
+
+    def _check_not_last(self, link: Link) -> None:
+        if self._staying() == [link]:
+            raise ValueError(
+                f"nobody would take the batches of edge '{self.edge}'; {link.address} is its last receiver; "
+                f"add_receiver another one first, or finish"
+            )
+
+    def _away_s(self, link: Link, now: float) -> float:
+        return 0.0 if link.away_since is None else now - link.away_since
+
+    def _check_presence(self, link: Link, now: float) -> None:
+        away_s = self._away_s(link, now)
+        if away_s > self._peer_timeout_s and not link.outbox.finished:
             failed = f" after {link.failures} failed handshakes (wrong keys?)" if link.failures else ""
             raise PeerGone(
-                f"'{self.sender_id}' waited for the receiver of edge '{self.edge}'; {link.line.address} was "
+                f"'{self.sender_id}' waited for the receiver of edge '{self.edge}'; {link.address} was "
                 f"away for {away_s:.1f} s{failed}, {link.outbox.unacknowledged} batches are unacknowledged; "
                 f"look into the log of its worker, or raise peer_timeout_s"
             )
 
-    def _waiting(self, links: Sequence[_Link], linger_s: float) -> str:
-        who = ", ".join(f"{link.line.address} ({link.outbox.unacknowledged} batches)" for link in links)
+    def _waiting(self, links: Sequence[Link], linger_s: float) -> str:
+        who = ", ".join(f"{link.address} ({link.outbox.unacknowledged} batches)" for link in links)
+        homeless = f" and {len(self._returned)} batches without a receiver" if self._returned else ""
         return (
             f"'{self.sender_id}' closed edge '{self.edge}' before everything was acknowledged; waited "
-            f"{linger_s:.1f} s for {who}; the receiver is stuck or gone: look into its log, or raise linger_s"
+            f"{linger_s:.1f} s for {who}{homeless}; the receiver is stuck or gone: look into its log, or raise linger_s"
         )

@@ -106,7 +106,7 @@ class RawLine:
     def hello(self, **fields: Any) -> Message:
         """Greet, as a new sender unless said otherwise."""
         known = {"edge": "edge", "sender": "raw", "epoch": 1, "schema": encode_schema(SCHEMA), "base": 0}
-        known |= {"next": 0, "gone": (), "window_rows": 0, "window_bytes": 0, "ended": False}
+        known |= {"next": 0, "gone": (), "window_rows": 0, "window_bytes": 0, "window_number": 0, "ended": False}
         return self.ask(Hello(**(known | fields)))
 
     def close(self) -> None:
