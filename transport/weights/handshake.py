@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from transport.weights.messages import (
     Beat,
     Bye,
+    Coming,
     Committed,
     Fenced,
     Hello,
@@ -128,10 +129,19 @@ class WriterHandshake:
         if self.front and self.front.segment == segment:
             self.front = None
 
-    def written(self, segment: str, version: int, checksum: int, sums: list[int], now: float) -> Outgoing:
+    def coming(self, segment: str, version: int) -> Outgoing:
+        """The segment is being filled with this version: tell those who could read along."""
+        out: Outgoing = []
+        for peer, seat in self._seats.items():
+            if self._may_send(seat):
+                seat.unanswered += 1
+                out.append((peer, Coming(epoch=seat.epoch, version=version, segment=segment)))
+        return out
+
+    def written(self, segment: str, version: int, sums: bytes, digests: bytes, now: float) -> Outgoing:
         """The segment holds this version whole, and its gate is open: offer it to every reader."""
         self.segments[segment] = version
-        self.front = Offer(epoch=0, version=version, segment=segment, checksum=checksum, sums=sums)
+        self.front = Offer(epoch=0, version=version, segment=segment, sums=sums, digests=digests)
         return [(peer, self._offer(seat, now)) for peer, seat in self._seats.items() if self._may_send(seat)]
 
     # Readers
@@ -256,6 +266,8 @@ class ReaderHandshake:
         """The epoch of this join, 0 before the first Welcome."""
         self.offer: Offer | None = None
         """The newest version that may be taken and has not been."""
+        self.coming: Coming | None = None
+        """A newer one that is being written, as far as is known."""
         self.layout: Mapping[str, object] | None = None
         """The writer's layout, by `FlatLayout.to_plain`, once welcome."""
         self.note: Note = {}
@@ -276,17 +288,23 @@ class ReaderHandshake:
         match message:
             case Welcome() if message.attempt == self._attempt and not self.replaced:
                 if message.writer != self._writer:
-                    self._writer, self._floor = message.writer, -1
+                    self._writer, self._floor, self.coming = message.writer, -1, None
                 self.joined, self.epoch, self.heard = True, message.epoch, now
                 self.layout, self.note = message.layout, message.note
             case Offer() if self.joined and message.epoch == self.epoch:
                 self.heard, self.note = now, message.note
-                if message.version > max(self._floor, self.offer.version if self.offer else -1):
+                if self._newer(message.version):
                     self.offer = message
+                if self.coming and self.coming.version <= message.version:
+                    self.coming = None
+            case Coming() if self.joined and message.epoch == self.epoch:
+                self.heard = now
+                if self._newer(message.version):
+                    self.coming = message
             case Told() if self.joined and message.epoch == self.epoch:
                 self.heard, self.note = now, message.note
             case Fenced() if self.joined and message.epoch == self.epoch:
-                self.heard, self.joined, self.offer = now, False, None
+                self.heard, self.joined, self.offer, self.coming = now, False, None, None
                 self.replaced = message.replaced
                 self._attempt += 1
                 self._sent = float("-inf")
@@ -325,6 +343,9 @@ class ReaderHandshake:
     def leaving(self) -> Bye:
         """The reader goes."""
         return Bye(epoch=self.epoch)
+
+    def _newer(self, version: int) -> bool:
+        return version > max(self._floor, self.offer.version if self.offer else -1)
 
     def _drop(self, offer: Offer) -> None:
         if self.offer and self.offer.version <= offer.version:

@@ -49,6 +49,7 @@ class _Segment:
     def __init__(self, hub: Hub, key: str, nbytes: int) -> None:
         self.key = key
         self.buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        self.progress: torch.Tensor | None = None
         self._hub, self._inside, self._version = hub, 0, -1
 
     def seal(self) -> bool:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from struct import pack
+from math import prod
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
-from transport.weights.flat import FlatLayout
+from transport.native import Copier, wordsums
+from transport.native.sums import folded, joined, pairs
+from transport.weights.flat import ITEM_BYTES, FlatLayout
+from transport.weights.ports import WriterSegment
 
 
 def views(layout: FlatLayout, buffer: torch.Tensor) -> list[torch.Tensor]:
     """The layout's tensors, in its order, as views of `buffer` (uint8[layout.nbytes])."""
+    typed = {dtype: buffer.view(getattr(torch, dtype)) for dtype in {spec.dtype for spec in layout.tensors}}
     return [
-        buffer[spec.offset : spec.offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+        typed[spec.dtype].narrow(0, spec.offset // ITEM_BYTES[spec.dtype], prod(spec.shape)).view(spec.shape)
         for spec in layout.tensors
     ]
 
@@ -26,36 +32,87 @@ def copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         torch._foreach_copy_([t.detach() for t in destinations], [t.detach() for t in sources])
 
 
-def prove(layout: FlatLayout, buffer: torch.Tensor, per_tensor: bool) -> tuple[int, list[int]]:
-    """(checksum, sums): xxh3_64 of the whole buffer and no sums, or of the sums and the sum per tensor."""
-    data = memoryview(buffer.numpy().data)
-    if not per_tensor:
-        return xxhash.xxh3_64_intdigest(data), []
-    sums = [xxhash.xxh3_64_intdigest(data[t.offset : t.offset + t.nbytes]) for t in layout.tensors]
-    return xxhash.xxh3_64_intdigest(pack(f"<{len(sums)}Q", *sums)), sums
+def filler(layout: FlatLayout, segment: WriterSegment, threads: int) -> Copier:
+    """What fills a segment, sums what it writes, and raises the segment's watermark."""
+    return Copier(views(layout, segment.buffer), threads=threads, base=segment.buffer, progress=segment.progress)
 
 
-def damage(
-    layout: FlatLayout, buffer: torch.Tensor, checksum: int, sums: Sequence[int], slice_bytes: int | None = None
-) -> Generator[None, None, str | None]:
-    """Returns where the buffer is not what `prove` saw, a tensor's name where sums tell; None if it is whole.
+def fill(segment: WriterSegment, filler: Copier, sources: Sequence[torch.Tensor], version: int) -> bytes:
+    """Write a version's tensors into its sealed segment; their cheap checksums, packed."""
+    if segment.progress is not None:
+        segment.progress[0] = version
+    return packed(filler.run(sources))
 
-    Yields after about `slice_bytes` of reading, and once more for every such slice; never if it is None."""
-    data = memoryview(buffer.numpy().data)
-    step = slice_bytes or len(data)
-    parts = [(t.name, t.offset, t.offset + t.nbytes) for t in layout.tensors] if sums else [("", 0, len(data))]
-    read = 0
-    for (name, start, end), published in zip(parts, sums or (checksum,), strict=True):
-        digest = xxhash.xxh3_64()
-        for at in range(start, end, step):
+
+def packed(numbers: Sequence[int] | NDArray[np.uint64]) -> bytes:
+    """Integers of 64 bits, as an Offer carries them."""
+    return np.asarray(numbers, "<u8").tobytes()
+
+
+def ranges(layout: FlatLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First byte and size of each tensor of the layout."""
+    places = np.array([(spec.offset, spec.nbytes) for spec in layout.tensors], np.int64)
+    return places[:, 0].copy(), places[:, 1].copy()
+
+
+def summed(layout: FlatLayout, buffer: torch.Tensor, slice_bytes: int | None) -> Generator[None, None, bytes]:
+    """Returns the cheap checksum of each tensor in the buffer, packed; on the buffer's device.
+
+    Yields after about `slice_bytes` of reading, once per slice; never if it is None."""
+    if slice_bytes is None:
+        return packed(wordsums(buffer, *ranges(layout)))
+    found = np.zeros((len(layout.tensors), 2), np.uint64)
+    for index, at, part in _slices(layout, buffer, slice_bytes):
+        if part is None:
+            yield
+        else:
+            found[index] = joined(found[index], pairs(part, [0], [part.numel()])[0], at // 8)
+    return packed(folded(found))
+
+
+def digested(layout: FlatLayout, buffer: torch.Tensor, slice_bytes: int | None) -> Generator[None, None, bytes]:
+    """Returns xxh3_64 of each tensor in the buffer, packed; yields as `summed` does."""
+    found = [xxhash.xxh3_64() for _ in layout.tensors]
+    for index, _, part in _slices(layout, buffer, slice_bytes):
+        if part is None:
+            yield
+        else:
+            found[index].update(part.cpu().numpy().data)
+    return packed([digest.intdigest() for digest in found])
+
+
+def whole(steps: Generator[None, None, bytes]) -> bytes:
+    """What the steps return."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return bytes(end.value)
+
+
+def difference(layout: FlatLayout, found: bytes, published: bytes) -> str | None:
+    """The tensor whose sum is another than published; None if there is none."""
+    if found == published:
+        return None
+    for index, spec in enumerate(layout.tensors):
+        if found[8 * index : 8 * index + 8] != published[8 * index : 8 * index + 8]:
+            return f"tensor '{spec.name}'"
+    return "the list of sums"
+
+
+def _slices(
+    layout: FlatLayout, buffer: torch.Tensor, slice_bytes: int | None
+) -> Iterator[tuple[int, int, torch.Tensor | None]]:
+    """(tensor, first byte in it, its bytes from there), in slices; None for the bytes: enough for now."""
+    step, read = -(-(slice_bytes or buffer.numel()) // 8) * 8, 0
+    for index, spec in enumerate(layout.tensors):
+        for at in range(0, spec.nbytes, step):
             if read >= step:
-                yield
+                yield index, at, None
                 read = 0
-            digest.update(data[at : min(at + step, end)])
-            read += min(step, end - at)
-        if digest.intdigest() != published:
-            return f"tensor '{name}'" if name else "the buffer"
-    return None
+            size = min(step, spec.nbytes - at)
+            yield index, at, buffer[spec.offset + at : spec.offset + at + size]
+            read += size
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgpack
@@ -51,12 +51,24 @@ class Offer:
     """The version offered."""
     segment: str
     """Key of the buffer that holds it."""
-    checksum: int
-    """xxh3_64 of the whole buffer, or of the sums per tensor where there are any."""
-    sums: list[int]
-    """xxh3_64 of each tensor in the layout's order; empty unless the writer was asked for them."""
+    sums: bytes
+    """wordsum (transport/native) of each tensor in the layout's order, 8 bytes each, little-endian."""
+    digests: bytes = b""
+    """xxh3_64 of each, in the same form; empty unless the writer was asked for them."""
     note: Note = field(default_factory=dict)
     """The writer's newest note."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coming:
+    """Writer: this version is being written into this segment; its bytes may be read behind the watermark."""
+
+    epoch: int
+    """The reader's epoch."""
+    version: int
+    """The version that is on its way; it may never be offered."""
+    segment: str
+    """Key of the buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,18 +142,19 @@ class Bye:
 
 
 ReaderMessage = Hello | Ready | Committed | Refused | Beat | Bye
-WriterMessage = Welcome | Offer | Told | Fenced
+WriterMessage = Welcome | Coming | Offer | Told | Fenced
 Message = ReaderMessage | WriterMessage
 
 KINDS: dict[str, type[Message]] = {
-    kind.__name__.lower(): kind for kind in (Hello, Welcome, Offer, Ready, Committed, Refused, Beat, Told, Fenced, Bye)
+    kind.__name__.lower(): kind
+    for kind in (Hello, Welcome, Coming, Offer, Ready, Committed, Refused, Beat, Told, Fenced, Bye)
 }
-_TYPES = {"int": int, "str": str, "bool": bool, "list[int]": list, "dict[str, Any]": dict, "Note": dict}
+_TYPES = {"int": int, "str": str, "bool": bool, "bytes": bytes, "dict[str, Any]": dict, "Note": dict}
 
 
 def encode(message: Message) -> bytes:
     """The message as msgpack: {"kind": ..., its fields}."""
-    packed: bytes = msgpack.packb({"kind": type(message).__name__.lower(), **asdict(message)})
+    packed: bytes = msgpack.packb({"kind": type(message).__name__.lower(), **vars(message)})
     return packed
 
 

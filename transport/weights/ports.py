@@ -19,9 +19,11 @@ class WriterSegment(Protocol):
     """Under which readers open it."""
     buffer: torch.Tensor
     """uint8[layout.nbytes]."""
+    progress: torch.Tensor | None
+    """int64[2]: the version that is being written, and the bytes of it that are whole; None: nobody reads along."""
 
     def seal(self) -> bool:
-        """Shut the gate if nobody is inside; what the segment held is void. Never waits."""
+        """Shut the gate if nobody is inside; what the segment held is void, and so is `progress`. Never waits."""
 
     def unseal(self, version: int) -> None:
         """Open the gate to readers that look for this version (-1: to nobody)."""
@@ -61,6 +63,8 @@ class ReaderSegment(Protocol):
 
     buffer: torch.Tensor
     """uint8[layout.nbytes]; its content stands still between `enter` and `leave`."""
+    progress: torch.Tensor | None
+    """As the writer's: the bytes below it stand still while its version does. None: enter first."""
 
     def enter(self, version: int) -> bool:
         """Step inside; False when it is sealed or holds another version. Never waits."""

@@ -10,12 +10,14 @@ import torch
 import zmq
 
 from transport.errors import PeerGone, WaitTimeout
+from transport.native import Follower
 from transport.weights import memory
 from transport.weights.errors import AddressTaken, ChecksumMismatch, LayoutMismatch, WeightError
 from transport.weights.flat import FlatLayout
 from transport.weights.handshake import Pace, ReaderHandshake
 from transport.weights.messages import Note, Offer
 from transport.weights.ports import ReaderSegment, Site
+from transport.weights.proof import NAP_S, Proof, follows
 from transport.weights.shared_memory import SharedMemory
 
 
@@ -24,6 +26,7 @@ class _Mapped:
 
     def __init__(self, segment: ReaderSegment, layout: FlatLayout, targets: list[list[torch.Tensor]], view: bool):
         self.segment = segment
+        self._offsets, self._sizes = memory.ranges(layout)
         self.flips: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for source, tensors in zip(memory.views(layout, segment.buffer), targets, strict=True):
@@ -32,23 +35,19 @@ class _Mapped:
                 flip = view and own and target.dtype == source.dtype
                 (self.flips if flip else self.copies).append((target, source))
 
+    def follow(self, version: int) -> Follower | None:
+        """What sums the version's tensors while they are written, where that can be."""
+        if not follows(self.segment):
+            return None
+        return Follower(self.segment.buffer, self._offsets, self._sizes, self.segment.progress, version)
+
 
 class _Transfer:
-    """A version on its way: the reader is inside its segment and proves the bytes, slice by slice."""
+    """A version on its way: its bytes are proved; inside its segment once it is offered."""
 
-    def __init__(self, offer: Offer, mapped: _Mapped, layout: FlatLayout, slice_bytes: int | None) -> None:
-        self.offer, self.mapped = offer, mapped
-        self.damage: str | None = None
-        self._proof = memory.damage(layout, mapped.segment.buffer, offer.checksum, offer.sums, slice_bytes=slice_bytes)
-
-    def proved(self) -> bool:
-        """Read one slice more; True when there is none left, and `damage` tells what was found."""
-        try:
-            next(self._proof)
-        except StopIteration as end:
-            self.damage = self.damage or end.value
-            return True
-        return False
+    def __init__(self, key: str, version: int, mapped: _Mapped, proof: Proof) -> None:
+        self.key, self.version, self.mapped, self.proof = key, version, mapped, proof
+        self.inside = False
 
 
 class WeightReader:
@@ -74,12 +73,14 @@ class WeightReader:
         `adopt`: "view" turns parameters into views of the shared buffer, so that an update is a pointer flip;
         "copy" copies into the parameters' own memory, for callers that keep pointers to it (captured graphs,
         fused tensors). Tensors that are no Parameter, or have another dtype or device, are always copied.
-        `prove_bytes_per_poll`: check a version's sums in slices of that size, one per poll, and offer it when
-        it is proved, so that adopting a large model stops nobody for long; None checks it all in `adopt`."""
+        Where a version can be read while it is written (shared memory, with a C compiler at hand) its sums are
+        checked on a thread beside this loop, and it is offered when they are. Elsewhere, and for xxh3,
+        `prove_bytes_per_poll` checks about that much at each poll; None checks it all in `adopt`."""
         self.name = name
         self._view = adopt == "view"
         self._port = (SharedMemory(address) if isinstance(address, str) else address).reader()
         self._handshake = ReaderHandshake(name, pace)
+        self._plain: Mapping[str, object] | None = None
         self._layout: FlatLayout | None = None
         self._attached: Mapping[str, torch.Tensor] | None = None
         self._targets: list[list[torch.Tensor]] = []
@@ -151,14 +152,18 @@ class WeightReader:
                 "give each reader its own name"
             )
         plain = self._handshake.layout
-        if plain is not None and (self._layout is None or self._layout.to_plain() != plain):
-            self._layout = FlatLayout.from_plain(plain)
-            self._bind()
+        if plain is not None and plain is not self._plain:
+            self._plain, layout = plain, FlatLayout.from_plain(plain)
+            if layout != self._layout:
+                self._layout = layout
+                self._bind()
         offer = self._handshake.offer
-        if self._slice_bytes is None or self._attached is None:
+        if self._attached is None:
             return offer
-        transfer = self._begin()
-        return offer if transfer and transfer.proved() else None
+        transfer = self._pursue(eager=self._slice_bytes is not None)
+        if offer is None or offer is not self._handshake.offer:
+            return None
+        return offer if transfer is None or transfer.proof.proved(offer) else None
 
     def adopt(self) -> int:
         """Make the offered version the attached tensors' value; the version now held.
@@ -166,19 +171,18 @@ class WeightReader:
         It is proved by checksum first: a damaged one raises ChecksumMismatch and the old one stays. When
         there is no offer, or the writer has just withdrawn it for a newer one, nothing changes."""
         self._require_open()
-        transfer = self._begin()
-        if transfer is None:
+        transfer, offer = self._pursue(eager=True), self._handshake.offer
+        if transfer is None or offer is None:
             return self.version
-        offer = transfer.offer
-        while not transfer.proved():
-            pass
-        self._transfer = None
-        if transfer.damage is not None:
+        transfer.proof.finish(offer)
+        self._transfer, damage = None, transfer.proof.damage
+        transfer.proof.close()
+        if damage is not None:
             transfer.mapped.segment.leave()
-            self._port.send(self._handshake.refused(offer, transfer.damage))
+            self._port.send(self._handshake.refused(offer, damage))
             raise ChecksumMismatch(
                 f"version {offer.version} is damaged and reader '{self.name}' keeps version {self.version}; "
-                f"found other bytes in {transfer.damage} than were published; wait for the next version"
+                f"found other bytes in {damage} than were published; wait for the next version"
             )
         self._take(transfer.mapped)
         self._port.send(self._handshake.committed(offer))
@@ -199,7 +203,10 @@ class WeightReader:
             left = deadline - self._clock()
             if left <= 0:
                 break
-            self._port.wait(min(left, 0.05))
+            if self._handshake.offer and self._transfer and self._transfer.proof.running:
+                time.sleep(NAP_S)
+            else:
+                self._port.wait(min(left, 0.05))
         heard = self._handshake.heard >= begun
         kind = WaitTimeout if heard else PeerGone
         found = f"version {self.version}" if heard else "no word from the writer"
@@ -253,28 +260,45 @@ class WeightReader:
 
     def _give_up(self) -> None:
         if self._transfer is not None:
-            self._transfer.mapped.segment.leave()
+            self._transfer.proof.close()
+            if self._transfer.inside:
+                self._transfer.mapped.segment.leave()
             self._transfer = None
 
-    def _begin(self) -> _Transfer | None:
-        """The transfer of the newest offer, entered if it is not yet; the one before is given up."""
+    def _pursue(self, eager: bool) -> _Transfer | None:
+        """The transfer of the newest offer, entered, or else of what is coming; the one before is given up.
+
+        Without `eager` only where the proof takes none of this loop's time."""
         offer, layout = self._handshake.offer, self._layout
-        if self._transfer is not None and self._transfer.offer is not offer:
+        goal = offer or self._handshake.coming
+        if self._transfer is not None and (
+            goal is None or (self._transfer.key, self._transfer.version) != (goal.segment, goal.version)
+        ):
             self._give_up()
-        if offer is None or layout is None or self._transfer is not None:
-            return self._transfer
+        if goal is None or layout is None:
+            return None
         if self._attached is None:
             raise WeightError(
-                f"reader '{self.name}' has nowhere to put version {offer.version}; found nothing attached; "
+                f"reader '{self.name}' has nowhere to put version {goal.version}; found nothing attached; "
                 "call attach(dict(model.named_parameters())) first"
             )
-        mapped = self._map(offer.segment, layout)
-        if mapped is None or not mapped.segment.enter(offer.version):
+        if self._transfer is None:
+            mapped = self._map(goal.segment, layout)
+            if mapped is not None and not follows(mapped.segment) and not (eager and offer):
+                return None
+            if mapped is not None:
+                proof = Proof(layout, mapped.segment, mapped.follow(goal.version), self._slice_bytes)
+                self._transfer = _Transfer(goal.segment, goal.version, mapped, proof)
+        if offer is not None and (self._transfer is None or not self._enter(self._transfer, offer)):
+            self._give_up()
             self._handshake.withdrawn(offer)
-            return None
-        self._port.send(self._handshake.entered(offer))
-        self._transfer = _Transfer(offer, mapped, layout, self._slice_bytes)
         return self._transfer
+
+    def _enter(self, transfer: _Transfer, offer: Offer) -> bool:
+        if not transfer.inside and transfer.mapped.segment.enter(offer.version):
+            transfer.inside = True
+            self._port.send(self._handshake.entered(offer))
+        return transfer.inside
 
     def _map(self, key: str, layout: FlatLayout) -> _Mapped | None:
         if key not in self._mapped:

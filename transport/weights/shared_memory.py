@@ -5,6 +5,9 @@ shared while a reader is inside, exclusive while the writer writes. The kernel l
 locks, so a killed reader holds nothing up; a frozen one keeps its lock, and its file is left to it. A lock on
 a file beside the socket makes one writer the owner of an address, and lets the next one sweep what a killed
 one left. (A process forked from a reader shares its locks; fork before connecting.)
+
+Readers prove a version while it is written: without the lock, below the watermark in the segment's first page.
+What they adopt, they have entered, and it is the version that they have read.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from transport.errors import AddressError
 from transport.weights.errors import AddressTaken, MessageError, SegmentError
 from transport.weights.messages import ReaderMessage, WriterMessage, decode, encode
 
-HEADER_BYTES = 64
-"""Before the tensors: eight bytes of magic and the version that the segment holds, int64."""
+HEADER_BYTES = mmap.PAGESIZE
+"""Before the tensors: eight bytes of magic; the version that the segment holds; the one that is written, and the bytes
+of it that are whole; all int64."""
 MAGIC = b"DFWEIGHT"
 MESSAGE_BYTES = 64 << 20
 """The largest message taken; a layout of 100,000 tensors is about 10 MB."""
@@ -146,7 +150,7 @@ class _WriterSegment:
         self._path = folder / key
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.pwrite(self._file, struct.pack("<8sq", MAGIC, -1), 0)
+            os.pwrite(self._file, struct.pack("<8sqqq", MAGIC, -1, -1, 0), 0)
             _allocate(self._file, HEADER_BYTES + nbytes)
             mapping = mmap.mmap(self._file, HEADER_BYTES + nbytes)
         except OSError as error:
@@ -159,23 +163,24 @@ class _WriterSegment:
                 "--shm-size) or choose another folder"
             ) from None
         self.buffer = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
+        self.progress: torch.Tensor | None = _progress(mapping)
         _flock(self._file, fcntl.LOCK_EX)
 
     def seal(self) -> bool:
         if not _flock(self._file, fcntl.LOCK_EX):
             return False
-        os.pwrite(self._file, struct.pack("<q", -1), len(MAGIC))
+        os.pwrite(self._file, struct.pack("<qqq", -1, -1, 0), len(MAGIC))
         return True
 
     def unseal(self, version: int) -> None:
-        os.pwrite(self._file, struct.pack("<q", version), len(MAGIC))
+        os.pwrite(self._file, struct.pack("<qqq", version, version, self.buffer.numel()), len(MAGIC))
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def retire(self) -> None:
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer, self.progress = torch.empty(0, dtype=torch.uint8), None
         os.close(self._file)
 
 
@@ -185,11 +190,12 @@ class _ReaderSegment:
         # A private mapping: a reader that writes to its parameters spoils its own pages, never the others'.
         mapping = mmap.mmap(file, HEADER_BYTES + nbytes, flags=mmap.MAP_PRIVATE)
         self.buffer = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
+        self.progress: torch.Tensor | None = _progress(mmap.mmap(file, HEADER_BYTES, prot=mmap.PROT_READ))
 
     def enter(self, version: int) -> bool:
         if not _flock(self._file, fcntl.LOCK_SH):
             return False
-        if os.pread(self._file, HEADER_BYTES, 0)[:16] == struct.pack("<8sq", MAGIC, version):
+        if os.pread(self._file, 16, 0) == struct.pack("<8sq", MAGIC, version):
             return True
         self.leave()
         return False
@@ -198,7 +204,7 @@ class _ReaderSegment:
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer, self.progress = torch.empty(0, dtype=torch.uint8), None
         os.close(self._file)
 
 
@@ -318,6 +324,12 @@ def _flock(file: int, how: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _progress(mapping: mmap.mmap) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a reader's is not writable, and is not written to
+        return torch.frombuffer(mapping, dtype=torch.int64, count=2, offset=2 * len(MAGIC))
 
 
 def _allocate(file: int, nbytes: int) -> None:

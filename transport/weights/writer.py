@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import zmq
 
+from transport.native import Copier
 from transport.weights import memory
 from transport.weights.errors import WeightError
 from transport.weights.flat import FlatLayout
@@ -39,15 +40,18 @@ class WeightWriter:
     ) -> None:
         """`address`: ipc:///folder/name.sock or tcp://127.0.0.1:port, or a `Hub` in one process.
 
-        `wait_s`: how long one publish may wait for a free segment. `checksum`: one sum for the buffer, or one
-        per tensor, which lets a damaged one be named. `threads`: for the copy into the segment.
+        `wait_s`: how long one publish may wait for a free segment. `checksum`: "buffer" proves every version by
+        the cheap sum per tensor alone, which is made while copying; "tensors" by xxh3 per tensor as well, another
+        pass on either side. `threads`: for the copy into the segment.
         AddressTaken when another live writer has the address."""
         self.layout = layout
         self._port = (SharedMemory(address) if isinstance(address, str) else address).writer(self.poll)
         self._handshake = WriterHandshake(layout.to_plain(), writer=time.time_ns() // 1000, pace=pace)
         self._segments: dict[str, WriterSegment] = {}
         self._abandoned: dict[str, WriterSegment] = {}
-        self._views: dict[str, list[torch.Tensor]] = {}
+        self._fillers: dict[str, Copier] = {}
+        self._named: list[str] = []
+        self._chosen: list[tuple[str, tuple[int, ...]]] = []
         self._pending: tuple[int, list[torch.Tensor]] | None = None
         self._newest = -1
         self._wait_s, self._per_tensor, self._threads = wait_s, checksum == "tensors", threads
@@ -91,8 +95,7 @@ class WeightWriter:
             raise WeightError(
                 f"versions must rise; found {version} after {self._newest}; publish each step once, in order"
             )
-        sources = [tied[0] for tied in self.layout.arrange(tensors, "the writer")]
-        self._newest, self._pending = version, (version, sources)
+        self._newest, self._pending = version, (version, self._arranged(tensors))
         deadline = self._clock() + self._wait_s
         self.poll()
         while self._pending and (left := deadline - self._clock()) > 0:
@@ -124,11 +127,23 @@ class WeightWriter:
         if self._closed:
             return
         self._closed, self._pending = True, None
-        self._views.clear()
+        self._fillers.clear()
         for segment in (*self._segments.values(), *self._abandoned.values()):
             segment.retire()
             segment.close()
         self._port.close()
+
+    def _arranged(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The layout's tensors, in its order; names are looked up when they are others than at the last publish."""
+        if list(tensors) == self._named and all(tensors[name].shape == shape for name, shape in self._chosen):
+            return [tensors[name] for name, _ in self._chosen]
+        arranged = [tied[0] for tied in self.layout.arrange(tensors, "the writer")]
+        first: dict[str, str] = {}
+        for name in tensors:
+            first.setdefault(self.layout.aliases.get(name, name), name)
+        self._named = list(tensors)
+        self._chosen = [(first[spec.name], spec.shape) for spec in self.layout.tensors]
+        return arranged
 
     def _free_segment(self, now: float) -> WriterSegment | None:
         for key in self._handshake.order():
@@ -139,7 +154,7 @@ class WeightWriter:
         stuck = self._handshake.blocked(now)
         if stuck is None:
             return None
-        self._views.pop(stuck)
+        self._fillers.pop(stuck)
         segment = self._abandoned[stuck] = self._segments.pop(stuck)
         segment.retire()
         self._send(self._handshake.abandon(stuck, now))
@@ -148,20 +163,22 @@ class WeightWriter:
     def _new_segment(self) -> WriterSegment:
         segment = self._port.segment(self.layout.nbytes)
         self._segments[segment.key] = segment
-        self._views[segment.key] = memory.views(self.layout, segment.buffer)
+        self._fillers[segment.key] = memory.filler(self.layout, segment, self._threads)
         return segment
 
     def _write(self, segment: WriterSegment, version: int, sources: list[torch.Tensor]) -> None:
         self._handshake.writing(segment.key)
+        if segment.progress is not None:
+            self._send(self._handshake.coming(segment.key, version))
         whole = False
         try:
             with memory.copying(self._threads):
-                memory.copy(self._views[segment.key], sources)
-            checksum, sums = memory.prove(self.layout, segment.buffer, self._per_tensor)
+                sums = memory.fill(segment, self._fillers[segment.key], sources, version)
+            digests = memory.whole(memory.digested(self.layout, segment.buffer, None)) if self._per_tensor else b""
             whole = True
         finally:
             segment.unseal(version if whole else -1)
-        self._send(self._handshake.written(segment.key, version, checksum, sums, self._clock()))
+        self._send(self._handshake.written(segment.key, version, sums, digests, self._clock()))
 
     def _send(self, out: Outgoing) -> None:
         for peer, message in out:

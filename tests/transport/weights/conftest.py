@@ -1,5 +1,6 @@
 """Where the contract of the weight plane is tested: in one process, and over shared memory."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,7 +10,8 @@ import pytest
 import torch
 import zmq
 
-from transport.weights import FlatLayout, Hub, Pace, SharedMemory, WeightReader, WeightWriter, shared_memory
+from transport.weights import CudaIpc, FlatLayout, Hub, Pace, SharedMemory, WeightReader, WeightWriter, shared_memory
+from transport.weights.device_memory import HostMemory
 
 PACE = Pace(beat_s=0.5, silent_s=3.0, fence_s=5.0, forget_s=60.0)
 
@@ -54,7 +56,10 @@ class Place:
             for end in ends:
                 if self.arrive(end):
                     quiet = 0
-                if end.poll() and adopt:
+                offer = end.poll()
+                if proving(end):
+                    quiet = 0
+                if offer and adopt:
                     end.adopt()
 
     def close(self) -> None:
@@ -74,6 +79,18 @@ def parameters(value: float = 0.0, dtype: torch.dtype = torch.float32) -> dict[s
 def values(tensors: dict[str, torch.Tensor]) -> set[float]:
     """The different values that occur in these tensors."""
     return {float(v) for tensor in tensors.values() for v in tensor.detach().flatten()}
+
+
+def proving(end: WeightWriter | WeightReader) -> bool:
+    """Waits until a version that this end sums beside its loop is summed; False if there is none."""
+    transfer = end._transfer if isinstance(end, WeightReader) else None
+    if transfer is None or not transfer.proof.running:
+        return False
+    deadline = time.monotonic() + 20
+    while transfer.proof.running:
+        assert time.monotonic() < deadline
+        time.sleep(0.0001)
+    return True
 
 
 def leftovers(address: str) -> set[str]:
@@ -119,7 +136,7 @@ def _count_messages(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightWriter |
     return arrive
 
 
-@pytest.fixture(params=["local", "shared_memory"])
+@pytest.fixture(params=["local", "shared_memory", "cuda_ipc"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "local":
         hub = Hub()
@@ -128,14 +145,21 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
             hub.segments[key].buffer[byte] ^= 1
 
         place = Place(hub, flip)
+    elif request.param == "cuda_ipc":
+        site = CudaIpc(f"ipc://{tmp_path}/w.sock", "cpu", memory=HostMemory(tmp_path))
+
+        def flip(key: str, byte: int) -> None:
+            place.opened[0]._segments[key].buffer[byte] ^= 1
+
+        place = Place(site, flip, _count_messages(request.getfixturevalue("monkeypatch")))
     else:
         site = SharedMemory(f"ipc://{tmp_path}/w.sock")
 
         def flip(key: str, byte: int) -> None:
             with (site.folder / key).open("r+b") as file:
-                file.seek(64 + byte)
+                file.seek(shared_memory.HEADER_BYTES + byte)
                 found = file.read(1)[0]
-                file.seek(64 + byte)
+                file.seek(shared_memory.HEADER_BYTES + byte)
                 file.write(bytes([found ^ 1]))
 
         place = Place(site, flip, _count_messages(request.getfixturevalue("monkeypatch")))

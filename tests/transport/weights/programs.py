@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from transport.weights import FlatLayout, Pace, WeightReader, WeightWriter, memory
+from transport.weights import FlatLayout, Pace, WeightReader, WeightWriter, memory, proof
 
 MIXTURE, LATE = 3, 4
 PACE = Pace(beat_s=0.05, silent_s=0.5, fence_s=0.3, forget_s=60.0)
@@ -47,14 +47,14 @@ def serve(address: str, name: str, adopt: str, last: int) -> None:
 
 def linger(address: str, name: str, adopt: str, seconds: float) -> None:
     """A generator that stays in its first transfer for that long, then serves on until version 9."""
-    whole = memory.damage
+    proved = proof.Proof.proved
 
-    def slow(*arguments, **knobs):
-        memory.damage = whole
+    def slow(self, offer):
+        proof.Proof.proved = proved
         time.sleep(seconds)
-        return (yield from whole(*arguments, **knobs))
+        return proved(self, offer)
 
-    memory.damage = slow
+    proof.Proof.proved = slow
     serve(address, name, adopt, 9)
 
 
@@ -66,12 +66,16 @@ def publish_and_stop_in_the_middle(address: str) -> None:
     while not any(status.version == 1 for status in writer.readers):
         writer.poll()
 
-    def half(destinations, sources):
-        for destination in destinations[:4]:
+    def half(segment, filler, sources, version):
+        if segment.progress is not None:
+            segment.progress[0] = version
+        for destination in memory.views(LAYOUT, segment.buffer)[:4]:
             destination.fill_(2)
+        if segment.progress is not None:
+            segment.progress[1] = LAYOUT.tensors[4].offset
         writer.tell({"half": "way"})
         writer.poll()
         time.sleep(DEADLINE_S)
 
-    memory.copy = half
+    memory.fill = half
     writer.publish(2, model(2))

@@ -1,10 +1,13 @@
 """The pure handshake under any order of events: messages lost, readers frozen, killed and late."""
 
+import copy
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from transport.weights.handshake import Pace, ReaderHandshake, WriterHandshake
+from transport.weights.messages import Fenced, Welcome
 
 PACE = Pace(beat_s=1.0, silent_s=3.0, fence_s=5.0, forget_s=50.0)
 
@@ -73,8 +76,9 @@ class World(RuleBasedStateMachine):
             assert self.seal(key)
             assert key not in self.writer.abandoned
             self.writer.writing(key)
+            self.to_readers(self.writer.coming(key, self.pending))
             self.content[key], self.pending = self.pending, None
-            self.to_readers(self.writer.written(key, self.content[key], 0, [], self.now))
+            self.to_readers(self.writer.written(key, self.content[key], b"", b"", self.now))
         for key in [key for key in self.writer.abandoned if self.seal(key)]:
             self.writer.freed(key)
             del self.content[key]
@@ -86,6 +90,8 @@ class World(RuleBasedStateMachine):
         for message in inbox:
             self.send(reader, reader.handshake.receive(message, self.now))
         self.send(reader, reader.handshake.tick(self.now))
+        coming, offer = reader.handshake.coming, reader.handshake.offer
+        assert coming is None or coming.version > max(reader.handshake.version, offer.version if offer else -1)
 
     def send(self, reader: Reader, messages) -> None:
         self.inbox += [(reader.peer, message) for message in messages]
@@ -215,7 +221,7 @@ def pair():
     """A writer that offers version 1 from segment a, and a reader that has joined it."""
     writer, reader = WriterHandshake({}, writer=1, pace=PACE), ReaderHandshake("r", PACE)
     writer.writing("a")
-    writer.written("a", 1, 0, [], 0.0)
+    writer.written("a", 1, b"", b"", 0.0)
     talk(writer, reader, reader.tick(0.0), 0.0)
     return writer, reader
 
@@ -229,7 +235,7 @@ def talk(writer, reader, messages, now):
 
 def test_an_offer_that_was_lost_is_made_again():
     writer, reader = pair()
-    assert writer.written("b", 2, 0, [], 10.0)
+    assert writer.written("b", 2, b"", b"", 10.0)
     assert reader.offer.version == 1
     talk(writer, reader, reader.tick(11.0), 11.0)
     assert reader.offer.version == 2
@@ -261,7 +267,7 @@ def test_every_waiting_version_gives_the_readers_their_full_time():
     writer, _ = pair()
     assert writer.blocked(0.0) is None
     writer.writing("b")
-    writer.written("b", 2, 0, [], 1.0)
+    writer.written("b", 2, b"", b"", 1.0)
     assert writer.blocked(PACE.fence_s + 1.0) is None
     assert writer.blocked(2 * PACE.fence_s + 1.0) == "a"
 
@@ -278,6 +284,27 @@ def test_a_reader_that_says_late_that_it_is_in_an_abandoned_segment_is_fenced():
 
 def test_a_silent_reader_is_sent_no_more_than_a_bounded_number_of_messages():
     writer, _ = pair()
-    sent = [len(writer.written("a", version, 0, [], 0.0)) for version in range(2, 500)]
+    sent = [len(writer.written("a", version, b"", b"", 0.0)) for version in range(2, 500)]
     assert 0 < sum(sent) < 100
     assert sent[-1] == 0
+
+
+def test_a_version_that_is_coming_is_known_until_it_is_offered():
+    writer, reader = pair()
+    writer.writing("b")
+    for _, coming in writer.coming("b", 2):
+        reader.receive(coming, 1.0)
+    assert (reader.coming.segment, reader.coming.version, reader.offer.version) == ("b", 2, 1)
+    for _, offer in writer.written("b", 2, b"", b"", 1.0):
+        reader.receive(offer, 1.0)
+    assert (reader.coming, reader.offer.version) == (None, 2)
+
+
+def test_word_of_a_version_that_is_coming_dies_with_the_epoch_and_with_the_writer():
+    writer, reader = pair()
+    for end in (Fenced(epoch=reader.epoch, replaced=False), Welcome(attempt=1, epoch=7, writer=9, layout={})):
+        late = copy.deepcopy(reader)
+        for _, coming in writer.coming("b", 2):
+            late.receive(coming, 1.0)
+        late.receive(end, 1.0)
+        assert late.coming is None

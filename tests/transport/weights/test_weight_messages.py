@@ -9,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.weights import MessageError
-from transport.weights.messages import Beat, Offer, Welcome, decode, encode
+from transport.weights.messages import Beat, Coming, Offer, Welcome, decode, encode
 
 
 def test_messages_survive_the_wire():
     note = {"a": 1, "b": 0.5, "c": "x"}
-    offer = Offer(epoch=7, version=3, segment="s", checksum=2**64 - 1, sums=[0, 2**64 - 1], note=note)
+    offer = Offer(epoch=7, version=3, segment="s", sums=bytes(range(16)), digests=b"\xff" * 16, note=note)
     layout = {"tensors": [["a", [1], "int8", 0]], "aliases": {}}
     welcome = Welcome(attempt=1, epoch=2, writer=3, layout=layout)
-    for message in (offer, welcome, Beat(epoch=1, version=-1)):
+    coming = Coming(epoch=7, version=4, segment="s")
+    for message in (offer, coming, welcome, Beat(epoch=1, version=-1)):
         assert decode(encode(message)) == message
 
 

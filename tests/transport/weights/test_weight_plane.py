@@ -210,8 +210,12 @@ def test_in_one_process_a_waiting_reader_is_answered_though_nobody_polls_the_wri
 
 def test_copies_run_on_the_threads_they_were_given_and_leave_the_setting_alone(place, monkeypatch):
     seen = []
-    copy = memory.copy
-    monkeypatch.setattr(memory, "copy", lambda *to: (seen.append(torch.get_num_threads()), copy(*to))[1])
+
+    def noted(does):
+        return lambda *what: (seen.append(torch.get_num_threads()), does(*what))[1]
+
+    for name in ("fill", "copy"):
+        monkeypatch.setattr(memory, name, noted(getattr(memory, name)))
     before = torch.get_num_threads()
     writer, reader = (
         place.writer(LAYOUT, threads=2),

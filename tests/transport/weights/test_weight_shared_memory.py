@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import time
 from contextlib import closing
 
 import msgpack
@@ -11,6 +12,8 @@ import torch
 import zmq
 
 from transport.errors import AddressError
+from transport.native import Copier
+from transport.native.build import library
 from transport.weights import (
     ChecksumMismatch,
     FlatLayout,
@@ -19,6 +22,7 @@ from transport.weights import (
     SharedMemory,
     WeightReader,
     WeightWriter,
+    memory,
 )
 from transport.weights.messages import Offer, encode
 
@@ -176,7 +180,7 @@ def test_an_offer_of_an_epoch_that_is_not_the_readers_is_ignored(address, reader
     router.bind(address)
     reader.poll()
     peer, _ = router.recv_multipart()
-    router.send_multipart([peer, encode(Offer(epoch=9, version=1, segment="x", checksum=0, sums=[]))])
+    router.send_multipart([peer, encode(Offer(epoch=9, version=1, segment="x", sums=b""))])
     reader.socket.poll(5000)
     assert reader.poll() is None
     router.close()
@@ -198,3 +202,88 @@ def test_an_address_is_free_for_the_next_writer_as_soon_as_close_returns(address
                 writer.publish(version, parameters(version))
                 joined(writer, reader, mine)
                 assert values(mine) == {version}
+
+
+@pytest.fixture
+def steps(writer, reader, monkeypatch):
+    """Publishes in two halves, with what shall happen in between; the reader has joined and holds version 1."""
+    mine = parameters()
+    writer.publish(1, parameters(1))
+    joined(writer, reader, mine)
+    fill, half = memory.fill, LAYOUT.tensors[1].offset
+
+    def publish(version, between):
+        def in_halves(segment, filler, sources, number):
+            segment.progress[0] = number
+            memory.views(LAYOUT, segment.buffer)[0].fill_(number)
+            segment.progress[1] = half
+            between(segment)
+            return fill(segment, filler, sources, number)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "fill", in_halves)
+            writer.publish(version, parameters(version))
+        return mine
+
+    return publish
+
+
+def until(condition, *ends):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        for end in ends:
+            if end.poll() and isinstance(end, WeightReader):
+                end.adopt()
+
+
+def follows(reader, version):
+    transfer = reader._transfer
+    return transfer is not None and transfer.version == version and transfer.proof.running
+
+
+needs_compiler = pytest.mark.skipif(library() is None, reason="no C compiler: nobody reads along")
+
+
+@needs_compiler
+def test_a_version_is_proved_while_it_is_written_and_adopted_when_it_is_whole(steps, reader):
+    def between(segment):
+        until(lambda: follows(reader, 2), reader)
+        for _ in range(100):
+            assert reader.poll() is None
+        assert reader.adopt() == 1
+
+    mine = steps(2, between)
+    assert values(mine) == {1}
+    until(lambda: reader.version == 2, reader)
+    assert values(mine) == {2}
+
+
+@needs_compiler
+def test_a_publish_that_fails_half_way_leaves_its_followers_on_their_version(steps, writer, reader):
+    def between(segment):
+        until(lambda: follows(reader, 2), reader)
+        raise RuntimeError("the trainer ran out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        steps(2, between)
+    until(lambda: not reader._transfer.proof.running, reader)
+    assert reader.poll() is None
+    mine = steps(3, lambda segment: until(lambda: follows(reader, 3), reader))
+    until(lambda: reader.version == 3, writer, reader)
+    assert values(mine) == {3}
+
+
+@needs_compiler
+def test_bytes_that_are_spoilt_before_their_turn_to_be_proved_are_found_at_that_sync(steps, reader, monkeypatch):
+    fill = Copier.run
+
+    def spoilt(copies, sources):
+        sums = fill(copies, sources)
+        return [*sums[:-1], sums[-1] ^ 1]
+
+    monkeypatch.setattr(Copier, "run", spoilt)
+    mine = steps(2, lambda segment: until(lambda: follows(reader, 2), reader))
+    with pytest.raises(ChecksumMismatch, match="tensor 'scale'"):
+        until(lambda: reader.version == 2, reader)
+    assert values(mine) == {1}

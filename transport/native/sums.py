@@ -1,0 +1,116 @@
+"""The cheap checksum of bytes: by the C kernel, by numpy where there is no compiler, by Triton or torch on GPUs.
+
+With w_0, w_1, .. as the 64-bit little-endian words of the bytes (the last one filled up with zeros), s1 = sum w_i and
+s2 = sum (i + 1) w_i, it is s1 + rotl(s2, 32), all modulo 2^64. A changed bit changes it, and so do misplaced words.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from transport.native.build import library
+
+Ints = Sequence[int] | NDArray[np.int64]
+Pairs = NDArray[np.uint64]
+CHUNK_WORDS = 1 << 16
+"""Words that numpy sums at once: what lies between stays in the cache."""
+DEVICE_WORDS = 1 << 24
+"""Words that another device sums at once."""
+
+
+def wordsum(buffer: torch.Tensor) -> int:
+    """The checksum of a dense buffer, uint8[n], on any device; in [0, 2^64)."""
+    return wordsums(buffer, [0], [buffer.numel()])[0]
+
+
+def wordsums(buffer: torch.Tensor, offsets: Ints, sizes: Ints) -> list[int]:
+    """The checksums of the ranges [offset, offset + size) of a dense buffer, uint8[n], on any device."""
+    found: list[int] = folded(pairs(buffer, offsets, sizes)).tolist()
+    return found
+
+
+def pairs(buffer: torch.Tensor, offsets: Ints, sizes: Ints) -> Pairs:
+    """s1 and s2 of those ranges, uint64[ranges, 2]."""
+    begins, lengths = np.asarray(offsets, np.int64), np.asarray(sizes, np.int64)
+    found = np.empty((len(begins), 2), np.uint64)
+    if by_triton(buffer.device) and not ((begins + buffer.data_ptr()) % 8).any():
+        from transport.native.triton_words import word_plan
+
+        plan = word_plan(tuple(lengths.tolist()), buffer.device)
+        return plan.sums((begins + buffer.data_ptr()).tolist())
+    kernels = library()
+    if buffer.device.type == "cpu" and kernels is not None:
+        kernels.dataflow_sums(
+            buffer.data_ptr(), begins.ctypes.data, lengths.ctypes.data, len(begins), found.ctypes.data
+        )
+        return found
+    parts = [buffer[begin : begin + size] for begin, size in zip(begins.tolist(), lengths.tolist(), strict=True)]
+    if buffer.device.type == "cpu":
+        for row, part in zip(found, parts, strict=True):
+            row[:] = _by_numpy(part.numpy())
+    elif parts:
+        found[:] = torch.stack([_by_torch(part) for part in parts]).cpu().numpy().view(np.uint64)
+    return found
+
+
+@functools.cache
+def by_triton(device: torch.device) -> bool:
+    """Whether kernels in Triton run on this device."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def folded(pairs: Pairs) -> Pairs:
+    """The checksum of each row of s1 and s2, uint64[n]."""
+    s1, s2 = pairs[:, 0], pairs[:, 1]
+    return s1 + (s2 << np.uint64(32) | s2 >> np.uint64(32))
+
+
+def joined(first: Pairs, second: Pairs, words: int) -> Pairs:
+    """s1 and s2 of two pieces together, the second behind `words` words; uint64[2] each."""
+    return first + second + second[[0, 0]] * np.array([0, words], np.uint64)
+
+
+def dense_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements as uint8[n]: a view of them if they lie dense, a copy if not."""
+    dense = tensor.detach().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+@functools.cache
+def _places() -> Pairs:
+    return np.arange(1, CHUNK_WORDS + 1, dtype=np.uint64)
+
+
+def _by_numpy(data: NDArray[np.uint8]) -> Pairs:
+    whole = len(data) // 8 * 8
+    tail = np.zeros(8, np.uint8)
+    tail[: len(data) - whole] = data[whole:]
+    parts = [(at // 8, data[at : min(at + 8 * CHUNK_WORDS, whole)]) for at in range(0, whole, 8 * CHUNK_WORDS)]
+    found = np.zeros(2, np.uint64)
+    for before, part in [*parts, (whole // 8, tail)]:
+        words = part.view("<u8")
+        own = [words.sum(dtype=np.uint64), (words * _places()[: len(words)]).sum(dtype=np.uint64)]
+        found = joined(found, np.array(own, np.uint64), before)
+    return found
+
+
+def _by_torch(data: torch.Tensor) -> torch.Tensor:
+    """s1 and s2 on the data's device, int64[2]: sums there wrap as the checksum's do."""
+    whole = data.numel() // 8 * 8
+    tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    tail[: data.numel() - whole] = data[whole:]
+    body = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
+    words = body.view(torch.int64) if whole else tail.view(torch.int64)[:0]
+    sums = torch.zeros(2, dtype=torch.int64, device=data.device)
+    for at in range(0, words.numel(), DEVICE_WORDS):
+        part = words[at : at + DEVICE_WORDS]
+        places = torch.arange(at + 1, at + 1 + part.numel(), device=data.device)
+        sums += torch.stack([part.sum(), (part * places).sum()])
+    last = tail.view(torch.int64)[0]
+    return sums + torch.stack([last, last * (whole // 8 + 1)])
