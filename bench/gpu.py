@@ -10,6 +10,7 @@ replayed as CUDA graphs; fused, with compiled layers besides.
 roofline_share: the time that reading weights and every row's keys and values takes at the bandwidth measured in the
 same run, over the time taken. floor_share: the same with the pages of a shared prompt counted once per group.
 attention: one layer's decode attention by itself, for several tilings of the kernel.
+weights: new versions from one process to another on the same GPU, see bench.gpu_weights.
 A row that exceeds its time stops there, and `tokens` says how far it came; what does not fit into --minutes is skipped.
 """
 
@@ -41,10 +42,11 @@ from bench.gpu_systems import (
     ours,
 )
 from bench.gpu_timing import clear, measure_bandwidth
+from bench.gpu_weights import WEIGHTS_S, measure_weights
 from bench.report import Figure, Report
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("tests", "ours", "hf", "attention")
+PARTS = ("tests", "ours", "hf", "attention", "weights")
 TESTS_S, OURS_S, HF_S, ATTENTION_S = 150.0, 25.0, 45.0, 40.0
 """Most seconds of each part: of a row, for ours and hf."""
 HF_LEAST_S = {"hf_dynamic": 60.0, "hf_static": 150.0}
@@ -102,6 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
             failed |= not measure(system, ours, OURS_S, OURS_S)
     if "attention" in parts:
         measure_attention(report, min(ATTENTION_S, clock.left), device, bandwidth, models, load)
+    if "weights" in parts:
+        failed |= not measure_weights(report, min(WEIGHTS_S, clock.left), device, options.tiny)
     if "hf" in parts:
         for system in HF:
             failed |= not measure(system, hf, HF_S, HF_LEAST_S[system])

@@ -42,7 +42,7 @@ def test_what_does_not_fit_into_the_time_is_skipped_with_its_reason(tmp_path):
     assert gpu.main(["--device", "cpu", "--tiny", "--minutes", "0", "--json", str(path)]) == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert all("skipped" in line for line in lines if line["case"] != "machine")
-    assert len(lines) == 8
+    assert len(lines) == 14
 
 
 def test_a_system_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):

@@ -1,0 +1,102 @@
+"""Memory that another process can open by a handle: what an executor needs of it, and a double in files."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from transport.weights.errors import SegmentError
+
+Handle = dict[str, Any]
+"""What opens a buffer elsewhere: text, bytes and integers, as msgpack carries them."""
+
+
+class DeviceMemory(Protocol):
+    """One device's memory. The memory of a buffer goes with the last tensor that refers to it."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes] of zeros. SegmentError when there is none left."""
+
+    def export(self, buffer: torch.Tensor) -> Handle:
+        """What `open` takes, in any process of this machine, while `buffer` lives."""
+
+    def open(self, handle: Handle) -> torch.Tensor:
+        """The same bytes, uint8[nbytes], in this process. SegmentError when they cannot be had.
+
+        Every tensor made from them must be gone before the exporter lets go of its own."""
+
+    def written(self, buffer: torch.Tensor) -> None:
+        """Until what this thread has asked to be written to `buffer` is there for other processes."""
+
+    def read(self, buffer: torch.Tensor) -> None:
+        """Until nothing that this process has asked for reads `buffer` any more."""
+
+
+class HostMemory:
+    """Files in a folder, through the same calls: what tests, and machines without a GPU, run on.
+
+    A buffer that its exporter lets go is overwritten first, as a device may do with it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """`folder`: the same for all processes."""
+        self.folder = Path(folder)
+        self._paths: dict[int, str] = {}
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes] of zeros, in a file of its own."""
+        path = self.folder / f"memory-{secrets.token_hex(6)}"
+        buffer = _mapped(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, nbytes, lambda: _spoil(path, nbytes))
+        self._paths[buffer.data_ptr()] = str(path)
+        return buffer
+
+    def export(self, buffer: torch.Tensor) -> Handle:
+        """The file's path."""
+        return {"path": self._paths[buffer.data_ptr()], "nbytes": len(buffer)}
+
+    def open(self, handle: Handle) -> torch.Tensor:
+        """The file's bytes."""
+        try:
+            return _mapped(Path(handle["path"]), os.O_RDWR, handle["nbytes"], lambda: None)
+        except OSError as error:
+            raise SegmentError(
+                f"the memory of another process cannot be opened; found {error}; is that process alive?"
+            ) from None
+
+    def written(self, buffer: torch.Tensor) -> None:
+        """At once: there is nothing to wait for."""
+
+    def read(self, buffer: torch.Tensor) -> None:
+        """At once: there is nothing to wait for."""
+
+    def __reduce__(self) -> tuple[type[HostMemory], tuple[Path]]:
+        """The folder travels; what was allocated here is this process's own."""
+        return HostMemory, (self.folder,)
+
+
+def _mapped(path: Path, flags: int, nbytes: int, gone: Callable[[], None]) -> torch.Tensor:
+    """uint8[nbytes] over a file; `gone` is called when no tensor refers to it any more, if the process lives."""
+    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        if flags & os.O_CREAT:
+            os.ftruncate(file, nbytes)
+        mapping = mmap.mmap(file, nbytes)
+    finally:
+        os.close(file)
+    weakref.finalize(mapping, gone).atexit = False
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _spoil(path: Path, nbytes: int) -> None:
+    try:
+        with path.open("r+b") as file:
+            file.write(b"\xff" * nbytes)
+        path.unlink()
+    except FileNotFoundError:
+        return
