@@ -1,6 +1,6 @@
 """Quantised weights: the generator's linear layers in int8 or fp8, filled anew from every version of the trainer's."""
 
 from operators.engine.precision.formats import FORMATS, Weights
-from operators.engine.precision.intake import Intake, fault, quantise
+from operators.engine.precision.intake import Intake, fault, linear_weights, quantise
 
-__all__ = ["FORMATS", "Intake", "Weights", "fault", "quantise"]
+__all__ = ["FORMATS", "Intake", "Weights", "fault", "linear_weights", "quantise"]

@@ -15,6 +15,9 @@ from operators.models import ModelError
 FP8_CAPABILITY = (8, 9)
 """The least compute capability of a GPU that multiplies in fp8 (Ada; Hopper is 9.0)."""
 
+SCALE = ":scale"
+"""Behind a tensor's name: that of its scales, where it travels narrow."""
+
 ROUTERS = ("gate", "router")
 """Last names of the layers that choose experts: tiny, and a rounded score sends a token to another expert."""
 
@@ -29,18 +32,20 @@ class _Staged:
 
 
 class Intake:
-    """Where new weights come in: full tensors under the trainer's names, quantised by `adopted`."""
+    """Where new weights come in: full tensors under the trainer's names, quantised by `adopted`, or narrow ones."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], staged: list[_Staged]) -> None:
         self.tensors = tensors
-        """For `WeightReader.attach`: the names, shapes and dtypes of the model before. Those that are quantised are
-        placeholders without memory of their own, on the CPU, until the reader turns them into views."""
+        """For `WeightReader.attach`. Full: the names, shapes and dtypes of the model before; those that are quantised
+        are placeholders without memory of their own, on the CPU, until the reader turns them into views. Narrow: in
+        place of each of these the layer's own values, under its name, and scales, under that and `SCALE`."""
         self._staged = staged
 
     def adopted(self) -> None:
         """Quantise what the reader wrote since the last call, tensor by tensor; between two decode steps.
 
-        Buffers are filled in place. Views of the reader's memory are let go, so its closing copies nothing.
+        Buffers are filled in place. Views of the reader's memory are let go, so its closing copies nothing. Where
+        versions arrive narrow there is nothing to do.
         """
         for staged in self._staged:
             if staged.empty is None:
@@ -83,6 +88,7 @@ def quantise(
     group: int | None = None,
     head: bool = False,
     adopt: Literal["view", "copy"] = "view",
+    narrow: bool = False,
 ) -> Intake:
     """Replace the weights of every linear layer, and of the experts of a mixture, by quantised ones.
 
@@ -96,6 +102,8 @@ def quantise(
         head: quantise the output layer too, unless it is tied to the embeddings.
         adopt: as the `WeightReader` adopts. "view" needs no memory for full weights, and a reader whose versions
             are in the model's dtype, in CPU memory; "copy" keeps a full copy for the reader to write into.
+        narrow: versions arrive quantised by the trainer, each of `linear_weights(model)` as values and scales, and
+            the reader puts them into the layers.
 
     Raises:
         ModelError: the device cannot, `group` does not divide a layer's inputs, or nothing is to be quantised.
@@ -107,6 +115,10 @@ def quantise(
         wrong = f'weights={weights!r} does not go with tensor parallelism; use weights="model", or one rank'
     if wrong is None and group is not None and weights != "int8":
         wrong = f'group={group} is for weights="int8", but weights={weights!r}; leave group out'
+    if wrong is None and narrow and (group is not None or head):
+        wrong = (
+            f"weights that arrive narrow have a scale per row, and no head, but got {group=}, {head=}; leave both out"
+        )
     if wrong is not None:
         raise ModelError(wrong)
     form = FORMATS[weights]
@@ -120,12 +132,21 @@ def quantise(
     staged = []
     for name, groups in plan.items():
         full = tensors[name]
-        narrow = _experts(model, name, form, groups) if name in experts else _linear(model, layers[name], form, groups)
+        made = _experts(model, name, form, groups) if name in experts else _linear(model, layers[name], form, groups)
+        if narrow:
+            tensors[name], tensors[name + SCALE] = made.weight, made.scale
+            continue
         empty = None if adopt == "copy" else torch.zeros((), dtype=full.dtype).expand(full.shape)
         place = torch.nn.Parameter(full.data if empty is None else empty, requires_grad=False)
-        staged.append(_Staged(place, empty, narrow.take))
+        staged.append(_Staged(place, empty, made.take))
         tensors[name] = place
     return Intake(tensors, staged)
+
+
+def linear_weights(model: torch.nn.Module) -> frozenset[str]:
+    """Names of the parameters that `quantise` makes narrow: of a loaded decoder, or of one on the meta device."""
+    layers, experts = _chosen(model, head=False)
+    return frozenset(layers) | experts
 
 
 def _chosen(model: torch.nn.Module, head: bool) -> tuple[dict[str, list[str]], set[str]]:
@@ -159,7 +180,7 @@ def _linear(model: torch.nn.Module, paths: list[str], form: Format, groups: int)
         assert isinstance(linear, torch.nn.Linear)
         narrow = QuantisedLinear(linear, form, groups)
         if made:
-            narrow.weight, narrow.scale = made[0].weight, made[0].scale
+            narrow._buffers.update(made[0]._buffers)
         made.append(narrow)
         model.set_submodule(path, narrow)
     return made[0]

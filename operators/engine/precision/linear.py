@@ -5,6 +5,8 @@ Axes: n tokens, out and in features, G groups of input features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -35,8 +37,8 @@ class QuantisedLinear(torch.nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.form = linear.in_features, linear.out_features, form
         device = linear.weight.device
-        self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=form.dtype, device=device))
-        self.register_buffer("scale", torch.empty(self.out_features, groups, device=device))
+        self.register_buffer("weight", _place(linear.weight.shape, form.dtype, device))
+        self.register_buffer("scale", _place((self.out_features, groups), torch.float32, device))
         self.register_parameter("bias", linear.bias)
         self.take(linear.weight)
 
@@ -65,8 +67,8 @@ class QuantisedExperts(torch.nn.Module):
         """Quantise `experts`, with a scale per row and group of their last axis."""
         super().__init__()
         self.form, self.dtype = form, experts.dtype
-        self.register_buffer("weight", torch.empty(experts.shape, dtype=form.dtype, device=experts.device))
-        self.register_buffer("scale", torch.empty(*experts.shape[:-1], groups, device=experts.device))
+        self.register_buffer("weight", _place(experts.shape, form.dtype, experts.device))
+        self.register_buffer("scale", _place((*experts.shape[:-1], groups), torch.float32, experts.device))
         self.take(experts)
 
     def take(self, weight: torch.Tensor) -> None:
@@ -76,6 +78,11 @@ class QuantisedExperts(torch.nn.Module):
     def __getitem__(self, expert: torch.Tensor | int) -> torch.Tensor:
         """The weights of one expert, or of several, in the model's dtype."""
         return unpack(self.weight[expert], self.scale[expert], self.dtype)
+
+
+def _place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
+    """Memory of a buffer. It is a Parameter, though not one of the module's: a weight reader makes those views."""
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
 def _product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:

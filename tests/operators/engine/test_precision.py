@@ -7,15 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dataflow import Model
 from operators.engine.decode import Engine
-from operators.engine.precision import FORMATS, fault, formats, quantise
+from operators.engine.precision import FORMATS, fault, formats, linear_weights, quantise
 from operators.engine.precision.formats import pack, per_token, unpack
 from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, QuantisedLinear
+from operators.engine.precision.names import narrow_names
 from operators.engine.proof import adapt
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.models import ModelError
 from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
+from transport.weights.encoder import EncodedWriter, Encoder
+from transport.weights.encoding import Encoding
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(2, 32, (3, 20)))
 
@@ -234,6 +238,73 @@ def test_versions_from_the_trainer_are_quantised_and_the_last_one_counts(make_mo
     intake.adopted()
     assert torch.equal(logits(model), logits(fresh))
     writer.close()
+
+
+NARROW = {"int8": "int8", "int8_dynamic": "int8", "fp8": "fp8"}
+
+
+@pytest.mark.parametrize("adopt", ["view", "copy"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("mixtral", {})]
+)
+def test_versions_that_the_trainer_quantised_give_the_same_bits(make_model, adopt, dtype, weights, family, changes):
+    hub = Hub()
+    model = make_model(family, seed=0, **changes).to(dtype)
+    policies = [make_model(family, seed=seed, **changes) for seed in (1, 2, 3)]
+    intake = quantise(model, weights, adopt=adopt, narrow=True)
+    encoding = Encoding(
+        dtype=str(dtype).removeprefix("torch."), narrow=NARROW[weights], names=linear_weights(policies[0])
+    )
+    encoder = Encoder(encoding, dict(policies[0].named_parameters()))
+    writer = EncodedWriter(WeightWriter(encoder.layout, hub), encoder)
+    reader = WeightReader(hub, "generator", adopt=adopt)
+    reader.attach(intake.tensors)
+    for version, policy in enumerate(policies):
+        writer.publish(version, dict(policy.named_parameters()))
+        assert reader.wait(version, timeout_s=5) == version
+        intake.adopted()
+        fresh = copy.deepcopy(policy).to(dtype)
+        quantise(fresh, weights)
+        assert torch.equal(logits(model), logits(fresh))
+    reader.close()
+    writer.close()
+    assert torch.equal(logits(model), logits(fresh))
+
+
+def test_a_version_that_arrives_narrow_is_adopted_by_turning_pointers(make_model):
+    hub = Hub()
+    model, policy = make_model(), make_model(seed=1)
+    intake = quantise(model, "int8", narrow=True)
+    encoder = Encoder(Encoding(narrow="int8", names=linear_weights(policy)), dict(policy.named_parameters()))
+    writer, reader = WeightWriter(encoder.layout, hub), WeightReader(hub, "generator")
+    reader.attach(intake.tensors)
+    writer.publish(0, encoder.encode(dict(policy.named_parameters())))
+    reader.wait(0, timeout_s=5)
+    (segment,) = hub.segments.values()
+    low, high = segment.buffer.data_ptr(), segment.buffer.data_ptr() + segment.buffer.numel()
+    layers = narrow_layers(model).values()
+    assert all(low <= part.data_ptr() < high for layer in layers for part in (layer.weight, layer.scale))
+    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("gemma2", {}), ("mixtral", {})]
+)
+def test_the_narrow_tensors_are_told_by_a_models_config_alone(make_model, family, changes, tmp_path):
+    model = make_model(family, **changes)
+    model.config.save_pretrained(tmp_path)
+    names = narrow_names(Model(str(tmp_path)))
+    assert names == linear_weights(model)
+    quantise(model, "int8")
+    assert len(names) == len(narrow_layers(model))
+
+
+@pytest.mark.parametrize("knobs", [{"group": 16}, {"head": True}])
+def test_weights_that_arrive_narrow_have_a_scale_per_row_and_no_head(make_model, knobs):
+    with pytest.raises(ModelError, match="leave both out"):
+        quantise(make_model(), "int8", narrow=True, **knobs)
 
 
 def test_greedy_decoding_with_quantised_weights_is_that_of_the_dequantised_ones(make_model):

@@ -1,0 +1,21 @@
+"""Which of a model's tensors a quantised generator takes narrow, told without its weights: where the trainer is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dataflow.model import Model
+from operators.engine.precision.intake import linear_weights
+from operators.models import load_configs
+
+
+def narrow_names(model: Model) -> frozenset[str]:
+    """The names that `linear_weights` gives for `model`, from its config alone. ModelError as `load_configs`."""
+    from transformers import AutoModelForCausalLM
+
+    config, _ = load_configs(model)
+    with torch.device("meta"):
+        build: Any = AutoModelForCausalLM.from_config
+        return linear_weights(build(config, trust_remote_code=model.trust_remote_code))
