@@ -33,6 +33,7 @@ bench: venv
 	$(RUN) -m bench.data_plane --json runs/data_plane.jsonl
 	$(RUN) -m bench.end_to_end --json runs/end_to_end.jsonl
 	$(RUN) -m bench.generator --json runs/generator.jsonl
+	$(RUN) -m bench.weight_plane --json runs/weight_plane.jsonl
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

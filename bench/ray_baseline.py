@@ -2,9 +2,14 @@
 
 import os
 import queue
+import secrets
 import time
 from typing import Any
 
+# Read when Ray is imported: listen on loopback (the variable is named after the systems where that is the default),
+# and admit who knows this token.
+os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 import ray
 
 from bench.data_plane import PATIENCE_S, WINDOW_BATCHES, produce
@@ -44,8 +49,7 @@ class RayActors:
     """A producing and a consuming actor; this process only hears when each batch had been read."""
 
     def __init__(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
         self._producer = _Producer.remote(_Consumer.remote())
         self._taken_ns: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._running: Any = None
