@@ -40,6 +40,12 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "seed": (int, 0, "of the prompts' order, sampling and everything else that is random"),
     "gpus": (str, "", "accelerators by node, as in generator=6,trainer=2 or generator=8,trainer=generator"),
     "replicas": (str, "", "copies of a node on the CPU, as in generator=2"),
+    "scale": (str, "", "replicas of a node from a step on, as in 100:generator=3,200:generator=1"),
+    "weights": (
+        str | None,
+        None,
+        "executor of the weight plane: shared_memory, cuda_ipc, gloo, nccl; chosen if left out",
+    ),
     "runs": (Path, Path("runs"), "where the run folder goes"),
     "inline": (bool, False, "one process, one thread, bit-exact"),
     "explain": (bool, False, "print the plan and stop"),
@@ -50,17 +56,20 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
 
 def _act(graph: Graph, flags: dict[str, Any]) -> None:
     gpus, replicas = _assignments("gpus", flags["gpus"]), _assignments("replicas", flags["replicas"])
-    counts = {name: value for name, value in replicas.items() if isinstance(value, int)}
+    how: dict[str, Any] = {
+        "gpus": gpus, "replicas": {name: value for name, value in replicas.items() if isinstance(value, int)},
+        "steps": flags["steps"], "scale": _schedule(flags["scale"]), "weights": flags["weights"],
+    }  # fmt: skip
     if flags["explain"] or flags["draw"]:
-        planned = make_plan(graph, gpus=gpus, replicas=counts, steps=flags["steps"])
+        planned = make_plan(graph, **how, one_process=flags["inline"])
         if flags["explain"]:
             print(planned.explain())
         if flags["draw"]:
             print(f"drew {graph.draw(flags['draw'], planned)}")
         return
     run(
-        graph, on=inline() if flags["inline"] else None, gpus=gpus, replicas=counts, steps=flags["steps"],
-        seed=flags["seed"], runs=flags["runs"], quiet=flags["quiet"],
+        graph, **how, on=inline() if flags["inline"] else None, seed=flags["seed"], runs=flags["runs"],
+        quiet=flags["quiet"],
     )  # fmt: skip
 
 
@@ -98,6 +107,20 @@ def _command(build: Callable[..., Graph], steps: int | None, chosen: dict[str, A
 def _program(build: Callable[..., Graph]) -> str:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return f"python -m {spec.name}" if spec is not None and spec.name else Path(sys.argv[0]).name
+
+
+def _schedule(text: str) -> dict[int, dict[str, int]]:
+    """`100:generator=3,200:generator=1` as a mapping of steps to wishes."""
+    found: dict[int, dict[str, int]] = {}
+    for part in filter(None, text.split(",")):
+        step, colon, wish = part.partition(":")
+        name, _, count = wish.partition("=")
+        if not (colon and step.strip().isdigit() and name.strip() and count.strip().isdigit()):
+            raise GraphError(
+                f"--scale is {text!r}, which cannot be read at {part!r}; write it as 100:generator=3,200:generator=1"
+            )
+        found.setdefault(int(step), {})[name.strip()] = int(count)
+    return found
 
 
 def _assignments(flag: str, text: str) -> dict[str, int | str]:

@@ -1,4 +1,4 @@
-"""The `dataflow` command: looks at the folders of runs."""
+"""The `dataflow` command: looks at the folders of runs, and speaks to a run that is under way."""
 
 import sys
 from pathlib import Path
@@ -8,8 +8,9 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from dataflow.command import ask_to_scale
 from dataflow.display import Summary, make_view
-from dataflow.errors import DataflowError
+from dataflow.errors import DataflowError, GraphError
 from dataflow.run_folder import RunFolder
 from dataflow.summary import summarize
 from dataflow.verify import report, verify
@@ -22,7 +23,9 @@ def main() -> None:
     status = 0
     try:
         status = tyro.extras.subcommand_cli_from_dict(
-            {"verify": check, "show": show}, prog="dataflow", description="Look at the folders of runs."
+            {"verify": check, "show": show, "scale": scale},
+            prog="dataflow",
+            description="Look at the folders of runs, and speak to a run that is under way.",
         )
     except DataflowError as error:
         Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
@@ -50,6 +53,26 @@ def show(run: Run = Path("runs/latest")) -> int:
     with make_view(sys.stdout) as view:
         view.summary(summary)
     return verdict.exit_status
+
+
+def scale(run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional]) -> int:
+    """Let replicas of a node join or leave a run that is under way; returns once the run has taken the wish in.
+
+    Args:
+        run: the run folder, such as runs/latest.
+        wishes: how many replicas which node is to have, as in generator=3.
+    """
+    for node, counts in ask_to_scale(RunFolder.open(run), dict(map(_wish, wishes))).items():
+        told = [f"{count} {state}" for state, count in counts.items() if count]
+        print(f"{node}: {', '.join(told)}")
+    return 0
+
+
+def _wish(text: str) -> tuple[str, int]:
+    node, _, count = text.partition("=")
+    if not node or not count.isdigit():
+        raise GraphError(f"a wish names a node and a number of replicas, but got {text!r}; write it as generator=3")
+    return node, int(count)
 
 
 if __name__ == "__main__":

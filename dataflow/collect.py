@@ -25,7 +25,7 @@ def collect(stream: Stream[Any], *, rows: int, seed: int = 0) -> pa.Table:
     if rows < 1:
         raise GraphError(f"collect needs at least 1 row, but rows is {rows}; give a number above 0")
     graph, sink = _upstream(stream)
-    running = InlineRun(graph, make_plan(graph), Settings(folder="", seed=seed))
+    running = InlineRun(graph, make_plan(graph, one_process=True), Settings(folder="", seed=seed))
     try:
         running.start()
         running.run(until=lambda: sink.count() >= rows)

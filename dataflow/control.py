@@ -4,6 +4,7 @@ No rollout and no weight passes through it.
 """
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -17,12 +18,14 @@ import msgpack
 import zmq
 
 from dataflow import worker
+from dataflow.command import answer
 from dataflow.conductor import Conductor, Word
-from dataflow.errors import DeadlineError, RunError, WorkerDied
+from dataflow.errors import DeadlineError, GraphError, RunError, WorkerDied
 from dataflow.graph import Graph
 from dataflow.host import Settings
 from dataflow.nursery import Nursery
 from dataflow.plan import Plan
+from dataflow.scaling import Fork, Order, Say, Scaling, Tell
 
 _LAST_WORDS_S = 1.0
 """For what a worker said before it ended to arrive, whatever the others say meanwhile."""
@@ -50,7 +53,7 @@ class WorkerState:
     nodes: list[str]
     pid: int = 0
     state: str = "forked"
-    """forked | starting | ready | running | stopping | gone"""
+    """forked | starting | ready | stopping | left (in order, while the run goes on) | gone"""
     heard: float = 0.0
     """When it last said anything, on the scheduler's clock."""
     beat: Mapping[str, Any] = field(default_factory=dict)
@@ -60,8 +63,8 @@ class WorkerState:
 class Scheduler:
     """One run.
 
-    consumes: hello, ready, beat, failed and bye from the workers; deaths from the forkserver
-    produces: wire, start, tell and stop
+    consumes: hello, ready, done, beat, failed and bye from the workers; deaths from the forkserver; commands
+    produces: wire, start, tell, stop and the words of `scaling`; answers to commands
     waits for: the workers, each wait with a deadline
     unblocked by: their messages; a death or a failure ends the run with its cause
     """
@@ -76,6 +79,11 @@ class Scheduler:
         self._settings = settings
         self._clock = clock
         self.conductor = Conductor(graph, plan)
+        self.scaling = Scaling(graph, plan)
+        self.said: list[str] = []
+        """What the user may want to read, oldest first; whoever shows it takes it out."""
+        self._schedule = sorted(plan.scale.items())
+        self._join_deadline = 0.0
         self.workers: dict[str, WorkerState] = {}
         self._ended: set[str] = set()
         self._deadline = 0.0
@@ -95,19 +103,13 @@ class Scheduler:
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._nursery.fileno(), zmq.POLLIN)
-        self._address = address
+        self.address = address
+        """Where commands are taken, too."""
 
     def start(self, progress: Callable[[str], None] = lambda text: None) -> None:
         """Start every worker and wait until all are ready. Errors: RunError with the cause."""
         for name, replica, nodes in self.plan.processes():
-            full = f"{name}-{replica}"
-            self.workers[full] = WorkerState(full, nodes, heard=self._clock())
-            settings = Settings(
-                **{**self._settings.to_plain(), "worker": name, "replica": replica,
-                   "control": self._address, "sockets": str(self._sockets)}
-            )  # fmt: skip
-            heavy = not all(self.graph.operators[node].light for node in nodes)
-            self._nursery.spawn(full, settings.to_plain(), heavy)
+            self._spawn(name, replica, device=self.plan.placements[nodes[0]].device(replica))
         deadline = self._clock() + self.limits.start_s
         wired = False
         while not all(state.state == "ready" for state in self.workers.values()):
@@ -124,6 +126,19 @@ class Scheduler:
                 )
         self._say(self.conductor.start())
         self._broadcast({"kind": "start"})
+        self._obey(self.scaling.begin({state.name: state.addresses for state in self.workers.values()}))
+
+    def scale(self, node: str, replicas: int) -> None:
+        """Let processes of a node join, or leave when they have done what they have, until it has so many.
+
+        Raises GraphError when the node cannot have them, RunError when the run is ending.
+        """
+        self._scale({node: replicas})
+
+    @property
+    def beats(self) -> dict[str, Mapping[str, Any]]:
+        """The last that every worker said of itself, those that left included; `member` tells how it is in the run."""
+        return {name: {**state.beat, "member": self.scaling.state(name)} for name, state in self.workers.items()}
 
     def turn(self, wait_s: float) -> None:
         """Take in what has come within `wait_s`; raises what ends the run."""
@@ -134,6 +149,7 @@ class Scheduler:
                 self._take(name.decode(), msgpack.unpackb(data))
         for event in self._nursery.events():
             self._note(event)
+        self._keep_to_schedule()
         if self._wish and not self.conductor.draining:
             self._drain()
         self._watch()
@@ -152,7 +168,8 @@ class Scheduler:
             self._broadcast({"kind": "stop"})
         deadline = self._clock() + self.limits.stop_s
         with contextlib.suppress(RunError):
-            while self._clock() < deadline and any(s.pid and s.state != "gone" for s in self.workers.values()):
+            running = [s for s in self.workers.values() if s.pid and s.state != "left"]
+            while self._clock() < deadline and any(s.state != "gone" for s in running):
                 self._poller.poll(50)
                 while self._router.poll(0):
                     self._router.recv_multipart()
@@ -171,25 +188,34 @@ class Scheduler:
     def _take(self, name: str, message: Mapping[str, Any]) -> None:
         state = self.workers.get(name)
         if state is None:
+            self._send(name, answer(message, self._command))
             return
         state.heard = self._clock()
         kind = message["kind"]
         if kind == "hello":
             state.pid, state.state, state.addresses = message["pid"], "starting", message["addresses"]
+            if name == self.scaling.joining:
+                self._obey(self.scaling.hello(name, state.addresses))
         elif kind == "ready":
             state.state = "ready"
+            if name == self.scaling.joining:
+                self._obey(self.scaling.ready(name))
+        elif kind == "done":
+            self._obey(self.scaling.confirmed(message["ticket"]))
         elif kind == "beat":
             state.beat = message
             self._send(name, {"kind": "heard"})
+            if message["drained"]:
+                self._obey(self.scaling.drained(name))
             for node, report in message["nodes"].items():
                 self._say(self.conductor.hear(node, report["status"]))
-                if report["ended"] and node not in self._ended:
+                if report["ended"] and node not in self._ended and self._all_ended(node):
                     self._ended.add(node)
                     self._say(self.conductor.ended(node))
         elif kind == "failed":
             state.state = "gone"
             raise RunError(f"worker '{name}' failed: {message['message']}")
-        elif kind == "bye":
+        elif kind == "bye" and state.state != "left":
             state.state = "stopping"
 
     def _note(self, event: Mapping[str, Any]) -> None:
@@ -198,6 +224,10 @@ class Scheduler:
         if event["event"] == "gone":
             raise WorkerDied(f"the forkserver ended unexpectedly; see logs in {self._settings.folder}/logs")
         state = self.workers.get(event["name"])
+        if state is not None and event["status"] == 0 and self.scaling.leaves(state.name):
+            state.state = "left"
+            self._obey(self.scaling.exited(state.name))
+            return
         if state is None or state.state in ("gone", "stopping"):
             return
         self._drain_messages(state.name)
@@ -227,6 +257,59 @@ class Scheduler:
                 f"the scheduler waited {self.limits.drain_s:.0f} s for the step under way to end; it stops without "
                 f"it, and the last checkpoint in {self._settings.folder} is good"
             )
+        name = self.scaling.joining
+        if name is not None and now > self._join_deadline:
+            raise DeadlineError(
+                f"the scheduler waited {self.limits.start_s:.0f} s for '{name}' to join, which waits for "
+                f"{self.scaling.missing()}; see {self._settings.folder}/logs/{name}.log, or raise Limits.start_s"
+            )
+
+    @property
+    def _ending(self) -> bool:
+        return self.conductor.draining or self.conductor.over
+
+    def _spawn(self, worker: str, replica: int, **more: Any) -> None:
+        """Ask the forkserver for one process of a worker."""
+        full, nodes = f"{worker}-{replica}", self.plan.workers[worker]
+        self.workers[full] = WorkerState(full, nodes, heard=self._clock())
+        settings = dataclasses.replace(
+            self._settings, worker=worker, replica=replica, control=self.address, sockets=str(self._sockets), **more
+        )
+        heavy = not all(self.graph.operators[node].light for node in nodes)
+        self._nursery.spawn(full, settings.to_plain(), heavy)
+
+    def _scale(self, wishes: Mapping[str, int]) -> None:
+        if self._ending:
+            raise RunError(f"the run is ending, and {dict(wishes)} would come too late; start another run")
+        self._obey(self.scaling.scale(wishes))
+
+    def _keep_to_schedule(self) -> None:
+        """Wish for what the plan has for this step; what has no room beside what else was wished is only told."""
+        while self._schedule and self._schedule[0][0] <= self.conductor.step and not self._ending:
+            try:
+                self._scale(self._schedule.pop(0)[1])
+            except GraphError as error:
+                self.said.append(str(error))
+
+    def _command(self, wishes: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        self._scale(wishes)
+        return {node: self.scaling.replicas(node) for node in wishes}
+
+    def _obey(self, orders: list[Order]) -> None:
+        for order in orders:
+            match order:
+                case Fork():
+                    device = f"cuda:{order.gpus[0]}" if order.gpus else "cpu"
+                    self._join_deadline = self._clock() + self.limits.start_s
+                    self._spawn(order.node, order.replica, device=device, senders=order.senders)
+                case Say():
+                    self._send(order.to, order.word)
+                case Tell():
+                    self.said.append(order.text)
+
+    def _all_ended(self, node: str) -> bool:
+        reports = [s.beat.get("nodes", {}).get(node) for s in self.workers.values() if node in s.nodes]
+        return all(report and report["ended"] for report in reports)
 
     def _addresses(self) -> dict[str, list[str]]:
         """By edge, the addresses of its receivers, replica by replica."""

@@ -210,10 +210,13 @@ class Graph:
         return graph
 
     def draw(self, path: str | Path, plan: "Plan | None" = None) -> Path:
-        """Draw it as .svg, .dot, .mmd or .html; with a plan, device groups appear as frames."""
+        """Draw it as .svg, .dot, .mmd or .html; a plan adds device groups, as frames, and how weights travel."""
         from dataflow.draw import draw
 
-        return draw(self.nx, Path(path), frames=plan.frames() if plan else None, title=self.name)
+        graph = self.nx
+        for (trainer, reader), executor in (plan.executors() if plan else {}).items():
+            graph.edges[trainer, reader, "weights"]["executor"] = executor
+        return draw(graph, Path(path), frames=plan.frames() if plan else None, title=self.name)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         from dataflow.draw import mimebundle

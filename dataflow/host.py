@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -37,6 +37,10 @@ class Settings:
     """The scheduler's address."""
     sockets: str = ""
     """Folder (mode 0700) of the run's ipc sockets."""
+    device: str = "cpu"
+    """Torch's name of the first device of the process."""
+    senders: Mapping[str, int] = field(default_factory=dict)
+    """By edge that ends here, how many senders to expect; where it says nothing, as many as the plan has."""
 
     def to_plain(self) -> dict[str, Any]:
         """For msgpack."""
@@ -95,14 +99,17 @@ class Host:
         """Put a loop around every runtime; both mappings go by edge name."""
         for name in self.nodes:
             lanes: dict[str, list[Outlet]] = collections.defaultdict(list)
+            most_rows: dict[str, int] = {}
             for edge in self.outgoing():
                 if edge.producer == name:
                     lanes[edge.lane].append(outlets[edge.name])
+                    most_rows[edge.lane] = min(edge.batch_rows, most_rows.get(edge.lane, edge.batch_rows))
             ends = [(e.lane, e.producer, inlets[e.name]) for e in self.incoming() if e.consumer == name]
             span = self._trace.add
             self.loops[name] = NodeLoop(
-                name, self.runtimes[name], ends, dict(lanes), mark=self._marker(name, lanes), span=span
-            )
+                name, self.runtimes[name], ends, dict(lanes), most_rows=most_rows, mark=self._marker(name, lanes),
+                span=span,
+            )  # fmt: skip
 
     def tell(self, node: str, message: Mapping[str, Any]) -> None:
         """Pass a word of the control on."""

@@ -42,7 +42,7 @@ class Outlet(Protocol):
 
 
 _MOST_ROWS = 1024
-"""Rows of one batch on the wire, where a single group has no more."""
+"""Of a batch on the wire, where the edge does not say."""
 
 
 def whole_groups(records: pa.RecordBatch, most_rows: int) -> list[pa.RecordBatch]:
@@ -76,12 +76,13 @@ class NodeLoop:
         inlets: Sequence[tuple[str, str, Inlet]],
         outlets: Mapping[str, Sequence[Outlet]],
         *,
+        most_rows: Mapping[str, int] | None = None,
         mark: Callable[[str, list[int]], None] | None = None,
         span: Callable[[str, float, float], None] = lambda node, begin_s, end_s: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """inlets: (lane, sending node, inlet); outlets by lane; mark: writes (lane, group ids) into the ledger;
-        span: is told of every slice of work.
+        """inlets: (lane, sending node, inlet); outlets by lane; most_rows: of a batch on the wire, by lane;
+        mark: writes (lane, group ids) into the ledger; span: is told of every slice of work.
         """
         self.node, self.runtime = node, runtime
         self.paused = False
@@ -93,6 +94,7 @@ class NodeLoop:
             *(inlet for _, _, inlet in inlets),
             *(o for each in outlets.values() for o in each),
         ]
+        self._most_rows = most_rows or {}
         self._mark, self._span, self._clock = mark, span, clock
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch]] = collections.deque()
         self._acks: list[Callable[[], None]] = []
@@ -151,7 +153,7 @@ class NodeLoop:
             self.rows_out += batch.records.num_rows
             if self._mark is not None:
                 self._mark(batch.lane, pc.unique(batch.records.column(GROUP_ID)).to_pylist())
-            for part in whole_groups(batch.records, _MOST_ROWS):
+            for part in whole_groups(batch.records, self._most_rows.get(batch.lane, _MOST_ROWS)):
                 for outlet in self._outlets.get(batch.lane, ()):
                     self._outbox.append((outlet, part))
 

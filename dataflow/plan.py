@@ -8,14 +8,13 @@ import networkx as nx
 
 from dataflow.check import lanes_of, sinks_of
 from dataflow.errors import GraphError
+from dataflow.executors import WeightPath, amount, explain, summary, weight_paths
 from dataflow.graph import Graph, nearest
 from dataflow.model_size import ModelSize
 from dataflow.node import Bound, Learn, Operator, Source
 
 if TYPE_CHECKING:
     from dataflow.draw import Frame
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +56,21 @@ class Placement:
             return f"gpu {first}" if first == last else f"gpu {first}-{last}"
         return f"cpu, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
-    def device(self, replica: int) -> str:
-        """Torch's name of a replica's first device."""
-        return f"cuda:{self.gpus[replica * self.ranks]}" if self.gpus else "cpu"
+    @property
+    def share(self) -> str:
+        """What one replica gets, for people: `1 GPU`, `2 threads`, `2 processes of 1 thread each`."""
+        if self.gpus:
+            return f"{self.ranks} GPU{'s' if self.ranks > 1 else ''}"
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return threads if self.ranks == 1 else f"{self.ranks} processes of {threads} each"
+
+    def gpus_of(self, replica: int) -> tuple[int, ...]:
+        """The accelerators of one replica."""
+        return self.gpus[replica * self.ranks : (replica + 1) * self.ranks]
+
+    def device(self, replica: int, rank: int = 0) -> str:
+        """Torch's name of the device of one rank of a replica."""
+        return f"cuda:{self.gpus[replica * self.ranks + rank]}" if self.gpus else "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +83,27 @@ class Plan:
     on_demand: tuple[str, ...]
     """Sources that issue only when the control asks for an evaluation."""
     devices: Devices = field(default_factory=lambda: Devices(cpus=1))
+    weight_paths: tuple[WeightPath, ...] = ()
+    """Every pair of ranks that weights travel between, and how."""
+    scale: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    """From which step on how many replicas a node is to have."""
+
+    def executor(self, trainer: str, reader: str, replica: int) -> str:
+        """How weights get from a trainer to a replica, to its first rank from the trainer's first; a newcomer's are
+        those of the last replica that the plan knows."""
+        known = min(replica, self.placements[reader].replicas - 1)
+        first = (trainer, reader, known, 0, 0)
+        return next(
+            path.executor for path in self.weight_paths
+            if (path.trainer, path.reader, path.replica, path.rank, path.trainer_rank) == first
+        )  # fmt: skip
+
+    def executors(self) -> dict[tuple[str, str], str]:
+        """By (trainer, reader): how weights get from one to the other."""
+        pairs: dict[tuple[str, str], list[WeightPath]] = {}
+        for path in self.weight_paths:
+            pairs.setdefault((path.trainer, path.reader), []).append(path)
+        return {pair: summary(paths) for pair, paths in pairs.items()}
 
     @property
     def workers(self) -> dict[str, list[str]]:
@@ -104,7 +136,7 @@ class Plan:
         """The plan as a table."""
         head = ("node", "worker", "replicas", "ranks", "devices", "memory")
         rows = [
-            (p.node, p.worker, str(p.replicas), str(p.ranks), p.devices, _amount(p.memory_bytes))
+            (p.node, p.worker, str(p.replicas), str(p.ranks), p.devices, amount(p.memory_bytes))
             for p in self.placements.values()
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
@@ -118,6 +150,13 @@ class Plan:
                 f"rows of '{lane}' run at most {bound.max_staleness} versions ahead: "
                 f"{(bound.max_staleness + 1) * bound.prompts_per_step} prompts in flight"
             )
+        lines += explain(self.weight_paths)
+        for step, wishes in sorted(self.scale.items()):
+            for node, count in wishes.items():
+                lines.append(
+                    f"from step {step} on '{node}' has {count} replica{'s' if count > 1 else ''}; "
+                    f"each that joins gets {self.placements[node].share}"
+                )
         return "\n".join(lines)
 
 
@@ -129,16 +168,21 @@ def plan(
     replicas: Mapping[str, int] | None = None,
     steps: int | None = None,
     sizes: Mapping[str, ModelSize] | None = None,
+    scale: Mapping[int, Mapping[str, int]] | None = None,
+    weights: str | None = None,
+    one_process: bool = False,
 ) -> Plan:
     """Map the graph onto devices.
 
     gpus: accelerators by node, or the name of the node whose accelerators it shares.
     replicas: copies of a node that runs on CPU (accelerators count replicas by themselves).
-    Raises GraphError for unknown nodes and for more devices than there are.
+    scale: copies of a node from a step of the trainers on. weights: the executor of the weight plane; None: chosen
+    for each pair of ranks. one_process: all operators run in one.
+    Raises GraphError for unknown nodes, for more devices than there are, and for an executor that cannot serve.
     """
     graph.check()
-    gpus, replicas, sizes = gpus or {}, replicas or {}, sizes or {}
-    for name in [*gpus, *replicas]:
+    gpus, replicas, sizes, scale = gpus or {}, replicas or {}, sizes or {}, scale or {}
+    for name in [*gpus, *replicas, *(name for wishes in scale.values() for name in wishes)]:
         if name not in graph.operators:
             raise GraphError(
                 f"devices are given to '{name}', but the graph has {list(graph.operators)}"
@@ -157,10 +201,7 @@ def plan(
                 f"give it a multiple of {ranks}, or another tensor_parallel"
             )
         count = len(on) // ranks if on else replicas.get(name, 1)
-        if count < 1 or (count > 1 and (operator.trains or operator.light)):
-            raise GraphError(
-                f"'{name}' cannot run as {count} replicas; give 1 or more, to generators and forward operators only"
-            )
+        check_replicas(operator, count)
         model = operator.uses
         size = sizes.get(model.source) if model else None
         placements[name] = Placement(
@@ -170,7 +211,34 @@ def plan(
                 size.memory_bytes(model.dtype, operator.trains) // _ranks(operator) if size and model else None
             ),
         )  # fmt: skip
-    return Plan(placements=placements, bounds=_bounds(graph, steps), on_demand=_on_demand(graph), devices=devices)
+    made = Plan(
+        placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
+        scale=scale, weight_paths=weight_paths(graph, placements, sizes, forced=weights, one_process=one_process),
+    )  # fmt: skip
+    _check_scale(graph, made, one_process)
+    return made
+
+
+def check_replicas(operator: Operator, count: int) -> None:
+    """Refuse a number of replicas that an operator cannot have."""
+    if count < 1 or (count > 1 and (operator.trains or operator.light)):
+        raise GraphError(
+            f"'{operator.name}' cannot run as {count} replicas; give 1 or more, to generators and forward operators "
+            f"only"
+        )
+
+
+def _check_scale(graph: Graph, made: Plan, one_process: bool) -> None:
+    for step, wishes in made.scale.items():
+        if step < 0:
+            raise GraphError(f"scale names step {step}; steps count from 0, before the first; name one of them")
+        for name, count in wishes.items():
+            check_replicas(graph.operators[name], count)
+    if one_process and made.scale:
+        raise GraphError(
+            f"a run in one process has one replica of everything, but scale is {dict(made.scale)}; "
+            f"leave it out, or run in processes"
+        )
 
 
 def _assign(gpus: Mapping[str, int | str], devices: Devices) -> dict[str, tuple[int, ...]]:
@@ -235,7 +303,8 @@ def _ranks(operator: Operator) -> int:
     return int(getattr(operator, "tensor_parallel", 1))
 
 
-def _bounds(graph: Graph, steps: int | None) -> dict[str, Bound]:
+def bounds_of(graph: Graph, steps: int | None = None) -> dict[str, Bound]:
+    """By lane that leads to a trainer with feedback: how far its generation may run ahead."""
     bounds: dict[str, Bound] = {}
     for feedback in graph.feedbacks:
         trainer = feedback.weights.trainer
@@ -257,9 +326,3 @@ def _on_demand(graph: Graph) -> tuple[str, ...]:
         name for name, operator in graph.operators.items()
         if isinstance(operator, Source) and any(getattr(sink, "every_steps", None) for sink in sinks_of(graph, name))
     )  # fmt: skip
-
-
-def _amount(size: int | None) -> str:
-    if size is None:
-        return "-"
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.1f} MiB"

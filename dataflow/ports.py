@@ -2,8 +2,9 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dataflow.fan_out import FanOut
 from dataflow.graph import Graph
 from dataflow.host import Host, Settings
 from dataflow.node import WeightsIn, WeightsOut
@@ -12,6 +13,14 @@ from dataflow.records import schema
 from dataflow.wiring import CAPACITY_BYTES, Edge, edges
 from transport.data import LocalNetwork, Receiver, Sender, keep_freed_memory
 
+if TYPE_CHECKING:
+    from transport.weights import FlatLayout
+    from transport.weights.layout import Layout
+
+_COLLECTIVE = ("gloo", "nccl")
+_SENDERS = 64
+"""Replicas that may send to a trainer without a scorer between them: what it has not trained stays on the edge."""
+
 
 class Ports:
     """Opens what the plan says, closes all of it."""
@@ -19,6 +28,7 @@ class Ports:
     def __init__(self, graph: Graph, plan: Plan, nodes: list[str], settings: Settings) -> None:
         self._graph, self._plan, self._settings = graph, plan, settings
         self._nodes = set(nodes)
+        self._edges = edges(graph)
         self.inlets: dict[str, Receiver] = {}
         self._outlets: dict[str, Sender] = {}
         self._weights: list[Any] = []
@@ -34,8 +44,9 @@ class Ports:
             local = edge.producer in self._nodes
             receiver = Receiver(
                 edge=edge.name, schema=schema(edge.columns), address=edge.name if local else self._address(edge),
-                capacity_rows=edge.capacity_rows, capacity_bytes=CAPACITY_BYTES,
-                senders=self._plan.placements[edge.producer].replicas, network=self._local if local else None,
+                capacity_rows=self._capacity(edge), capacity_bytes=CAPACITY_BYTES,
+                network=self._local if local else None,
+                senders=self._settings.senders.get(edge.name, self._plan.placements[edge.producer].replicas),
             )  # fmt: skip
             self.inlets[edge.name] = receiver
             if not local:
@@ -53,17 +64,40 @@ class Ports:
             )  # fmt: skip
         return self._outlets
 
+    def expect(self, senders: Mapping[str, int]) -> None:
+        """By edge that ends here, how many senders it has had in all."""
+        for edge, count in senders.items():
+            self.inlets[edge].expect(count)
+
+    def add(self, receivers: Mapping[str, str]) -> None:
+        """Send to another receiver too, by edge."""
+        for edge, address in receivers.items():
+            self._outlets[edge].add_receiver(address)
+
+    def retire(self, receivers: Mapping[str, str]) -> None:
+        """Send nothing new to a receiver, by edge; it hears that its stream has ended."""
+        for edge, address in receivers.items():
+            if address in self._outlets[edge].receivers:
+                self._outlets[edge].retire_receiver(address)
+
+    def gone(self, receivers: Mapping[str, str]) -> bool:
+        """Whether such receivers have acknowledged all, and know the end."""
+        return not any(address in self._outlets[edge].receivers for edge, address in receivers.items())
+
+    @property
+    def drained(self) -> bool:
+        """Whether all that was sent is acknowledged and, once finished, every receiver knows the end."""
+        return all(outlet.drained for outlet in self._outlets.values())
+
     def writer_of(self, trainer: str) -> Callable[[Mapping[str, Any]], WeightsOut]:
         """Opens the trainer's end of its weight plane."""
 
         def open_writer(tensors: Mapping[str, Any]) -> WeightsOut:
-            from transport.weights import FlatLayout, WeightWriter
-
             model = self._graph.operators[trainer].uses
             assert model is not None, "a trainer has a model"
-            writer = WeightWriter(FlatLayout.of(tensors, dtype=model.dtype), self._site(trainer))
-            self._weights.append(writer)
-            return writer
+            ends = [self._writer(trainer, executor, tensors, model.dtype) for executor in self._executors(trainer)]
+            self._weights += ends
+            return ends[0] if len(ends) == 1 else FanOut(ends)
 
         return open_writer
 
@@ -71,10 +105,8 @@ class Ports:
         """Opens a reader's end."""
 
         def open_reader(tensors: Mapping[str, Any]) -> WeightsIn:
-            from transport.weights import WeightReader
-
-            end = WeightReader(self._site(trainer), f"{reader}-{self._settings.replica}")
-            end.attach(tensors)
+            executor = self._executor(trainer, reader, self._settings.replica)
+            end: WeightsIn = self._reader(trainer, executor, tensors, f"{reader}-{self._settings.replica}")
             self._weights.append(end)
             return end
 
@@ -95,7 +127,7 @@ class Ports:
         """Rows received and not acknowledged, and the capacity, of the edges that end here."""
         return {
             edge.name: (self.inlets[edge.name].depth[0], edge.capacity_rows)
-            for edge in edges(self._graph) if edge.name in self.inlets
+            for edge in self._edges if edge.name in self.inlets
         }  # fmt: skip
 
     def close(self) -> None:
@@ -104,18 +136,72 @@ class Ports:
             with contextlib.suppress(OSError):
                 end.close()
 
+    def _capacity(self, edge: Edge) -> int:
+        """Of a receiver, which its senders share: so that each of many replicas may send all that is in flight."""
+        producer = self._graph.operators[edge.producer]
+        alone = producer.light or not self._graph.operators[edge.consumer].trains
+        return edge.capacity_rows * (1 if alone else _SENDERS)
+
     def _address(self, edge: Edge) -> str:
         """Short, because the path of an ipc socket may have 107 bytes."""
-        number = [e.name for e in edges(self._graph)].index(edge.name)
+        number = [e.name for e in self._edges].index(edge.name)
         return f"ipc://{self._settings.sockets}/edge-{number}.{self._settings.replica}"
 
-    def _site(self, trainer: str) -> Any:
+    def _executor(self, trainer: str, reader: str, replica: int) -> str:
+        return self._plan.executor(trainer, reader, replica) if self._settings.sockets else "local"
+
+    def _executors(self, trainer: str) -> list[str]:
+        """Those that some reader of this trainer needs."""
+        readers = [f.reader.name for f in self._graph.feedbacks if f.weights.trainer.name == trainer]
+        pairs = [(name, replica) for name in readers for replica in range(self._plan.placements[name].replicas)]
+        return list(dict.fromkeys(self._executor(trainer, name, replica) for name, replica in pairs))
+
+    def _writer(self, trainer: str, executor: str, tensors: Mapping[str, Any], dtype: str) -> Any:
+        from transport.weights import FlatLayout, ShardedWriter, WeightWriter
+
+        layout = FlatLayout.of(tensors, dtype=dtype)
+        if executor not in _COLLECTIVE:
+            return WeightWriter(layout, self._site(trainer, executor))
+        return ShardedWriter(_whole(layout), 0, self._meeting(trainer, executor), **self._collective(executor))
+
+    def _reader(self, trainer: str, executor: str, tensors: Mapping[str, Any], name: str) -> Any:
+        from transport.weights import FlatLayout, ShardedReader, WeightReader
+
+        end: Any
+        if executor in _COLLECTIVE:
+            layout = _whole(FlatLayout.of(tensors))
+            device = self._collective(executor)["device"]
+            end = ShardedReader(layout, 0, self._meeting(trainer, executor), name, device=device)
+        else:
+            end = WeightReader(self._site(trainer, executor), name)
+        end.attach(tensors)
+        return end
+
+    def _collective(self, executor: str) -> dict[str, Any]:
+        """How torch.distributed carries the weights, and where they are sent from or arrive."""
+        return {"backend": executor, "device": self._settings.device if executor == "nccl" else "cpu"}
+
+    def _site(self, trainer: str, executor: str) -> Any:
         """Where a trainer and its readers meet: a socket between processes, a hub within one."""
-        if self._settings.sockets:
-            from transport.weights import SharedMemory
+        if executor == "local":
+            from transport.weights import Hub
 
-            folder = self._settings.sockets
-            return SharedMemory(f"ipc://{folder}/weights.{trainer}", folder=folder)
-        from transport.weights import Hub
+            return self._hubs.setdefault(trainer, Hub())
+        address, folder = self._meeting(trainer, executor), self._settings.sockets
+        if executor == "cuda_ipc":
+            from transport.weights.cuda_ipc import CudaIpc
 
-        return self._hubs.setdefault(trainer, Hub())
+            return CudaIpc(address, self._settings.device, folder=folder)
+        from transport.weights import SharedMemory
+
+        return SharedMemory(address, folder=folder)
+
+    def _meeting(self, trainer: str, executor: str) -> str:
+        return f"ipc://{self._settings.sockets}/weights.{trainer}.{executor}"
+
+
+def _whole(flat: "FlatLayout") -> "Layout":
+    """One rank that holds every tensor whole."""
+    from transport.weights.layout import Layout
+
+    return Layout.whole({spec.name: (spec.shape, spec.dtype) for spec in flat.tensors}, aliases=flat.aliases)

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from dataflow import command
 from dataflow.check import lanes_of
 from dataflow.conductor import Conductor
 from dataflow.control import Limits, Scheduler
@@ -26,6 +27,7 @@ from dataflow.ledger import Ledger
 from dataflow.model_size import measure_models
 from dataflow.plan import Devices, Plan, plan
 from dataflow.run_folder import RunFolder
+from dataflow.scaling import Scaling
 from dataflow.summary import summarize
 from dataflow.trace import merge
 from dataflow.verify import Verdict, verify
@@ -84,11 +86,18 @@ def make_plan(
     replicas: Mapping[str, int] | None = None,
     steps: int | None = None,
     devices: Devices | None = None,
+    scale: Mapping[int, Mapping[str, int]] | None = None,
+    weights: str | None = None,
+    one_process: bool = False,
 ) -> Plan:
     """The plan that `run` would use."""
-    return plan(
-        graph, devices or this_machine(), gpus=gpus, replicas=replicas, steps=steps, sizes=measure_models(graph)
-    )
+    made = plan(
+        graph, devices or this_machine(), gpus=gpus, replicas=replicas, steps=steps, sizes=measure_models(graph),
+        scale=scale, weights=weights, one_process=one_process,
+    )  # fmt: skip
+    for wishes in made.scale.values():
+        Scaling(graph, made).check(wishes)
+    return made
 
 
 def run(
@@ -102,18 +111,25 @@ def run(
     runs: str | Path = "runs",
     quiet: bool = False,
     limits: Limits | None = None,
+    scale: Mapping[int, Mapping[str, int]] | None = None,
+    weights: str | None = None,
 ) -> Result:
     """Run a graph to its end, or for so many steps.
 
     on: `inline()` for one process; None for worker processes on this machine.
-    gpus, replicas: see `plan`. seed: of prompts' order, sampling and scorers. runs: where the run folder goes.
+    gpus, replicas: see `plan`. scale: replicas that a node is to have from a step on, {100: {"generator": 3}}.
+    weights: the weight plane's executor (see `executors`); None: chosen from where the ranks sit.
+    seed: of prompts' order, sampling and scorers. runs: where the run folder goes.
     Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
     way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once.
     """
     if steps is not None and steps < 1:
         raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")
     devices = dataclasses.replace(this_machine(), cpus=1) if on is not None else None
-    planned = make_plan(graph, gpus=gpus, replicas=replicas, steps=steps, devices=devices)
+    planned = make_plan(
+        graph, gpus=gpus, replicas=replicas, steps=steps, devices=devices, scale=scale, weights=weights,
+        one_process=on is not None,
+    )  # fmt: skip
     trainers = [name for name, operator in graph.operators.items() if operator.trains]
     if len(trainers) > 1:
         raise GraphError(
@@ -166,16 +182,24 @@ def _run_processes(
     graph: Graph, planned: Plan, settings: Settings, watch: Watch, quiet: bool, limits: Limits | None
 ) -> _Outcome:
     scheduler = Scheduler(graph, planned, settings, limits=limits)
+    open_for_commands = RunFolder.open(settings.folder).path / command.FILE
+
+    def look() -> None:
+        watch.note(scheduler.conductor, scheduler.beats)
+        view.update(watch.snapshot())
+        while scheduler.said:
+            view.message(scheduler.said.pop(0))
+
     try:
         with _view(quiet) as view, _interrupts(scheduler, view):
             scheduler.start(progress=lambda late: view.update(watch.starting(late)))
+            RunFolder.open(settings.folder).write_json(command.FILE, {"address": scheduler.address})
             while not scheduler.conductor.over:
                 scheduler.turn(0.1)
-                watch.note(scheduler.conductor, {s.name: s.beat for s in scheduler.workers.values()})
-                view.update(watch.snapshot())
-            watch.note(scheduler.conductor, {s.name: s.beat for s in scheduler.workers.values()})
-            view.update(watch.snapshot())
+                look()
+            look()
     finally:
+        open_for_commands.unlink(missing_ok=True)
         scheduler.close()
     return _outcome(watch, scheduler.conductor)
 

@@ -39,6 +39,8 @@ class Watch:
         self._training: tuple[float, dict[str, float]] | None = None
         self._trained: tuple[float, dict[str, float]] | None = None
         self._nodes: dict[str, dict[str, Any]] = {}
+        self._summed: dict[str, float] = {}
+        self._spent: dict[str, float] = {}
         self._depths: dict[str, tuple[int, int]] = {}
         self._past: collections.deque[tuple[float, dict[str, dict[str, Any]]]] = collections.deque()
         self._lines: list[dict[str, Any]] = []
@@ -64,6 +66,7 @@ class Watch:
         """Take in the newest beats."""
         now = self._clock()
         self._merge(beats)
+        self._add_up()
         if self._training is None and conductor.phase not in ("starting", "first_evaluation"):
             self._training = (now, self._busy())
         if self._training and self._trained is None and conductor.phase in ("last_evaluation", "over"):
@@ -113,24 +116,29 @@ class Watch:
         return self._lines
 
     def _merge(self, beats: Mapping[str, Mapping[str, Any]]) -> None:
-        """Sum over the replicas of a node."""
+        """Sum over the replicas of a node; those that left count with what they did."""
         nodes: dict[str, dict[str, Any]] = {}
         for beat in beats.values():
+            member = beat.get("member", "live")
             for name, report in beat.get("nodes", {}).items():
                 known = nodes.setdefault(
                     name, {"status": {}, "seconds": dict.fromkeys(_SUMS, 0.0), "rows_in": 0, "rows_out": 0,
-                           "blocked": False, "ended": True, "replicas": 0}
+                           "blocked": False, "ended": True, "members": collections.Counter()}
                 )  # fmt: skip
-                known["replicas"] += 1
+                known["members"][member] += 1
                 known["rows_in"] += report["rows_in"]
                 known["rows_out"] += report["rows_out"]
-                known["blocked"] |= report["blocked"]
-                known["ended"] &= report["ended"]
+                known["blocked"] |= report["blocked"] and member != "left"
+                known["ended"] &= report["ended"] or member == "left"
                 for key in _SUMS:
                     known["seconds"][key] += report["seconds"][key]
                 for key, value in report["status"].items():
-                    both = key in known["status"] and isinstance(value, int | float) and key != "version"
-                    known["status"][key] = known["status"][key] + value if both else value
+                    both = key in known["status"] and isinstance(value, int | float)
+                    if key == "version":
+                        if member == "live":
+                            known["status"][key] = min(value, known["status"][key]) if both else value
+                    else:
+                        known["status"][key] = known["status"][key] + value if both else value
             for edge, (depth, capacity) in beat.get("edges", {}).items():
                 self._depths[edge] = (depth, capacity)
         self._nodes = nodes
@@ -164,8 +172,15 @@ class Watch:
     def _trainers(self) -> list[str]:
         return [name for name, operator in self._graph.operators.items() if operator.trains]
 
+    def _add_up(self) -> None:
+        """Seconds at work so far, on the mean over the replicas that there were at each time."""
+        for name, node in self._nodes.items():
+            busy, before = node["seconds"]["busy"], self._summed.get(name, 0.0)
+            self._summed[name] = busy
+            self._spent[name] = self._spent.get(name, 0.0) + (busy - before) / max(1, _present(node))
+
     def _busy(self) -> dict[str, float]:
-        return {name: n["seconds"]["busy"] / max(1, n["replicas"]) for name, n in self._nodes.items()}
+        return dict(self._spent)
 
     def _version(self) -> int | None:
         versions = [n["status"]["version"] for n in self._nodes.values() if "version" in n["status"]]
@@ -193,7 +208,7 @@ class Watch:
             name=name, state=state, rate=self._rate(lambda nodes: nodes.get(name, node)[made]),
             queue=_whole(status.get("queue", status.get("waiting"))), busy=spent["busy"] / whole if whole else None,
             idle=spent["idle"] / whole if whole else None, blocked=spent["blocked"] / whole if whole else None,
-            note=_note(status),
+            note=_note(status, node["members"]), replicas=_present(node),
         )  # fmt: skip
 
     def _edges(self) -> tuple[EdgeSnapshot, ...]:
@@ -208,8 +223,14 @@ class Watch:
         )  # fmt: skip
 
 
-def _note(status: Mapping[str, Any]) -> str:
-    words = []
+def _present(node: Mapping[str, Any]) -> int:
+    """Replicas that are at work, those that are leaving included."""
+    members = node["members"]
+    return int(members["live"] + members["leaving"] + members["stopping"])
+
+
+def _note(status: Mapping[str, Any], members: Mapping[str, int]) -> str:
+    words = [f"{members[state]} {state}" for state in ("joining", "leaving") if members.get(state)]
     if "active" in status:
         words.append(f"{status['active']} rollouts")
     if "version" in status:

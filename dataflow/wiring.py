@@ -1,15 +1,19 @@
 """The data edges of a planned graph as values: who sends which rows to whom, how much may be under way."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dataflow.check import group_size
 from dataflow.graph import Graph
 from dataflow.node import Bound, Generate, Learn, Operator
-from dataflow.plan import Plan
+from dataflow.plan import Plan, bounds_of
 from dataflow.records import Columns
+from dataflow.stream import Stream
 
 CAPACITY_BYTES = 256 << 20
 _CAPACITY_ROWS = 4096
+_PROMPTS = 128
+_TOGETHER = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,8 @@ class Edge:
     columns: Columns
     capacity_rows: int
     """Rows that may be sent and not yet acknowledged, for each receiver."""
+    batch_rows: int = 1024
+    """Most rows that travel together, where a single group has no more."""
 
     @property
     def name(self) -> str:
@@ -31,31 +37,41 @@ class Edge:
 
 def edges(graph: Graph) -> list[Edge]:
     """All data edges, in the order in which they were declared."""
-    found = []
-    for call in graph.calls:
-        for stream in call.inputs:
-            found.append(
-                Edge(
-                    producer=stream.node, consumer=call.operator.name, lane=stream.lane, columns=stream.columns,
-                    capacity_rows=_capacity(graph, call.operator, stream.lane),
-                )
-            )  # fmt: skip
-    return found
+    bounds = bounds_of(graph)
+    return [
+        _prompts(graph, stream, call.operator, bounds.get(stream.lane))
+        if isinstance(call.operator, Generate)
+        else _rows(graph, stream, call.operator)
+        for call in graph.calls for stream in call.inputs
+    ]  # fmt: skip
 
 
-def _capacity(graph: Graph, consumer: Operator, lane: str) -> int:
-    """Rows under way on an edge.
+def _prompts(graph: Graph, stream: Stream[Any], generator: Operator, bound: Bound | None) -> Edge:
+    """Prompts are few and cheap to hold back.
 
-    Prompts are few and cheap to hold back. A trainer acknowledges a group when its step is committed, so its edge
-    must hold all that the staleness bound lets be in flight, and a step more: with less the run would deadlock.
+    A replica gets no more of them than may be in flight, and a step's worth to go on with, and a step's prompts travel
+    in several batches: so that all replicas share in every step, and one that joins soon does.
     """
-    if isinstance(consumer, Generate):
-        return 128
-    size = group_size(graph, lane) or 1
+    in_flight = _PROMPTS if bound is None else (bound.max_staleness + 2) * bound.prompts_per_step
+    together = _TOGETHER if bound is None else min(_TOGETHER, bound.prompts_per_step // _TOGETHER)
+    return Edge(
+        producer=stream.node, consumer=generator.name, lane=stream.lane, columns=stream.columns,
+        capacity_rows=min(_PROMPTS, in_flight), batch_rows=max(1, together),
+    )  # fmt: skip
+
+
+def _rows(graph: Graph, stream: Stream[Any], consumer: Operator) -> Edge:
+    """A trainer acknowledges a group when its step is committed, so its edge must hold all that the staleness bound
+    lets be in flight, and a step more: with less the run would deadlock.
+    """
+    size = group_size(graph, stream.lane) or 1
+    capacity = max(_CAPACITY_ROWS, 2 * size)
     if isinstance(consumer, Learn):
         ahead = max((f.max_staleness for f in graph.feedbacks if f.weights.trainer is consumer), default=1)
-        return max(_CAPACITY_ROWS, (ahead + 2) * consumer.step_prompts * size)
-    return max(_CAPACITY_ROWS, 2 * size)
+        capacity = max(_CAPACITY_ROWS, (ahead + 2) * consumer.step_prompts * size)
+    return Edge(
+        producer=stream.node, consumer=consumer.name, lane=stream.lane, columns=stream.columns, capacity_rows=capacity
+    )
 
 
 def context_facts(graph: Graph, plan: Plan, node: str) -> dict[str, object]:

@@ -57,7 +57,7 @@ class Worker:
     """The loop of one process.
 
     consumes: words from the scheduler; deliveries; weights
-    produces: batches; a snapshot of itself for the beat
+    produces: batches; a snapshot of itself for the beat; confirmations of words that ask for one
     waits for: any of its sockets, when no operator can go on
     unblocked by: a word, a delivery, a grant, a weight message, or the nap's end
     """
@@ -69,7 +69,7 @@ class Worker:
         self._host = Host(
             graph, plan, self._nodes, settings,
             writer_of=self._ports.writer_of, reader_of=self._ports.reader_of,
-            device=lambda node: plan.placements[node].device(settings.replica),
+            device=lambda node: settings.device if plan.placements[node].gpus else "cpu",
         )  # fmt: skip
         self._process = psutil.Process()
         self._threads = max(plan.placements[node].threads for node in self._nodes)
@@ -79,6 +79,8 @@ class Worker:
         self._depths: dict[str, tuple[int, int]] = {}
         self._refreshed = 0.0
         self._early: list[dict[str, Any]] = []
+        self._retiring: list[dict[str, Any]] = []
+        self._drained = False
         self._state = "starting"
 
     def run(self) -> None:
@@ -96,12 +98,12 @@ class Worker:
         self._wait_for("start", deadline_s=300.0)
         log.info("started", nodes=self._nodes, threads=self._threads, pid=os.getpid())
         self._state = "running"
-        poller = self._poller()
         while self._running:
             self._hear()
             self._ports.poll()
             if not self._host.turn():
-                self._rest(poller)
+                self._rest()
+            self._part()
             self._refresh()
         self._state = "stopping"
         self._host.close()
@@ -112,7 +114,7 @@ class Worker:
         """For the beat; called from the link's thread, reads only."""
         return {
             "name": self._name, "state": self._state, "nodes": self._report, "edges": self._depths,
-            "rss_bytes": self._process.memory_info().rss,
+            "drained": self._drained, "rss_bytes": self._process.memory_info().rss,
         }  # fmt: skip
 
     def _refresh(self, force: bool = False) -> None:
@@ -121,14 +123,33 @@ class Worker:
         if force or now - self._refreshed > 0.1:
             self._refreshed = now
             self._report, self._depths = self._host.report(), self._ports.depths()
+            self._drained = all(loop.ended for loop in self._host.loops.values()) and self._ports.drained
 
     def _hear(self) -> None:
         words, self._early = [*self._early, *self._link.words()], []
         for word in words:
-            if word["kind"] == "tell":
-                self._host.tell(word["node"], word["message"])
-            elif word["kind"] == "stop":
-                self._running = False
+            match word["kind"]:
+                case "tell":
+                    self._host.tell(word["node"], word["message"])
+                case "stop":
+                    self._running = False
+                case "expect":
+                    self._ports.expect(word["senders"])
+                    self._confirm(word)
+                case "add":
+                    self._ports.add(word["receivers"])
+                case "retire":
+                    self._ports.retire(word["receivers"])
+                    self._retiring.append(word)
+
+    def _part(self) -> None:
+        """Confirm that receivers have gone, once they have."""
+        for word in [word for word in self._retiring if self._ports.gone(word["receivers"])]:
+            self._retiring.remove(word)
+            self._confirm(word)
+
+    def _confirm(self, word: Mapping[str, Any]) -> None:
+        self._link.send("done", name=self._name, ticket=word["ticket"])
 
     def _wait_for(self, kind: str, deadline_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + deadline_s
@@ -146,24 +167,16 @@ class Worker:
             f"not get it; another worker may not have started: see the other logs of this run"
         )
 
-    def _poller(self) -> zmq.Poller:
-        poller = zmq.Poller()
-        poller.register(self._link.socket, zmq.POLLIN)
-        for socket in self._ports.sockets():
-            poller.register(socket, zmq.POLLIN)
-        return poller
-
-    def _rest(self, poller: zmq.Poller) -> None:
+    def _rest(self) -> None:
         """Sleep until something arrives; short where an operator owes rows or waits for credit."""
         extra = [item for runtime in self._host.runtimes.values() for item in runtime.waits()]
-        for item in extra:
-            poller.register(item, zmq.POLLIN)
+        poller = zmq.Poller()
+        for socket in [self._link.socket, *self._ports.sockets(), *extra]:
+            poller.register(socket, zmq.POLLIN)
         owing = any(loop.blocked or loop.runtime.pending() for loop in self._host.loops.values())
         began = time.monotonic()
         poller.poll(_BLOCKED_NAP_MS if owing and not extra else _NAP_MS)
         slept = time.monotonic() - began
-        for item in extra:
-            poller.unregister(item)
         for loop in self._host.loops.values():
             loop.waited(slept)
 

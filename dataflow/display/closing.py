@@ -2,7 +2,7 @@
 
 from dataflow.display.screen import Line
 from dataflow.display.snapshot import Snapshot, Summary
-from dataflow.display.words import Glyphs, age, clean, count, duration, known, rate, score
+from dataflow.display.words import ASCII, Glyphs, age, clean, count, duration, known, rate, score, several
 
 
 def plain_line(snapshot: Snapshot) -> str:
@@ -20,6 +20,7 @@ def plain_line(snapshot: Snapshot) -> str:
         facts.append(f"{rate(snapshot.rollouts_per_s)} rollouts/s")
     if known(snapshot.tokens_per_s) is not None:
         facts.append(f"{rate(snapshot.tokens_per_s)} tokens/s")
+    facts += [several(node.name, node.replicas, ASCII) for node in snapshot.nodes if (known(node.replicas) or 1) > 1]
     times = f"{duration(snapshot.elapsed_s, '0:00')} elapsed"
     if known(snapshot.left_s) is not None:
         times += f", {duration(snapshot.left_s)} left"

@@ -19,6 +19,7 @@ from dataflow.display.words import (
     known,
     rate,
     score,
+    several,
     share,
     sparkline,
     split_bar,
@@ -142,7 +143,8 @@ def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Lin
     if len(nodes) + 1 > room:
         ranked = sorted(range(len(nodes)), key=lambda at: -share(nodes[at].busy))[: max(room - 2, 0)]
         shown = [nodes[at] for at in sorted(ranked)]
-    name_width = min(max([cell_len(clean(node.name)) for node in shown] + [8]), max(width // 3, 8), 28)
+    names = [several(node.name, node.replicas, glyphs) for node in shown]
+    name_width = min(max(8, *map(cell_len, names)), max(width // 3, 8), 28)
     with_state, with_note = width >= 64, width >= 76
     fixed = name_width + 24 + 11 * with_state + 20 * with_note
     bar = min(max(width - fixed, 4), 30)
@@ -156,9 +158,9 @@ def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Lin
         (f" idle {glyphs.idle}", "dim"),
     ]
     found: list[Line] = [[("  ".join(head) + "  ", "dim"), *(key if bar >= 10 else key[:1])]]
-    for node in shown:
+    for node, name in zip(shown, names, strict=True):
         busy, blocked, idle = split_bar(node.busy, node.blocked, bar, glyphs)
-        line: Line = [(fit(clean(node.name), name_width, glyphs.more), "strong"), ("  ", "")]
+        line: Line = [(fit(name, name_width, glyphs.more), "strong"), ("  ", "")]
         if with_state:
             line += [(fit(clean(node.state), 9, glyphs.more), _state_style(node.state)), ("  ", "")]
         line += [(fit_right(rate(node.rate, glyphs.dash), 7) + "  ", "")]

@@ -9,6 +9,8 @@ class NodeSnapshot:
     """One operator, all its replicas together."""
 
     name: str
+    replicas: int = 1
+    """How many of it are at work."""
     state: str = ""
     """A word: starting, running, waiting, draining, done, dead, ..."""
     rate: float | None = None

@@ -25,6 +25,7 @@ class Glyphs:
     arrow: str = "→"
     dash: str = "–"
     more: str = "…"
+    times: str = "×"
 
 
 UNICODE = Glyphs()
@@ -40,6 +41,7 @@ ASCII = Glyphs(
     arrow="->",
     dash="-",
     more="~",
+    times="x",
 )
 
 
@@ -108,6 +110,12 @@ def clean(text: Any) -> str:
     """Text on one line without control characters or escape sequences."""
     words = " ".join(str(text).split())
     return "".join(char for char in words if unicodedata.category(char) not in ("Cc", "Cf", "Cs"))
+
+
+def several(name: Any, replicas: Any, glyphs: Glyphs) -> str:
+    """A node's name, and how many of it there are where that is more than one: `generator ×3`."""
+    many = known(replicas) or 1.0
+    return clean(name) + (f" {glyphs.times}{count(many)}" if many > 1 else "")
 
 
 def fit(text: str, width: int, more: str = "…") -> str:

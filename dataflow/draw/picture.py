@@ -77,11 +77,14 @@ class Loop:
     head: str
     model: str
     max_staleness: int | None
+    executor: str = ""
+    """How they travel, where a plan tells."""
 
     @property
     def label(self) -> str:
         """Text on the edge."""
-        return self.model if self.max_staleness is None else f"{self.model} · max_staleness={self.max_staleness}"
+        bound = "" if self.max_staleness is None else f"max_staleness={self.max_staleness}"
+        return " · ".join(filter(None, (self.model, bound, self.executor)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,12 @@ def read(graph: Any, frames: Sequence[Frame] | None = None, title: str | None = 
     for tail, head, key, data in graph.edges(keys=True, data=True):
         if data.get("plane") == "weights":
             name = getattr(data.get("model"), "name", "weights")
-            loops.append(Loop(tail=tail, head=head, model=name, max_staleness=data.get("max_staleness")))
+            loops.append(
+                Loop(
+                    tail=tail, head=head, model=name, max_staleness=data.get("max_staleness"),
+                    executor=data.get("executor", ""),
+                )
+            )  # fmt: skip
         else:
             columns, lane = data.get("columns") or {}, str(data.get("lane", key))
             added = tuple(data.get("added") or ())

@@ -127,6 +127,15 @@ def test_the_screen_at_forty_cells_without_unicode() -> None:
     ]
 
 
+def test_the_number_of_replicas_stands_beside_the_name_and_changes_with_them() -> None:
+    one, three = (Snapshot(nodes=(NodeSnapshot(name="generator", replicas=count),)) for count in (1, 3))
+    assert shown(one, Screen(width=80))[-1].startswith("generator  ")
+    assert shown(three, Screen(width=80))[-1].startswith("generator ×3  ")
+    assert shown(three, Screen(width=80, glyphs=ASCII))[-1].startswith("generator x3  ")
+    assert plain_line(three) == "step 0  generator x3  0:00 elapsed"
+    assert plain_line(one) == "step 0  0:00 elapsed"
+
+
 def test_where_nodes_are_too_many_the_busiest_are_shown_in_their_order() -> None:
     crowd = tuple(NodeSnapshot(name=f"node_{at}", busy=at / 100) for at in range(100))
     found = shown(Snapshot(nodes=crowd), Screen(width=80, height=10))

@@ -1,0 +1,73 @@
+"""Commands to a run that is under way: how one is asked, and how the scheduler answers."""
+
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import zmq
+
+from dataflow.errors import DataflowError, DeadlineError, RunError
+from dataflow.run_folder import RunFolder
+
+ANSWER_S = 10.0
+FILE = "control.json"
+"""In the folder of a run that is under way: where it takes commands."""
+
+Replicas = dict[str, dict[str, int]]
+"""By node: how many replicas are joining, live, leaving."""
+
+
+def answer(message: Any, scale: Callable[[Mapping[str, int]], Replicas]) -> dict[str, Any]:
+    """What the scheduler says to somebody who is no worker: its answer, or why there is none."""
+    wishes = message.get("wishes") if isinstance(message, dict) and message.get("kind") == "scale" else None
+    if not isinstance(wishes, dict) or not all(_is_wish(node, count) for node, count in wishes.items()):
+        return {"error": f"a command is a map of nodes and whole numbers, but the run got {message!r:.200}; see --help"}
+    try:
+        return {"replicas": scale(wishes)}
+    except DataflowError as error:
+        return {"error": str(error)}
+
+
+def ask_to_scale(folder: RunFolder, wishes: Mapping[str, int], timeout_s: float = ANSWER_S) -> Replicas:
+    """Ask the run in a folder for so many replicas of some nodes; what it has, once it has taken the wish in.
+
+    Raises RunError when the run is over or refuses, DeadlineError when it does not answer in time.
+    """
+    address = _address(folder)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.set(zmq.IDENTITY, f"command-{secrets.token_hex(8)}".encode())
+    dealer.set(zmq.LINGER, 0)
+    try:
+        dealer.connect(address)
+        dealer.send(msgpack.packb({"kind": "scale", "wishes": dict(wishes)}))
+        if not dealer.poll(int(timeout_s * 1000)):
+            raise DeadlineError(
+                f"'{folder.path.name}' has not answered within {timeout_s:.0f} s; it may have just ended, or its "
+                f"scheduler is stopped; look at its display, and ask again"
+            )
+        said = msgpack.unpackb(dealer.recv())
+    finally:
+        dealer.close()
+        context.term()
+    if "error" in said:
+        raise RunError(said["error"])
+    found: Replicas = said["replicas"]
+    return found
+
+
+def _address(folder: RunFolder) -> str:
+    path = folder.path / FILE
+    address = str(folder.read_json(FILE).get("address", "")) if path.exists() else ""
+    if not address or not Path(address.removeprefix("ipc://")).exists():
+        raise RunError(
+            f"'{folder.path.name}' takes no commands: it is over, or it runs in one process; "
+            f"name the folder of a run that is under way, such as runs/latest"
+        )
+    return address
+
+
+def _is_wish(node: object, count: object) -> bool:
+    return isinstance(node, str) and isinstance(count, int) and not isinstance(count, bool)

@@ -1,0 +1,316 @@
+"""Who joins and who leaves while a run goes on, whom to tell, in which order: a state machine without sockets.
+
+A join: a process is forked and says hello with its addresses; everybody downstream confirms that it expects one sender
+more; the newcomer is wired; once it is ready it is started, and everybody upstream is told to send to it too.
+A leave: everybody upstream lets go of the youngest replica, whose input so ends. It finishes what it has, ends its
+outlets, and is stopped when all it sent is acknowledged and upstream knows the same of what it got.
+
+One join at a time, and no leave begins during one: so a newcomer's neighbours are the same from its fork to its start.
+"""
+
+import itertools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from dataflow.errors import GraphError
+from dataflow.graph import Graph, nearest
+from dataflow.plan import Plan, check_replicas
+from dataflow.wiring import edges
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """Start a process for one replica more."""
+
+    name: str
+    node: str
+    replica: int
+    """Its number, never used before in this run."""
+    senders: Mapping[str, int]
+    """By edge that ends there: how many senders to expect."""
+    gpus: tuple[int, ...]
+    """Its accelerators; empty: CPU."""
+
+
+@dataclass(frozen=True)
+class Say:
+    """Send a word to a worker; one that carries a `ticket` is to be confirmed."""
+
+    to: str
+    word: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Say something to the user."""
+
+    text: str
+
+
+Order: TypeAlias = Fork | Say | Tell
+
+
+@dataclass
+class _Member:
+    """One process of the run."""
+
+    name: str
+    worker: str
+    replica: int
+    state: str = "live"
+    """joining | live | leaving | stopping | left"""
+    gpus: tuple[int, ...] = ()
+    addresses: Mapping[str, str] | None = None
+    """Where it receives, by edge, once it has said hello."""
+    senders: set[str] = field(default_factory=set)
+    """Members that send to it, or have."""
+    unconfirmed: dict[int, str] = field(default_factory=dict)
+    """Tickets of words about it, and who is to confirm them."""
+    wired: bool = False
+    drained: bool = False
+
+
+class Scaling:
+    """The replicas of every node, as they are and as they are wished.
+
+    consumes: wishes (`scale`), what workers say (`hello`, `confirmed`, `ready`, `drained`), their ends (`exited`)
+    produces: orders: processes to fork, words to send
+    waits for: a newcomer, and the confirmations of its neighbours; a leaver's last rows
+    unblocked by: what they say
+    """
+
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        """The members that the plan starts."""
+        self._graph, self._plan = graph, plan
+        worker = {node: placement.worker for node, placement in plan.placements.items()}
+        self._edges = [
+            (edge.name, worker[edge.producer], worker[edge.consumer])
+            for edge in edges(graph) if worker[edge.producer] != worker[edge.consumer]
+        ]  # fmt: skip
+        self._members = {
+            f"{name}-{replica}": _Member(
+                f"{name}-{replica}", name, replica, gpus=plan.placements[nodes[0]].gpus_of(replica)
+            )
+            for name, replica, nodes in plan.processes()
+        }
+        for member in self._members.values():
+            member.senders = {other.name for other in self._members.values() if other.worker in self._upstream(member)}
+        self._wishes: dict[str, int] = {}
+        self._tickets = itertools.count(1)
+        self._begun = False
+
+    @property
+    def joining(self) -> str | None:
+        """The newcomer on its way."""
+        return next((m.name for m in self._members.values() if m.state == "joining"), None)
+
+    @property
+    def settled(self) -> bool:
+        """Whether everything is as it was wished."""
+        return all(m.state in ("live", "left") for m in self._members.values()) and not self._wishes
+
+    def replicas(self, node: str) -> dict[str, int]:
+        """How many replicas of a node are joining, live, leaving."""
+        states = [m.state for m in self._members.values() if m.worker == self._plan.placements[node].worker]
+        return {
+            "joining": states.count("joining"), "live": states.count("live"),
+            "leaving": states.count("leaving") + states.count("stopping"),
+        }  # fmt: skip
+
+    def state(self, name: str) -> str:
+        """joining | live | leaving | stopping | left."""
+        return self._members[name].state
+
+    def leaves(self, name: str) -> bool:
+        """Whether a worker was told to stop, so that its end is in order."""
+        return self._members[name].state in ("stopping", "left")
+
+    def begin(self, addresses: Mapping[str, Mapping[str, str]]) -> list[Order]:
+        """The run has started; where each worker receives, by worker and edge."""
+        self._begun = True
+        for name, own in addresses.items():
+            self._members[name].addresses = own
+        return self._advance()
+
+    def scale(self, wishes: Mapping[str, int]) -> list[Order]:
+        """Wish for so many replicas of some nodes. Raises GraphError, and wishes nothing, when one cannot have them."""
+        self.check(wishes)
+        self._wishes |= wishes
+        return self._advance()
+
+    def check(self, wishes: Mapping[str, int]) -> None:
+        """Raise GraphError for an unknown node, and for a number of replicas that a node cannot have."""
+        for node, count in wishes.items():
+            if node not in self._graph.operators:
+                raise GraphError(
+                    f"replicas are asked for '{node}', but the graph has {list(self._graph.operators)}"
+                    f"{nearest(node, self._graph.operators)}; name one of these"
+                )
+            check_replicas(self._graph.operators[node], count)
+            most = self._most(node)
+            if most is not None and count > most:
+                raise GraphError(
+                    f"'{node}' is to have {count} replicas of {self._plan.placements[node].share} each, but "
+                    f"{self._plan.devices.gpus} GPUs have room for {most} beside the others; ask for {most} at most"
+                )
+
+    def hello(self, name: str, addresses: Mapping[str, str]) -> list[Order]:
+        """A newcomer tells where it receives."""
+        self._members[name].addresses = addresses
+        return self._wire()
+
+    def confirmed(self, ticket: int) -> list[Order]:
+        """A worker has done what the word with this ticket said."""
+        for member in self._members.values():
+            member.unconfirmed.pop(ticket, None)
+        return self._wire() + self._stop()
+
+    def ready(self, name: str) -> list[Order]:
+        """A newcomer is built and wired: it starts, and gets its share of the rows from now on."""
+        member = self._members[name]
+        member.state = "live"
+        orders: list[Order] = [Say(name, {"kind": "start"})]
+        orders += [self._about(sender, member, "add") for sender in sorted(member.senders)]
+        orders.append(Tell(f"'{name}' has joined with {self._plan.placements[member.worker].share}"))
+        return orders + self._advance()
+
+    def drained(self, name: str) -> list[Order]:
+        """A worker's loops have ended, and all they sent is acknowledged."""
+        self._members[name].drained = True
+        return self._stop()
+
+    def exited(self, name: str) -> list[Order]:
+        """A worker that was told to stop has ended."""
+        self._members[name].state = "left"
+        for member in self._members.values():
+            member.unconfirmed = {ticket: who for ticket, who in member.unconfirmed.items() if who != name}
+        return [Tell(f"'{name}' has left; all it had was sent on"), *self._stop(), *self._advance()]
+
+    def missing(self) -> str:
+        """What the newcomer on its way waits for, for people."""
+        member = self._members[self.joining or ""]
+        if member.addresses is None:
+            return "its process to say hello"
+        waited = sorted(set(member.unconfirmed.values()))
+        return f"{', '.join(waited)} to expect it" if waited else "its operator to be built"
+
+    # Decisions
+
+    def _advance(self) -> list[Order]:
+        """Begin what is wished and may begin now."""
+        orders: list[Order] = []
+        for node, count in list(self._wishes.items()):
+            if self.joining is not None or not self._begun:
+                break
+            live = [m for m in self._members.values() if m.worker == node and m.state == "live"]
+            for member in sorted(live, key=lambda m: m.replica)[count:]:
+                orders += self._leave(member)
+            gpus = self._gpus(node)
+            if len(live) >= count:
+                del self._wishes[node]
+            elif gpus is not None:
+                orders += self._join(node, gpus)
+        return orders
+
+    def _join(self, node: str, gpus: tuple[int, ...]) -> list[Order]:
+        replica = 1 + max(m.replica for m in self._members.values() if m.worker == node)
+        member = _Member(f"{node}-{replica}", node, replica, state="joining", gpus=gpus)
+        live = [m for m in self._members.values() if m.state == "live"]
+        member.senders = {m.name for m in live if m.worker in self._upstream(member)}
+        self._members[member.name] = member
+        senders = {
+            edge: sum(m.worker == producer for m in live)
+            for edge, producer, consumer in self._edges if consumer == node
+        }  # fmt: skip
+        orders: list[Order] = [Fork(name=member.name, node=node, replica=replica, senders=senders, gpus=gpus)]
+        for receiver in live:
+            own = [edge for edge, producer, consumer in self._edges if (producer, consumer) == (node, receiver.worker)]
+            if own:
+                receiver.senders.add(member.name)
+                ever = sum(self._members[sender].worker == node for sender in receiver.senders)
+                ticket = self._ticket(member, receiver.name)
+                senders = dict.fromkeys(own, ever)
+                orders.append(Say(receiver.name, {"kind": "expect", "senders": senders, "ticket": ticket}))
+        return orders
+
+    def _wire(self) -> list[Order]:
+        """Wire the newcomer, once, when it has said hello and is expected."""
+        name = self.joining
+        if name is None or self._members[name].wired:
+            return []
+        if self._members[name].unconfirmed or self._members[name].addresses is None:
+            return []
+        self._members[name].wired = True
+        addresses: dict[str, list[str]] = {}
+        for member in self._members.values():
+            if name in member.senders:
+                for edge, address in self._inlets(member, self._members[name]).items():
+                    addresses.setdefault(edge, []).append(address)
+        return [Say(name, {"kind": "wire", "addresses": addresses})]
+
+    def _leave(self, member: _Member) -> list[Order]:
+        member.state = "leaving"
+        orders: list[Order] = []
+        for sender in sorted(member.senders):
+            if self._members[sender].state != "left":
+                ticket = self._ticket(member, sender)
+                orders.append(self._about(sender, member, "retire", ticket=ticket))
+        return orders
+
+    def _stop(self) -> list[Order]:
+        """Stop the leavers that have nothing left, and of which upstream knows it."""
+        orders: list[Order] = []
+        for member in self._members.values():
+            if member.state == "leaving" and member.drained and not member.unconfirmed:
+                member.state = "stopping"
+                orders.append(Say(member.name, {"kind": "stop"}))
+        return orders
+
+    def _about(self, sender: str, member: _Member, kind: str, **more: Any) -> Say:
+        """A word to a sender about one of its receivers."""
+        return Say(sender, {"kind": kind, "receivers": self._inlets(member, self._members[sender]), **more})
+
+    def _inlets(self, member: _Member, sender: _Member) -> dict[str, str]:
+        """Where a member receives what a sender sends, by edge."""
+        assert member.addresses is not None, "whoever is wired has said hello"
+        return {
+            edge: member.addresses[edge] for edge, producer, consumer in self._edges
+            if (producer, consumer) == (sender.worker, member.worker)
+        }  # fmt: skip
+
+    def _ticket(self, member: _Member, confirms: str) -> int:
+        ticket = next(self._tickets)
+        member.unconfirmed[ticket] = confirms
+        return ticket
+
+    def _upstream(self, member: _Member) -> set[str]:
+        return {producer for _, producer, consumer in self._edges if consumer == member.worker}
+
+    def _most(self, node: str) -> int | None:
+        """Replicas that the accelerators have room for; None: it runs on the CPU."""
+        placement = self._plan.placements[node]
+        if not placement.gpus:
+            return None
+        others = {gpu for m in self._members.values() if m.worker != node and m.state != "left" for gpu in m.gpus}
+        most, taken = 0, others - set(placement.gpus)
+        while (block := spare(self._plan.devices.gpus, taken, placement.ranks)) is not None:
+            most, taken = most + 1, taken | set(block)
+        return most
+
+    def _gpus(self, node: str) -> tuple[int, ...] | None:
+        """Accelerators for one replica more; None: wait until a leaver gives some back."""
+        placement = self._plan.placements[node]
+        if not placement.gpus:
+            return ()
+        taken = {gpu for m in self._members.values() if m.state != "left" for gpu in m.gpus}
+        return spare(self._plan.devices.gpus, taken, placement.ranks)
+
+
+def spare(gpus: int, taken: Collection[int], ranks: int) -> tuple[int, ...] | None:
+    """The first accelerators in a row of `gpus` that nobody has, as many as one replica takes; None: there are none."""
+    for first in range(gpus - ranks + 1):
+        block = tuple(range(first, first + ranks))
+        if not set(block) & set(taken):
+            return block
+    return None

@@ -1,0 +1,81 @@
+"""What workers report becomes what the display shows, while replicas come and go."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow import Graph, Model
+from dataflow.conductor import Conductor
+from dataflow.plan import Devices, plan
+from dataflow.run_folder import RunFolder
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.watch import Watch
+
+
+class Scene:
+    """A watch with a clock that is moved by hand, and a run that is training."""
+
+    def __init__(self, folder: Path) -> None:
+        graph, model = Graph("test"), Model("policy")
+        generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model)
+        trainer(generator(graph.source(FakePrompts())))
+        graph.feedback(trainer.weights, generator, max_staleness=1)
+        made = plan(graph, Devices(cpus=2))
+        self.now = 0.0
+        self.watch = Watch(graph, made, RunFolder.create(folder, "test"), 10, clock=lambda: self.now)
+        self.conductor = Conductor(graph, made)
+        self.conductor.start()
+
+    def note(self, at_s: float, **beats: Mapping[str, Any]) -> None:
+        self.now = at_s
+        self.watch.note(self.conductor, {name.replace("_", "-"): beat for name, beat in beats.items()})
+
+    @property
+    def generator(self) -> Any:
+        return next(node for node in self.watch.snapshot().nodes if node.name == "generator")
+
+
+def beat(
+    member: str, rows: int, busy: float, idle: float = 0.0, version: int = 3, ended: bool = False
+) -> dict[str, Any]:
+    report = {
+        "status": {"version": version, "tokens": 10 * rows, "active": 0 if ended else 4}, "rows_in": rows,
+        "rows_out": rows, "ended": ended, "blocked": False, "seconds": {"busy": busy, "idle": 0.0, "blocked": 0.0},
+    }  # fmt: skip
+    return {"member": member, "nodes": {"generator": report}, "edges": {}}
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def test_those_at_work_are_counted_and_those_on_their_way_are_noted(scene: Scene) -> None:
+    scene.note(0.0, generator_0=beat("live", 10, 1.0), generator_1=beat("joining", 0, 0.0, version=-1))
+    assert (scene.generator.replicas, scene.generator.note) == (1, "1 joining, 8 rollouts, v3")
+    scene.note(1.0, generator_0=beat("live", 20, 2.0), generator_1=beat("live", 5, 1.0, version=2))
+    assert (scene.generator.replicas, scene.watch.snapshot().version) == (2, 2)
+    scene.note(2.0, generator_0=beat("live", 30, 3.0), generator_1=beat("leaving", 8, 1.5))
+    assert (scene.generator.replicas, scene.generator.note) == (2, "1 leaving, 8 rollouts, v3")
+    scene.note(3.0, generator_0=beat("live", 40, 4.0), generator_1=beat("left", 9, 1.6, version=1, ended=True))
+    assert (scene.generator.replicas, scene.generator.note) == (1, "4 rollouts, v3")
+
+
+def test_what_a_replica_did_before_it_left_still_counts_and_its_end_is_not_the_node_s(scene: Scene) -> None:
+    scene.note(0.0, generator_0=beat("live", 0, 0.0), generator_1=beat("live", 0, 0.0))
+    scene.note(1.0, generator_0=beat("live", 10, 0.5), generator_1=beat("live", 10, 0.5))
+    scene.note(2.0, generator_0=beat("live", 20, 1.0), generator_1=beat("left", 10, 0.5, ended=True))
+    assert scene.generator.rate == pytest.approx(15.0)
+    assert scene.generator.state != "ended"
+
+
+def test_a_node_is_busy_as_its_replicas_are_on_the_mean_however_many_there_were(scene: Scene) -> None:
+    """Three at work all the time for two seconds, then one for another two: busy for four seconds, not for eight."""
+    everyone = {f"generator_{number}": beat("live", 0, 0.0) for number in range(3)}
+    scene.note(0.0, **everyone)
+    scene.note(2.0, **{name: beat("live", 0, 2.0) for name in everyone})
+    left = {name: beat("left", 0, 2.0, ended=True) for name in ("generator_1", "generator_2")}
+    scene.note(4.0, generator_0=beat("live", 0, 4.0), **left)
+    assert scene.watch.busy_seconds["generator"] == pytest.approx(4.0)
