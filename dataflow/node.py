@@ -150,6 +150,8 @@ class Context:
     """For a trainer: opens the weight plane for these tensors; None when nobody reads them."""
     reader: Callable[[Mapping[str, Any]], WeightsIn] | None = None
     """For a reader of trained weights: attaches these tensors; None when the model is frozen."""
+    narrow: str | None = None
+    """The format in which the tensors of `Operator.narrow_tensors` arrive there; None: as the others."""
 
 
 class KnobCheck(type):
@@ -190,6 +192,15 @@ class Operator(metaclass=KnobCheck):
     def uses(self) -> Model | None:
         """The model whose weights it needs, if any."""
         return getattr(self, "model", None)
+
+    @property
+    def narrow(self) -> str | None:
+        """The format, "int8" or "fp8", in which it would take the linear layers of trained weights; None: their own."""
+        return None
+
+    def narrow_tensors(self) -> frozenset[str]:
+        """Names of the tensors that it would take so. Called on the trainer's worker."""
+        return frozenset()
 
     def identity(self) -> Hashable:
         """Applications of operators with equal identity are one node of the graph."""

@@ -10,7 +10,7 @@ from dataflow.host import Host, Settings
 from dataflow.node import WeightsIn, WeightsOut
 from dataflow.plan import Plan
 from dataflow.records import schema
-from dataflow.wiring import CAPACITY_BYTES, Edge, edges
+from dataflow.wiring import CAPACITY_BYTES, Edge, edges, narrow_format, readers_of
 from transport.data import LocalNetwork, Receiver, Sender, keep_freed_memory
 
 if TYPE_CHECKING:
@@ -93,11 +93,17 @@ class Ports:
         """Opens the trainer's end of its weight plane."""
 
         def open_writer(tensors: Mapping[str, Any]) -> WeightsOut:
+            from transport.weights.encoder import EncodedWriter, Encoder
+            from transport.weights.encoding import Encoding
+
             model = self._graph.operators[trainer].uses
             assert model is not None, "a trainer has a model"
-            ends = [self._writer(trainer, executor, tensors, model.dtype) for executor in self._executors(trainer)]
+            narrow = narrow_format(self._graph, trainer)
+            names = readers_of(self._graph, trainer)[0].narrow_tensors() if narrow else None
+            encoder = Encoder(Encoding(dtype=model.dtype, narrow=narrow, names=names), tensors)
+            ends = [self._writer(trainer, executor, encoder.layout) for executor in self._executors(trainer)]
             self._weights += ends
-            return ends[0] if len(ends) == 1 else FanOut(ends)
+            return EncodedWriter(ends[0] if len(ends) == 1 else FanOut(ends), encoder)
 
         return open_writer
 
@@ -156,10 +162,9 @@ class Ports:
         pairs = [(name, replica) for name in readers for replica in range(self._plan.placements[name].replicas)]
         return list(dict.fromkeys(self._executor(trainer, name, replica) for name, replica in pairs))
 
-    def _writer(self, trainer: str, executor: str, tensors: Mapping[str, Any], dtype: str) -> Any:
-        from transport.weights import FlatLayout, ShardedWriter, WeightWriter
+    def _writer(self, trainer: str, executor: str, layout: Any) -> Any:
+        from transport.weights import ShardedWriter, WeightWriter
 
-        layout = FlatLayout.of(tensors, dtype=dtype)
         if executor not in _COLLECTIVE:
             return WeightWriter(layout, self._site(trainer, executor))
         return ShardedWriter(_whole(layout), 0, self._meeting(trainer, executor), **self._collective(executor))

@@ -84,11 +84,23 @@ def context_facts(graph: Graph, plan: Plan, node: str) -> dict[str, object]:
             columns.setdefault(edge.lane, edge.columns)
             origins[edge.lane] = (*origins.get(edge.lane, ()), edge.producer)
     bounds: dict[str, Bound] = dict(plan.bounds)
+    trainers = [feedback.weights.trainer.name for feedback in graph.feedbacks if feedback.reader.name == node]
     return {
         "node": node, "columns": columns, "origins": origins, "bounds": bounds,
         "on_demand": operator.name in plan.on_demand, "threads": plan.placements[node].threads,
-        "replicas": plan.placements[node].replicas,
+        "replicas": plan.placements[node].replicas, "narrow": narrow_format(graph, trainers[0]) if trainers else None,
     }  # fmt: skip
+
+
+def readers_of(graph: Graph, trainer: str) -> list[Operator]:
+    """The operators that take a trainer's weights."""
+    return [feedback.reader for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer]
+
+
+def narrow_format(graph: Graph, trainer: str) -> str | None:
+    """The narrow format that all readers of a trainer want; None, full tensors, where one wants another or none."""
+    wanted = {reader.narrow for reader in readers_of(graph, trainer)}
+    return wanted.pop() if len(wanted) == 1 else None
 
 
 def marks(graph: Graph, node: str, lane: str) -> str | None:

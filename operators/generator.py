@@ -77,6 +77,17 @@ class Generator(Generate):
         """Rollouts in a group, where the prompt does not say."""
         return self.group_size
 
+    @property
+    def narrow(self) -> str | None:
+        """Quantised layers take their weights as they compute with them."""
+        return None if self.weights == "model" else self.weights.removesuffix("_dynamic")
+
+    def narrow_tensors(self) -> frozenset[str]:
+        """The weights of the linear layers. Raises ModelError when the model's config cannot be read."""
+        from operators.engine.precision.names import narrow_names
+
+        return narrow_names(self.model)
+
     def provides(self, columns: Columns) -> Columns:
         """The prompt's columns, the rollout's and, where asked for, the sampling mask."""
         found = super().provides(columns)

@@ -51,7 +51,8 @@ def make_engine(declaration: Generator, context: Context, model: torch.nn.Module
         model = load_model(declaration.model, device=context.device).requires_grad_(False)
     tokenizer = load_tokenizer(declaration.model)
     proof = adapt(model, declaration.model.name)
-    intake = None if declaration.weights == "model" else quantise(model, declaration.weights)
+    narrow = context.narrow is not None
+    intake = None if declaration.weights == "model" else quantise(model, declaration.weights, narrow=narrow)
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
     ends, stop = _stops(declaration, tokenizer, model, vocabulary)
     engine = Engine(
