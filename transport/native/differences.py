@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from transport.native.build import compiled
+from transport.native.build import built
 
 BLOCK = 64
 """Bytes."""
@@ -38,7 +38,7 @@ def differences(old: torch.Tensor, new: torch.Tensor, most_words: int) -> Differ
     """Where two dense buffers, uint8[n] that begin at multiples of 8 bytes, differ; a last odd byte is not looked at.
 
     Of no more words than `most_words` are places and values taken down."""
-    kernels = compiled("delta.c") if old.device.type == new.device.type == "cpu" else None
+    kernels = built("delta.c") if old.device.type == new.device.type == "cpu" else None
     return _by_torch(old, new, most_words) if kernels is None else _by_kernel(kernels, old, new, most_words)
 
 

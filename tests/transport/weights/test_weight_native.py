@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from transport.native import Copier, Follower, build, copier, dense_bytes, sums, wordsum, wordsums
+from transport.native.compile import compiled
 
 MODULUS = 1 << 64
 ODD_SIZES = st.one_of(st.integers(0, 300), st.sampled_from([4095, 4096, 65537]))
@@ -271,5 +273,5 @@ def test_a_compiler_that_fails_is_no_compiler(monkeypatch, tmp_path):
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.compiled.__wrapped__("kernels.c") is None
+    assert compiled.__wrapped__((Path(build.__file__).with_name("kernels.c"),), build.CHOICES) is None
     assert list((tmp_path / "dataflow-rl").iterdir()) == []
