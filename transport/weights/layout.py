@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -128,50 +129,57 @@ class Layout:
         """These tensors alone, e.g. adapters."""
         return Layout(tensors={name: self.tensors[name] for name in names})
 
-    def fused(self, into: str, parts: Iterable[str], dim: int = 0) -> Layout:
-        """Each rank holds its shards of `parts` end to end along `dim` in one local tensor (qkv, gate_up)."""
-        held = [self.tensors[name] for name in parts]
-        ends: dict[int, int] = {}
-        starts: list[list[int]] = []
-        for part in held:
-            size = part.shards.local_shape[:, dim].tolist()
-            starts.append([ends.get(rank, 0) for rank in part.shards.ranks.tolist()])
-            for rank, length in zip(part.shards.ranks.tolist(), size, strict=True):
-                ends[rank] = ends.get(rank, 0) + length
-        changed = {}
-        for part, first in zip(held, starts, strict=True):
-            shards = part.shards
-            local_start, local_shape = shards.local_start.copy(), shards.local_shape.copy()
-            local_start[:, dim] += first
-            local_shape[:, dim] = [ends[rank] for rank in shards.ranks.tolist()]
-            placed = replace(shards, local_start=local_start, local_shape=local_shape)
-            changed[part.name] = replace(part, shards=placed, into=into)
-        return replace(self, tensors={**self.tensors, **changed})
+    def fused(self, into: str, parts: Collection[str], dim: int = 0) -> Layout:
+        """Each rank holds its local tensors `parts` end to end along `dim` in one local tensor (qkv, gate_up)."""
+        inside = self._inside(parts)
+        lengths = np.zeros((len(inside), self.ranks), np.int64)
+        for number, part in enumerate(inside):
+            for held in part:
+                lengths[number, held.shards.ranks] = held.shards.local_shape[:, dim]
+        starts, total = np.cumsum(lengths, axis=0) - lengths, lengths.sum(axis=0)
+        moved: dict[str, Held] = {}
+        for part, start in zip(inside, starts, strict=True):
+            for held in part:
+                ranks = held.shards.ranks
+                local_start, local_shape = held.shards.local_start.copy(), held.shards.local_shape.copy()
+                local_start[:, dim] += start[ranks]
+                local_shape[:, dim] = total[ranks]
+                shards = replace(held.shards, local_start=local_start, local_shape=local_shape)
+                moved[held.name] = replace(held, shards=shards, into=into)
+        return replace(self, tensors={**self.tensors, **moved})
 
-    def stacked(self, into: str, parts: Iterable[str]) -> Layout:
-        """Each rank holds its shards of `parts` (one each of equal shape) in one tensor [count, ...] (experts)."""
-        held = [self.tensors[name] for name in parts]
-        counts: dict[int, int] = {}
-        places: list[list[int]] = []
-        for part in held:
-            places.append([counts.get(rank, 0) for rank in part.shards.ranks.tolist()])
-            for rank in part.shards.ranks.tolist():
-                counts[rank] = counts.get(rank, 0) + 1
-        changed = {}
-        for part, place in zip(held, places, strict=True):
-            shards = part.shards
-            above = [counts[rank] for rank in shards.ranks.tolist()]
-            local_start = np.insert(shards.local_start, 0, place, axis=1)
-            local_shape = np.insert(shards.local_shape, 0, above, axis=1)
-            placed = replace(shards, local_start=local_start, local_shape=local_shape)
-            changed[part.name] = replace(part, shards=placed, into=into)
-        return replace(self, tensors={**self.tensors, **changed})
+    def stacked(self, into: str, parts: Collection[str]) -> Layout:
+        """Each rank holds its local tensors `parts`, of equal shape, in one local tensor [count, ...] (experts)."""
+        lifted: dict[str, Held] = {}
+        for held in itertools.chain.from_iterable(self._inside(parts)):
+            shards = held.shards
+            shards = replace(
+                shards,
+                local_start=np.insert(shards.local_start, 0, 0, axis=1),
+                local_shape=np.insert(shards.local_shape, 0, 1, axis=1),
+            )
+            lifted[held.name] = replace(held, shards=shards)
+        return replace(self, tensors={**self.tensors, **lifted}).fused(into, parts)
+
+    def _inside(self, parts: Collection[str]) -> list[list[Held]]:
+        """What lies in each of these local tensors."""
+        inside: dict[str, list[Held]] = {}
+        for held in self.tensors.values():
+            inside.setdefault(held.into, []).append(held)
+        missing = [part for part in parts if part not in inside]
+        if missing:
+            raise LayoutMismatch(
+                f"no rank has a local tensor '{missing[0]}'; found {len(inside)} others, first {list(inside)[:3]}; "
+                "name tensors of this layout"
+            )
+        return [inside[part] for part in parts]
 
     def split(self, name: str, parts: Mapping[str, int], dim: int = 0) -> Layout:
         """Call ranges of one full tensor by names of their own (a fused weight whose other side holds the parts).
 
         parts: name -> length along `dim`, in order, together the whole of it."""
         held = self.tensors[name]
+        dim %= len(held.shape)
         if sum(parts.values()) != held.shape[dim]:
             raise LayoutMismatch(
                 f"the parts of '{name}' must make up the whole; found {dict(parts)} for {held.shape[dim]} along {dim}"

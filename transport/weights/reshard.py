@@ -1,162 +1,24 @@
 """From one layout to another: who sends which box to whom. Pure, computed once, replayed for every version.
 
 Tensors that are dealt out alike on both sides share one table of copies, so that a plan's size follows the kinds of
-tensors, not their number. Where several source ranks hold the same box, they take turns.
+tensors, not their number. Where several source ranks hold the same box, they share the work.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.flat import ITEM_BYTES
 from transport.weights.layout import Held, Layout
+from transport.weights.plan import Box, Copy, Kind, Plan
 from transport.weights.shards import Ints, Shards
 
-Box = tuple[slice, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Copy:
-    """One box of one tensor, from one rank's local tensor into another's."""
-
-    tensor: str
-    """Name of the full tensor."""
-    source_rank: int
-    destination_rank: int
-    source_name: str
-    """The source rank's local tensor."""
-    source_box: Box
-    destination_name: str
-    """The destination rank's local tensor."""
-    destination_box: Box
-    source_dtype: str
-    destination_dtype: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the box, as the destination's local tensor has it."""
-        return tuple(each.stop - each.start for each in self.destination_box)
-
-    @property
-    def dtype(self) -> str:
-        """On the way: the smaller of both, so that a cast down happens before sending."""
-        narrow = ITEM_BYTES[self.destination_dtype] < ITEM_BYTES[self.source_dtype]
-        return self.destination_dtype if narrow else self.source_dtype
-
-    @property
-    def nbytes(self) -> int:
-        """On the way."""
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, eq=False)
-class Kind:
-    """The copies of one tensor, and all tensors that have the same."""
-
-    source: Shards
-    destination: Shards
-    low: Ints
-    """[c, d]: first element of each box in the full tensor."""
-    high: Ints
-    """[c, d]: one past its last."""
-    to: Ints
-    """[c]: row of `destination`."""
-    holders: Ints
-    """[h]: rows of `source`; those that hold one cell stand together."""
-    first: Ints
-    """[c]: where the cell's holders begin."""
-    count: Ints
-    """[c]: how many they are."""
-    group: Ints
-    """[c]: number of the set of ranks that hold it."""
-    groups: tuple[bytes, ...]
-    """These sets."""
-    turn: Ints
-    """[c]: number of the copy among those of its group."""
-    per_tensor: Ints
-    """[c]: copies of its group that one tensor has."""
-
-    def senders(self, number: int) -> Ints:
-        """[c]: rows of `source` that send, for the kind's tensor of this number."""
-        return np.asarray(self.holders[self.first + (self.turn + number * self.per_tensor) % self.count])
-
-    @functools.cached_property
-    def elements(self) -> Ints:
-        """[c]: of each box."""
-        return np.asarray(np.prod(self.high - self.low, axis=1, dtype=np.int64))
-
-    @property
-    def turns(self) -> bool:
-        """Whether the senders differ from tensor to tensor."""
-        return bool((self.count > 1).any())
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What moves a version from the source's ranks to the destination's."""
-
-    source: Layout
-    destination: Layout
-    kinds: tuple[tuple[Kind, tuple[tuple[Held, Held], ...]], ...]
-    """Each with its tensors, as the two sides hold them."""
-
-    def copies(self, *, source_rank: int | None = None, destination_rank: int | None = None) -> Iterator[Copy]:
-        """All copies, or those of one sender or one receiver (or one pair); the same order for both ends."""
-        for kind, tensors in self.kinds:
-            mine = np.ones(len(kind.to), bool)
-            if destination_rank is not None:
-                mine = kind.destination.ranks[kind.to] == destination_rank
-            if source_rank is not None:
-                mine &= _may_send(kind, source_rank)
-            for number, (held, wanted) in enumerate(tensors) if mine.any() else ():
-                senders = kind.senders(number)
-                chosen = mine if source_rank is None else mine & (kind.source.ranks[senders] == source_rank)
-                for at in np.flatnonzero(chosen).tolist():
-                    yield _copy(kind, held, wanted, at, int(senders[at]))
-
-    def sends(self, rank: int) -> list[Copy]:
-        """What a source rank sends, receiver by receiver."""
-        return sorted(self.copies(source_rank=rank), key=lambda copy: copy.destination_rank)
-
-    def receives(self, rank: int) -> list[Copy]:
-        """What a destination rank receives, sender by sender."""
-        return sorted(self.copies(destination_rank=rank), key=lambda copy: copy.source_rank)
-
-    @functools.cached_property
-    def pair_bytes(self) -> Ints:
-        """[source ranks, destination ranks]: bytes on the way from each to each."""
-        return self._table(nbytes=True)
-
-    @functools.cached_property
-    def pair_copies(self) -> Ints:
-        """[source ranks, destination ranks]: copies from each to each."""
-        return self._table(nbytes=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the way in all."""
-        return int(self.pair_bytes.sum())
-
-    def _table(self, nbytes: bool) -> Ints:
-        table = np.zeros((self.source.ranks, self.destination.ranks), np.int64)
-        for kind, tensors in self.kinds:
-            receivers = kind.destination.ranks[kind.to]
-            weight = np.ones(len(kind.to), np.int64)
-            if nbytes:
-                held, wanted = tensors[0]
-                weight = kind.elements * min(ITEM_BYTES[held.dtype], ITEM_BYTES[wanted.dtype])
-            for number in range(len(tensors) if kind.turns else 1):
-                times = 1 if kind.turns else len(tensors)
-                np.add.at(table, (kind.source.ranks[kind.senders(number)], receivers), weight * times)
-        return table
+__all__ = ["Box", "Copy", "Kind", "Plan", "reshard"]
 
 
 @functools.lru_cache(maxsize=64)
@@ -166,6 +28,8 @@ def reshard(source: Layout, destination: Layout) -> Plan:
     LayoutMismatch where the destination wants a tensor, or a part of one, that no source rank holds."""
     kinds: dict[tuple[Shards, Shards, str, str], list[tuple[Held, Held]]] = {}
     for name, wanted in destination.tensors.items():
+        if not len(wanted.shards.ranks):
+            continue
         held = _held(source, destination, name, wanted)
         kinds.setdefault((held.shards, wanted.shards, held.dtype, wanted.dtype), []).append((held, wanted))
     turns: dict[bytes, int] = {}
@@ -182,71 +46,35 @@ def reshard(source: Layout, destination: Layout) -> Plan:
 
 
 def _held(source: Layout, destination: Layout, name: str, wanted: Held) -> Held:
-    travels = source.aliases.get(name, name)
-    if travels not in source.tensors:
+    """The source's tensor that fills the destination's of this name, or of a name that is tied to it there."""
+    names = [name, *(alias for alias, of in destination.aliases.items() if of == name)]
+    travels = dict.fromkeys(source.aliases.get(each, each) for each in names)
+    found = [source.tensors[each] for each in travels if each in source.tensors]
+    if not found:
         raise LayoutMismatch(
             f"the destination wants tensor '{name}', which the source does not have; found {len(source.tensors)} "
             f"tensors, first {list(source.tensors)[:3]}; both sides must describe the same model, by the same names"
         )
-    apart = [
-        alias for alias, of in destination.aliases.items()
-        if of == name and source.aliases.get(alias, alias) in source.tensors
-        and source.aliases.get(alias, alias) != travels
-    ]  # fmt: skip
-    if apart:
+    if len(found) > 1:
         raise LayoutMismatch(
-            f"the destination ties '{apart[0]}' to '{name}', but the source trains them apart; untie them there"
+            f"the destination ties tensors that the source trains apart; found {names} there, "
+            f"{[held.name for held in found]} at the source; untie them at the destination"
         )
-    held = source.tensors[travels]
-    if held.shape != wanted.shape:
+    if found[0].shape != wanted.shape:
         raise LayoutMismatch(
-            f"tensor '{name}' has two shapes; found {list(held.shape)} at the source, {list(wanted.shape)} at the "
+            f"tensor '{name}' has two shapes; found {list(found[0].shape)} at the source, {list(wanted.shape)} at the "
             "destination; both sides must load the same model"
         )
-    return held
+    return found[0]
 
 
 def _take_turns(kind: Kind, tensors: int, turns: dict[bytes, int]) -> Kind:
     """Let the turns of each set of holders go on where the kinds before ended."""
-    if not kind.turns:
-        return kind
-    turn = kind.turn.copy()
-    for number, ranks in enumerate(kind.groups):
-        mine = kind.group == number
-        turn[mine] += turns.get(ranks, 0)
-        turns[ranks] = turns.get(ranks, 0) + tensors * int(mine.sum())
-    return replace(kind, turn=turn)
-
-
-def _may_send(kind: Kind, rank: int) -> npt.NDArray[np.bool_]:
-    """[c]: whether this source rank is among the holders."""
-    ends = np.concatenate([[0], np.cumsum(kind.source.ranks[kind.holders] == rank)])
-    return np.asarray(ends[kind.first + kind.count] > ends[kind.first])
-
-
-def _copy(kind: Kind, held: Held, wanted: Held, at: int, sender: int) -> Copy:
-    low, high, receiver = kind.low[at], kind.high[at], int(kind.to[at])
-    return Copy(
-        tensor=wanted.name,
-        source_rank=int(kind.source.ranks[sender]),
-        destination_rank=int(kind.destination.ranks[receiver]),
-        source_name=held.into,
-        source_box=_box(kind.source, sender, low, high),
-        destination_name=wanted.into,
-        destination_box=_box(kind.destination, receiver, low, high),
-        source_dtype=held.dtype,
-        destination_dtype=wanted.dtype,
-    )
-
-
-def _box(shards: Shards, row: int, low: Ints, high: Ints) -> Box:
-    """Where the range [low, high) of the full tensor lies in the row's local tensor."""
-    first = shards.local_start[row].copy()
-    size = np.ones_like(first)
-    lead = len(first) - len(low)
-    first[lead:] += low - shards.start[row]
-    size[lead:] = high - low
-    return tuple(slice(a, a + n) for a, n in zip(first.tolist(), size.tolist(), strict=True))
+    begin = np.array([turns.get(ranks, 0) for ranks in kind.groups], np.int64)
+    left = np.zeros_like(begin)
+    left[kind.group] = kind.per_tensor % kind.count
+    turns.update(zip(kind.groups, (begin + tensors * left).tolist(), strict=True))
+    return replace(kind, turn=begin[kind.group])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -286,14 +114,16 @@ def _kind(
         sets.setdefault(source.ranks[holders[a:b]].tobytes(), len(sets)) for a, b in itertools.pairwise(begins.tolist())
     ])  # fmt: skip
     group = of_cell[cell]
-    turn, per_tensor = _numbers(group)
-    count = begins[cell + 1] - begins[cell]
-    return Kind(source, destination, low, high, to, holders, begins[cell], count, group, tuple(sets), turn, per_tensor)
+    place, per_tensor = _numbers(group)
+    return Kind(
+        source, destination, low, high, to, holders, begins[cell], begins[cell + 1] - begins[cell],
+        group, tuple(sets), place, per_tensor, np.zeros_like(place),
+    )  # fmt: skip
 
 
 def _cells(shards: Shards) -> tuple[Ints, Ints, Ints, Ints]:
     """Boxes that do not overlap and make up all that is held: low, high [c, d]; the rows of `shards` that hold each,
-    one after the other in order of their ranks, and where each cell's begin [c + 1]."""
+    one per rank and in order of the ranks, and where each cell's begin [c + 1]."""
     boxes, place = _distinct(shards)
     d = shards.start.shape[1]
     low, high = boxes[:, :d], boxes[:, d:]
@@ -317,7 +147,10 @@ def _cells(shards: Shards) -> tuple[Ints, Ints, Ints, Ints]:
         holders[place] = np.arange(len(place))
         return low, high, holders, np.arange(len(place) + 1)
     cell, row = np.nonzero(holds[:, by_rank])
-    return low, high, by_rank[row], np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=len(low)))])
+    row = by_rank[row]
+    again = (np.diff(cell, prepend=-1) == 0) & (np.diff(shards.ranks[row], prepend=-1) == 0)
+    cell, row = cell[~again], row[~again]
+    return low, high, row, np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=len(low)))])
 
 
 def _distinct(shards: Shards) -> tuple[Ints, Ints]:
@@ -338,13 +171,7 @@ def _disjoint(low: Ints, high: Ints) -> bool:
 
 def _numbers(group: Ints) -> tuple[Ints, Ints]:
     """For each entry: its number among the equal ones, and how many they are."""
-    order = np.argsort(group, kind="stable")
-    ordered = group[order]
-    new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
-    starts = np.flatnonzero(new)
-    sizes = np.diff([*starts, len(group)])
-    number = np.empty(len(group), np.int64)
-    number[order] = np.arange(len(group)) - np.repeat(starts, sizes)
-    size = np.empty(len(group), np.int64)
-    size[order] = np.repeat(sizes, sizes)
-    return number, size
+    counts = np.bincount(group)
+    number = np.empty_like(group)
+    number[np.argsort(group, kind="stable")] = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return number, counts[group]

@@ -80,28 +80,59 @@ class Shards:
         mesh: Mesh,
         cuts: tuple[int | None, ...],
         order: tuple[int, ...] | None = None,
+        parts: tuple[int, ...] | None = None,
     ) -> Shards:
         """Dealt out over a mesh: mesh dimension i cuts tensor dimension `cuts[i]`, or None: it holds replicas.
 
         order: mesh dimensions in the order in which they cut, left to right if not given. (FSDP2 over tensor
         parallel on one dimension cuts by tp first: order=(1, 0) for a mesh of fsdp x tp.) Each cut is
-        torch.chunk: pieces of ceil(length / ranks), uneven or empty at the end."""
-        if len(cuts) != len(mesh.shape) or any(c is not None and not 0 <= c < len(shape) for c in cuts):
+        torch.chunk: pieces of ceil(length / ranks), uneven or empty at the end.
+        parts: for each mesh dimension, into how many parts the length is chunked before each part is dealt out by
+        itself, one if not given. (A packed gate_up of which every rank holds rows of both: 2.)"""
+        axes = tuple(range(len(mesh.shape)))
+        if (
+            len(cuts) != len(axes)
+            or any(c is not None and not 0 <= c < len(shape) for c in cuts)
+            or sorted(order or axes) != list(axes)
+            or len(parts or axes) != len(axes)
+        ):
             raise LayoutMismatch(
                 f"a tensor of shape {list(shape)} cannot be cut by {list(cuts)} over a mesh of shape "
-                f"{list(mesh.shape)}; give for each mesh dimension a dimension of the tensor, or None"
+                f"{list(mesh.shape)}; found order {order}, parts {parts}; give for each mesh dimension a dimension of "
+                "the tensor, or None, and each mesh dimension once in `order`"
             )
-        place = np.indices(mesh.shape).reshape(len(mesh.shape), -1)
-        low = np.zeros((place.shape[1], len(shape)), np.int64)
-        high = np.broadcast_to(np.asarray(shape, np.int64), low.shape).copy()
-        for axis in range(len(mesh.shape)) if order is None else order:
+        place = np.indices(mesh.shape).reshape(len(axes), -1)
+        size = np.broadcast_to(np.asarray(shape, np.int64), (place.shape[1], len(shape))).copy()
+        row = np.arange(len(size))
+        low, high, local = np.zeros_like(size), size.copy(), np.zeros_like(size)
+        for axis in order or axes:
             dim = cuts[axis]
-            if dim is not None:
-                piece = -(-(high[:, dim] - low[:, dim]) // mesh.shape[axis])
-                first = np.minimum(low[:, dim] + place[axis] * piece, high[:, dim])
-                high[:, dim] = np.minimum(first + piece, high[:, dim])
-                low[:, dim] = first
-        return cls.boxes(mesh.ranks, low, high)
+            if dim is None:
+                continue
+            begin, end = _deal(size[:, dim], parts[axis] if parts else 1, place[axis], mesh.shape[axis])
+            count = begin.shape[1]
+            low, high, local, row = (np.repeat(each, count, axis=0) for each in (low, high, local, row))
+            at = row, np.tile(np.arange(count), len(row) // count)
+            first = np.maximum(local[:, dim], begin[at])
+            last = np.minimum(local[:, dim] + high[:, dim] - low[:, dim], end[at])
+            low[:, dim] += first - local[:, dim]
+            high[:, dim] = low[:, dim] + last - first
+            lengths = end - begin
+            local[:, dim] = (np.cumsum(lengths, axis=1) - lengths)[at] + first - begin[at]
+            size[:, dim] = lengths.sum(axis=1)
+        held = (high > low).all(axis=1)
+        row = row[held]
+        return cls(np.asarray(mesh.ranks, np.int64)[row], low[held], high[held], local[held], size[row])
+
+
+def _deal(length: Ints, parts: int, place: Ints, ranks: int) -> tuple[Ints, Ints]:
+    """Begin and end [n, parts] of what each place gets of its length [n], dealt out to so many ranks part by part."""
+    part = -(-length // parts)
+    first = np.minimum(part[:, None] * np.arange(parts), length[:, None])
+    last = np.minimum(first + part[:, None], length[:, None])
+    piece = -(-(last - first) // ranks)
+    begin = np.minimum(first + place[:, None] * piece, last)
+    return begin, np.minimum(begin + piece, last)
 
 
 @dataclass(frozen=True)
