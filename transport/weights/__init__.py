@@ -16,34 +16,60 @@ from transport.weights.errors import (
 )
 from transport.weights.flat import FlatLayout, TensorSpec
 from transport.weights.handshake import Pace, ReaderStatus
+from transport.weights.layout import Held, Layout
 from transport.weights.messages import Note, Offer
+from transport.weights.plan import Plan
+from transport.weights.reshard import reshard
+from transport.weights.sharded.groups import Deadlines
+from transport.weights.shards import Mesh, Shards
 
 if TYPE_CHECKING:
+    from transport.weights.cuda_ipc import CudaIpc
     from transport.weights.local import Hub
     from transport.weights.reader import WeightReader
+    from transport.weights.sharded.reader import ShardedReader
+    from transport.weights.sharded.writer import ShardedWriter
     from transport.weights.shared_memory import SharedMemory
     from transport.weights.writer import WeightWriter
 
 __all__ = [
     "AddressTaken",
     "ChecksumMismatch",
+    "CudaIpc",
+    "Deadlines",
     "FlatLayout",
+    "Held",
     "Hub",
+    "Layout",
     "LayoutMismatch",
+    "Mesh",
     "MessageError",
     "Note",
     "Offer",
     "Pace",
+    "Plan",
     "ReaderStatus",
     "SegmentError",
+    "ShardedReader",
+    "ShardedWriter",
+    "Shards",
     "SharedMemory",
     "TensorSpec",
     "WeightError",
     "WeightReader",
     "WeightWriter",
+    "reshard",
 ]
 
-_HEAVY = {"Hub": "local", "SharedMemory": "shared_memory", "WeightReader": "reader", "WeightWriter": "writer"}
+_HEAVY = {
+    "CudaIpc": "cuda_ipc",
+    "Hub": "local",
+    "SharedMemory": "shared_memory",
+    "ShardedReader": "sharded.reader",
+    "ShardedWriter": "sharded.writer",
+    "WeightReader": "reader",
+    "WeightWriter": "writer",
+}
 
 
 def __getattr__(name: str) -> object:

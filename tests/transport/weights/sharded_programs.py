@@ -1,0 +1,99 @@
+"""What the other processes of the sharded tests do; each ends with 0, or with a number that tells what went wrong."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import torch
+
+from transport.weights import Deadlines, Layout, ShardedReader, ShardedWriter
+from transport.weights.sharded.steps import Step
+
+MIXTURE, LATE = 3, 4
+QUICK = Deadlines(beat_s=0.05, silent_s=1.0, form_s=10.0, ready_s=1.0, transfer_s=1.5)
+DEADLINE_S = 40.0
+BUCKET_BYTES = 1 << 14
+MODEL = {f"t{n}": ((64, 64), "float32") for n in range(8)}
+WHOLE, HALVES = Layout.whole(MODEL), Layout.fsdp(MODEL, 2)
+
+
+def values(layout: Layout, rank: int, value: float) -> dict[str, torch.Tensor]:
+    """A rank's local tensors, every element of the same value."""
+    return {name: torch.full(shape, float(value)) for name, (shape, _) in layout.local(rank).items()}
+
+
+def check(tensors: dict[str, torch.Tensor], version: int) -> None:
+    """Leave the process at once if any element is of another version."""
+    for tensor in tensors.values():
+        if version >= 0 and not bool((tensor == version).all()):
+            os._exit(MIXTURE)
+
+
+def serve(address: str, name: str, layout: Layout, rank: int, last: int) -> None:
+    """A generator's rank: compute with the weights all the time, adopt what comes, until the last version."""
+    torch.set_num_threads(1)
+    mine = {name: torch.nn.Parameter(tensor) for name, tensor in values(layout, rank, 0).items()}
+    reader = ShardedReader(layout, rank, address, name, deadlines=QUICK)
+    reader.attach(mine)
+    deadline = time.monotonic() + DEADLINE_S
+    while reader.version < last:
+        if time.monotonic() > deadline:
+            os._exit(LATE)
+        check(mine, reader.version)
+        if reader.poll():
+            reader.adopt()
+        check(mine, reader.version)
+        time.sleep(0.001)
+    time.sleep(0.2)
+    reader.close()
+    check(mine, last)
+
+
+def serve_and_stop_in_the_middle(address: str, name: str, layout: Layout, rank: int, last: int, how: int) -> None:
+    """As `serve`, but it gets signal `how` once, half way through its second transfer."""
+    received = []
+    unpack = Step.unpack
+
+    def stopping(step: Step) -> list[int]:
+        received.append(step)
+        if len(received) == 12 // layout.ranks:
+            os.kill(os.getpid(), how)
+        return unpack(step)
+
+    Step.unpack = stopping
+    serve(address, name, layout, rank, last)
+
+
+def train(address: str, layout: Layout, rank: int, versions: int, pause_s: float, hold: str = "snapshot") -> None:
+    """A trainer's rank: publishes versions 1, 2, .. with a pause after each, and stays."""
+    torch.set_num_threads(1)
+    writer = ShardedWriter(layout, rank, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, hold=hold)
+    for version in range(1, versions + 1):
+        writer.settle(10.0)
+        writer.publish(version, values(layout, rank, version))
+        idle(writer, pause_s)
+    idle(writer, DEADLINE_S)
+
+
+def train_and_stop_in_the_middle(address: str) -> None:
+    """A trainer that is killed half way through sending version 2."""
+    pack: Callable[[Step], list[int] | None] = Step.pack
+    sent = []
+
+    def stopping(step: Step) -> list[int] | None:
+        sent.append(step)
+        if len(sent) == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pack(step)
+
+    Step.pack = stopping
+    train(address, WHOLE, 0, 2, 1.5)
+
+
+def idle(writer: ShardedWriter, seconds: float) -> None:
+    """Poll for so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        writer.poll()
+        time.sleep(0.01)

@@ -1,0 +1,377 @@
+"""The sharded handshake under any schedule: words late, ranks lost, frozen, restarted, groups that come and go."""
+
+import random
+from collections import defaultdict, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transport.weights.sharded.groups import Deadlines
+from transport.weights.sharded.member import Abort, Connect, Destination, Move, Source
+from transport.weights.sharded.rounds import Coordinator
+from transport.weights.sharded.words import BROKEN, DAMAGED, WHOLE, Go, Ready, Whole, decode, encode
+
+PACE = Deadlines(beat_s=1.0, silent_s=12.0, form_s=8.0, ready_s=5.0, transfer_s=6.0)
+KEY, LAYOUT = b"key", {"shards": []}
+
+
+class World:
+    """All ranks and the wires between them; each wire keeps its order, and nothing else is promised."""
+
+    def __init__(self, seed: int, sources: int, groups: dict[str, int]) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.coordinator = Coordinator(sources, KEY, LAYOUT, "s", writer=1000, now=0.0, deadlines=PACE)
+        self.sizes = groups
+        self.ranks: dict[bytes, Source | Destination] = {}
+        self.wires: dict[tuple[bytes, bool], deque] = defaultdict(deque)
+        self.work: list[tuple[bytes, object]] = []
+        self.begun: dict[tuple[int, int], set[bytes]] = defaultdict(set)
+        self.frozen: set[bytes] = set()
+        self.members: dict[int, set[bytes]] = defaultdict(set)
+        self.ready: dict[tuple[int, int], set[bytes]] = defaultdict(set)
+        self.moved: dict[tuple[int, int], set[bytes]] = defaultdict(set)
+        self.open: dict[int, int] = {}
+        self.damage: set[int] = set()
+        self.seen: dict[bytes, list[int]] = defaultdict(list)
+        self.latest, self.count = -1, 0
+        for rank in range(sources):
+            self.ranks[b"source%d" % rank] = Source(rank, sources, KEY, PACE, 0.0)
+        for name in groups:
+            for rank in range(groups[name]):
+                self.start(name, rank)
+
+    def peers(self, name: str) -> list[bytes]:
+        return [p for p in self.ranks if p.startswith(name.encode() + b"/")]
+
+    def start(self, name: str, rank: int) -> None:
+        self.count += 1
+        for old in [p for p in self.peers(name) if p.startswith(b"%s/%d/" % (name.encode(), rank))]:
+            self.kill(old)
+        peer = b"%s/%d/%d" % (name.encode(), rank, self.count)
+        self.ranks[peer] = Destination(name, rank, self.sizes[name], KEY, LAYOUT, PACE, self.count)
+
+    def restart_source(self, peer: bytes, *, leave: bool) -> None:
+        """A trainer's rank other than the first ends, in order or not, and a new process takes its place."""
+        old = self.ranks[peer]
+        rank, ranks = old._enrol.rank, old._enrol.ranks
+        if rank == 0:
+            return
+        if leave:
+            self.act(peer, old.leaving())
+        self.kill(peer)
+        self.count += 1
+        new = self.ranks[b"source%d/%d" % (rank, self.count)] = Source(rank, ranks, KEY, PACE, self.now)
+        new.hold({self.latest} - {-1})
+
+    def kill(self, peer: bytes) -> None:
+        self.ranks.pop(peer, None)
+        self.frozen.discard(peer)
+        self.work = [(p, w) for p, w in self.work if p != peer]
+        self.wires.pop((peer, True), None)
+
+    def act(self, peer: bytes, actions) -> None:
+        for action in actions:
+            if isinstance(action, Abort):
+                self.work = [(p, w) for p, w in self.work if p != peer or self.epoch(w) != action.epoch]
+            elif isinstance(action, Connect | Move):
+                if isinstance(action, Move):
+                    key = action.epoch, action.round
+                    self.begun[key].add(peer)
+                    # Nobody enters a transfer before everybody is ready.
+                    assert self.ready[key] == self.members[action.epoch], (self.ready[key], action)
+                    # Never two rounds of one epoch at once.
+                    assert not [w for p, w in self.work if p == peer and isinstance(w, Move) and w.epoch == key[0]]
+                self.work.append((peer, action))
+            else:
+                if isinstance(action, Ready):
+                    self.ready[action.epoch, action.round].add(peer)
+                self.wires[peer, False].append(decode(encode(action)))
+
+    @staticmethod
+    def epoch(work) -> int:
+        return work.form.epoch if isinstance(work, Connect) else work.epoch
+
+    def send(self, out) -> None:
+        for peer, word in out:
+            kind = type(word).__name__
+            if kind == "Form":
+                self.members[word.epoch].add(peer)
+            if isinstance(word, Go):
+                assert self.ready[word.epoch, word.round] == self.members[word.epoch]
+            if isinstance(word, Whole):
+                key = word.epoch, word.round
+                assert self.moved[key] == self.members[word.epoch], "whole before all were done"
+                assert word.version not in self.damage
+            if peer in self.ranks:
+                self.wires[peer, True].append(decode(encode(word)))
+            elif self.random.random() < 0.5:
+                self.send(self.coordinator.lost(peer, self.now))
+
+    def deliver(self) -> bool:
+        ready = [key for key, wire in self.wires.items() if wire and key[0] not in (self.frozen if key[1] else ())]
+        if not ready:
+            return False
+        peer, to_rank = self.random.choice(sorted(ready))
+        word = self.wires[peer, to_rank].popleft()
+        if to_rank:
+            self.act(peer, self.ranks[peer].receive(word, self.now))
+        else:
+            self.send(self.coordinator.receive(peer, word, self.now))
+        return True
+
+    def end_of_work(self) -> bool:
+        possible = [(p, w) for p, w in self.work if p not in self.frozen and self.may_end(w)]
+        if not possible:
+            return False
+        peer, work = self.random.choice(possible)
+        self.work.remove((peer, work))
+        rank = self.ranks[peer]
+        if isinstance(work, Connect):
+            self.act(peer, rank.formed(work.form.epoch, "", False))
+            return True
+        lost = not self.members[work.epoch] <= set(self.ranks)
+        state = BROKEN if lost else WHOLE
+        if state == WHOLE and work.version in self.damage and isinstance(rank, Destination):
+            state = DAMAGED
+        if state != BROKEN:
+            self.moved[work.epoch, work.round].add(peer)
+        self.act(peer, rank.moved(work.epoch, work.round, state, "" if state == WHOLE else "bad"))
+        return True
+
+    def may_end(self, work) -> bool:
+        """A transfer ends once all take part, or when one of them is dead; one who waits for a frozen rank is stuck."""
+        if isinstance(work, Connect):
+            return True
+        everybody = self.members[work.epoch]
+        return self.begun[work.epoch, work.round] == everybody or not everybody <= set(self.ranks)
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        for peer, rank in list(self.ranks.items()):
+            if peer not in self.frozen:
+                self.act(peer, rank.tick(self.now))
+        self.send(self.coordinator.tick(self.now))
+
+    def publish(self, version: int) -> None:
+        self.latest = version
+        for peer, rank in self.ranks.items():
+            if isinstance(rank, Source):
+                kept = rank.kept | {version}
+                while len(kept) > 2:
+                    kept.discard(min(kept - {version}))
+                self.act(peer, rank.hold(kept))
+
+    def adopt(self, peer: bytes) -> None:
+        rank = self.ranks[peer]
+        if isinstance(rank, Destination) and rank.offer >= 0 and peer not in self.frozen:
+            assert not self.seen[peer] or rank.offer >= self.seen[peer][-1], "a reader went back"
+            assert rank.offer not in self.damage
+            self.seen[peer].append(rank.offer)
+            self.act(peer, rank.adopted(rank.offer))
+
+    def calm(self) -> None:
+        """Nothing bad happens any more: let everything end."""
+        self.frozen.clear()
+        for _ in range(60):
+            for _ in range(3000):
+                if not (self.deliver() | self.end_of_work()):
+                    break
+            for peer in list(self.ranks):
+                self.adopt(peer)
+            self.tick(1.0)
+
+
+def storm(world: World, steps: int, *, faults: bool) -> None:
+    version = 0
+    names = list(world.sizes)
+    for _ in range(steps):
+        dice = world.random.random()
+        peer = world.random.choice(sorted(world.ranks))
+        if dice < 0.55:
+            world.deliver()
+        elif dice < 0.75:
+            world.end_of_work()
+        elif dice < 0.83:
+            world.adopt(peer)
+        elif dice < 0.90:
+            world.tick(world.random.choice([0.1, 1.0, 2.0]))
+        elif dice < 0.95:
+            version += 1
+            if world.random.random() < 0.2:
+                world.damage.add(version)
+            world.publish(version)
+        elif faults:
+            name = world.random.choice(names)
+            kind = world.random.choice(["kill", "freeze", "thaw", "start", "leave"])
+            if kind == "start":
+                world.start(name, world.random.randrange(world.sizes[name]))
+            elif isinstance(world.ranks[peer], Source):
+                world.restart_source(peer, leave=kind == "leave")
+            else:
+                if kind == "kill":
+                    world.kill(peer)
+                elif kind == "freeze":
+                    world.frozen.add(peer)
+                elif kind == "thaw":
+                    world.frozen.discard(peer)
+                else:
+                    world.act(peer, world.ranks[peer].leaving())
+                    world.tick(0.1)
+    world.publish(version + 1)
+    world.publish(version + 2)
+
+
+def holds(world: World, name: str) -> set[int]:
+    return {world.ranks[peer].version for peer in world.peers(name)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30), sources=st.integers(1, 3), one=st.integers(1, 3), other=st.integers(1, 2),
+    faults=st.booleans(),
+)  # fmt: skip
+def test_under_any_schedule_no_rule_is_broken_and_complete_groups_get_the_newest(seed, sources, one, other, faults):
+    world = World(seed, sources, {"one": one, "other": other})
+    storm(world, 600, faults=faults)
+    world.calm()
+    assert world.coordinator.failure == ""
+    for name, size in world.sizes.items():
+        if len(world.peers(name)) == size:
+            assert holds(world, name) == {world.latest}, (name, world.coordinator.status(world.now))
+
+
+def calm_world(sources=2, **groups) -> World:
+    world = World(7, sources, groups)
+    world.publish(1)
+    world.calm()
+    assert all(holds(world, name) == {1} for name in groups)
+    return world
+
+
+def test_a_frozen_group_does_not_hold_up_another():
+    world = calm_world(slow=2, fast=2)
+    frozen = world.peers("slow")[1]
+    for version in (2, 3, 4):
+        world.frozen.add(frozen)
+        world.publish(version)
+        for _ in range(2000):
+            if holds(world, "fast") == {version}:
+                break
+            if not (world.deliver() | world.end_of_work()):
+                world.tick(0.5)
+            for peer in world.peers("fast"):
+                world.adopt(peer)
+        assert holds(world, "fast") == {version}
+    assert 1 in holds(world, "slow")
+    world.calm()
+    assert holds(world, "slow") == {4}
+
+
+def test_a_version_nobody_took_is_skipped():
+    world = calm_world(only=2)
+    for version in range(2, 9):
+        world.publish(version)
+    world.calm()
+    assert all(world.seen[peer] in ([1, 8], [1, 2, 8]) for peer in world.peers("only"))
+
+
+def test_a_damaged_version_is_refused_by_the_whole_group_and_the_next_one_taken():
+    world = calm_world(only=2)
+    world.damage.add(2)
+    world.publish(2)
+    world.calm()
+    assert holds(world, "only") == {1}
+    assert world.coordinator.status(world.now)[0].state == "refused"
+    world.publish(3)
+    world.calm()
+    assert holds(world, "only") == {3}
+
+
+def test_no_rank_sees_a_version_before_all_of_its_group_have_it():
+    world = calm_world(only=2)
+    first, second = world.peers("only")
+    world.publish(2)
+    for _ in range(400):
+        world.deliver()
+        mine = [(p, w) for p, w in world.work if p != second]
+        if mine:
+            kept, world.work = world.work, mine
+            world.end_of_work()
+            world.work = world.work + [(p, w) for p, w in kept if p == second]
+    assert world.ranks[first].offer == -1
+    world.calm()
+    assert holds(world, "only") == {2}
+
+
+def test_a_lost_source_rank_is_reported_to_the_others_and_forgiven_when_it_is_back():
+    world = calm_world(sources=3, only=1)
+    world.kill(b"source2")
+    world.tick(1.0)
+    for _ in range(40):
+        world.tick(1.0)
+        while world.deliver() | world.end_of_work():
+            pass
+    assert "rank 2 of 3" in world.coordinator.failure
+    assert "rank 2 of 3" in world.ranks[b"source0"].failure
+    world.ranks[b"source2"] = Source(2, 3, KEY, PACE, world.now)
+    world.publish(5)
+    world.calm()
+    assert world.ranks[b"source0"].failure == ""
+    assert holds(world, "only") == {5}
+
+
+def test_a_source_rank_that_leaves_in_order_is_no_failure():
+    world = calm_world(sources=2, only=1)
+    world.act(b"source1", world.ranks[b"source1"].leaving())
+    while world.deliver():
+        pass
+    world.kill(b"source1")
+    for _ in range(40):
+        world.tick(1.0)
+        while world.deliver() | world.end_of_work():
+            pass
+    assert world.coordinator.failure == "" and world.ranks[b"source0"].failure == ""
+    assert holds(world, "only") == {1}
+
+
+def test_a_restarted_rank_replaces_the_old_one_and_the_old_one_stays_out():
+    world = calm_world(only=2)
+    old = next(p for p in world.peers("only") if p.startswith(b"only/0"))
+    twin = world.ranks[old]
+    world.count += 1
+    world.ranks[b"only/0/new"] = Destination("only", 0, 2, KEY, LAYOUT, PACE, world.count)
+    world.calm()
+    assert twin.replaced
+    world.publish(2)
+    world.calm()
+    assert world.ranks[b"only/0/new"].version == 2
+
+
+def test_ranks_that_describe_another_trainer_are_denied():
+    world = calm_world(only=1)
+    stranger = Source(1, 4, b"other", PACE, world.now)
+    world.ranks[b"stranger"] = stranger
+    world.calm()
+    assert "differ" in stranger.failure
+
+
+def test_versions_that_are_kept_for_a_round_are_released_when_the_trainer_gives_up_waiting():
+    world = calm_world(sources=1, only=1)
+    world.publish(2)
+    source = world.ranks[b"source0"]
+    while not source.kept:
+        world.deliver()
+    world.act(b"source0", source.give_up())
+    assert source.kept == set()
+    world.calm()
+    assert holds(world, "only") == {2}
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x80", b"\xff", encode(Go(epoch=1, round=2))[:-1], b"\x81\xa4kind\xa2no"])
+def test_damaged_words_are_an_error_with_three_parts(payload):
+    from transport.weights import MessageError
+
+    with pytest.raises(MessageError, match="cannot be read; found .*; trainer and generators"):
+        decode(payload)

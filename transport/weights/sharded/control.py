@@ -1,0 +1,272 @@
+"""The thread in which a rank keeps its deadlines and speaks with the coordinator; on source rank 0 it coordinates."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import socket as sockets
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from transport.weights.errors import MessageError
+from transport.weights.sharded.lane import Lane, Party
+from transport.weights.sharded.member import Abort, Actions, Connect, Destination, Move, Source
+from transport.weights.sharded.rounds import Coordinator, Outgoing
+from transport.weights.sharded.transfer import Outcome
+from transport.weights.sharded.words import CoordinatorWord, Form, MemberWord, decode, encode
+from transport.weights.shared_memory import SharedMemory
+
+SELF = b"0"
+"""The coordinator's own rank among its peers."""
+MESSAGE_BYTES = 256 << 20
+"""The largest word taken; a layout of 100,000 tensors over 1,024 ranks is about 20 MB."""
+
+
+class Hall:
+    """The address, claimed for a coordinator: a socket, and a folder where process groups meet."""
+
+    def __init__(self, address: str) -> None:
+        """AddressTaken when another live writer has it."""
+        self._site = SharedMemory(address)
+        self._lock = self._site._lock()
+        self.folder = Path(f"{self._site.lock_path}.groups")
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        try:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(mode=0o700)
+            self.socket.set(zmq.ROUTER_MANDATORY, 1)
+            self.socket.set(zmq.ROUTER_HANDOVER, 1)
+            _bounded(self.socket)
+            self._site._bind(self.socket)
+        except BaseException:
+            self.socket.close()
+            self._site._unlock(self._lock)
+            raise
+
+    def send(self, peer: bytes, word: CoordinatorWord) -> bool:
+        """False when the peer is known to be gone."""
+        try:
+            self.socket.send_multipart([peer, encode(word)], flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return True
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        """Leave the address."""
+        self.socket.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if path := self._site._socket_path:
+            path.unlink(missing_ok=True)
+        self._site._unlock(self._lock)
+
+
+def connected(address: str) -> zmq.Socket[bytes]:
+    """A rank's socket to the coordinator, whether that is there yet or not."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.set(zmq.IDENTITY, b"r" + secrets.token_bytes(15))
+    socket.set(zmq.RECONNECT_IVL, 20)
+    socket.set(zmq.RECONNECT_IVL_MAX, 500)
+    _bounded(socket)
+    socket.connect(SharedMemory(address).address)
+    return socket
+
+
+class Control(threading.Thread):
+    """Consumes: words, ends of work. Produces: words, work. Waits for: sockets, at most a fraction of a beat.
+
+    Unblocked by: words, `act` of another thread, the time. Every use of `member` holds `changed`."""
+
+    def __init__(
+        self,
+        member: Source | Destination,
+        connect: Callable[[Form], Party],
+        *,
+        socket: zmq.Socket[bytes] | None,
+        beat_s: float,
+        transfer_s: float,
+        clock: Callable[[], float],
+        coordinator: Coordinator | None = None,
+        hall: Hall | None = None,
+        heard: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`connect`: makes the party of an epoch, in a thread of its own. `socket`: None beside the coordinator.
+
+        `heard`: called, with `changed` held, after the member has heard a word."""
+        super().__init__(name="weights-control", daemon=True)
+        self.changed = threading.Condition(threading.RLock())
+        self.error: BaseException | None = None
+        """What ended the thread."""
+        self.member, self.coordinator = member, coordinator
+        self._connect, self._socket, self._hall, self._clock = connect, socket, hall, clock
+        self._heard = heard
+        self._beat_s, self._transfer_s = beat_s, transfer_s
+        self._lanes: dict[int, Lane] = {}
+        self._outbox: deque[MemberWord | tuple[bytes, CoordinatorWord]] = deque()
+        self._inbox: deque[CoordinatorWord] = deque()
+        self._ear, self._bell = sockets.socketpair()
+        for end in (self._ear, self._bell):
+            end.setblocking(False)
+        self._closing = False
+
+    def act(self, actions: Actions) -> None:
+        """Send the words and begin the work; the caller holds `changed`."""
+        for action in actions:
+            match action:
+                case Connect():
+                    self._open(action.form)
+                case Move():
+                    if lane := self._lanes.get(action.epoch):
+                        lane.move(action, self._clock() + self._transfer_s)
+                case Abort():
+                    if lane := self._lanes.pop(action.epoch, None):
+                        lane.abort()
+                case _ if self.coordinator:
+                    self.route(self.coordinator.receive(SELF, action, self._clock()))
+                case _:
+                    self._outbox.append(action)
+        self.ring()
+        self.changed.notify_all()
+
+    def route(self, out: Outgoing) -> None:
+        """Send the coordinator's words; the caller holds `changed`."""
+        for peer, word in out:
+            if peer == SELF:
+                self._inbox.append(word)
+            else:
+                self._outbox.append((peer, word))
+
+    def ring(self) -> None:
+        """Wake the thread, if it is not the caller."""
+        if threading.get_ident() == self.ident:
+            return
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._bell.send(b"\0")
+
+    def close(self, last: Actions) -> None:
+        """Say the last words, end all work, and the thread."""
+        with self.changed:
+            self.act(last)
+            self._closing = True
+            for lane in self._lanes.values():
+                lane.abort()
+            self._lanes.clear()
+        self.ring()
+        if self.ident is None:
+            self._release()
+        else:
+            self.join(10)
+
+    def run(self) -> None:
+        """Serve until closed."""
+        try:
+            self._serve()
+        except BaseException as error:
+            self.error = error
+        finally:
+            with self.changed:
+                self.changed.notify_all()
+            self._release()
+
+    def _release(self) -> None:
+        for end in (self._socket, self._hall, self._ear, self._bell):
+            if end is not None:
+                end.close()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._ear, self._socket, self._hall.socket if self._hall else None):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+        while True:
+            with self.changed:
+                self._hear()
+                now = self._clock()
+                if due := self.member.tick(now):
+                    self.act(due)
+                if self.coordinator:
+                    self.route(self.coordinator.tick(now))
+                self._deliver()
+                closing = self._closing
+            self._flush()
+            if closing:
+                return
+            if not self._inbox:
+                poller.poll(max(1, int(self._beat_s * 250)))
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._ear.recv(4096):
+                pass
+        now = self._clock()
+        if self._hall and self.coordinator:
+            while frames := _next(self._hall.socket):
+                with contextlib.suppress(MessageError):
+                    self.route(self.coordinator.receive(frames[0], _member(decode(frames[-1])), now))
+        if self._socket:
+            while frames := _next(self._socket):
+                self._inbox.append(_coordinator(decode(frames[-1])))
+
+    def _deliver(self) -> None:
+        """Hand the coordinator's words to the member, until none is left."""
+        while self._inbox:
+            self.act(self.member.receive(self._inbox.popleft(), self._clock()))
+            self._heard()
+
+    def _flush(self) -> None:
+        """Send what is to be sent; a peer that is gone may lead to more."""
+        while self._outbox:
+            entry = self._outbox.popleft()
+            if isinstance(entry, tuple):
+                if self._hall and self.coordinator and not self._hall.send(*entry):
+                    with self.changed:
+                        # What it said last may not have been read yet.
+                        self._hear()
+                        self.route(self.coordinator.lost(entry[0], self._clock()))
+            elif self._socket:
+                with contextlib.suppress(zmq.Again):
+                    self._socket.send(encode(entry), flags=zmq.NOBLOCK)
+
+    def _open(self, form: Form) -> None:
+        def formed(fault: str, mismatch: bool) -> None:
+            with self.changed:
+                self.act(self.member.formed(form.epoch, fault, mismatch))
+
+        def moved(move: Move, outcome: Outcome) -> None:
+            with self.changed:
+                self.act(self.member.moved(move.epoch, move.round, outcome.state, outcome.fault))
+
+        self._lanes[form.epoch] = Lane(lambda: self._connect(form), formed, moved)
+
+
+def _bounded(socket: zmq.Socket[bytes]) -> None:
+    socket.set(zmq.MAXMSGSIZE, MESSAGE_BYTES)
+    socket.set(zmq.LINGER, 200)
+
+
+def _next(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(flags=zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+def _member(word: Any) -> MemberWord:
+    if not isinstance(word, MemberWord):
+        raise MessageError(f"a rank spoke as the coordinator; found {type(word).__name__}; check the address")
+    return word
+
+
+def _coordinator(word: Any) -> CoordinatorWord:
+    if not isinstance(word, CoordinatorWord):
+        raise MessageError(f"the coordinator spoke as a rank; found {type(word).__name__}; check the address")
+    return word

@@ -1,0 +1,74 @@
+"""The thread that works for one epoch: it connects, then moves versions, one after the other."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from transport.weights.errors import LayoutMismatch
+from transport.weights.sharded.member import Move
+from transport.weights.sharded.transfer import Outcome
+from transport.weights.sharded.words import BROKEN
+
+
+class Party(Protocol):
+    """One rank's end of an epoch's process group."""
+
+    def move(self, version: int, deadline: float) -> Outcome:
+        """Send or receive a version; ends by the deadline."""
+
+    def abort(self) -> None:
+        """End what runs, from another thread; never waits long."""
+
+
+class Lane(threading.Thread):
+    """Consumes: moves. Produces: outcomes. Waits for: its peers, until a deadline. Unblocked by: them, `abort`."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Party],
+        formed: Callable[[str, bool], None],
+        moved: Callable[[Move, Outcome], None],
+    ) -> None:
+        """`formed` is told what is wrong, and whether it is that the layouts do not fit."""
+        super().__init__(name="weights", daemon=True)
+        self._connect, self._formed, self._moved = connect, formed, moved
+        self._jobs: queue.SimpleQueue[tuple[Move, float] | None] = queue.SimpleQueue()
+        self._party: Party | None = None
+        self._over = False
+        self.start()
+
+    def move(self, move: Move, deadline: float) -> None:
+        """Begin to move a version; its outcome comes later."""
+        self._jobs.put((move, deadline))
+
+    def abort(self) -> None:
+        """End it all; returns at once, whatever the thread is in."""
+        self._over = True
+        self._jobs.put(None)
+        if party := self._party:
+            threading.Thread(target=party.abort, name="weights-abort", daemon=True).start()
+
+    def run(self) -> None:
+        """Work until the epoch is over."""
+        try:
+            party = self._connect()
+        except LayoutMismatch as error:
+            return self._formed(str(error), True)
+        except Exception as error:
+            return self._formed(f"{type(error).__name__}: {error}"[:300], False)
+        self._party = party
+        if self._over:
+            return party.abort()
+        self._formed("", False)
+        while (job := self._jobs.get()) is not None:
+            self._moved(job[0], self._move(party, *job))
+        return None
+
+    def _move(self, party: Party, move: Move, deadline: float) -> Outcome:
+        try:
+            return party.move(move.version, deadline)
+        except Exception as error:
+            return Outcome(BROKEN, f"{type(error).__name__}: {error}"[:300])

@@ -1,0 +1,83 @@
+"""A process group of one epoch, apart from torch's default one: gloo between processors, NCCL between GPUs.
+
+A rank of one side meets the ranks of the other in a file of a private folder; gloo listens on loopback alone. The group
+can be aborted from another thread at any time, which ends what any rank of it is waiting for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from transport.errors import WaitTimeout
+
+Backend = Literal["gloo", "nccl"]
+UNUSED_TAG = (1 << 30) + 1
+"""Of messages that nobody sends."""
+
+
+class ProcessGroup:
+    """Point-to-point exchange between the ranks of one epoch."""
+
+    def __init__(self, backend: str, store: str, rank: int, size: int, *, connect_s: float) -> None:
+        """Meets the other ranks, all of which do the same, within `connect_s`; RuntimeError if they do not."""
+        self.rank, self.size, self.backend = rank, size, backend
+        meeting = dist.FileStore(store, size)  # type: ignore[attr-defined]
+        timeout = datetime.timedelta(seconds=connect_s)
+        meeting.set_timeout(timeout)
+        self._group = (_gloo if backend == "gloo" else _nccl)(meeting, rank, size, timeout)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Begin to send a dense tensor, which must keep its bytes until `wait` returns."""
+        return self._group.send([tensor], peer, tag)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Begin to receive into a dense tensor."""
+        return self._group.recv([tensor], peer, tag)
+
+    def wait(self, work: Any, deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Until it is done. RuntimeError when a rank is gone, the group is aborted or the deadline passed."""
+        if self.backend == "gloo":
+            work.wait(datetime.timedelta(seconds=max(0.001, deadline - clock())))
+            return
+        while not work.is_completed():
+            if clock() >= deadline:
+                raise WaitTimeout(
+                    f"a transfer of rank {self.rank} of {self.size} passed its deadline; found it unfinished"
+                )
+            time.sleep(0.0002)
+        work.wait()
+
+    def abort(self) -> None:
+        """End all that is under way, here and at the other ranks. From any thread; returns within milliseconds."""
+        with contextlib.suppress(RuntimeError):
+            if self.backend == "nccl":
+                self._group.abort()
+            elif self.size > 1:
+                # gloo closes every connection of a group once one of its waits has timed out.
+                nothing = self._group.recv([torch.empty(1)], (self.rank + 1) % self.size, UNUSED_TAG)
+                nothing.wait(datetime.timedelta(milliseconds=1))
+
+
+def _gloo(meeting: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    options._threads = 1
+    return dist.ProcessGroupGloo(meeting, rank, size, options)
+
+
+def _nccl(meeting: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ["NCCL_SOCKET_IFNAME"] = loopback
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(meeting, rank, size, options)

@@ -1,0 +1,160 @@
+"""Where the versions lie that a trainer's rank can send: in two buffers of its own, or in the trainer's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Protocol
+
+import torch
+
+from transport.native import Copier
+from transport.weights import memory
+from transport.weights.errors import LayoutMismatch
+from transport.weights.flat import ITEM_BYTES, FlatLayout
+from transport.weights.layout import Layout
+from transport.weights.plan import Box
+from transport.weights.sharded.parcels import parts
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+Sums = Mapping[tuple[str, tuple[int, ...]], int]
+"""Checksums of boxes of local tensors, by name and `place`."""
+
+
+def place(box: Box) -> tuple[int, ...]:
+    """A box as integers."""
+    return tuple(mark for each in box for mark in (each.start, each.stop))
+
+
+class Staging(Protocol):
+    """Versions by number."""
+
+    def versions(self) -> set[int]:
+        """Those that are whole."""
+
+    def free(self, kept: Set[int]) -> bool:
+        """Make room for one more without touching those in `kept`; False when there is none."""
+
+    def fill(self, version: int, tensors: Tensors) -> None:
+        """Put a version into the room that `free` has made."""
+
+    def of(self, version: int) -> tuple[int, Tensors]:
+        """A version's tensors, and a number that is equal while they lie where they lay."""
+
+    def sums(self, version: int) -> Sums:
+        """Of what was copied, made in the same pass: they prove the bytes from then on."""
+
+
+class Snapshots:
+    """Two flat buffers, each filled by one copy that casts, and sums the parts that will travel."""
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device, *, part_bytes: int, threads: int) -> None:
+        local = layout.local(rank)
+        self._flat = layout.flat(rank) if local else None
+        self._device, self._threads = device, threads
+        self._parts = [
+            (name, box) for name, (shape, dtype) in local.items() for box in parts(shape, ITEM_BYTES[dtype], part_bytes)
+        ]
+        self._keys = [(name, place(box)) for name, box in self._parts]
+        self._held: list[int] = []
+        self._views: list[dict[str, torch.Tensor]] = []
+        self._copiers: list[Copier] = []
+        self._sums: list[Sums] = [{}, {}]
+        self._room = -1
+
+    def versions(self) -> set[int]:
+        """Those that are whole."""
+        return {version for version in self._held if version >= 0}
+
+    def free(self, kept: Set[int]) -> bool:
+        """Make room without touching those in `kept`; False when there is none."""
+        open_ = [at for at, version in enumerate(self._held) if version not in kept]
+        if len(self._held) < 2:
+            self._held.append(-1)
+            self._room = len(self._held) - 1
+            return True
+        if not open_:
+            return False
+        self._room = min(open_, key=self._held.__getitem__)
+        self._held[self._room] = -1
+        return True
+
+    def fill(self, version: int, tensors: Tensors) -> None:
+        """Put a version into the room."""
+        if self._flat is not None:
+            if self._room == len(self._views):
+                self._add(self._flat)
+            sources = [tensors[name].detach()[box] for name, box in self._parts]
+            with memory.copying(self._threads):
+                found = self._copiers[self._room].run(sources)
+            self._sums[self._room] = dict(zip(self._keys, found, strict=True))
+        self._held[self._room] = version
+
+    def of(self, version: int) -> tuple[int, Tensors]:
+        """Its tensors, and a number that is equal while they lie where they lay."""
+        at = self._held.index(version)
+        return at, self._views[at] if self._views else {}
+
+    def sums(self, version: int) -> Sums:
+        """Of the parts of every tensor."""
+        return self._sums[self._held.index(version)]
+
+    def _add(self, flat: FlatLayout) -> None:
+        buffer = torch.empty(flat.nbytes, dtype=torch.uint8, device=self._device)
+        views = memory.views(flat, buffer)
+        named = {spec.name: view for spec, view in zip(flat.tensors, views, strict=True)}
+        self._views.append(named)
+        self._copiers.append(Copier([named[name][box] for name, box in self._parts], threads=self._threads))
+
+
+class Lent:
+    """The trainer's own tensors, which it leaves alone until they are settled."""
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._tensors: Tensors = {}
+        self._places: list[int] = []
+        self._number = 0
+
+    def versions(self) -> set[int]:
+        """Those that are whole."""
+        return {self._version} - {-1}
+
+    def free(self, kept: Set[int]) -> bool:
+        """Make room without touching those in `kept`; False when there is none."""
+        if self._version in kept:
+            return False
+        self._version = -1
+        return True
+
+    def fill(self, version: int, tensors: Tensors) -> None:
+        """Put a version into the room."""
+        places = [tensor.data_ptr() for tensor in tensors.values()]
+        if places != self._places:
+            self._places, self._number = places, self._number + 1
+        self._version, self._tensors = version, {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def of(self, version: int) -> tuple[int, Tensors]:
+        """Its tensors, and a number that is equal while they lie where they lay."""
+        assert version == self._version, "a kept version stays"
+        return self._number, self._tensors
+
+    def sums(self, version: int) -> Sums:
+        """None: they are made while it is sent."""
+        return {}
+
+
+def checked(local: Mapping[str, tuple[tuple[int, ...], str]], rank: int, tensors: Tensors) -> None:
+    """LayoutMismatch unless these are the rank's local tensors."""
+    if missing := [name for name in local if name not in tensors]:
+        raise LayoutMismatch(
+            f"rank {rank} of the trainer has no tensor '{missing[0]}'; found {len(tensors)} tensors, first "
+            f"{list(tensors)[:3]}; pass every local tensor of the layout"
+        )
+    for name, (shape, _) in local.items():
+        if tuple(tensors[name].shape) != shape:
+            raise LayoutMismatch(
+                f"rank {rank} of the trainer has another shape for '{name}'; found {list(tensors[name].shape)}, the "
+                f"layout says {list(shape)}; pass the local shard, not the full tensor"
+            )

@@ -1,0 +1,146 @@
+"""One rank's messages of a transfer, compiled once per process group and buffer, replayed for every version.
+
+Where a message is one run of bytes in the rank's tensors it is sent from there, or received there; else it goes through
+a bucket, which one call packs or unpacks, casting on the way. Both ends prove the bytes of every piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+
+from transport.native import Copier, wordsums
+from transport.weights.flat import ALIGNMENT
+from transport.weights.sharded.parcels import Parcel, Piece
+from transport.weights.sharded.staging import Sums, place
+
+Pieces = list[tuple[Piece, torch.Tensor]]
+
+
+class Step:
+    """One message to or from one peer."""
+
+    def __init__(self, peer: int, tag: int, nbytes: int, pieces: Pieces, data: torch.Tensor | None) -> None:
+        """`data`: its bytes in the rank's tensors, None where it needs a bucket."""
+        self.peer, self.tag, self.nbytes = peer, tag, nbytes
+        self._data = data
+        self._pieces = pieces
+        self._offsets = [piece.offset for piece, _ in pieces]
+        self._sizes = [piece.nbytes for piece, _ in pieces]
+        self._keys = [(piece.copy.source_name, place(piece.source)) for piece, _ in pieces]
+        self._copier: Copier | None = None
+        self._same = all(_dtype(piece) == tensor.dtype for piece, tensor in pieces)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Where the message lies, uint8[nbytes]."""
+        assert self._data is not None, "a step without memory of its own is given a bucket"
+        return self._data
+
+    @property
+    def needs_bucket(self) -> bool:
+        """Whether it has no memory yet."""
+        return self._data is None
+
+    @property
+    def names(self) -> list[str]:
+        """The full tensor of each piece."""
+        return [piece.copy.tensor for piece, _ in self._pieces]
+
+    def use(self, bucket: torch.Tensor, *, sending: bool) -> None:
+        """Let the message go through this bucket, uint8[nbytes or more]."""
+        self._data = bucket[: self.nbytes]
+        inside = [
+            bucket[piece.offset : piece.offset + piece.nbytes].view(_dtype(piece)).view(tensor.shape)
+            for piece, tensor in self._pieces
+        ]
+        ours = [tensor for _, tensor in self._pieces]
+        self._copier = Copier(inside, ours) if sending else Copier(ours, inside)
+
+    def pack(self) -> list[int] | None:
+        """Make the message ready to be sent; the checksum of each piece, None where nothing had to be copied."""
+        return self._copier.run() if self._copier else None
+
+    def known(self, sums: Sums) -> list[int] | None:
+        """The checksums made when the tensors were copied; None where they are not of these pieces."""
+        found = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
+        return None if -1 in found else found
+
+    def unpack(self) -> list[int]:
+        """Put what was received into its places; the checksum of each piece as it came."""
+        if self._copier is None:
+            return self.sums()
+        if self._same:
+            return self._copier.run()
+        found = self.sums()
+        self._copier.run()
+        return found
+
+    def sums(self) -> list[int]:
+        """The checksum of each piece of the message."""
+        return wordsums(self.data, self._offsets, self._sizes)
+
+
+def compiled(
+    parcels: Mapping[int, Sequence[Parcel]],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    sending: bool,
+    depth: int,
+    device: torch.device,
+    first: int,
+) -> list[Step]:
+    """The steps of a transfer: the peers take turns, from `first` on; `depth` of them may be under way at once.
+
+    `parcels`: by the peer's rank in the process group. `device`: where messages lie."""
+    peers = sorted(parcels, key=lambda peer: (peer < first, peer))
+    order = sorted(
+        ((number, turn, peer) for turn, peer in enumerate(peers) for number in range(len(parcels[peer]))),
+    )
+    steps = [_step(peer, number + 1, parcels[peer][number], tensors, sending, device) for number, _, peer in order]
+    packed = [step for step in steps if step.needs_bucket]
+    size = -(-max((step.nbytes for step in packed), default=0) // ALIGNMENT) * ALIGNMENT
+    buckets = torch.empty(min(depth, len(packed)), size, dtype=torch.uint8, device=device)
+    for number, step in enumerate(packed):
+        step.use(buckets[number % depth], sending=sending)
+    return steps
+
+
+def _step(
+    peer: int, tag: int, parcel: Parcel, tensors: Mapping[str, torch.Tensor], sending: bool, device: torch.device
+) -> Step:
+    pieces: Pieces = []
+    loose: list[bool] = []
+    for piece in parcel.pieces:
+        name = piece.copy.source_name if sending else piece.copy.destination_name
+        box = piece.source if sending else piece.destination
+        tensor = tensors[name].detach()
+        pieces.append((piece, tensor[box]))
+        loose.append(sending or all(each.stop == length for each, length in zip(box, tensor.shape, strict=True)))
+    return Step(peer, tag, parcel.nbytes, pieces, _run(pieces, loose, parcel.nbytes, device))
+
+
+def _run(pieces: Pieces, loose: list[bool], nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """The bytes of all pieces, if they lie in memory as they do in the message.
+
+    What lies between two of them travels along. `loose`: whether what follows a piece may be overwritten: nobody's
+    is what lies between two tensors, but not what lies between two boxes of one."""
+    start = pieces[0][1]
+    storage, base = start.untyped_storage(), start.data_ptr()
+    for piece, tensor in pieces:
+        if tensor.dtype != _dtype(piece) or tensor.device != device or not tensor.is_contiguous():
+            return None
+        if tensor.untyped_storage().data_ptr() != storage.data_ptr() or tensor.data_ptr() != base + piece.offset:
+            return None
+    for ((piece, _), (after, _)), free in zip(pairwise(pieces), loose, strict=False):
+        if piece.offset + piece.nbytes != after.offset and not free:
+            return None
+    data: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=device)
+    return data.set_(storage, base - storage.data_ptr(), (nbytes,), (1,))
+
+
+def _dtype(piece: Piece) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, piece.copy.dtype)
+    return dtype

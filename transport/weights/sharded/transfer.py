@@ -1,0 +1,135 @@
+"""Moves one version between this rank and its peers of one process group, and proves it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from transport.weights.sharded.process_group import ProcessGroup
+from transport.weights.sharded.staging import Sums
+from transport.weights.sharded.steps import Step
+from transport.weights.sharded.words import BROKEN, DAMAGED, WHOLE, Form
+
+DEPTH = 4
+"""Messages under way at once, at least."""
+GREETING_TAG, SUMS_TAG = 0, 1 << 30
+"""Of the first message to each peer, and of the last of a transfer: the checksums of all pieces, int64."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a transfer ended."""
+
+    state: str
+    """whole | damaged | broken."""
+    fault: str = ""
+
+
+class Cancelled(RuntimeError):
+    """The epoch is over."""
+
+
+class Exchange:
+    """What one rank does over a process group.
+
+    Consumes: messages of its peers. Produces: messages to them, bytes in the rank's tensors.
+    Waits for: its peers, until the deadline of each call. Unblocked by: them, their death, `abort`.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        rank: int,
+        peers: Iterable[int],
+        device: torch.device,
+        connect_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Meets the epoch's other ranks. `rank`: among them, source ranks first. `peers`: those it exchanges with.
+
+        `device`: where messages lie."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._group = ProcessGroup(form.backend, form.store, rank, form.sources + form.ranks, connect_s=connect_s)
+        self._device, self._clock = device, clock
+        self._stop = threading.Event()
+        # One byte to each in the order of the ranks, which is the same for all: NCCL connects a pair at its first
+        # message and waits for it, and pairs that wait for each other in a circle would do so for ever.
+        greeting = torch.zeros(1, dtype=torch.uint8, device=device)
+        exchange = self._group.send if rank < form.sources else self._group.receive
+        for peer in sorted(peers):
+            self._wait(exchange(greeting, peer, GREETING_TAG), clock() + connect_s)
+
+    def abort(self) -> None:
+        """End what runs, from another thread."""
+        self._stop.set()
+        self._group.abort()
+
+    def send(self, steps: Sequence[Step], known: Sums, depth: int, deadline: float) -> Outcome:
+        """Send all steps, then to each peer the sums of what it was sent: those `known`, or made on the way."""
+        return self._guarded(lambda: self._send(steps, known, depth, deadline))
+
+    def receive(self, steps: Sequence[Step], depth: int, deadline: float) -> Outcome:
+        """Receive all steps, put them into place, and compare the sums with the peers'."""
+        return self._guarded(lambda: self._receive(steps, depth, deadline))
+
+    def _guarded(self, move: Callable[[], Outcome]) -> Outcome:
+        try:
+            return move()
+        except (RuntimeError, TimeoutError) as error:
+            return Outcome(BROKEN, f"{error}".splitlines()[0][:300])
+
+    def _send(self, steps: Sequence[Step], known: Sums, depth: int, deadline: float) -> Outcome:
+        works: list[Any] = []
+        sums: dict[int, list[int]] = {}
+        for number, step in enumerate(steps):
+            if number >= depth:
+                self._wait(works[number - depth], deadline)
+            found = step.pack()
+            works.append(self._group.send(step.data, step.peer, step.tag))
+            sums.setdefault(step.peer, []).extend(step.known(known) or found or step.sums())
+        proofs = {peer: _words(found).to(self._device) for peer, found in sums.items()}
+        works += [self._group.send(proof, peer, SUMS_TAG) for peer, proof in proofs.items()]
+        for work in works[max(0, len(steps) - depth) :]:
+            self._wait(work, deadline)
+        return Outcome(WHOLE)
+
+    def _receive(self, steps: Sequence[Step], depth: int, deadline: float) -> Outcome:
+        names: dict[int, list[str]] = {}
+        for step in steps:
+            names.setdefault(step.peer, []).extend(step.names)
+        proofs = {
+            peer: torch.empty(len(found), dtype=torch.int64, device=self._device) for peer, found in names.items()
+        }
+        works = [self._group.receive(step.data, step.peer, step.tag) for step in steps[:depth]]
+        sums: dict[int, list[int]] = {}
+        for number, step in enumerate(steps):
+            self._wait(works[number], deadline)
+            sums.setdefault(step.peer, []).extend(step.unpack())
+            if number + depth < len(steps):
+                step = steps[number + depth]
+                works.append(self._group.receive(step.data, step.peer, step.tag))
+        for peer, proof in proofs.items():
+            self._wait(self._group.receive(proof, peer, SUMS_TAG), deadline)
+        bad: set[str] = set()
+        for peer, proof in proofs.items():
+            wrong = (proof.cpu() != _words(sums[peer])).nonzero().flatten().tolist()
+            bad.update(names[peer][at] for at in wrong)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return Outcome(DAMAGED, f"other bytes than were sent in {sorted(bad)[:4]}") if bad else Outcome(WHOLE)
+
+    def _wait(self, work: Any, deadline: float) -> None:
+        self._group.wait(work, deadline, self._clock)
+        if self._stop.is_set():
+            raise Cancelled("the transfer was given up")
+
+
+def _words(sums: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(sums, np.uint64).view(np.int64))
