@@ -144,7 +144,7 @@ def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Lin
         ranked = sorted(range(len(nodes)), key=lambda at: -share(nodes[at].busy))[: max(room - 2, 0)]
         shown = [nodes[at] for at in sorted(ranked)]
     names = [several(node.name, node.replicas, glyphs) for node in shown]
-    name_width = min(max(8, *map(cell_len, names)), max(width // 3, 8), 28)
+    name_width = min(max([8, *map(cell_len, names)]), max(width // 3, 8), 28)
     with_state, with_note = width >= 64, width >= 76
     fixed = name_width + 24 + 11 * with_state + 20 * with_note
     bar = min(max(width - fixed, 4), 30)
