@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -372,8 +372,16 @@ SCREENS = st.builds(
 )
 
 
+NO_ROOM_FOR_NODES = (
+    Snapshot(nodes=(NodeSnapshot(name="a"), NodeSnapshot(name="b")), accuracy=0.0, tokens_per_s=0.0),
+    [],
+    Screen(width=8, height=8, glyphs=UNICODE),
+)
+
+
 @settings(max_examples=200, deadline=None)
 @given(SNAPSHOTS, st.lists(st.floats(), max_size=50), SCREENS)
+@example(*NO_ROOM_FOR_NODES)
 def test_any_snapshot_fits_any_screen(snapshot: Snapshot, rewards: list[float], screen: Screen) -> None:
     found = lines(snapshot, rewards, screen)
     assert len(found) <= screen.height
