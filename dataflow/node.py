@@ -5,7 +5,7 @@ import difflib
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import pyarrow as pa
 import structlog
@@ -106,6 +106,62 @@ class WeightsIn(Protocol):
         """Take the newest offered version into the attached tensors; its number."""
 
 
+class Offered(Protocol):
+    """A version that may be adopted."""
+
+    @property
+    def version(self) -> int:
+        """Its number."""
+
+    @property
+    def segment(self) -> str:
+        """Where it lies."""
+
+
+class LeadingWeightsIn(WeightsIn, Protocol):
+    """The end of the first of several ranks, each of which takes its own part of a version."""
+
+    @property
+    def layout(self) -> Any:
+        """The trainer's layout; `to_plain` gives it in plain values."""
+
+    def prove(self) -> Offered | None:
+        """Hold the offered version still, proved, until `adopt` or `decline`; None when it was withdrawn."""
+
+    def decline(self) -> None:
+        """Let go of it: some rank cannot take it."""
+
+
+class WeightsBeside(Protocol):
+    """The end of one of the other ranks."""
+
+    def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None = None) -> bool:
+        """Hold the version that the first rank has proved; False when it cannot. `layout` where it is a new one."""
+
+    def leave(self) -> None:
+        """Let go of it."""
+
+    def take(self) -> int:
+        """Its part of the version into the attached tensors; its number."""
+
+    def close(self) -> None:
+        """Leave the weight plane."""
+
+
+@runtime_checkable
+class OpensWeights(Protocol):
+    """Opens a reader's end of the weight plane for these tensors."""
+
+    @property
+    def site(self) -> Mapping[str, str] | None:
+        """In plain values, where other ranks of this machine find the same versions (`ports.open_beside`), if they can.
+
+        Where it is given, the end is a LeadingWeightsIn and may hold pieces of the full tensors."""
+
+    def __call__(self, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None = None) -> WeightsIn:
+        """`pieces`: (full shape, dimension, ranges along it) by name, of tensors that are parts of full ones."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """How far a lane's generation may run ahead of its trainer."""
@@ -149,7 +205,8 @@ class Context:
     writer: Callable[[Mapping[str, Any]], WeightsOut] | None = None
     """For a trainer: opens the weight plane for these tensors; None when nobody reads them."""
     reader: Callable[[Mapping[str, Any]], WeightsIn] | None = None
-    """For a reader of trained weights: attaches these tensors; None when the model is frozen."""
+    """For a reader of trained weights: attaches these tensors; None when the model is frozen. An `OpensWeights` where
+    other ranks may take versions themselves."""
     narrow: str | None = None
     """The format in which the tensors of `Operator.narrow_tensors` arrive there; None: as the others."""
 

@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from dataflow.fan_out import FanOut
 from dataflow.graph import Graph
 from dataflow.host import Host, Settings
-from dataflow.node import WeightsIn, WeightsOut
+from dataflow.node import OpensWeights, WeightsBeside, WeightsIn, WeightsOut
 from dataflow.plan import Plan
 from dataflow.records import schema
 from dataflow.wiring import CAPACITY_BYTES, Edge, edges, narrow_format, readers_of
@@ -107,16 +108,16 @@ class Ports:
 
         return open_writer
 
-    def reader_of(self, trainer: str, reader: str) -> Callable[[Mapping[str, Any]], WeightsIn]:
+    def reader_of(self, trainer: str, reader: str) -> OpensWeights:
         """Opens a reader's end."""
+        executor = self._executor(trainer, reader, self._settings.replica)
 
-        def open_reader(tensors: Mapping[str, Any]) -> WeightsIn:
-            executor = self._executor(trainer, reader, self._settings.replica)
-            end: WeightsIn = self._reader(trainer, executor, tensors, f"{reader}-{self._settings.replica}")
+        def open_reader(tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None) -> WeightsIn:
+            end: WeightsIn = self._reader(trainer, executor, tensors, pieces, f"{reader}-{self._settings.replica}")
             self._weights.append(end)
             return end
 
-        return open_reader
+        return _Opener(open_reader, self._place(trainer, executor))
 
     def poll(self) -> None:
         """Answer on the weight planes, whatever the operators are doing."""
@@ -169,7 +170,9 @@ class Ports:
             return WeightWriter(layout, self._site(trainer, executor))
         return ShardedWriter(_whole(layout), 0, self._meeting(trainer, executor), **self._collective(executor))
 
-    def _reader(self, trainer: str, executor: str, tensors: Mapping[str, Any], name: str) -> Any:
+    def _reader(
+        self, trainer: str, executor: str, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None, name: str
+    ) -> Any:
         from transport.weights import FlatLayout, ShardedReader, WeightReader
 
         end: Any
@@ -177,9 +180,10 @@ class Ports:
             layout = _whole(FlatLayout.of(tensors))
             device = self._collective(executor)["device"]
             end = ShardedReader(layout, 0, self._meeting(trainer, executor), name, device=device)
+            end.attach(tensors)
         else:
-            end = WeightReader(self._site(trainer, executor), name)
-        end.attach(tensors)
+            end = WeightReader(self._site(trainer, executor), name, adopt=_adopt(executor))
+            end.attach(tensors, pieces)
         return end
 
     def _collective(self, executor: str) -> dict[str, Any]:
@@ -192,14 +196,16 @@ class Ports:
             from transport.weights import Hub
 
             return self._hubs.setdefault(trainer, Hub())
-        address, folder = self._meeting(trainer, executor), self._settings.sockets
-        if executor == "cuda_ipc":
-            from transport.weights.cuda_ipc import CudaIpc
+        place = self._place(trainer, executor)
+        assert place is not None, "the others do not meet at a site"
+        return _site_at(place, self._settings.device)
 
-            return CudaIpc(address, self._settings.device, folder=folder)
-        from transport.weights import SharedMemory
-
-        return SharedMemory(address, folder=folder)
+    def _place(self, trainer: str, executor: str) -> dict[str, str] | None:
+        """Where the processes of one machine meet, in plain values; None where they meet otherwise."""
+        if executor == "local" or executor in _COLLECTIVE:
+            return None
+        address = self._meeting(trainer, executor)
+        return {"executor": executor, "address": address, "folder": self._settings.sockets}
 
     def _meeting(self, trainer: str, executor: str) -> str:
         return f"ipc://{self._settings.sockets}/weights.{trainer}.{executor}"
@@ -210,3 +216,40 @@ def _whole(flat: "FlatLayout") -> "Layout":
     from transport.weights.layout import Layout
 
     return Layout.whole({spec.name: (spec.shape, spec.dtype) for spec in flat.tensors}, aliases=flat.aliases)
+
+
+def open_beside(
+    site: Mapping[str, str], device: str, name: str, tensors: Mapping[str, Any], pieces: Mapping[str, Any]
+) -> WeightsBeside:
+    """The end of another rank, on `device`, where `OpensWeights.site` says; it enters what the first one tells it."""
+    from transport.weights.companion import Companion
+
+    end = Companion(_site_at(site, device), name, adopt=_adopt(site["executor"]))
+    end.attach(tensors, pieces)
+    return end
+
+
+@dataclass(frozen=True)
+class _Opener:
+    """OpensWeights."""
+
+    opened: Callable[[Mapping[str, Any], Mapping[str, Any] | None], WeightsIn]
+    site: Mapping[str, str] | None
+
+    def __call__(self, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None = None) -> WeightsIn:
+        return self.opened(tensors, pieces)
+
+
+def _site_at(place: Mapping[str, str], device: str) -> Any:
+    if place["executor"] == "cuda_ipc":
+        from transport.weights.cuda_ipc import CudaIpc
+
+        return CudaIpc(place["address"], device, folder=place["folder"])
+    from transport.weights import SharedMemory
+
+    return SharedMemory(place["address"], folder=place["folder"])
+
+
+def _adopt(executor: str) -> Literal["view", "copy"]:
+    """On a GPU an engine's captured graphs keep pointers to its parameters, which must not move."""
+    return "copy" if executor == "cuda_ipc" else "view"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dataflow.node import Context
+from dataflow.node import Context, WeightsIn
 from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine
 from operators.engine.precision import quantise
@@ -32,6 +33,8 @@ class Built:
     tokenizer: Any
     ends: frozenset[int]
     """Tokens at which a completion ends, which are not part of its text."""
+    reader: Callable[[], WeightsIn] | None = None
+    """Opens its end of the weight plane, where it is more than the engine's `tensors`, attached to the context's."""
 
 
 def make_engine(declaration: Generator, context: Context, model: torch.nn.Module | None = None) -> Built:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from dataflow.node import Batch, Context, Runtime
+from dataflow.node import Batch, Context, Runtime, WeightsIn
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
 from operators.engine import groups
 from operators.engine.admission import Admission
@@ -41,7 +41,11 @@ class GeneratorRuntime(Runtime):
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._context_tokens = self.engine.context_tokens
         self._admission: Admission[Group] = Admission(context.bounds, declaration.in_flight)
-        self._reader = context.reader(self.engine.tensors) if context.reader else None
+        self._reader: WeightsIn | None = None
+        if built.reader is not None:
+            self._reader = built.reader()
+        elif context.reader is not None:
+            self._reader = context.reader(self.engine.tensors)
         self._told_dropped = 0
         self._tickets: dict[int, tuple[Group, int]] = {}
         self._next_ticket = 0

@@ -10,42 +10,21 @@ import torch
 import zmq
 
 from transport.errors import PeerGone, WaitTimeout
-from transport.native import Follower
-from transport.weights import memory
-from transport.weights.errors import AddressTaken, ChecksumMismatch, LayoutMismatch, WeightError
+from transport.weights.attached import Attached, Mapped
+from transport.weights.errors import AddressTaken, ChecksumMismatch, WeightError
 from transport.weights.flat import FlatLayout
 from transport.weights.handshake import Pace, ReaderHandshake
 from transport.weights.messages import Note, Offer
-from transport.weights.ports import ReaderSegment, Site
+from transport.weights.pieces import Piece
+from transport.weights.ports import Site
 from transport.weights.proof import NAP_S, Proof, follows
 from transport.weights.shared_memory import SharedMemory
-
-
-class _Mapped:
-    """A segment with the attached tensors' places in it."""
-
-    def __init__(self, segment: ReaderSegment, layout: FlatLayout, targets: list[list[torch.Tensor]], view: bool):
-        self.segment = segment
-        self._offsets, self._sizes = memory.ranges(layout)
-        self.flips: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for source, tensors in zip(memory.views(layout, segment.buffer), targets, strict=True):
-            for target in tensors:
-                own = isinstance(target, torch.nn.Parameter) and target.device == source.device
-                flip = view and own and target.dtype == source.dtype
-                (self.flips if flip else self.copies).append((target, source))
-
-    def follow(self, version: int) -> Follower | None:
-        """What sums the version's tensors while they are written, where that can be."""
-        if not follows(self.segment):
-            return None
-        return Follower(self.segment.buffer, self._offsets, self._sizes, self.segment.progress, version)
 
 
 class _Transfer:
     """A version on its way: its bytes are proved; inside its segment once it is offered."""
 
-    def __init__(self, key: str, version: int, mapped: _Mapped, proof: Proof) -> None:
+    def __init__(self, key: str, version: int, mapped: Mapped, proof: Proof) -> None:
         self.key, self.version, self.mapped, self.proof = key, version, mapped, proof
         self.inside = False
 
@@ -77,25 +56,20 @@ class WeightReader:
         checked on a thread beside this loop, and it is offered when they are. Elsewhere, and for xxh3,
         `prove_bytes_per_poll` checks about that much at each poll; None checks it all in `adopt`."""
         self.name = name
-        self._view = adopt == "view"
         self._port = (SharedMemory(address) if isinstance(address, str) else address).reader()
         self._handshake = ReaderHandshake(name, pace)
         self._plain: Mapping[str, object] | None = None
         self._layout: FlatLayout | None = None
-        self._attached: Mapping[str, torch.Tensor] | None = None
-        self._targets: list[list[torch.Tensor]] = []
-        self._mapped: dict[str, _Mapped] = {}
-        self._inside: _Mapped | None = None
+        self._attached = Attached(self._port, f"reader '{name}'", view=adopt == "view", threads=threads)
         self._transfer: _Transfer | None = None
-        self._torn = False
         self._slice_bytes = prove_bytes_per_poll
-        self._threads, self._clock = threads, clock
+        self._clock = clock
         self._closed = False
 
     @property
     def version(self) -> int:
         """The version that the attached tensors hold, -1 for none."""
-        return -1 if self._torn else self._handshake.version
+        return -1 if self._attached.torn else self._handshake.version
 
     @property
     def epoch(self) -> int:
@@ -122,17 +96,19 @@ class WeightReader:
         """What a loop may poll for reading; None in one process."""
         return self._port.socket
 
-    def attach(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def attach(self, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece] | None = None) -> None:
         """Name the tensors that versions go into, `dict(model.named_parameters())`; before the first adopt.
 
-        LayoutMismatch, here or at the poll that brings the writer's layout, when names or shapes differ."""
+        `pieces` tells which part of a full tensor one holds, where it is not all of it: one rank's slices. Parameters
+        that hold a single range of rows become views of it; other slices are copied.
+        LayoutMismatch, here or at the poll that brings the writer's layout, when names or full shapes differ."""
         self._require_open()
         if self._handshake.version >= 0:
             raise WeightError(
                 f"tensors must be attached before the first version is adopted; found version {self.version} "
                 "adopted; attach right after making the reader"
             )
-        self._attached = dict(tensors)
+        self._attached.name(tensors, pieces)
         self._bind()
 
     def poll(self) -> Offer | None:
@@ -158,33 +134,51 @@ class WeightReader:
                 self._layout = layout
                 self._bind()
         offer = self._handshake.offer
-        if self._attached is None:
+        if not self._attached.named:
             return offer
         transfer = self._pursue(eager=self._slice_bytes is not None)
         if offer is None or offer is not self._handshake.offer:
             return None
         return offer if transfer is None or transfer.proof.proved(offer) else None
 
-    def adopt(self) -> int:
-        """Make the offered version the attached tensors' value; the version now held.
+    def prove(self) -> Offer | None:
+        """Step into the offered version's segment and prove it, the first half of `adopt`; None as there.
 
-        It is proved by checksum first: a damaged one raises ChecksumMismatch and the old one stays. When
-        there is no offer, or the writer has just withdrawn it for a newer one, nothing changes."""
+        It stays entered until `adopt` or `decline`, with no poll in between: whoever enters its segment meanwhile, the
+        other ranks of this reader (`Companion`), finds the bytes that were proved."""
         self._require_open()
         transfer, offer = self._pursue(eager=True), self._handshake.offer
         if transfer is None or offer is None:
-            return self.version
+            return None
         transfer.proof.finish(offer)
-        self._transfer, damage = None, transfer.proof.damage
-        transfer.proof.close()
+        damage = transfer.proof.damage
         if damage is not None:
-            transfer.mapped.segment.leave()
+            self._give_up()
             self._port.send(self._handshake.refused(offer, damage))
             raise ChecksumMismatch(
                 f"version {offer.version} is damaged and reader '{self.name}' keeps version {self.version}; "
                 f"found other bytes in {damage} than were published; wait for the next version"
             )
-        self._take(transfer.mapped)
+        return offer
+
+    def decline(self) -> None:
+        """Step out of a proved version; it is offered again, or a newer one is."""
+        offer = self._handshake.offer
+        self._give_up()
+        if offer is not None:
+            self._handshake.withdrawn(offer)
+
+    def adopt(self) -> int:
+        """Make the offered version the attached tensors' value; the version now held.
+
+        It is proved by checksum first: a damaged one raises ChecksumMismatch and the old one stays. When
+        there is no offer, or the writer has just withdrawn it for a newer one, nothing changes."""
+        offer, transfer = self.prove(), self._transfer
+        if offer is None or transfer is None:
+            return self.version
+        self._transfer = None
+        transfer.proof.close()
+        self._attached.take(transfer.mapped)
         self._port.send(self._handshake.committed(offer))
         return self.version
 
@@ -220,43 +214,15 @@ class WeightReader:
         if self._closed:
             return
         self._closed = True
-        if self._inside:
-            for parameter, source in self._inside.flips:
-                if parameter.data_ptr() == source.data_ptr():
-                    parameter.data = source.clone()
-            self._inside.segment.leave()
         self._give_up()
-        if self._inside and self._inside not in self._mapped.values():
-            self._inside.segment.close()
-        for mapped in self._mapped.values():
-            mapped.segment.close()
-        self._mapped.clear()
-        self._inside = None
+        self._attached.close()
         if self._handshake.joined:
             self._port.send(self._handshake.leaving())
         self._port.close()
 
     def _bind(self) -> None:
-        layout, tensors = self._layout, self._attached
-        if layout is None or tensors is None:
-            return
-        targets = layout.arrange(tensors, f"reader '{self.name}'")
-        owners: dict[int, str] = {}
-        for spec, tied in zip(layout.tensors, targets, strict=True):
-            for pointer in {tensor.data_ptr() for tensor in tied if tensor.numel()}:
-                if pointer in owners:
-                    raise LayoutMismatch(
-                        f"reader '{self.name}' has one tensor for two of the layout; found "
-                        f"'{owners[pointer]}' and '{spec.name}' in the same memory; tie them in the "
-                        "trainer's model, or untie them here"
-                    )
-                owners[pointer] = spec.name
-        self._targets = targets
         self._give_up()
-        for mapped in self._mapped.values():
-            if mapped is not self._inside:
-                mapped.segment.close()
-        self._mapped = {}
+        self._attached.bind(self._layout)
 
     def _give_up(self) -> None:
         if self._transfer is not None:
@@ -277,13 +243,13 @@ class WeightReader:
             self._give_up()
         if goal is None or layout is None:
             return None
-        if self._attached is None:
+        if not self._attached.named:
             raise WeightError(
                 f"reader '{self.name}' has nowhere to put version {goal.version}; found nothing attached; "
                 "call attach(dict(model.named_parameters())) first"
             )
         if self._transfer is None:
-            mapped = self._map(goal.segment, layout)
+            mapped = self._attached.open(goal.segment)
             if mapped is not None and not follows(mapped.segment) and not (eager and offer):
                 return None
             if mapped is not None:
@@ -299,34 +265,6 @@ class WeightReader:
             transfer.inside = True
             self._port.send(self._handshake.entered(offer))
         return transfer.inside
-
-    def _map(self, key: str, layout: FlatLayout) -> _Mapped | None:
-        if key not in self._mapped:
-            segment = self._port.segment(key, layout.nbytes)
-            if segment is None:
-                return None
-            for old in [k for k, m in self._mapped.items() if m is not self._inside][: len(self._mapped) - 1]:
-                self._mapped.pop(old).segment.close()
-            self._mapped[key] = _Mapped(segment, layout, self._targets, self._view)
-        return self._mapped[key]
-
-    def _take(self, mapped: _Mapped) -> None:
-        self._torn = True
-        try:
-            if mapped.copies:
-                with memory.copying(self._threads):
-                    memory.copy([t for t, _ in mapped.copies], [s for _, s in mapped.copies])
-            for parameter, source in mapped.flips:
-                parameter.data = source
-            self._torn = False
-        finally:
-            if self._torn or not mapped.flips:
-                mapped.segment.leave()
-        before, self._inside = self._inside, mapped if mapped.flips else None
-        if before is not None and before is not mapped:
-            before.segment.leave()
-            if before not in self._mapped.values():
-                before.segment.close()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -9,12 +9,13 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from dataflow.node import Context
+from dataflow.ports import open_beside
 from operators.engine.parallel import group
 from operators.engine.parallel.channel import Channel
 from operators.engine.parallel.lockstep import follow, next_word
@@ -51,7 +52,7 @@ def main(end: int) -> int:
 
 def _serve(
     channel: Channel, folder: Path, *, rank: int, size: int, device: str, declaration: dict[str, object], node: str,
-    threads: int, start_s: float, timeout_s: float,
+    replica: int, site: Mapping[str, str] | None, threads: int, start_s: float, timeout_s: float,
 ) -> None:  # fmt: skip
     """Join, load, build, and follow rank 0 to the end."""
     mesh = group.join(folder, rank, size, torch.device(device), timeout_s)
@@ -65,8 +66,15 @@ def _serve(
 
     context = Context(node=node, device=device, threads=threads)
     member = make_member(declaration_of(declaration), context, mesh, loading())
-    channel.send({"pieces": plain_pieces(member.shards)})
-    follow(member, channel, rank, start_s)
+    pieces = plain_pieces(member.shards)
+    with contextlib.ExitStack() as ends:
+        beside = None
+        if site is not None:
+            own = {name: shard.local for name, shard in member.shards.items()}
+            beside = open_beside(site, device, f"{node}-{replica}.{rank}", own, pieces)
+            ends.callback(beside.close)
+        channel.send({"pieces": pieces})
+        follow(member, channel, rank, start_s, beside)
 
 
 if __name__ == "__main__":

@@ -78,12 +78,12 @@ def spread(
 def receive(shards: Mapping[str, Shard]) -> None:
     """Another rank: take what `spread` sends, parameter by parameter."""
     for shard in shards.values():
-        dist.recv(shard.local, src=0)
+        dist.recv(shard.local.data, src=0)
 
 
 def digests(shards: Mapping[str, Shard]) -> dict[str, int]:
     """A checksum (xxh3, 64 bits) of the bytes of each parameter of this rank, by name."""
     return {
-        name: xxhash.xxh3_64_intdigest(shard.local.cpu().view(-1).view(torch.uint8).numpy().data)
+        name: xxhash.xxh3_64_intdigest(shard.local.data.cpu().view(-1).view(torch.uint8).numpy().data)
         for name, shard in shards.items()
     }

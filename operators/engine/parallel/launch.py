@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import torch
 
-from dataflow.node import Context
+from dataflow.node import Context, OpensWeights
 from operators.engine.build import Built
 from operators.engine.parallel import group
 from operators.engine.parallel.lockstep import Lockstep
@@ -34,6 +35,7 @@ def make_parallel(
         WorkerDied, DeadlineError: a rank did not start.
     """
     device = torch.device(context.device)
+    opens = context.reader if isinstance(context.reader, OpensWeights) and context.reader.site else None
     team = Team(declaration.name, size, start_s=start_s, timeout_s=timeout_s)
     try:
         for rank in range(1, size):
@@ -41,6 +43,7 @@ def make_parallel(
         settings = {
             "declaration": plain_declaration(declaration), "node": context.node, "threads": context.threads,
             "size": size, "folder": str(team.folder), "start_s": start_s, "timeout_s": timeout_s,
+            "replica": context.rank, "site": opens and opens.site,
         }  # fmt: skip
         for rank in range(1, size):
             place = f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else context.device
@@ -64,4 +67,6 @@ def make_parallel(
         if cause is error:
             raise
         raise cause from error
-    return dataclasses.replace(member.built, engine=Lockstep(member, team, others))
+    lockstep = Lockstep(member, team, others)
+    reader = None if opens is None else functools.partial(lockstep.lead, opens)
+    return dataclasses.replace(member.built, engine=lockstep, reader=reader)

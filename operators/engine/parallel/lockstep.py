@@ -8,15 +8,18 @@ checksum of rank 0's rows, so a rank that drew otherwise ends with an error befo
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
+from dataflow.node import OpensWeights, WeightsBeside
 from operators.engine.parallel import group
 from operators.engine.parallel.channel import Channel
+from operators.engine.parallel.leader import Leader
 from operators.engine.parallel.member import Member, state_of
 from operators.engine.parallel.shards import Piece
 from operators.engine.parallel.team import BLAME_S, Team, timed_out
@@ -40,14 +43,26 @@ class Lockstep:
     def __init__(self, member: Member, team: Team, others: Sequence[Mapping[str, Piece]]) -> None:
         """`others`: which part of each parameter rank r + 1 holds."""
         self._engine = member.engine
-        self._shards, self._team, self._others = member.shards, team, others
+        self.node, self.timeout_s = team.node, team.timeout_s
+        self.shards = member.shards
+        """Rank 0's, by name."""
+        self._team, self._others = team, others
         self._broken = ""
-        dtypes = {name: shard.local.dtype for name, shard in member.shards.items()}
-        self.tensors: dict[str, torch.Tensor] = {
-            name: torch.nn.Parameter(torch.empty(shard.shape, dtype=dtypes[name]), requires_grad=False)
-            for name, shard in member.shards.items()
+        self._leader: Leader | None = None
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What the weight plane writes into where only rank 0 can reach it: whole tensors in main memory, which is not
+        taken before that."""
+        return {
+            name: torch.nn.Parameter(torch.empty(shard.shape, dtype=shard.local.dtype), requires_grad=False)
+            for name, shard in self.shards.items()
         }
-        """What the weight plane writes into: whole tensors in main memory, which is not taken before that."""
+
+    def lead(self, opens: OpensWeights) -> Leader:
+        """Have every rank take its own slices, from now on; the end of the weight plane that says when."""
+        self._leader = Leader(self, opens)
+        return self._leader
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -65,18 +80,38 @@ class Lockstep:
             return self._engine.abort(tickets)
 
     def adopted(self, version: int) -> None:
-        """Cut what is in `tensors` into the slices of all ranks, each of which is sent its own bytes only."""
+        """As `Engine.adopted`, on all ranks. Unless each takes its own slices, cut what is in `tensors` into those of
+        all ranks first, and send each its own bytes only."""
         with self._together(f"taking version {version}"):
+            if self._leader is None:
+                self._tell(do="receive")
+                group.spread(self.tensors, self.shards, self._others)
             self._tell(do="adopted", version=version)
-            group.spread(self.tensors, self._shards, self._others)
             self._engine.adopted(version)
+
+    def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None) -> list[int]:
+        """Have all others enter a version that rank 0 is inside of; the ranks that cannot: then none stays in it."""
+        with self._together(f"entering version {version}"):
+            self._tell(do="enter", segment=segment, version=version, layout=layout)
+            others = range(1, self._team.size)
+            answers = [self._team.answer(rank, "entry", self.timeout_s) for rank in others]
+            outside = [rank for rank, entered in zip(others, answers, strict=True) if not entered]
+            if outside:
+                self._tell(do="leave")
+            return outside
+
+    def take(self, version: int, own: Callable[[], int]) -> int:
+        """Have all others take the version that they have entered, while rank 0 does so by `own`; what that returns."""
+        with self._together(f"taking version {version}"):
+            self._tell(do="take")
+            return own()
 
     def digests(self) -> list[dict[str, int]]:
         """Checksums of the parameters that each rank holds, rank by rank, by name."""
         with self._together("comparing weights"):
             self._tell(do="digests")
             answers = [self._team.answer(rank, "digests") for rank in range(1, self._team.size)]
-            return [group.digests(self._shards), *answers]
+            return [group.digests(self.shards), *answers]
 
     def close(self) -> None:
         """Give up all rows and end the other ranks; may be called again."""
@@ -105,8 +140,10 @@ class Lockstep:
             raise cause from error
 
 
-def follow(member: Member, channel: Channel, rank: int, start_s: float) -> None:
+def follow(member: Member, channel: Channel, rank: int, start_s: float, beside: WeightsBeside | None = None) -> None:
     """Do what rank 0 says until it says that all is over.
+
+    beside: this rank's end of the weight plane, where it takes its own slices.
 
     consumes: words of rank 0
     produces: this rank's part of each exchange
@@ -135,8 +172,15 @@ def follow(member: Member, channel: Channel, rank: int, start_s: float) -> None:
             engine.step([start_of(start, stops) for start in word["starts"]])
         elif word["do"] == "abort":
             engine.abort(word["tickets"])
-        elif word["do"] == "adopted":
+        elif word["do"] == "receive":
             group.receive(member.shards)
+        elif word["do"] == "enter" and beside is not None:
+            channel.send({"entry": beside.enter(word["segment"], word["version"], word["layout"])})
+        elif word["do"] == "leave" and beside is not None:
+            beside.leave()
+        elif word["do"] == "take" and beside is not None:
+            beside.take()
+        elif word["do"] == "adopted":
             engine.adopted(word["version"])
         elif word["do"] == "digests":
             channel.send({"digests": group.digests(member.shards)})

@@ -66,7 +66,8 @@ def make_member(
 
 
 def state_of(engine: Engine) -> int:
-    """A checksum of the live rows: whose they are, how long, and their newest tokens; equal on all ranks."""
+    """A checksum of the weights' version and of the live rows: whose they are, how long, and their newest tokens; equal
+    on all ranks."""
     rows = engine.rows
-    last = rows.last.cpu().numpy()
-    return zlib.crc32(np.concatenate([rows.ticket[: rows.n], rows.lengths, last]).astype(np.int64).tobytes())
+    state = [np.array([engine.version]), rows.ticket[: rows.n], rows.lengths, rows.last.cpu().numpy()]
+    return zlib.crc32(np.concatenate(state).astype(np.int64).tobytes())

@@ -47,8 +47,8 @@ class Piece:
 class Shard:
     """One parameter of this rank."""
 
-    local: torch.Tensor
-    """Its own memory, contiguous, which the model computes with."""
+    local: nn.Parameter
+    """Contiguous, and what the model computes with: its memory may be exchanged for another, by `local.data`."""
     shape: tuple[int, ...]
     """Of the full tensor."""
     piece: Piece
@@ -110,10 +110,12 @@ def _shard(model: nn.Module, name: str, *, keep: tuple[nn.Module, ...], device: 
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         parameter.data = parameter.data.to(device).contiguous()
-        return Shard(parameter.data, shape, Piece(None))
-    local = parameter.to_local().detach()
-    if module not in keep:
-        module._parameters[leaf] = nn.Parameter(local, requires_grad=False)
+        return Shard(parameter, shape, Piece(None))
+    local = nn.Parameter(parameter.to_local().detach(), requires_grad=False)
+    if module in keep:
+        parameter._local_tensor = local
+    else:
+        module._parameters[leaf] = local
     return Shard(local, shape, _piece(parameter))
 
 
@@ -143,10 +145,13 @@ def runs_of(index: list[int]) -> tuple[tuple[int, int], ...]:
 
 
 def plain_pieces(shards: Mapping[str, Shard]) -> dict[str, Any]:
-    """For msgpack."""
-    return {name: [shard.piece.dim, [list(run) for run in shard.piece.runs]] for name, shard in shards.items()}
+    """Full shape, dimension and ranges, for msgpack and for the weight plane."""
+    return {
+        name: [list(shard.shape), shard.piece.dim, [list(run) for run in shard.piece.runs]]
+        for name, shard in shards.items()
+    }
 
 
 def pieces_of(plain: Mapping[str, Any]) -> dict[str, Piece]:
     """The pieces again."""
-    return {name: Piece(dim, tuple((first, last) for first, last in runs)) for name, (dim, runs) in plain.items()}
+    return {name: Piece(dim, tuple((first, last) for first, last in runs)) for name, (_, dim, runs) in plain.items()}

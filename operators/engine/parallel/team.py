@@ -48,9 +48,9 @@ class Team:
 
     def __init__(self, node: str, size: int, *, start_s: float, timeout_s: float) -> None:
         """Start ranks 1 to size - 1 of the generator `node`; they wait for their first word."""
-        self.node, self.size = node, size
+        self.node, self.size, self.timeout_s = node, size, timeout_s
         self.folder = Path(tempfile.mkdtemp(prefix="dataflow-ranks-"))
-        self._start_s, self._timeout_s = start_s, timeout_s
+        self._start_s = start_s
         self._channels: dict[int, Channel] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         for rank in range(1, size):
@@ -61,15 +61,18 @@ class Team:
         for each in self._channels if rank is None else [rank]:
             self._channels[each].send(word)
 
-    def answer(self, rank: int, name: str) -> Any:
-        """What a rank answers under `name`. Raises WorkerDied when it fails instead, DeadlineError when it is late."""
+    def answer(self, rank: int, name: str, wait_s: float | None = None) -> Any:
+        """What a rank answers under `name`, within `wait_s` seconds; None: as long as a start may take.
+
+        Raises WorkerDied when it fails instead, DeadlineError when it is late."""
+        wait_s = self._start_s if wait_s is None else wait_s
         try:
-            word = self._channels[rank].receive(self._start_s)
+            word = self._channels[rank].receive(wait_s)
         except EOFError:
             raise self._died(rank, "", f"its {name}") from None
         except TimeoutError:
             raise DeadlineError(
-                f"rank 0 of '{self.node}' waited {self._start_s:.0f} s for '{name}' of rank {rank} (pid "
+                f"rank 0 of '{self.node}' waited {wait_s:.0f} s for '{name}' of rank {rank} (pid "
                 f"{self._processes[rank].pid}) and did not get it; see this worker's log, or give it more time"
             ) from None
         if name not in word:
@@ -98,7 +101,7 @@ class Team:
         if late and silent:
             ranks = ", ".join(f"{rank} (pid {self._processes[rank].pid})" for rank in silent)
             return DeadlineError(
-                f"rank 0 of '{self.node}' waited {self._timeout_s:.0f} s for rank {ranks} in {doing} "
+                f"rank 0 of '{self.node}' waited {self.timeout_s:.0f} s for rank {ranks} in {doing} "
                 f"({str(error)[:200]}); see whether that process hangs, or raise the time-out"
             )
         return self._died(min(hurt), hurt[min(hurt)], doing) if hurt else error
@@ -126,7 +129,7 @@ class Team:
                 [sys.executable, "-P", "-m", "operators.engine.parallel.follower", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
-        self._channels[rank] = Channel(ours, self._timeout_s)
+        self._channels[rank] = Channel(ours, self.timeout_s)
 
     def _last_words(self, rank: int) -> tuple[str, str]:
         """What a rank that has ended, or is about to, said of it: the error's type and text; empty where nothing."""

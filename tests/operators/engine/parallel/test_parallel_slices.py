@@ -1,0 +1,349 @@
+"""Every rank takes its own slices of a version from the trainer's memory, and all ranks compute with the same one."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from slices_rig import Opens, Shapes, publish, values, writer
+
+from dataflow import Graph, Model
+from dataflow.errors import DeadlineError, RunError, WorkerDied
+from dataflow.host import Settings
+from dataflow.node import Context, OpensWeights
+from dataflow.plan import Devices, plan
+from dataflow.ports import Ports
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from operators.engine.parallel.launch import make_parallel
+from operators.engine.results import Start
+from operators.engine.runtime import GeneratorRuntime
+from transport.weights import ChecksumMismatch
+from transport.weights.shared_memory import HEADER_BYTES
+
+WAIT_S = 60.0
+
+
+class Rig:
+    """Rank 0 with its followers, and a trainer in this process."""
+
+    def __init__(self, declaration: Any, folder: Path, size: int, timeout_s: float) -> None:
+        self.opens = Opens(f"ipc://{folder}/w", str(folder))
+        context = Context(node="generator", reader=self.opens)
+        built = make_parallel(declaration, context, size, start_s=90.0, timeout_s=timeout_s)
+        assert built.reader is not None
+        self.engine: Any = built.engine
+        self.shards = self.engine.shards
+        self.shapes: Shapes = {name: shard.shape for name, shard in self.shards.items()}
+        self.reader: Any = built.reader()
+        self.writer: Any = None
+
+    def publish(self, version: int) -> None:
+        """From this process."""
+        self.writer = self.writer or writer(self.shapes, self.opens)
+        assert self.writer.publish(version, values(self.shapes, version))
+
+    def offered(self) -> Any:
+        """Until there is an offer."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            if self.writer is not None:
+                self.writer.poll()
+            if offer := self.reader.poll():
+                return offer
+            time.sleep(0.001)
+        raise AssertionError("no offer came")
+
+    def take(self) -> int:
+        """As the runtime does between two steps."""
+        self.offered()
+        self.reader.adopt()
+        self.engine.adopted(self.reader.version)
+        return int(self.reader.version)
+
+    def assert_slices(self, version: int) -> None:
+        """Every rank holds its slices of the version, and nothing else."""
+        expected = values(self.shapes, version)
+        for rank, digests in enumerate(self.engine.digests()):
+            assert digests.keys() == expected.keys()
+            for name, full in expected.items():
+                mine = part(name, full, rank, 2).contiguous()
+                assert digests[name] == xxhash.xxh3_64_intdigest(mine.numpy().tobytes()), f"{name} on rank {rank}"
+
+    def close(self) -> None:
+        self.engine.close()
+        for end in (*self.opens.end, *filter(None, [self.writer])):
+            end.close()
+
+
+def part(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """What a rank of a Llama holds, written out."""
+    kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if kind in ("o_proj", "down_proj"):
+        return full.chunk(size, -1)[rank]
+    return full if "norm" in kind else full.chunk(size)[rank]
+
+
+@pytest.fixture
+def rig(declare, tmp_path_factory):
+    made: list[Rig] = []
+
+    def make(timeout_s: float = 30.0, **knobs: Any) -> Rig:
+        made.append(Rig(declare(**knobs), tmp_path_factory.mktemp("w"), 2, timeout_s))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def start(limit: int = 60) -> Start:
+    return Start(prompt=np.arange(2, 9), limit=limit, tickets=[0, 1], seeds=[0, 1])
+
+
+def trainer(rig: Rig, first: int, last: int) -> tuple[Any, Any]:
+    """A trainer's process, and what it sets when all is published."""
+    spawn = multiprocessing.get_context("spawn")
+    done = spawn.Event()
+    given = (rig.opens.address, rig.opens.folder, rig.shapes, first, last, done)
+    process = spawn.Process(target=publish, args=given)
+    process.start()
+    return process, done
+
+
+def end(process: Any) -> None:
+    process.kill()
+    process.join(20)
+
+
+def test_under_a_running_trainer_each_rank_holds_its_slices_of_every_version_it_computes_with(rig):
+    ranks = rig(slots=2)
+    ranks.engine.step([start()])
+    process, _ = trainer(ranks, 1, 52)
+    seen = [-1]
+    try:
+        while seen[-1] < 52:
+            seen.append(ranks.take())
+            ranks.assert_slices(seen[-1])
+            ranks.engine.step()
+    finally:
+        end(process)
+    assert seen == sorted(set(seen)) and len(seen) > 20
+    assert ranks.engine.progress(0).versions[-20:].tolist() == seen[-20:]
+
+
+def test_twenty_versions_are_taken_by_both_ranks_byte_for_byte_between_steps(rig):
+    ranks = rig(slots=2)
+    ranks.engine.step([start()])
+    for version in range(20):
+        ranks.publish(version)
+        assert ranks.take() == version
+        ranks.assert_slices(version)
+        ranks.engine.step()
+    drawn = ranks.engine.progress(0).versions[-20:].tolist()
+    assert drawn == list(range(20))
+
+
+def test_slices_by_rows_are_views_of_the_trainers_memory_and_only_slices_by_columns_are_copied(rig):
+    ranks = rig()
+    for version in (1, 2):
+        ranks.publish(version)
+        ranks.take()
+        mapped = ranks.opens.end[0]._attached._inside
+        buffer = mapped.segment.buffer
+        begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
+        copied = {name for name, shard in ranks.shards.items() if not begin <= shard.local.data_ptr() < end}
+        assert copied == {name for name in ranks.shapes if "o_proj" in name or "down_proj" in name}
+        assert sum(target.nbytes for target, _ in mapped.copies) == sum(ranks.shards[n].local.nbytes for n in copied)
+
+
+def test_a_version_that_appears_while_ranks_enter_another_is_the_next_one_for_all(rig):
+    ranks = rig()
+    ranks.publish(1)
+    ranks.offered()
+    enter = ranks.engine.enter
+
+    def enter_late(*told: Any) -> Any:
+        ranks.engine.enter = enter
+        ranks.publish(7)
+        ranks.reader._end._port.wait(0.2)
+        return enter(*told)
+
+    ranks.engine.enter = enter_late
+    assert ranks.reader.adopt() == 1
+    ranks.engine.adopted(1)
+    ranks.assert_slices(1)
+    assert ranks.take() == 7
+    ranks.assert_slices(7)
+
+
+def test_a_version_that_one_rank_cannot_enter_is_taken_by_none_and_the_next_by_all(rig):
+    ranks = rig()
+    ranks.publish(1)
+    ranks.take()
+    ranks.publish(2)
+    offer = ranks.offered()
+    path = Path(ranks.opens.folder) / offer.segment
+    aside = path.rename(f"{path}.gone")
+    assert ranks.reader.adopt() == 1
+    ranks.engine.adopted(ranks.reader.version)
+    ranks.assert_slices(1)
+    aside.rename(path)
+    assert ranks.take() == 2
+    ranks.assert_slices(2)
+    ranks.publish(3)
+    assert ranks.take() == 3
+
+
+def test_a_rank_that_can_enter_nothing_for_too_long_ends_the_replica_with_the_cause(rig):
+    ranks = rig()
+    ranks.publish(1)
+    offer = ranks.offered()
+    (Path(ranks.opens.folder) / offer.segment).unlink()
+    ranks.engine.timeout_s = 0.0
+    ranks.engine.enter = lambda *told: [1]
+    with pytest.raises(DeadlineError, match=r"ranks \[1\] of 'generator' could enter no version .* version 1 gone"):
+        ranks.reader.adopt()
+
+
+def test_a_damaged_version_is_taken_by_no_rank_and_the_next_by_all(rig):
+    ranks = rig()
+    ranks.publish(1)
+    ranks.take()
+    ranks.publish(2)
+    newest = next(key for key, version in ranks.writer._handshake.segments.items() if version == 2)
+    with (Path(ranks.opens.folder) / newest).open("r+b") as file:
+        file.seek(HEADER_BYTES + 1)
+        found = file.read(1)[0]
+        file.seek(HEADER_BYTES + 1)
+        file.write(bytes([found ^ 1]))
+    with pytest.raises(ChecksumMismatch, match="version 2 is damaged"):
+        ranks.take()
+    ranks.assert_slices(1)
+    ranks.publish(3)
+    assert ranks.take() == 3
+    ranks.assert_slices(3)
+
+
+def test_a_rank_that_is_killed_is_named_at_the_next_version_and_holds_the_trainer_up_no_more(rig):
+    ranks = rig()
+    ranks.publish(1)
+    ranks.take()
+    ranks.publish(2)
+    ranks.offered()
+    pid = ranks.engine._team._processes[1].pid
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=rf"rank 1 of 'generator' \(pid {pid}\) ended by signal 9 .* in its entry"):
+        ranks.reader.adopt()
+    with pytest.raises(RunError, match="not in step any more"):
+        ranks.engine.step()
+    ranks.opens.end[0].close()
+    for version in (3, 4, 5):
+        ranks.publish(version)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_frozen_is_named_when_the_time_out_has_passed(rig):
+    ranks = rig(timeout_s=2.0)
+    ranks.publish(1)
+    ranks.offered()
+    pid = ranks.engine._team._processes[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match=rf"waited 2 s for 'entry' of rank 1 \(pid {pid}\)"):
+        ranks.reader.adopt()
+
+
+def test_ranks_keep_their_version_when_the_trainer_is_killed_and_take_the_next_trainers(rig):
+    ranks = rig(slots=2)
+    process, done = trainer(ranks, 1, 2)
+    try:
+        while ranks.reader.version < 2:
+            ranks.take()
+        assert done.wait(WAIT_S)
+    finally:
+        end(process)
+    ranks.engine.step([start()])
+    ranks.assert_slices(2)
+    ranks.publish(9)
+    assert ranks.take() == 9
+    ranks.assert_slices(9)
+    ranks.engine.step()
+
+
+def test_a_rank_of_another_version_ends_the_run_before_it_answers(rig):
+    ranks = rig(slots=2)
+    ranks.publish(1)
+    ranks.take()
+    ranks.engine.step([start()])
+    ranks.engine._engine.version = 2
+    with pytest.raises(WorkerDied, match="rank 1 is not in step with rank 0"):
+        ranks.engine.step()
+
+
+def test_the_generators_runtime_has_every_rank_take_its_own_slices(declare, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("w")
+    opens = Opens(f"ipc://{folder}/w", str(folder))
+    runtime = GeneratorRuntime(declare(tensor_parallel=2), Context(node="generator", reader=opens))
+    engine: Any = runtime.engine
+    shapes = {name: shard.shape for name, shard in engine.shards.items()}
+    trainer_end = writer(shapes, opens)
+    try:
+        assert trainer_end.publish(4, values(shapes, 4))
+        deadline = time.monotonic() + WAIT_S
+        while engine.version != 4 and time.monotonic() < deadline:
+            trainer_end.poll()
+            runtime.work()
+        assert engine.version == 4
+        assert "tensors" not in vars(engine)
+        for rank, digests in enumerate(engine.digests()):
+            for name, full in values(shapes, 4).items():
+                mine = part(name, full, rank, 2).contiguous()
+                assert digests[name] == xxhash.xxh3_64_intdigest(mine.numpy().tobytes())
+    finally:
+        runtime.close()
+        for each in (*opens.end, trainer_end):
+            each.close()
+
+
+@pytest.mark.parametrize(("executor", "meets"), [("shared_memory", True), ("cuda_ipc", True), ("gloo", False)])
+def test_the_ports_tell_other_ranks_where_versions_are_where_they_can_map_them(executor, meets, tmp_path):
+    graph, model = Graph("test"), Model("policy")
+    generator, learner = FakeGenerator(model=model), FakeTrainer(model=model)
+    learner(generator(graph.source(FakePrompts())))
+    graph.feedback(learner.weights, generator, max_staleness=1)
+    made = plan(graph, Devices(cpus=2))
+    (path,) = made.weight_paths
+    object.__setattr__(made, "weight_paths", (dataclasses.replace(path, executor=executor),))
+    settings = Settings(folder="", worker="generator", sockets=str(tmp_path))
+    opens = Ports(graph, made, ["generator"], settings).reader_of("trainer", "generator")
+    assert isinstance(opens, OpensWeights)
+    address = f"ipc://{tmp_path}/weights.trainer.{executor}"
+    expected = {"executor": executor, "address": address, "folder": str(tmp_path)}
+    assert opens.site == (expected if meets else None)
+
+
+def test_ranks_that_cannot_reach_the_trainers_memory_are_sent_their_slices_by_rank_0(declare):
+    built = make_parallel(
+        declare(), Context(node="generator", reader=Opens("", "", meets=False)), 2, start_s=90.0, timeout_s=30.0
+    )
+    engine: Any = built.engine
+    try:
+        assert built.reader is None
+        shapes = {name: shard.shape for name, shard in engine.shards.items()}
+        for name, full in values(shapes, 3).items():
+            engine.tensors[name].data.copy_(full)
+        engine.adopted(3)
+        for rank, digests in enumerate(engine.digests()):
+            for name, full in values(shapes, 3).items():
+                mine = part(name, full, rank, 2).contiguous()
+                assert digests[name] == xxhash.xxh3_64_intdigest(mine.numpy().tobytes())
+    finally:
+        engine.close()
