@@ -182,7 +182,7 @@ class Ports:
             end = ShardedReader(layout, 0, self._meeting(trainer, executor), name, device=device)
             end.attach(tensors)
         else:
-            end = WeightReader(self._site(trainer, executor), name, adopt=_adopt(executor))
+            end = WeightReader(self._site(trainer, executor), name, adopt=_adopt(executor), on_damage="keep")
             end.attach(tensors, pieces)
         return end
 

@@ -147,8 +147,9 @@ class GeneratorRuntime(Runtime):
     def _listen(self) -> None:
         """A safe point: take the newest weights that are offered."""
         if self._reader is not None and self._reader.poll() is not None:
-            self._reader.adopt()
-            self.engine.adopted(self._reader.version)
+            before = self._reader.version
+            if self._reader.adopt() != before:
+                self.engine.adopted(self._reader.version)
 
     def _starts(self) -> list[Start]:
         """Groups that start in the next step."""

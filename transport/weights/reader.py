@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -19,6 +20,8 @@ from transport.weights.pieces import Piece
 from transport.weights.ports import Site
 from transport.weights.proof import NAP_S, Proof, follows
 from transport.weights.shared_memory import SharedMemory
+
+log = logging.getLogger(__name__)
 
 
 class _Transfer:
@@ -42,6 +45,7 @@ class WeightReader:
         name: str,
         *,
         adopt: Literal["view", "copy"] = "view",
+        on_damage: Literal["raise", "keep"] = "raise",
         prove_bytes_per_poll: int | None = None,
         threads: int = 1,
         pace: Pace | None = None,
@@ -52,6 +56,8 @@ class WeightReader:
         `adopt`: "view" turns parameters into views of the shared buffer, so that an update is a pointer flip;
         "copy" copies into the parameters' own memory, for callers that keep pointers to it (captured graphs,
         fused tensors). Tensors that are no Parameter, or have another dtype or device, are always copied.
+        `on_damage`: what `adopt` does with a damaged version: "raise" ChecksumMismatch, or "keep" the version held
+        and say so in the log. Either way the writer hears that it was refused, and newer versions are taken.
         Where a version can be read while it is written (shared memory, with a C compiler at hand) its sums are
         checked on a thread beside this loop, and it is offered when they are. Elsewhere, and for xxh3,
         `prove_bytes_per_poll` checks about that much at each poll; None checks it all in `adopt`."""
@@ -63,6 +69,7 @@ class WeightReader:
         self._attached = Attached(self._port, f"reader '{name}'", view=adopt == "view", threads=threads)
         self._transfer: _Transfer | None = None
         self._slice_bytes = prove_bytes_per_poll
+        self._keeps = on_damage == "keep"
         self._clock = clock
         self._closed = False
 
@@ -155,10 +162,14 @@ class WeightReader:
         if damage is not None:
             self._give_up()
             self._port.send(self._handshake.refused(offer, damage))
-            raise ChecksumMismatch(
+            what = (
                 f"version {offer.version} is damaged and reader '{self.name}' keeps version {self.version}; "
                 f"found other bytes in {damage} than were published; wait for the next version"
             )
+            if not self._keeps:
+                raise ChecksumMismatch(what)
+            log.warning(what)
+            return None
         return offer
 
     def decline(self) -> None:
@@ -171,7 +182,7 @@ class WeightReader:
     def adopt(self) -> int:
         """Make the offered version the attached tensors' value; the version now held.
 
-        It is proved by checksum first: a damaged one raises ChecksumMismatch and the old one stays. When
+        It is proved by checksum first; of a damaged one `on_damage` tells, and the old one stays. When
         there is no offer, or the writer has just withdrawn it for a newer one, nothing changes."""
         offer, transfer = self.prove(), self._transfer
         if offer is None or transfer is None:

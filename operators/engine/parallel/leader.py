@@ -57,7 +57,7 @@ class Leader:
     def adopt(self) -> int:
         """Take the newest offered version on all ranks, or on none; the version now in use.
 
-        What rank 0 finds damaged is an error before another rank hears of it. Raises WorkerDied or DeadlineError when
+        Of what rank 0 finds damaged no other rank hears. Raises WorkerDied or DeadlineError when
         a rank does not take part, or could enter nothing for as long as the group's time-out.
         """
         offer = self._end.prove()

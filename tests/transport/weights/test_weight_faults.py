@@ -94,6 +94,21 @@ def test_a_flipped_byte_is_found_at_that_sync_and_the_old_version_stays(place, c
     assert values(mine) == {3}
 
 
+def test_a_run_goes_on_with_the_version_before_a_damaged_one_and_says_so_in_the_log(place, caplog):
+    mine = parameters()
+    writer, reader = place.writer(LAYOUT), place.reader(attach=mine, on_damage="keep")
+    writer.publish(1, parameters(1))
+    place.settle(writer, reader)
+    writer.publish(2, parameters(2))
+    place.flip(writer._handshake.front.segment, LAYOUT.tensors[1].offset + 5)
+    place.settle(writer, reader)
+    assert (reader.version, values(mine)) == (1, {1})
+    assert "keeps version 1; found other bytes in tensor 'up'" in caplog.text
+    writer.publish(3, parameters(3))
+    place.settle(writer, reader)
+    assert (reader.version, values(mine)) == (3, {3})
+
+
 def test_a_second_writer_of_one_address_is_refused(place):
     place.writer(LAYOUT)
     with pytest.raises(AddressTaken, match="writer"):
