@@ -25,11 +25,12 @@ import msgpack
 import torch
 import zmq
 
+from transport.weights.address import Address, flock
 from transport.weights.device_memory import DeviceMemory, Handle
 from transport.weights.errors import MessageError, SegmentError
 from transport.weights.messages import ReaderMessage, WriterMessage
 from transport.weights.ports import ReaderPort, ReaderSegment, WriterPort, WriterSegment
-from transport.weights.shared_memory import SharedMemory, _flock
+from transport.weights.shared_memory import SharedMemory
 
 HANDLE_BYTES = 1024
 """Room for a handle in a segment's file."""
@@ -192,7 +193,7 @@ class _WriterPort:
 
 class _ReaderPort:
     def __init__(self, site: SharedMemory, memory: DeviceMemory) -> None:
-        self._site, self._memory = site, memory
+        self._place, self._memory = site.place, memory
         self._files: ReaderPort = site.reader()
 
     @property
@@ -233,7 +234,7 @@ class _ReaderPort:
         try:
             return self._memory.open(handle)
         except SegmentError:
-            if _owned(self._site):
+            if _owned(self._place):
                 raise
             return None
 
@@ -252,13 +253,13 @@ def _unpacked(payload: torch.Tensor) -> tuple[str, Handle]:
         ) from None
 
 
-def _owned(site: SharedMemory) -> bool:
+def _owned(place: Address) -> bool:
     """Whether a live writer has the address."""
     try:
-        lock = os.open(site.lock_path, os.O_RDONLY | os.O_CLOEXEC)
+        lock = os.open(place.lock_path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        return not _flock(lock, fcntl.LOCK_SH)
+        return not flock(lock, fcntl.LOCK_SH)
     finally:
         os.close(lock)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
-
-from transport.weights.errors import MessageError
+from transport.weights import wire
 
 Note = dict[str, int | float | str]
 """A few small facts that the writer tells all its readers; the newest replaces the one before."""
@@ -145,32 +143,16 @@ ReaderMessage = Hello | Ready | Committed | Refused | Beat | Bye
 WriterMessage = Welcome | Coming | Offer | Told | Fenced
 Message = ReaderMessage | WriterMessage
 
-KINDS: dict[str, type[Message]] = {
-    kind.__name__.lower(): kind
-    for kind in (Hello, Welcome, Coming, Offer, Ready, Committed, Refused, Beat, Told, Fenced, Bye)
-}
-_TYPES = {"int": int, "str": str, "bool": bool, "bytes": bytes, "dict[str, Any]": dict, "Note": dict}
+KINDS: dict[str, type[Message]] = wire.kinds(
+    Hello, Welcome, Coming, Offer, Ready, Committed, Refused, Beat, Told, Fenced, Bye
+)
 
 
 def encode(message: Message) -> bytes:
-    """The message as msgpack: {"kind": ..., its fields}."""
-    packed: bytes = msgpack.packb({"kind": type(message).__name__.lower(), **vars(message)})
-    return packed
+    """The message as msgpack."""
+    return wire.pack(message)
 
 
 def decode(payload: bytes) -> Message:
     """The message that `encode` wrote; anything else is a MessageError."""
-    try:
-        plain = msgpack.unpackb(payload)
-        kind = KINDS[plain.pop("kind")]
-        message = kind(**plain)
-        for part in fields(kind):
-            value = getattr(message, part.name)
-            if type(value) is not _TYPES[str(part.type)]:
-                raise TypeError(f"{part.name} is {type(value).__name__}, not {part.type}")
-    except (ValueError, KeyError, TypeError, AttributeError, msgpack.UnpackException) as error:
-        raise MessageError(
-            f"a weight message cannot be read; found {payload[:40]!r} ({error}); "
-            "writer and readers must run the same release"
-        ) from None
-    return message
+    return wire.unpack(payload, KINDS, "a weight message")

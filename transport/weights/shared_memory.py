@@ -17,29 +17,20 @@ import mmap
 import os
 import secrets
 import struct
-import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
-import xxhash
-import zmq
 
-from transport.errors import AddressError
-from transport.weights.errors import AddressTaken, MessageError, SegmentError
+from transport.weights.address import Address, Socket, arrived, flock, sent
+from transport.weights.errors import MessageError, SegmentError
 from transport.weights.messages import ReaderMessage, WriterMessage, decode, encode
 
 HEADER_BYTES = mmap.PAGESIZE
 """Before the tensors: eight bytes of magic; the version that the segment holds; the one that is written, and the bytes
 of it that are whole; all int64."""
 MAGIC = b"DFWEIGHT"
-MESSAGE_BYTES = 64 << 20
-"""The largest message taken; a layout of 100,000 tensors is about 10 MB."""
-RELEASE_S = 1.0
-"""How long ZeroMQ may take to let go of a port that was closed."""
 
 
 class SharedMemory:
@@ -47,98 +38,41 @@ class SharedMemory:
 
     def __init__(self, address: str, *, folder: str | Path | None = None) -> None:
         """`folder`: where the segments lie, /dev/shm where there is one; the same for writer and readers."""
-        self.address = _checked(address)
-        shm = Path("/dev/shm")
-        self.folder = Path(folder) if folder else shm if shm.is_dir() else Path(tempfile.gettempdir())
-        self.prefix = f"dataflow-{xxhash.xxh3_64_hexdigest(self.address.encode())}-"
+        self.place = Address(address, folder)
+
+    @property
+    def address(self) -> str:
+        """Where writer and readers meet."""
+        return self.place.url
 
     def writer(self, poll: Callable[[], None]) -> _WriterPort:
         """Claim the address, and sweep the segments that a killed writer left there."""
-        lock = self._lock()
+        lock = self.place.claim()
         try:
             self._unlink_segments()
-            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-            socket.set(zmq.ROUTER_MANDATORY, 1)
-            socket.set(zmq.ROUTER_HANDOVER, 1)
-            _bounded(socket)
-            self._bind(socket)
+            socket = self.place.bound()
         except BaseException:
-            self._unlock(lock)
+            self.place.release(lock)
             raise
-        return _WriterPort(self, socket, lock)
+        return _WriterPort(self.place, socket, lock)
 
     def reader(self) -> _ReaderPort:
         """Connect to the address."""
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        socket.set(zmq.IDENTITY, b"r" + secrets.token_bytes(15))
-        socket.set(zmq.RECONNECT_IVL, 20)
-        socket.set(zmq.RECONNECT_IVL_MAX, 500)
-        _bounded(socket)
-        socket.connect(self.address)
-        return _ReaderPort(self, socket)
+        return _ReaderPort(self.place, self.place.connected())
 
     def sweep(self) -> int:
         """Unlink what a killed writer of this address left in shared memory; the number of segments.
 
         AddressTaken while its writer is alive."""
-        lock = self._lock()
+        lock = self.place.claim()
         try:
             return self._unlink_segments()
         finally:
-            self._unlock(lock)
-
-    @property
-    def lock_path(self) -> Path:
-        """The file whose lock owns the address."""
-        return Path(f"{self._socket_path or self.folder / self.prefix}.lock")
-
-    @property
-    def _socket_path(self) -> Path | None:
-        return Path(self.address.removeprefix("ipc://")) if self.address.startswith("ipc://") else None
-
-    def _bind(self, socket: zmq.Socket[bytes]) -> None:
-        deadline = time.monotonic() + RELEASE_S
-        while True:
-            try:
-                socket.bind(self.address)
-                return
-            except zmq.ZMQError as error:
-                taken = error.errno == zmq.EADDRINUSE
-                if taken and time.monotonic() < deadline:
-                    time.sleep(0.02)
-                    continue
-                socket.close()
-                raise (AddressTaken if taken else AddressError)(
-                    f"the weight plane cannot listen at {self.address}; found: {error}; "
-                    "name another address (an ipc path has at most 107 characters)"
-                ) from None
-
-    def _lock(self) -> int:
-        while True:
-            lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if not _flock(lock, fcntl.LOCK_EX):
-                owner = os.pread(lock, 32, 0).decode(errors="replace")
-                os.close(lock)
-                raise AddressTaken(
-                    f"another writer has the address {self.address}; found process {owner or '(unknown)'} "
-                    "alive; stop it, or give this model an address of its own"
-                )
-            try:
-                current = self.lock_path.stat().st_ino == os.fstat(lock).st_ino
-            except FileNotFoundError:
-                current = False
-            if current:
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, str(os.getpid()).encode(), 0)
-                return lock
-            os.close(lock)
-
-    def _unlock(self, lock: int) -> None:
-        self.lock_path.unlink(missing_ok=True)
-        os.close(lock)
+            self.place.release(lock)
 
     def _unlink_segments(self) -> int:
-        stale = [path for path in self.folder.glob(f"{self.prefix}*") if path != self.lock_path]
+        place = self.place
+        stale = [path for path in place.folder.glob(f"{place.prefix}*") if path != place.lock_path]
         for path in stale:
             path.unlink(missing_ok=True)
         return len(stale)
@@ -164,10 +98,10 @@ class _WriterSegment:
             ) from None
         self.buffer = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
         self.progress: torch.Tensor | None = _progress(mapping)
-        _flock(self._file, fcntl.LOCK_EX)
+        flock(self._file, fcntl.LOCK_EX)
 
     def seal(self) -> bool:
-        if not _flock(self._file, fcntl.LOCK_EX):
+        if not flock(self._file, fcntl.LOCK_EX):
             return False
         os.pwrite(self._file, struct.pack("<qqq", -1, -1, 0), len(MAGIC))
         return True
@@ -193,7 +127,7 @@ class _ReaderSegment:
         self.progress: torch.Tensor | None = _progress(mmap.mmap(file, HEADER_BYTES, prot=mmap.PROT_READ))
 
     def enter(self, version: int) -> bool:
-        if not _flock(self._file, fcntl.LOCK_SH):
+        if not flock(self._file, fcntl.LOCK_SH):
             return False
         if os.pread(self._file, 16, 0) == struct.pack("<8sq", MAGIC, version):
             return True
@@ -209,56 +143,46 @@ class _ReaderSegment:
 
 
 class _WriterPort:
-    def __init__(self, site: SharedMemory, socket: zmq.Socket[bytes], lock: int) -> None:
-        self.socket: zmq.Socket[bytes] | None = socket
-        self._site, self._socket, self._lock = site, socket, lock
+    def __init__(self, place: Address, socket: Socket, lock: int) -> None:
+        self.socket: Socket | None = socket
+        self._place, self._socket, self._lock = place, socket, lock
 
     def segment(self, nbytes: int) -> _WriterSegment:
-        return _WriterSegment(self._site.folder, self._site.prefix + secrets.token_hex(6), nbytes)
+        return _WriterSegment(self._place.folder, self._place.prefix + secrets.token_hex(6), nbytes)
 
     def receive(self) -> list[tuple[bytes, ReaderMessage]]:
-        arrived: list[tuple[bytes, ReaderMessage]] = []
-        while frames := _next(self._socket):
+        found: list[tuple[bytes, ReaderMessage]] = []
+        while frames := arrived(self._socket):
             try:
                 message = decode(frames[-1])
             except MessageError as error:
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)
                 continue
             if isinstance(message, ReaderMessage):
-                arrived.append((frames[0], message))
-        return arrived
+                found.append((frames[0], message))
+        return found
 
     def send(self, peer: bytes, message: WriterMessage) -> bool:
-        try:
-            self._socket.send_multipart([peer, encode(message)], flags=zmq.NOBLOCK)
-        except zmq.Again:
-            return True
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                return False
-            raise
-        return True
+        return sent(self._socket, peer, encode(message))
 
     def wait(self, timeout_s: float) -> None:
         self._socket.poll(max(1, int(timeout_s * 1000)))
 
     def close(self) -> None:
         self._socket.close()
-        if path := self._site._socket_path:
-            path.unlink(missing_ok=True)
-        self._site._unlock(self._lock)
+        self._place.release(self._lock)
 
 
 class _ReaderPort:
-    def __init__(self, site: SharedMemory, socket: zmq.Socket[bytes]) -> None:
-        self.socket: zmq.Socket[bytes] | None = socket
-        self._site, self._socket = site, socket
+    def __init__(self, place: Address, socket: Socket) -> None:
+        self.socket: Socket | None = socket
+        self._place, self._socket = place, socket
 
     def segment(self, key: str, nbytes: int) -> _ReaderSegment | None:
-        if not key.startswith(self._site.prefix) or "/" in key:
+        if not key.startswith(self._place.prefix) or "/" in key:
             return None
         try:
-            file = os.open(self._site.folder / key, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(self._place.folder / key, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         if os.fstat(file).st_size != HEADER_BYTES + nbytes:
@@ -267,63 +191,21 @@ class _ReaderPort:
         return _ReaderSegment(file, nbytes)
 
     def receive(self) -> list[WriterMessage]:
-        arrived: list[WriterMessage] = []
-        while frames := _next(self._socket):
+        found: list[WriterMessage] = []
+        while frames := arrived(self._socket):
             message = decode(frames[-1])
             if isinstance(message, WriterMessage):
-                arrived.append(message)
-        return arrived
+                found.append(message)
+        return found
 
     def send(self, message: ReaderMessage) -> None:
-        try:
-            self._socket.send(encode(message), flags=zmq.NOBLOCK)
-        except zmq.Again:
-            return
+        sent(self._socket, encode(message))
 
     def wait(self, timeout_s: float) -> None:
         self._socket.poll(max(1, int(timeout_s * 1000)))
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _checked(address: str) -> str:
-    parts = urlsplit(address)
-    if parts.scheme == "tcp" and parts.hostname in ("127.0.0.1", "localhost", "::1") and parts.port:
-        return address
-    if parts.scheme != "ipc":
-        raise AddressError(
-            f"weights in shared memory stay on one machine; found address {address!r}; "
-            "use ipc:///folder/name.sock or tcp://127.0.0.1:port"
-        )
-    path = Path(address.removeprefix("ipc://")).absolute()
-    mode = path.parent.stat().st_mode & 0o777 if path.parent.is_dir() else None
-    if mode is None or mode & 0o077:
-        raise AddressError(
-            f"the folder of {address} must be there and be closed to other users; "
-            f"found {'no such folder' if mode is None else f'mode {mode:04o}'}; make it with mode 0700"
-        )
-    return f"ipc://{path}"
-
-
-def _bounded(socket: zmq.Socket[bytes]) -> None:
-    socket.set(zmq.MAXMSGSIZE, MESSAGE_BYTES)
-    socket.set(zmq.LINGER, 200)
-
-
-def _next(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    try:
-        return socket.recv_multipart(flags=zmq.NOBLOCK)
-    except zmq.Again:
-        return None
-
-
-def _flock(file: int, how: int) -> bool:
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _progress(mapping: mmap.mmap) -> torch.Tensor:

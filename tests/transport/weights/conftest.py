@@ -11,6 +11,7 @@ import torch
 import zmq
 
 from transport.weights import CudaIpc, FlatLayout, Hub, Pace, SharedMemory, WeightReader, WeightWriter, shared_memory
+from transport.weights import address as addresses
 from transport.weights.device_memory import HostMemory
 
 PACE = Pace(beat_s=0.5, silent_s=3.0, fence_s=5.0, forget_s=60.0)
@@ -96,7 +97,7 @@ def proving(end: WeightWriter | WeightReader) -> bool:
 def leftovers(address: str) -> set[str]:
     """What lies in shared memory for this address at this moment."""
     site = SharedMemory(address)
-    return {path.name for path in site.folder.glob(f"{site.prefix}*")}
+    return {path.name for path in site.place.folder.glob(f"{site.place.prefix}*")}
 
 
 def _count_messages(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightWriter | WeightReader], bool]:
@@ -117,14 +118,14 @@ def _count_messages(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightWriter |
 
     count(shared_memory._WriterPort, lambda message: message[0])
     count(shared_memory._ReaderPort, lambda message: b"writer")
-    take = shared_memory._next
+    take = shared_memory.arrived
 
     def taken(socket):
         frames = take(socket)
         on_the_way[inbox(socket)] -= frames is not None
         return frames
 
-    monkeypatch.setattr(shared_memory, "_next", taken)
+    monkeypatch.setattr(shared_memory, "arrived", taken)
 
     def arrive(end: WeightWriter | WeightReader) -> bool:
         if on_the_way[inbox(end.socket)] <= 0:
@@ -156,7 +157,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         site = SharedMemory(f"ipc://{tmp_path}/w.sock")
 
         def flip(key: str, byte: int) -> None:
-            with (site.folder / key).open("r+b") as file:
+            with (site.place.folder / key).open("r+b") as file:
                 file.seek(shared_memory.HEADER_BYTES + byte)
                 found = file.read(1)[0]
                 file.seek(shared_memory.HEADER_BYTES + byte)
@@ -171,13 +172,13 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 def clean_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing may lie in shared memory afterwards, of any address that the test has used."""
     used = set()
-    checked = shared_memory._checked
+    checked = addresses.checked
 
     def noted(address: str) -> str:
         used.add(checked(address))
         return checked(address)
 
-    monkeypatch.setattr(shared_memory, "_checked", noted)
+    monkeypatch.setattr(addresses, "checked", noted)
     yield
     assert not [name for address in used for name in leftovers(address)]
-    assert not [address for address in used if SharedMemory(address).lock_path.exists()]
+    assert not [address for address in used if SharedMemory(address).place.lock_path.exists()]

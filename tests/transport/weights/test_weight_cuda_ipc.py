@@ -42,7 +42,7 @@ class Watched(HostMemory):
         self.site, self.seen = None, []
 
     def passable(self, how):
-        for path in self.site.folder.glob(f"{self.site.prefix}*"):
+        for path in self.site.place.folder.glob(f"{self.site.place.prefix}*"):
             if path.stat().st_size == shared_memory.HEADER_BYTES + cuda_ipc.HANDLE_BYTES:
                 with path.open() as file:
                     try:
@@ -188,7 +188,7 @@ def test_the_site_travels_to_other_processes(site):
     from multiprocessing.reduction import ForkingPickler
 
     other = ForkingPickler.loads(ForkingPickler.dumps(site))
-    assert (other.address, other.device, other.site.folder) == (site.address, site.device, site.site.folder)
+    assert (other.address, other.device, other.site.place.folder) == (site.address, site.device, site.site.place.folder)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -180,9 +180,17 @@ def test_a_version_that_goes_out_later_has_the_numbers_it_was_published_with(pla
     writer, name = place.writer(encoded.layout), "layers.0.q_proj.weight"
     first, second = place.reader("first"), place.reader("second")
     trained = model(1)
-    for version, reader in ((1, first), (2, second)):
-        reader.attach({spec.name: torch.nn.Parameter(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)),
-                       requires_grad=False) for spec in encoded.layout.tensors})  # fmt: skip
+    held = [
+        {
+            spec.name: torch.nn.Parameter(
+                torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), requires_grad=False
+            )
+            for spec in encoded.layout.tensors
+        }
+        for _ in range(2)
+    ]
+    for version, reader, tensors in ((1, first, held[0]), (2, second, held[1])):
+        reader.attach(tensors)
         EncodedWriter(writer, encoded).publish(version, trained)
         place.settle(writer, reader)
     assert not EncodedWriter(writer, encoded).publish(3, trained)
@@ -191,5 +199,5 @@ def test_a_version_that_goes_out_later_has_the_numbers_it_was_published_with(pla
     place.settle(writer, first, second)
     place.settle(writer, first, second)
     assert first.version == 3
-    assert torch.equal(first._attached[name], expected)
+    assert torch.equal(held[0][name], expected)
     assert EncodedWriter(writer, encoded).version == 3

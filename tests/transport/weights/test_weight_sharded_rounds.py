@@ -373,5 +373,5 @@ def test_versions_that_are_kept_for_a_round_are_released_when_the_trainer_gives_
 def test_damaged_words_are_an_error_with_three_parts(payload):
     from transport.weights import MessageError
 
-    with pytest.raises(MessageError, match="cannot be read; found .*; trainer and generators"):
+    with pytest.raises(MessageError, match="cannot be read; found .*; writer and readers"):
         decode(payload)

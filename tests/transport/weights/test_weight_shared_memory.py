@@ -116,15 +116,15 @@ def test_full_memory_is_an_error_that_says_what_to_do(writer, monkeypatch):
 
 def test_segments_are_for_their_owner_alone(writer):
     writer.publish(1, parameters(1))
-    site = writer._port._site
-    modes = [(site.folder / name).stat().st_mode & 0o777 for name in leftovers(site.address)]
+    site = writer._port._place
+    modes = [(site.folder / name).stat().st_mode & 0o777 for name in leftovers(site.url)]
     assert modes == [0o600]
 
 
 def test_a_segment_outside_the_address_is_never_opened(address, tmp_path, reader):
     (tmp_path / "other").write_bytes(bytes(4096))
     site = SharedMemory(address)
-    for key in ("../../etc/passwd", "other", site.prefix + "/../other", site.prefix + "nowhere"):
+    for key in ("../../etc/passwd", "other", site.place.prefix + "/../other", site.place.prefix + "nowhere"):
         assert reader._port.segment(key, 4032) is None
 
 
@@ -189,7 +189,7 @@ def test_an_offer_of_an_epoch_that_is_not_the_readers_is_ignored(address, reader
 def test_a_killed_writers_segments_can_be_swept(address):
     site = SharedMemory(address)
     for name in ("one", "two"):
-        (site.folder / f"{site.prefix}{name}").write_bytes(b"stale")
+        (site.place.folder / f"{site.place.prefix}{name}").write_bytes(b"stale")
     assert site.sweep() == 2
     assert leftovers(address) == set()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import shutil
 import socket as sockets
 import threading
@@ -14,18 +13,18 @@ from typing import Any
 
 import zmq
 
+from transport.weights.address import Address, Socket, arrived, sent
 from transport.weights.errors import MessageError
 from transport.weights.sharded.lane import Lane, Party
 from transport.weights.sharded.member import Abort, Actions, Connect, Destination, Move, Source
 from transport.weights.sharded.rounds import Coordinator, Outgoing
 from transport.weights.sharded.transfer import Outcome
 from transport.weights.sharded.words import CoordinatorWord, Form, MemberWord, decode, encode
-from transport.weights.shared_memory import SharedMemory
 
 SELF = b"0"
 """The coordinator's own rank among its peers."""
-MESSAGE_BYTES = 256 << 20
-"""The largest word taken; a layout of 100,000 tensors over 1,024 ranks is about 20 MB."""
+ENDING_S = 2.0
+"""For transfers that were given up to end, when all is closed."""
 
 
 class Hall:
@@ -33,52 +32,26 @@ class Hall:
 
     def __init__(self, address: str) -> None:
         """AddressTaken when another live writer has it."""
-        self._site = SharedMemory(address)
-        self._lock = self._site._lock()
-        self.folder = Path(f"{self._site.lock_path}.groups")
-        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._place = Address(address)
+        self._lock = self._place.claim()
+        self.folder = Path(f"{self._place.lock_path}.groups")
         try:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(mode=0o700)
-            self.socket.set(zmq.ROUTER_MANDATORY, 1)
-            self.socket.set(zmq.ROUTER_HANDOVER, 1)
-            _bounded(self.socket)
-            self._site._bind(self.socket)
+            self.socket = self._place.bound()
         except BaseException:
-            self.socket.close()
-            self._site._unlock(self._lock)
+            self._place.release(self._lock)
             raise
 
     def send(self, peer: bytes, word: CoordinatorWord) -> bool:
         """False when the peer is known to be gone."""
-        try:
-            self.socket.send_multipart([peer, encode(word)], flags=zmq.NOBLOCK)
-        except zmq.Again:
-            return True
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
+        return sent(self.socket, peer, encode(word))
 
     def close(self) -> None:
         """Leave the address."""
         self.socket.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        if path := self._site._socket_path:
-            path.unlink(missing_ok=True)
-        self._site._unlock(self._lock)
-
-
-def connected(address: str) -> zmq.Socket[bytes]:
-    """A rank's socket to the coordinator, whether that is there yet or not."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    socket.set(zmq.IDENTITY, b"r" + secrets.token_bytes(15))
-    socket.set(zmq.RECONNECT_IVL, 20)
-    socket.set(zmq.RECONNECT_IVL_MAX, 500)
-    _bounded(socket)
-    socket.connect(SharedMemory(address).address)
-    return socket
+        self._place.release(self._lock)
 
 
 class Control(threading.Thread):
@@ -91,7 +64,7 @@ class Control(threading.Thread):
         member: Source | Destination,
         connect: Callable[[Form], Party],
         *,
-        socket: zmq.Socket[bytes] | None,
+        socket: Socket | None,
         beat_s: float,
         transfer_s: float,
         clock: Callable[[], float],
@@ -111,6 +84,7 @@ class Control(threading.Thread):
         self._heard = heard
         self._beat_s, self._transfer_s = beat_s, transfer_s
         self._lanes: dict[int, Lane] = {}
+        self._ending: list[Lane] = []
         self._outbox: deque[MemberWord | tuple[bytes, CoordinatorWord]] = deque()
         self._inbox: deque[CoordinatorWord] = deque()
         self._ear, self._bell = sockets.socketpair()
@@ -129,7 +103,7 @@ class Control(threading.Thread):
                         lane.move(action, self._clock() + self._transfer_s)
                 case Abort():
                     if lane := self._lanes.pop(action.epoch, None):
-                        lane.abort()
+                        self._end(lane)
                 case _ if self.coordinator:
                     self.route(self.coordinator.receive(SELF, action, self._clock()))
                 case _:
@@ -158,13 +132,17 @@ class Control(threading.Thread):
             self.act(last)
             self._closing = True
             for lane in self._lanes.values():
-                lane.abort()
+                self._end(lane)
             self._lanes.clear()
         self.ring()
         if self.ident is None:
             self._release()
         else:
             self.join(10)
+        # A thread that came back from C++ while the interpreter winds down would take the process with it.
+        deadline = self._clock() + ENDING_S
+        for lane in self._ending:
+            lane.ended(max(0.0, deadline - self._clock()))
 
     def run(self) -> None:
         """Serve until closed."""
@@ -203,17 +181,21 @@ class Control(threading.Thread):
             if not self._inbox:
                 poller.poll(max(1, int(self._beat_s * 250)))
 
+    def _end(self, lane: Lane) -> None:
+        lane.abort()
+        self._ending = [each for each in self._ending if not each.ended(0.0)] + [lane]
+
     def _hear(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._ear.recv(4096):
                 pass
         now = self._clock()
         if self._hall and self.coordinator:
-            while frames := _next(self._hall.socket):
+            while frames := arrived(self._hall.socket):
                 with contextlib.suppress(MessageError):
                     self.route(self.coordinator.receive(frames[0], _member(decode(frames[-1])), now))
         if self._socket:
-            while frames := _next(self._socket):
+            while frames := arrived(self._socket):
                 self._inbox.append(_coordinator(decode(frames[-1])))
 
     def _deliver(self) -> None:
@@ -233,8 +215,7 @@ class Control(threading.Thread):
                         self._hear()
                         self.route(self.coordinator.lost(entry[0], self._clock()))
             elif self._socket:
-                with contextlib.suppress(zmq.Again):
-                    self._socket.send(encode(entry), flags=zmq.NOBLOCK)
+                sent(self._socket, encode(entry))
 
     def _open(self, form: Form) -> None:
         def formed(fault: str, mismatch: bool) -> None:
@@ -246,18 +227,6 @@ class Control(threading.Thread):
                 self.act(self.member.moved(move.epoch, move.round, outcome.state, outcome.fault))
 
         self._lanes[form.epoch] = Lane(lambda: self._connect(form), formed, moved)
-
-
-def _bounded(socket: zmq.Socket[bytes]) -> None:
-    socket.set(zmq.MAXMSGSIZE, MESSAGE_BYTES)
-    socket.set(zmq.LINGER, 200)
-
-
-def _next(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    try:
-        return socket.recv_multipart(flags=zmq.NOBLOCK)
-    except zmq.Again:
-        return None
 
 
 def _member(word: Any) -> MemberWord:

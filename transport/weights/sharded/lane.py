@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -38,6 +39,7 @@ class Lane(threading.Thread):
         self._jobs: queue.SimpleQueue[tuple[Move, float] | None] = queue.SimpleQueue()
         self._party: Party | None = None
         self._over = False
+        self._aborting: threading.Thread | None = None
         self.start()
 
     def move(self, move: Move, deadline: float) -> None:
@@ -49,7 +51,16 @@ class Lane(threading.Thread):
         self._over = True
         self._jobs.put(None)
         if party := self._party:
-            threading.Thread(target=party.abort, name="weights-abort", daemon=True).start()
+            self._aborting = threading.Thread(target=party.abort, name="weights-abort", daemon=True)
+            self._aborting.start()
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether its threads end within that time, after `abort`."""
+        deadline = time.monotonic() + timeout_s
+        threads = [self, self._aborting] if self._aborting else [self]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
     def run(self) -> None:
         """Work until the epoch is over."""

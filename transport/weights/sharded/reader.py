@@ -5,25 +5,27 @@ from __future__ import annotations
 import contextlib
 import socket as sockets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from transport.errors import PeerGone, WaitTimeout
+from transport.weights.address import Address
 from transport.weights.errors import AddressTaken, LayoutMismatch, WeightError
 from transport.weights.layout import Layout
 from transport.weights.messages import Note
 from transport.weights.reshard import reshard
-from transport.weights.sharded.control import Control, connected
+from transport.weights.sharded.control import Control
+from transport.weights.sharded.deltas import WHOLE_MESSAGE, Gathered, Patch, patches
 from transport.weights.sharded.groups import Deadlines
 from transport.weights.sharded.member import Destination
 from transport.weights.sharded.parcels import parcels
-from transport.weights.sharded.shadow import Shadows
-from transport.weights.sharded.steps import Step, compiled
+from transport.weights.sharded.shadow import Buffer, Shadows
+from transport.weights.sharded.steps import Step, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, Exchange, Outcome
-from transport.weights.sharded.words import WHOLE, Form
+from transport.weights.sharded.words import DAMAGED, WHOLE, Form
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class ShardedReader:
             name, rank, self.ranks, layout.key, layout.to_plain(), self._deadlines, born=time.time_ns()
         )
         self._control = Control(
-            self._member, self._connect, socket=connected(address), beat_s=self._deadlines.beat_s,
+            self._member, self._connect, socket=Address(address).connected(), beat_s=self._deadlines.beat_s,
             transfer_s=self._deadlines.transfer_s, clock=clock, heard=self._announce,
         )  # fmt: skip
         self._started = False
@@ -225,7 +227,9 @@ class _Receiving:
         self._first = reader.rank % form.sources
         self._epoch = form.epoch
         self._shadows, self._device, self._lock = shadows, reader._device, reader._control.changed
+        self._deltas = self._usable = form.deltas
         self._steps: dict[int, list[Step]] = {}
+        self._gathered: dict[int, Gathered] = {}
         self._exchange = Exchange(
             form, form.sources + reader.rank, self._parcels, self._device, reader._deadlines.form_s, reader._clock
         )  # fmt: skip
@@ -233,19 +237,17 @@ class _Receiving:
     def move(self, version: int, deadline: float) -> Outcome:
         with self._lock:
             buffer = self._shadows.take()
+            base = self._shadows.base(self._epoch) if self._usable else None
         if buffer is None:
             return Outcome(WHOLE)
         state = ""
         try:
-            if buffer.number not in self._steps:
-                while len(self._steps) > 1:
-                    self._steps.pop(next(iter(self._steps)))
-                self._steps[buffer.number] = compiled(
-                    self._parcels, buffer.views, sending=False, depth=self._depth, device=self._device,
-                    first=self._first,
-                )  # fmt: skip
-            outcome = self._exchange.receive(self._steps[buffer.number], self._depth, deadline)
+            steps = recent(self._steps, buffer.number, lambda: self._compiled(buffer))
+            messages = self._agreed(steps, base, deadline) if self._deltas else steps
+            outcome = self._exchange.receive(messages, self._depth, deadline)
             state = outcome.state
+            if state == DAMAGED and any(isinstance(message, Patch) for message in messages):
+                self._usable = False
         finally:
             with self._lock:
                 self._shadows.give_back(buffer, self._epoch, version if state == WHOLE else -1)
@@ -253,3 +255,21 @@ class _Receiving:
 
     def abort(self) -> None:
         self._exchange.abort()
+
+    def _compiled(self, buffer: Buffer) -> list[Step]:
+        return compiled(
+            self._parcels, buffer.views, sending=False, depth=self._depth, device=self._device, first=self._first
+        )
+
+    def _agreed(self, steps: Sequence[Step], base: Buffer | None, deadline: float) -> Sequence[Step | Patch]:
+        """The messages as their senders will send them, knowing what version this rank has."""
+        exact = set(self._parcels) - {step.peer for step in steps if step.casts}
+        bases = {peer: base.version if base and peer in exact else -1 for peer in self._parcels}
+        told = self._exchange.sizes(bases, {peer: len(cut) for peer, cut in self._parcels.items()}, deadline)
+        if base is None or all(size == WHOLE_MESSAGE for found in told.values() for size in found):
+            return patches(steps, told, None)
+        gathered = recent(
+            self._gathered, base.number,
+            lambda: Gathered(self._parcels, base.views, sending=False, device=self._device),
+        )  # fmt: skip
+        return patches(steps, told, gathered)

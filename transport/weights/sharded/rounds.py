@@ -57,6 +57,7 @@ class Coordinator:
         *,
         backend: str = "gloo",
         bucket_bytes: int = 16 << 20,
+        deltas: bool = False,
         writer: int,
         now: float,
         deadlines: Deadlines | None = None,
@@ -69,7 +70,7 @@ class Coordinator:
         """What last ended an epoch, by the group's name."""
         self._ranks, self._key, self._layout, self._store = ranks, key, dict(layout), store
         self._writer, self._epochs = writer, writer
-        self._backend, self._bucket_bytes = backend, bucket_bytes
+        self._backend, self._bucket_bytes, self._deltas = backend, bucket_bytes, deltas
         self._sources: dict[int, SourceSeat] = {}
         self._left: set[int] = set()
         self._groups: dict[str, Group] = {}
@@ -285,7 +286,7 @@ class Coordinator:
             form = Form(
                 epoch=group.epoch, group=group.name, attempt=attempt, ranks=first.join.ranks, sources=self._ranks,
                 writer=self._writer, layout=layout, store=f"{self._store}{group.epoch}",
-                backend=self._backend, bucket_bytes=self._bucket_bytes,
+                backend=self._backend, bucket_bytes=self._bucket_bytes, deltas=self._deltas,
             )  # fmt: skip
             out.append((peer, form))
         group.enter("forming", {peer for peer, _, _ in ends}, now + self.deadlines.form_s)

@@ -53,8 +53,13 @@ class Shadows:
             for name in self._partial:
                 buffer.views[name].copy_(self._targets[name][0].detach())
             self._buffers.append(buffer)
-        buffer.use, buffer.version = "receiving", -1
+        buffer.use = "receiving"
         return buffer
+
+    def base(self, epoch: int) -> Buffer | None:
+        """The one with the newest version proved in this epoch, which `take` may have given out to be overwritten."""
+        held = [each for each in self._buffers if each.epoch == epoch and each.version >= 0]
+        return max(held, key=lambda each: each.version, default=None)
 
     def give_back(self, buffer: Buffer, epoch: int, version: int) -> None:
         """It has been received in this epoch: `version` whole, or -1."""

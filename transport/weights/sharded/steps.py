@@ -6,8 +6,9 @@ a bucket, which one call packs or unpacks, casting on the way. Both ends prove t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,7 @@ from transport.weights.sharded.parcels import Parcel, Piece
 from transport.weights.sharded.staging import Sums, place
 
 Pieces = list[tuple[Piece, torch.Tensor]]
+Compiled = TypeVar("Compiled")
 
 
 class Step:
@@ -43,6 +45,11 @@ class Step:
     def needs_bucket(self) -> bool:
         """Whether it has no memory yet."""
         return self._data is None
+
+    @property
+    def casts(self) -> bool:
+        """Whether the rank's tensors have other dtypes than the message."""
+        return not self._same
 
     @property
     def names(self) -> list[str]:
@@ -83,6 +90,15 @@ class Step:
         return wordsums(self.data, self._offsets, self._sizes)
 
 
+def recent(cache: dict[int, Compiled], number: int, make: Callable[[], Compiled]) -> Compiled:
+    """What was made for a buffer of this number; of the two last ones only."""
+    if number not in cache:
+        while len(cache) > 1:
+            cache.pop(next(iter(cache)))
+        cache[number] = make()
+    return cache[number]
+
+
 def compiled(
     parcels: Mapping[int, Sequence[Parcel]],
     tensors: Mapping[str, torch.Tensor],
@@ -99,7 +115,7 @@ def compiled(
     order = sorted(
         ((number, turn, peer) for turn, peer in enumerate(peers) for number in range(len(parcels[peer]))),
     )
-    steps = [_step(peer, number + 1, parcels[peer][number], tensors, sending, device) for number, _, peer in order]
+    steps = [step_of(peer, number + 1, parcels[peer][number], tensors, sending, device) for number, _, peer in order]
     packed = [step for step in steps if step.needs_bucket]
     size = -(-max((step.nbytes for step in packed), default=0) // ALIGNMENT) * ALIGNMENT
     buckets = torch.empty(min(depth, len(packed)), size, dtype=torch.uint8, device=device)
@@ -108,9 +124,10 @@ def compiled(
     return steps
 
 
-def _step(
+def step_of(
     peer: int, tag: int, parcel: Parcel, tensors: Mapping[str, torch.Tensor], sending: bool, device: torch.device
 ) -> Step:
+    """One message, without a bucket. `tensors`: this rank's, the source's if `sending`, else the destination's."""
     pieces: Pieces = []
     loose: list[bool] = []
     for piece in parcel.pieces:

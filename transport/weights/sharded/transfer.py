@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from transport.weights.sharded.process_group import ProcessGroup
 from transport.weights.sharded.staging import Sums
-from transport.weights.sharded.steps import Step
 from transport.weights.sharded.words import BROKEN, DAMAGED, WHOLE, Form
 
 DEPTH = 4
 """Messages under way at once, at least."""
 GREETING_TAG, SUMS_TAG = 0, 1 << 30
 """Of the first message to each peer, and of the last of a transfer: the checksums of all pieces, int64."""
+BASE_TAG, SIZES_TAG = (1 << 30) + 2, (1 << 30) + 3
+"""Before a transfer with deltas: the version that the receiver has, int64[1], and the size of each message's delta."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,44 @@ class Outcome:
     state: str
     """whole | damaged | broken."""
     fault: str = ""
+
+
+class Outbound(Protocol):
+    """A message to one peer."""
+
+    peer: int
+    tag: int
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Its bytes, once packed."""
+
+    def pack(self) -> list[int] | None:
+        """Make it ready to be sent; the checksum of each piece, None where they are not known yet."""
+
+    def known(self, sums: Sums) -> list[int] | None:
+        """The checksums made earlier, None for none."""
+
+    def sums(self) -> list[int]:
+        """The checksum of each piece."""
+
+
+class Inbound(Protocol):
+    """A message from one peer."""
+
+    peer: int
+    tag: int
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Where it is received."""
+
+    @property
+    def names(self) -> list[str]:
+        """The full tensor of each piece."""
+
+    def unpack(self) -> list[int] | None:
+        """Put it into its places; the checksum of each piece, None where what came cannot be used."""
 
 
 class Cancelled(RuntimeError):
@@ -71,11 +110,38 @@ class Exchange:
         self._stop.set()
         self._group.abort()
 
-    def send(self, steps: Sequence[Step], known: Sums, depth: int, deadline: float) -> Outcome:
+    def bases(self, peers: Iterable[int], deadline: float) -> dict[int, int]:
+        """What each receiver of the next transfer has told: the version that deltas may stand on, -1 for none."""
+        told = {peer: self._numbers([-1]) for peer in peers}
+        works = [self._group.receive(number, peer, BASE_TAG) for peer, number in told.items()]
+        for work in works:
+            self._wait(work, deadline)
+        return {peer: int(number) for peer, number in told.items()}
+
+    def announce(self, sizes: Mapping[int, Sequence[int]], deadline: float) -> None:
+        """Tell each receiver the sizes of its messages' deltas."""
+        told = {peer: self._numbers(found) for peer, found in sizes.items()}
+        works = [self._group.send(numbers, peer, SIZES_TAG) for peer, numbers in told.items()]
+        for work in works:
+            self._wait(work, deadline)
+
+    def sizes(self, bases: Mapping[int, int], counts: Mapping[int, int], deadline: float) -> dict[int, list[int]]:
+        """Tell each sender what version deltas may stand on; what each `announce` has told of its messages.
+
+        `counts`: how many messages each sends."""
+        mine = {peer: self._numbers([base]) for peer, base in bases.items()}
+        told = {peer: self._numbers([0] * counts[peer]) for peer in bases}
+        works = [self._group.send(number, peer, BASE_TAG) for peer, number in mine.items()]
+        works += [self._group.receive(numbers, peer, SIZES_TAG) for peer, numbers in told.items()]
+        for work in works:
+            self._wait(work, deadline)
+        return {peer: numbers.tolist() for peer, numbers in told.items()}
+
+    def send(self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float) -> Outcome:
         """Send all steps, then to each peer the sums of what it was sent: those `known`, or made on the way."""
         return self._guarded(lambda: self._send(steps, known, depth, deadline))
 
-    def receive(self, steps: Sequence[Step], depth: int, deadline: float) -> Outcome:
+    def receive(self, steps: Sequence[Inbound], depth: int, deadline: float) -> Outcome:
         """Receive all steps, put them into place, and compare the sums with the peers'."""
         return self._guarded(lambda: self._receive(steps, depth, deadline))
 
@@ -85,7 +151,7 @@ class Exchange:
         except (RuntimeError, TimeoutError) as error:
             return Outcome(BROKEN, f"{error}".splitlines()[0][:300])
 
-    def _send(self, steps: Sequence[Step], known: Sums, depth: int, deadline: float) -> Outcome:
+    def _send(self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float) -> Outcome:
         works: list[Any] = []
         sums: dict[int, list[int]] = {}
         for number, step in enumerate(steps):
@@ -100,7 +166,7 @@ class Exchange:
             self._wait(work, deadline)
         return Outcome(WHOLE)
 
-    def _receive(self, steps: Sequence[Step], depth: int, deadline: float) -> Outcome:
+    def _receive(self, steps: Sequence[Inbound], depth: int, deadline: float) -> Outcome:
         names: dict[int, list[str]] = {}
         for step in steps:
             names.setdefault(step.peer, []).extend(step.names)
@@ -109,21 +175,26 @@ class Exchange:
         }
         works = [self._group.receive(step.data, step.peer, step.tag) for step in steps[:depth]]
         sums: dict[int, list[int]] = {}
+        bad: set[str] = set()
         for number, step in enumerate(steps):
             self._wait(works[number], deadline)
-            sums.setdefault(step.peer, []).extend(step.unpack())
+            if (made := step.unpack()) is None:
+                bad.update(step.names)
+            sums.setdefault(step.peer, []).extend(made or [0] * len(step.names))
             if number + depth < len(steps):
                 step = steps[number + depth]
                 works.append(self._group.receive(step.data, step.peer, step.tag))
         for peer, proof in proofs.items():
             self._wait(self._group.receive(proof, peer, SUMS_TAG), deadline)
-        bad: set[str] = set()
         for peer, proof in proofs.items():
             wrong = (proof.cpu() != _words(sums[peer])).nonzero().flatten().tolist()
             bad.update(names[peer][at] for at in wrong)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return Outcome(DAMAGED, f"other bytes than were sent in {sorted(bad)[:4]}") if bad else Outcome(WHOLE)
+
+    def _numbers(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _wait(self, work: Any, deadline: float) -> None:
         self._group.wait(work, deadline, self._clock)

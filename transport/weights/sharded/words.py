@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
-
-from transport.weights.errors import MessageError
+from transport.weights import wire
 from transport.weights.messages import Note
 
 WHOLE, DAMAGED, BROKEN = "whole", "damaged", "broken"
@@ -86,6 +84,8 @@ class Form:
     """gloo | nccl."""
     bucket_bytes: int
     """Of a message, at most."""
+    deltas: bool = False
+    """Before each transfer the receivers tell what version they have, and the senders the size of each delta."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,30 +235,14 @@ MemberWord = Enrol | Staged | Join | Formed | Ready | Gone | Done | Committed | 
 CoordinatorWord = Enrolled | Form | Welcome | Offer | Go | Whole | Void | Told | Fenced | Denied | Failed
 Word = MemberWord | CoordinatorWord
 
-KINDS: dict[str, type[Word]] = {kind.__name__.lower(): kind for kind in Word.__args__}
-_TYPES = {
-    "int": int, "str": str, "bool": bool, "bytes": bytes, "list[int]": list, "dict[str, Any]": dict, "Note": dict,
-}  # fmt: skip
+KINDS: dict[str, type[Word]] = wire.kinds(*Word.__args__)
 
 
 def encode(word: Word) -> bytes:
-    """The word as msgpack: {"kind": ..., its fields}."""
-    packed: bytes = msgpack.packb({"kind": type(word).__name__.lower(), **vars(word)})
-    return packed
+    """The word as msgpack."""
+    return wire.pack(word)
 
 
 def decode(payload: bytes) -> Word:
     """The word that `encode` wrote; anything else is a MessageError."""
-    try:
-        plain = msgpack.unpackb(payload)
-        kind = KINDS[plain.pop("kind")]
-        word = kind(**plain)
-        for part in fields(kind):
-            if type(getattr(word, part.name)) is not _TYPES[str(part.type)]:
-                raise TypeError(f"{part.name} is {type(getattr(word, part.name)).__name__}, not {part.type}")
-    except (ValueError, KeyError, TypeError, AttributeError, msgpack.UnpackException) as error:
-        raise MessageError(
-            f"a word of the sharded handshake cannot be read; found {payload[:40]!r} ({error}); "
-            "trainer and generators must run the same release"
-        ) from None
-    return word
+    return wire.unpack(payload, KINDS, "a word of the sharded handshake")

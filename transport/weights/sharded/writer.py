@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 
 from transport.errors import PeerGone
+from transport.weights.address import Address
 from transport.weights.errors import WeightError
 from transport.weights.handshake import ReaderStatus
 from transport.weights.layout import Layout
 from transport.weights.messages import Note
 from transport.weights.reshard import reshard
-from transport.weights.sharded.control import Control, Hall, connected
+from transport.weights.sharded.control import Control, Hall
+from transport.weights.sharded.deltas import Change, Gathered, changes, sizes
 from transport.weights.sharded.groups import Deadlines
 from transport.weights.sharded.member import Source
 from transport.weights.sharded.parcels import parcels
 from transport.weights.sharded.process_group import Backend
 from transport.weights.sharded.rounds import Coordinator
 from transport.weights.sharded.staging import Lent, Snapshots, Staging, Tensors, checked
-from transport.weights.sharded.steps import Step, compiled
+from transport.weights.sharded.steps import Step, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, Exchange, Outcome
-from transport.weights.sharded.words import Form
+from transport.weights.sharded.words import WHOLE, Form
 
 BUCKET_BYTES = 16 << 20
 
@@ -50,6 +54,7 @@ class ShardedWriter:
         hold: Literal["snapshot", "until_settle"] = "snapshot",
         bucket_bytes: int = BUCKET_BYTES,
         threads: int = 1,
+        link_bytes_per_s: float | None = None,
         deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,8 +64,14 @@ class ShardedWriter:
         copies each version into one of at most two buffers, so that groups may take it at any later time; with
         "until_settle" it is sent from the trainer's tensors, which must not change until `settle` has returned.
         `device`: where versions are sent from; this rank's GPU with nccl. `bucket_bytes`: of a message, at most.
-        `threads`: for the copy. Rank 0 raises AddressTaken when another
-        live writer has the address."""
+        `threads`: for the copy. `link_bytes_per_s`: to the readers; where it is told and slow, messages of a snapshot
+        travel as deltas, if that is cheaper, to a rank that has the version before it; rank 0 decides whether any
+        may. Rank 0 raises AddressTaken when another live writer has the address."""
+        if link_bytes_per_s is not None and hold != "snapshot":
+            raise WeightError(
+                f"a delta needs the version before it; found hold='{hold}', which keeps none; take hold='snapshot', or "
+                "leave link_bytes_per_s out"
+            )
         self.layout, self.rank = layout, rank
         self.ranks = ranks if ranks is not None else layout.ranks
         self._local = layout.local(rank)
@@ -72,17 +83,20 @@ class ShardedWriter:
             Lent() if self._lent else Snapshots(layout, rank, self._device, part_bytes=bucket_bytes, threads=threads)
         )
         self._newest = -1
+        self._link = link_bytes_per_s
+        self._pinned: Counter[int] = Counter()
+        self._sent: Counter[str] = Counter()
         self._pending: tuple[int, Tensors] | None = None
         self._closed = False
         member = Source(rank, self.ranks, layout.key, self._deadlines, clock())
         hall = Hall(address) if rank == 0 else None
         coordinator = None if hall is None else Coordinator(
             self.ranks, layout.key, layout.to_plain(), f"{hall.folder}/", backend=backend, bucket_bytes=bucket_bytes,
-            writer=time.time_ns() // 1000, now=clock(), deadlines=self._deadlines,
+            deltas=link_bytes_per_s is not None, writer=time.time_ns() // 1000, now=clock(), deadlines=self._deadlines,
         )  # fmt: skip
         self._member, self._coordinator = member, coordinator
         self._control = Control(
-            member, self._connect, socket=None if hall else connected(address), beat_s=self._deadlines.beat_s,
+            member, self._connect, socket=None if hall else Address(address).connected(), beat_s=self._deadlines.beat_s,
             transfer_s=self._deadlines.transfer_s, clock=clock, coordinator=coordinator, hall=hall,
         )  # fmt: skip
         self._control.start()
@@ -108,6 +122,12 @@ class ShardedWriter:
         """What last ended an epoch of each reader group that ever lost one; rank 0 alone knows."""
         with self._control.changed:
             return dict(self._coordinator.faults) if self._coordinator else {}
+
+    @property
+    def sent_bytes(self) -> Mapping[str, int]:
+        """Bytes of weights that this rank has sent to each reader group, of transfers that came to their end."""
+        with self._control.changed:
+            return dict(self._sent)
 
     @property
     def socket(self) -> None:
@@ -180,7 +200,7 @@ class ShardedWriter:
         assert self._pending is not None
         version, tensors = self._pending
         with self._control.changed:
-            if not self._staging.free(self._member.kept):
+            if not self._staging.free(self._member.kept | set(self._pinned)):
                 self._control.act(self._member.hold(set()))
                 return
             self._control.act(self._member.hold(self._staging.versions()))
@@ -188,6 +208,18 @@ class ShardedWriter:
         self._pending = None
         with self._control.changed:
             self._control.act(self._member.hold(self._staging.versions()))
+
+    @contextlib.contextmanager
+    def _pins(self, versions: set[int]) -> Iterator[set[int]]:
+        """Those of these versions that are here, and stay until the end."""
+        with self._control.changed:
+            found = versions & self._staging.versions()
+            self._pinned.update(found)
+        try:
+            yield found
+        finally:
+            with self._control.changed:
+                self._pinned -= Counter(found)
 
     def _connect(self, form: Form) -> _Sending:
         return _Sending(self, form)
@@ -213,21 +245,43 @@ class _Sending:
         self._parcels = {peer: cut for peer, cut in found.items() if cut}
         self._depth = max(DEPTH, len(self._parcels))
         self._first = form.sources + writer.rank % form.ranks
-        self._staging, self._device = writer._staging, writer._device
+        self._writer, self._staging, self._device = writer, writer._staging, writer._device
+        self._group, self._deltas = form.group, form.deltas
         self._steps: dict[int, list[Step]] = {}
+        self._gathered: dict[int, Gathered] = {}
         self._exchange = Exchange(
             form, writer.rank, self._parcels, self._device, writer._deadlines.form_s, writer._clock
         )
 
     def move(self, version: int, deadline: float) -> Outcome:
         key, tensors = self._staging.of(version)
-        if key not in self._steps:
-            while len(self._steps) > 1:
-                self._steps.pop(next(iter(self._steps)))
-            self._steps[key] = compiled(
-                self._parcels, tensors, sending=True, depth=self._depth, device=self._device, first=self._first
-            )
-        return self._exchange.send(self._steps[key], self._staging.sums(version), self._depth, deadline)
+        steps = recent(self._steps, key, lambda: self._compiled(tensors))
+        messages = self._agreed(version, steps, deadline) if self._deltas else steps
+        outcome = self._exchange.send(messages, self._staging.sums(version), self._depth, deadline)
+        if outcome.state == WHOLE:
+            with self._writer._control.changed:
+                self._writer._sent[self._group] += sum(message.nbytes for message in messages)
+        return outcome
 
     def abort(self) -> None:
         self._exchange.abort()
+
+    def _compiled(self, tensors: Tensors) -> list[Step]:
+        return compiled(self._parcels, tensors, sending=True, depth=self._depth, device=self._device, first=self._first)
+
+    def _agreed(self, version: int, steps: Sequence[Step], deadline: float) -> Sequence[Step | Change]:
+        """The messages as their receivers, who tell what version they have and are told the sizes, expect them."""
+        asked = self._exchange.bases(self._parcels, deadline)
+        messages: Sequence[Step | Change] = steps
+        if (link := self._writer._link) is not None:
+            with self._writer._pins(set(asked.values()) - {version}) as found:
+                bases = {peer: (base, self._gather(base)) for peer, base in asked.items() if base in found}
+                if bases:
+                    known = self._staging.sums(version)
+                    messages = changes(steps, self._gather(version), bases, known, link)
+        self._exchange.announce(sizes(messages), deadline)
+        return messages
+
+    def _gather(self, version: int) -> Gathered:
+        key, tensors = self._staging.of(version)
+        return recent(self._gathered, key, lambda: Gathered(self._parcels, tensors, sending=True, device=self._device))

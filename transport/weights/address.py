@@ -1,0 +1,157 @@
+"""Where one writer and its readers speak: a socket within one machine, owned by the process that holds its lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import xxhash
+import zmq
+
+from transport.errors import AddressError
+from transport.weights.errors import AddressTaken
+
+MESSAGE_BYTES = 256 << 20
+"""The largest message taken; a layout of 100,000 tensors is about 10 MB, over 1,024 ranks 20 MB."""
+RELEASE_S = 1.0
+"""How long ZeroMQ may take to let go of a port that was closed."""
+
+Socket = zmq.Socket[bytes]
+
+
+class Address:
+    """An address of the form ipc:///folder/name.sock, or tcp://127.0.0.1:port.
+
+    A lock on a file beside the socket, or in `folder`, makes one process its owner; the kernel lets a dead one's go."""
+
+    def __init__(self, url: str, folder: str | Path | None = None) -> None:
+        """`folder`: for files that belong to the address, /dev/shm where there is one; the same for all who use it."""
+        self.url = checked(url)
+        shm = Path("/dev/shm")
+        self.folder = Path(folder) if folder else shm if shm.is_dir() else Path(tempfile.gettempdir())
+        self.prefix = f"dataflow-{xxhash.xxh3_64_hexdigest(self.url.encode())}-"
+        self._path = Path(self.url.removeprefix("ipc://")) if self.url.startswith("ipc://") else None
+        self.lock_path = Path(f"{self._path or self.folder / self.prefix}.lock")
+        """The file whose lock owns the address."""
+
+    def claim(self) -> int:
+        """Own the address, until `release` or the end of this process; the file that holds the lock.
+
+        AddressTaken while another process owns it."""
+        while True:
+            lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if not flock(lock, fcntl.LOCK_EX):
+                owner = os.pread(lock, 32, 0).decode(errors="replace")
+                os.close(lock)
+                raise AddressTaken(
+                    f"another writer has the address {self.url}; found process {owner or '(unknown)'} "
+                    "alive; stop it, or give this model an address of its own"
+                )
+            try:
+                current = self.lock_path.stat().st_ino == os.fstat(lock).st_ino
+            except FileNotFoundError:
+                current = False
+            if current:
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, str(os.getpid()).encode(), 0)
+                return lock
+            os.close(lock)
+
+    def release(self, lock: int) -> None:
+        """Give it up; the socket must be closed."""
+        if self._path:
+            self._path.unlink(missing_ok=True)
+        self.lock_path.unlink(missing_ok=True)
+        os.close(lock)
+
+    def bound(self) -> Socket:
+        """The owner's socket. AddressTaken or AddressError where nobody can listen there."""
+        socket: Socket = zmq.Context.instance().socket(zmq.ROUTER)
+        socket.set(zmq.ROUTER_MANDATORY, 1)
+        socket.set(zmq.ROUTER_HANDOVER, 1)
+        _bounded(socket)
+        deadline = time.monotonic() + RELEASE_S
+        while True:
+            try:
+                socket.bind(self.url)
+                return socket
+            except zmq.ZMQError as error:
+                taken = error.errno == zmq.EADDRINUSE
+                if taken and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    continue
+                socket.close()
+                raise (AddressTaken if taken else AddressError)(
+                    f"the weight plane cannot listen at {self.url}; found: {error}; "
+                    "name another address (an ipc path has at most 107 characters)"
+                ) from None
+
+    def connected(self) -> Socket:
+        """A socket of anybody else, whether the owner is there yet or not."""
+        socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.set(zmq.IDENTITY, b"r" + secrets.token_bytes(15))
+        socket.set(zmq.RECONNECT_IVL, 20)
+        socket.set(zmq.RECONNECT_IVL_MAX, 500)
+        _bounded(socket)
+        socket.connect(self.url)
+        return socket
+
+
+def checked(url: str) -> str:
+    """The address with an absolute path. AddressError where others than this user could listen or speak."""
+    parts = urlsplit(url)
+    if parts.scheme == "tcp" and parts.hostname in ("127.0.0.1", "localhost", "::1") and parts.port:
+        return url
+    if parts.scheme != "ipc":
+        raise AddressError(
+            f"weights in shared memory stay on one machine; found address {url!r}; "
+            "use ipc:///folder/name.sock or tcp://127.0.0.1:port"
+        )
+    path = Path(url.removeprefix("ipc://")).absolute()
+    mode = path.parent.stat().st_mode & 0o777 if path.parent.is_dir() else None
+    if mode is None or mode & 0o077:
+        raise AddressError(
+            f"the folder of {url} must be there and be closed to other users; "
+            f"found {'no such folder' if mode is None else f'mode {mode:04o}'}; make it with mode 0700"
+        )
+    return f"ipc://{path}"
+
+
+def arrived(socket: Socket) -> list[bytes] | None:
+    """The frames of the next message, None when there is none. Never waits."""
+    try:
+        return socket.recv_multipart(flags=zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+def sent(socket: Socket, *frames: bytes) -> bool:
+    """Hand over a message; False when the peer is known to be gone. A full pipe loses it, as a network might."""
+    try:
+        socket.send_multipart(frames, flags=zmq.NOBLOCK)
+    except zmq.Again:
+        return True
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise
+        return False
+    return True
+
+
+def flock(file: int, how: int) -> bool:
+    """Take a lock on an open file; False when others hold it. Never waits."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _bounded(socket: Socket) -> None:
+    socket.set(zmq.MAXMSGSIZE, MESSAGE_BYTES)
+    socket.set(zmq.LINGER, 200)
