@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 MARK = $(VENV)/.installed
+TEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 .PHONY: venv demo test test-all lint bench clean
 
@@ -18,10 +19,10 @@ demo: venv
 	$(RUN) -m graphs.sorting
 
 test: venv lint
-	$(RUN) -m pytest -m 'not slow and not gpu'
+	$(TEST) -m 'not slow and not gpu'
 
 test-all: venv lint
-	$(RUN) -m pytest -m 'not gpu'
+	$(TEST) -m 'not gpu'
 
 lint: venv
 	$(RUN) -m ruff check .

@@ -124,6 +124,7 @@ def end(process: Any) -> None:
     process.join(20)
 
 
+@pytest.mark.slow
 def test_under_a_running_trainer_each_rank_holds_its_slices_of_every_version_it_computes_with(rig):
     ranks = rig(slots=2)
     ranks.engine.step([start()])
@@ -165,6 +166,7 @@ def test_slices_by_rows_are_views_of_the_trainers_memory_and_only_slices_by_colu
         assert sum(target.nbytes for target, _ in mapped.copies) == sum(ranks.shards[n].local.nbytes for n in copied)
 
 
+@pytest.mark.slow
 def test_a_version_that_appears_while_ranks_enter_another_is_the_next_one_for_all(rig):
     ranks = rig()
     ranks.publish(1)
@@ -185,6 +187,7 @@ def test_a_version_that_appears_while_ranks_enter_another_is_the_next_one_for_al
     ranks.assert_slices(7)
 
 
+@pytest.mark.slow
 def test_a_version_that_one_rank_cannot_enter_is_taken_by_none_and_the_next_by_all(rig):
     ranks = rig()
     ranks.publish(1)
@@ -203,6 +206,7 @@ def test_a_version_that_one_rank_cannot_enter_is_taken_by_none_and_the_next_by_a
     assert ranks.take() == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_can_enter_nothing_for_too_long_ends_the_replica_with_the_cause(rig):
     ranks = rig()
     ranks.publish(1)
@@ -214,6 +218,7 @@ def test_a_rank_that_can_enter_nothing_for_too_long_ends_the_replica_with_the_ca
         ranks.reader.adopt()
 
 
+@pytest.mark.slow
 def test_a_damaged_version_is_taken_by_no_rank_and_the_next_by_all(rig):
     ranks = rig()
     ranks.publish(1)
@@ -278,6 +283,7 @@ def test_ranks_keep_their_version_when_the_trainer_is_killed_and_take_the_next_t
     ranks.engine.step()
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_version_ends_the_run_before_it_answers(rig):
     ranks = rig(slots=2)
     ranks.publish(1)
