@@ -159,7 +159,7 @@ class Ports:
 
     def _executors(self, trainer: str) -> list[str]:
         """Those that some reader of this trainer needs."""
-        readers = [f.reader.name for f in self._graph.feedbacks if f.weights.trainer.name == trainer]
+        readers = [reader.name for reader in readers_of(self._graph, trainer)]
         pairs = [(name, replica) for name in readers for replica in range(self._plan.placements[name].replicas)]
         return list(dict.fromkeys(self._executor(trainer, name, replica) for name, replica in pairs))
 

@@ -105,11 +105,6 @@ class Scaling:
         """The newcomer on its way."""
         return next((m.name for m in self._members.values() if m.state == "joining"), None)
 
-    @property
-    def settled(self) -> bool:
-        """Whether everything is as it was wished."""
-        return all(m.state in ("live", "left") for m in self._members.values()) and not self._wishes
-
     def replicas(self, node: str) -> dict[str, int]:
         """How many replicas of a node are joining, live, leaving."""
         states = [m.state for m in self._members.values() if m.worker == self._plan.placements[node].worker]

@@ -23,15 +23,6 @@ HEADER = struct.Struct("<8sQQqQQQ")
 PROVED = 16
 """Bytes of the header before what its wordsum covers."""
 
-SCAN_BYTES_PER_S = 1.5e9
-"""Of a buffer of which one word in a hundred changed: compared and summed by the sender, summed twice by the receiver,
-on a core each; about a third of it without a C compiler."""
-
-
-def delta_cost(nbytes: int, delta_bytes: int, link_bytes_per_s: float, scan_bytes_per_s: float) -> float:
-    """Seconds that a delta takes until its result is proved; the full buffer takes nbytes / link_bytes_per_s."""
-    return nbytes / scan_bytes_per_s + delta_bytes / link_bytes_per_s
-
 
 def most_bytes(nbytes: int, link_bytes_per_s: float, scan_bytes_per_s: float) -> int:
     """The size below which a delta is cheaper than the buffer; 0 where the link is as fast as the scan."""
@@ -140,7 +131,7 @@ def encode_delta(
     link_bytes_per_s: float,
     *,
     base: int,
-    scan_bytes_per_s: float = SCAN_BYTES_PER_S,
+    scan_bytes_per_s: float,
 ) -> Delta | None:
     """The delta from the version `base` that the reader holds, or None where sending `current` in full is cheaper.
 

@@ -9,7 +9,7 @@ TransportError
     └── MessageError       a message of the handshake that cannot be read
 """
 
-from transport.errors import TransportError
+from transport.errors import PeerGone, TransportError, WaitTimeout
 
 __all__ = [
     "AddressTaken",
@@ -43,3 +43,12 @@ class SegmentError(WeightError):
 
 class MessageError(WeightError):
     """A handshake message is malformed."""
+
+
+def waited(who: str, version: int, timeout_s: float, held: int, heard: bool) -> WaitTimeout | PeerGone:
+    """What a reader raises that waited in vain: PeerGone when the writer was not `heard` in all that time."""
+    found = f"version {held}" if heard else "no word from the writer"
+    return (WaitTimeout if heard else PeerGone)(
+        f"{who} waited {timeout_s:g} s for weights of version {version}; found {found}; "
+        f"{'look at what holds the trainer up' if heard else 'look whether the trainer is alive'}"
+    )

@@ -167,22 +167,6 @@ class FlatLayout:
             ) from None
         return cls(tensors=specs, aliases=aliases)
 
-    def require_equal(self, other: FlatLayout, ours: str = "ours", theirs: str = "theirs") -> None:
-        """Raise LayoutMismatch naming the first tensor in which the two differ."""
-        if self == other:
-            return
-        what = f"the layouts of {ours} and {theirs} differ"
-        do = "both sides must load the same model, with the same dtype on the way"
-        for mine, yours in zip(self.tensors, other.tensors, strict=False):
-            if mine != yours:
-                raise LayoutMismatch(f"{what}; found first {mine} in {ours}, {yours} in {theirs}; {do}")
-        if len(self.tensors) != len(other.tensors):
-            longer, where = (self, ours) if len(self.tensors) > len(other.tensors) else (other, theirs)
-            extra = longer.tensors[min(len(self.tensors), len(other.tensors))]
-            raise LayoutMismatch(f"{what}; found first {extra} in {where} alone; {do}")
-        tied = sorted(self.aliases.items() ^ other.aliases.items())[0]
-        raise LayoutMismatch(f"{what}; found '{tied[0]}' tied to '{tied[1]}' in one of them alone; {do}")
-
     def arrange(self, tensors: Mapping[str, T], whose: str) -> list[list[T]]:
         """For each tensor of the layout those of `tensors` that carry its name or an alias of it.
 

@@ -10,9 +10,8 @@ from typing import Literal
 import torch
 import zmq
 
-from transport.errors import PeerGone, WaitTimeout
 from transport.weights.attached import Attached, Mapped
-from transport.weights.errors import AddressTaken, ChecksumMismatch, WeightError
+from transport.weights.errors import AddressTaken, ChecksumMismatch, WeightError, waited
 from transport.weights.flat import FlatLayout
 from transport.weights.handshake import Pace, ReaderHandshake
 from transport.weights.messages import Note, Offer
@@ -213,12 +212,7 @@ class WeightReader:
             else:
                 self._port.wait(min(left, 0.05))
         heard = self._handshake.heard >= begun
-        kind = WaitTimeout if heard else PeerGone
-        found = f"version {self.version}" if heard else "no word from the writer"
-        raise kind(
-            f"reader '{self.name}' waited {timeout_s:g} s for weights of version {version}; found {found}; "
-            f"{'look at what holds the trainer up' if heard else 'look whether the trainer is alive'}"
-        )
+        raise waited(f"reader '{self.name}'", version, timeout_s, self.version, heard)
 
     def close(self) -> None:
         """Leave the writer; attached tensors keep the version held, in memory of their own."""

@@ -203,6 +203,20 @@ def test_nothing_starts_before_the_first_version_has_come(build, make_model):
     assert [runtime.work() is None for _ in range(4)] == [True, True, True, False]
 
 
+def test_a_version_that_the_plane_refuses_does_not_disturb_the_rollouts(build, make_model, monkeypatch):
+    plane = FakePlane({0: make_model()}, at_poll={0: 0, 5: 1})
+    runtime = build(context={"reader": plane}, on_update="recompute")
+    told = []
+    adopted = runtime.engine.adopted
+    monkeypatch.setattr(runtime.engine, "adopted", lambda version: (told.append(version), adopted(version)))
+    take = plane.adopt
+    monkeypatch.setattr(plane, "adopt", lambda: take() if plane.offered == 0 else plane.version)
+    runtime.push(prompts(letters(3)))
+    assert len(rows_of(run_dry(runtime))) == 12
+    assert told == [0]
+    assert plane.polls > 6
+
+
 @pytest.mark.parametrize(("policy", "oracle"), [("keep", replayed), ("recompute", recomputed)])
 def test_weights_change_in_the_middle_of_rollouts_and_every_token_tells(policy, oracle, build, make_model):
     models = {0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}

@@ -1,9 +1,12 @@
 """Where the contract of the weight plane is tested: in one process, and over shared memory."""
 
+import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -182,3 +185,30 @@ def clean_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     assert not [name for address in used for name in leftovers(address)]
     assert not [address for address in used if SharedMemory(address).place.lock_path.exists()]
+
+
+@pytest.fixture(scope="session")
+def processes() -> BaseContext:
+    """Makes processes that have torch and the weight plane loaded; fresh ones where a GPU would not survive a fork."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    ends = ("reader", "writer", "sharded.reader", "sharded.writer")
+    context.set_forkserver_preload(["torch", *(f"transport.weights.{end}" for end in ends)])
+    return context
+
+
+@pytest.fixture
+def start(processes: BaseContext) -> Iterator[Callable[..., BaseProcess]]:
+    """Starts a program in a process of its own, which ends with the test."""
+    children = []
+
+    def start(program: Callable[..., None], *arguments: object) -> BaseProcess:
+        children.append(processes.Process(target=program, args=arguments, daemon=True))
+        children[-1].start()
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.join(10)

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from transport.weights import FlatLayout, Pace, WeightReader, WeightWriter, memory, proof
+from transport.weights import FlatLayout, Pace, ShardedReader, WeightReader, WeightWriter, memory, proof
 
 MIXTURE, LATE = 3, 4
 PACE = Pace(beat_s=0.05, silent_s=0.5, fence_s=0.3, forget_s=60.0)
@@ -33,6 +33,13 @@ def serve(address: str, name: str, adopt: str, last: int) -> None:
     mine = model()
     reader = WeightReader(address, name, adopt=adopt, pace=PACE)
     reader.attach(mine)
+    compute(reader, mine, last)
+    reader.close()
+    check(mine, last)
+
+
+def compute(reader: WeightReader | ShardedReader, mine: dict[str, torch.Tensor], last: int) -> None:
+    """Use the weights all the time, and adopt what comes between two uses, until the last version."""
     deadline = time.monotonic() + DEADLINE_S
     while reader.version < last:
         if time.monotonic() > deadline:
@@ -41,8 +48,6 @@ def serve(address: str, name: str, adopt: str, last: int) -> None:
         if reader.poll():
             reader.adopt()
         check(mine, reader.version)
-    reader.close()
-    check(mine, last)
 
 
 def linger(address: str, name: str, adopt: str, seconds: float) -> None:

@@ -10,7 +10,8 @@ import torch
 from transport.weights import Deadlines, Layout, ShardedReader, ShardedWriter
 from transport.weights.sharded.steps import Step
 
-MIXTURE, LATE = 3, 4
+from .programs import check, compute
+
 QUICK = Deadlines(beat_s=0.05, silent_s=1.0, form_s=10.0, ready_s=1.0, transfer_s=1.5)
 DEADLINE_S = 40.0
 BUCKET_BYTES = 1 << 14
@@ -23,28 +24,13 @@ def values(layout: Layout, rank: int, value: float) -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, float(value)) for name, (shape, _) in layout.local(rank).items()}
 
 
-def check(tensors: dict[str, torch.Tensor], version: int) -> None:
-    """Leave the process at once if any element is of another version."""
-    for tensor in tensors.values():
-        if version >= 0 and not bool((tensor == version).all()):
-            os._exit(MIXTURE)
-
-
 def serve(address: str, name: str, layout: Layout, rank: int, last: int) -> None:
     """A generator's rank: compute with the weights all the time, adopt what comes, until the last version."""
     torch.set_num_threads(1)
     mine = {name: torch.nn.Parameter(tensor) for name, tensor in values(layout, rank, 0).items()}
     reader = ShardedReader(layout, rank, address, name, deadlines=QUICK)
     reader.attach(mine)
-    deadline = time.monotonic() + DEADLINE_S
-    while reader.version < last:
-        if time.monotonic() > deadline:
-            os._exit(LATE)
-        check(mine, reader.version)
-        if reader.poll():
-            reader.adopt()
-        check(mine, reader.version)
-        time.sleep(0.001)
+    compute(reader, mine, last)
     time.sleep(0.2)
     reader.close()
     check(mine, last)

@@ -1,7 +1,6 @@
 """CUDA IPC: gates and leases keep device memory whole. On a processor over files, on a GPU between real processes."""
 
 import fcntl
-import multiprocessing
 import os
 import signal
 import time
@@ -282,30 +281,6 @@ def train(address):
     while time.monotonic() < deadline:
         writer.poll()
         time.sleep(0.001)
-
-
-@pytest.fixture(scope="module")
-def processes():
-    kind = "spawn" if torch.cuda.is_available() else "forkserver"
-    context = multiprocessing.get_context(kind)
-    if kind == "forkserver":
-        context.set_forkserver_preload(["torch", "transport.weights.reader", "transport.weights.writer"])
-    return context
-
-
-@pytest.fixture
-def start(processes):
-    children = []
-
-    def start(program, *arguments):
-        children.append(processes.Process(target=program, args=arguments, daemon=True))
-        children[-1].start()
-        return children[-1]
-
-    yield start
-    for child in children:
-        child.kill()
-        child.join(10)
 
 
 def test_no_reader_in_another_process_serves_a_mixture(start, site):

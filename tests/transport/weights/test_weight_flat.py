@@ -68,38 +68,6 @@ def test_empty_tensors_are_never_tied():
     assert FlatLayout.of({"a": torch.zeros(0), "b": torch.zeros(0)}).aliases == {}
 
 
-def test_equal_layouts_pass():
-    ours = FlatLayout.build([("a", (2, 3), "float32")])
-    ours.require_equal(FlatLayout.from_plain(ours.to_plain()))
-
-
-@pytest.mark.parametrize(
-    ("theirs", "aliases", "message"),
-    [
-        (
-            [("a", (2,), "float32"), ("b", (5,), "int8")],
-            {},
-            r"found first b int8\[4\] at byte 64 in trainer, b",
-        ),
-        (
-            [("a", (2,), "float32"), ("c", (4,), "int8")],
-            {},
-            r"trainer, c int8\[4\] at byte 64 in generator",
-        ),
-        ([("a", (2,), "float32")], {}, r"found first b int8\[4\] at byte 64 in trainer alone"),
-        (
-            [("a", (2,), "float32"), ("b", (4,), "int8")],
-            {"x": "a"},
-            "'x' tied to 'a' in one of them alone",
-        ),
-    ],
-)
-def test_the_first_tensor_that_differs_is_named(theirs, aliases, message):
-    ours = FlatLayout.build([("a", (2,), "float32"), ("b", (4,), "int8")])
-    with pytest.raises(LayoutMismatch, match=message):
-        ours.require_equal(FlatLayout.build(theirs, aliases), "trainer", "generator")
-
-
 def test_two_tensors_of_one_name_are_refused():
     with pytest.raises(LayoutMismatch, match="'a' twice"):
         FlatLayout.build([("a", (2,), "float32"), ("a", (2,), "float32")])

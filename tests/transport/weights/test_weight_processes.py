@@ -1,6 +1,5 @@
 """Between real processes, killed and frozen at the worst moments, no version is ever mixed."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -16,28 +15,6 @@ from .conftest import leftovers, values
 from .programs import LAYOUT, PACE, model
 
 pytestmark = pytest.mark.usefixtures("clean_shm")
-
-
-@pytest.fixture(scope="module")
-def processes():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transport.weights.reader", "transport.weights.writer"])
-    return context
-
-
-@pytest.fixture
-def start(processes):
-    children = []
-
-    def start(program, *arguments):
-        children.append(processes.Process(target=program, args=arguments, daemon=True))
-        children[-1].start()
-        return children[-1]
-
-    yield start
-    for child in children:
-        child.kill()
-        child.join(10)
 
 
 @pytest.fixture

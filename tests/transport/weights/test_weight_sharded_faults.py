@@ -1,6 +1,5 @@
 """Ranks killed, frozen and restarted in the middle of a transfer: nobody computes with a mixture, the others go on."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -23,28 +22,6 @@ from .sharded_programs import (
     values,
 )
 from .sharded_rig import Group, until
-
-
-@pytest.fixture(scope="module")
-def processes():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transport.weights.sharded.reader", "transport.weights.sharded.writer"])
-    return context
-
-
-@pytest.fixture
-def start(processes):
-    children = []
-
-    def start(program, *arguments):
-        children.append(processes.Process(target=program, args=arguments, daemon=True))
-        children[-1].start()
-        return children[-1]
-
-    yield start
-    for child in children:
-        child.kill()
-        child.join(10)
 
 
 @pytest.fixture

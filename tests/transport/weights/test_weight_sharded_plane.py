@@ -10,6 +10,7 @@ import torch
 
 from transport.errors import PeerGone, WaitTimeout
 from transport.weights import AddressTaken, Layout, LayoutMismatch, ShardedReader, ShardedWriter, WeightError
+from transport.weights.sharded.process_group import ProcessGroup
 from transport.weights.sharded.steps import Step
 
 from .sharded_rig import DEADLINE_S, FAST, Group, Trainer, full, parameters, plane, shards, until
@@ -301,7 +302,7 @@ def test_versions_rise_and_closed_ends_say_so(address):
 def test_a_wait_ends_at_its_deadline_and_tells_whether_the_trainer_lives(address):
     reader = ShardedReader(Layout.whole(MODEL), 0, address, "generator-0", deadlines=FAST)
     reader.attach(parameters(full(Layout.whole(MODEL), 0)))
-    with pytest.raises(PeerGone, match="no word from the trainer"):
+    with pytest.raises(PeerGone, match="no word from the writer"):
         reader.wait(1, 0.2)
     trainer = Trainer(Layout.whole(MODEL), address)
     until(lambda: reader.epoch > 0)
@@ -345,3 +346,18 @@ def test_nothing_is_left_at_the_address(address, tmp_path):
         trainer.publish(1)
         until(lambda: group.versions == {1}, group)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_thread_of_a_transfer_outlives_the_ends_that_began_it(address, monkeypatch):
+    abort = ProcessGroup.abort
+
+    def slow(group):
+        time.sleep(0.3)
+        abort(group)
+
+    monkeypatch.setattr(ProcessGroup, "abort", slow)
+    before = set(threading.enumerate())
+    with plane(SOURCE, TARGET, address) as (trainer, group):
+        trainer.publish(1)
+        until(lambda: group.versions == {1}, group)
+    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("weights")]

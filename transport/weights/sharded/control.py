@@ -15,7 +15,7 @@ import zmq
 
 from transport.weights.address import Address, Socket, arrived, sent
 from transport.weights.errors import MessageError
-from transport.weights.sharded.lane import Lane, Party
+from transport.weights.sharded.epoch_thread import EpochThread, Party
 from transport.weights.sharded.member import Abort, Actions, Connect, Destination, Move, Source
 from transport.weights.sharded.rounds import Coordinator, Outgoing
 from transport.weights.sharded.transfer import Outcome
@@ -83,8 +83,8 @@ class Control(threading.Thread):
         self._connect, self._socket, self._hall, self._clock = connect, socket, hall, clock
         self._heard = heard
         self._beat_s, self._transfer_s = beat_s, transfer_s
-        self._lanes: dict[int, Lane] = {}
-        self._ending: list[Lane] = []
+        self._threads: dict[int, EpochThread] = {}
+        self._ending: list[EpochThread] = []
         self._outbox: deque[MemberWord | tuple[bytes, CoordinatorWord]] = deque()
         self._inbox: deque[CoordinatorWord] = deque()
         self._ear, self._bell = sockets.socketpair()
@@ -99,11 +99,11 @@ class Control(threading.Thread):
                 case Connect():
                     self._open(action.form)
                 case Move():
-                    if lane := self._lanes.get(action.epoch):
-                        lane.move(action, self._clock() + self._transfer_s)
+                    if thread := self._threads.get(action.epoch):
+                        thread.move(action, self._clock() + self._transfer_s)
                 case Abort():
-                    if lane := self._lanes.pop(action.epoch, None):
-                        self._end(lane)
+                    if thread := self._threads.pop(action.epoch, None):
+                        self._end(thread)
                 case _ if self.coordinator:
                     self.route(self.coordinator.receive(SELF, action, self._clock()))
                 case _:
@@ -131,9 +131,9 @@ class Control(threading.Thread):
         with self.changed:
             self.act(last)
             self._closing = True
-            for lane in self._lanes.values():
-                self._end(lane)
-            self._lanes.clear()
+            for thread in self._threads.values():
+                self._end(thread)
+            self._threads.clear()
         self.ring()
         if self.ident is None:
             self._release()
@@ -141,8 +141,8 @@ class Control(threading.Thread):
             self.join(10)
         # A thread that came back from C++ while the interpreter winds down would take the process with it.
         deadline = self._clock() + ENDING_S
-        for lane in self._ending:
-            lane.ended(max(0.0, deadline - self._clock()))
+        for thread in self._ending:
+            thread.ended(max(0.0, deadline - self._clock()))
 
     def run(self) -> None:
         """Serve until closed."""
@@ -181,9 +181,9 @@ class Control(threading.Thread):
             if not self._inbox:
                 poller.poll(max(1, int(self._beat_s * 250)))
 
-    def _end(self, lane: Lane) -> None:
-        lane.abort()
-        self._ending = [each for each in self._ending if not each.ended(0.0)] + [lane]
+    def _end(self, thread: EpochThread) -> None:
+        thread.abort()
+        self._ending = [each for each in self._ending if not each.ended(0.0)] + [thread]
 
     def _hear(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -226,7 +226,7 @@ class Control(threading.Thread):
             with self.changed:
                 self.act(self.member.moved(move.epoch, move.round, outcome.state, outcome.fault))
 
-        self._lanes[form.epoch] = Lane(lambda: self._connect(form), formed, moved)
+        self._threads[form.epoch] = EpochThread(lambda: self._connect(form), formed, moved)
 
 
 def _member(word: Any) -> MemberWord:

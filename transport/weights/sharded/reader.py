@@ -11,9 +11,8 @@ from typing import Literal
 
 import torch
 
-from transport.errors import PeerGone, WaitTimeout
 from transport.weights.address import Address
-from transport.weights.errors import AddressTaken, LayoutMismatch, WeightError
+from transport.weights.errors import AddressTaken, LayoutMismatch, WeightError, waited
 from transport.weights.layout import Layout
 from transport.weights.messages import Note
 from transport.weights.reshard import reshard
@@ -184,11 +183,7 @@ class ShardedReader:
                 if self._member.offer < 0:
                     self._control.changed.wait(min(left, 0.05))
         heard = self._member.heard >= begun
-        found = f"version {self.version}" if heard else "no word from the trainer"
-        raise (WaitTimeout if heard else PeerGone)(
-            f"rank {self.rank} of group '{self.name}' waited {timeout_s:g} s for weights of version {version}; found "
-            f"{found}; look {'at what holds the trainer up' if heard else 'whether the trainer is alive'}"
-        )
+        raise waited(f"rank {self.rank} of group '{self.name}'", version, timeout_s, self.version, heard)
 
     def close(self) -> None:
         """Leave the trainer; attached tensors keep the version held."""

@@ -24,7 +24,7 @@ class Party(Protocol):
         """End what runs, from another thread; never waits long."""
 
 
-class Lane(threading.Thread):
+class EpochThread(threading.Thread):
     """Consumes: moves. Produces: outcomes. Waits for: its peers, until a deadline. Unblocked by: them, `abort`."""
 
     def __init__(
