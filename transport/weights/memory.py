@@ -37,10 +37,8 @@ def filler(layout: FlatLayout, segment: WriterSegment, threads: int) -> Copier:
     return Copier(views(layout, segment.buffer), threads=threads, base=segment.buffer, progress=segment.progress)
 
 
-def fill(segment: WriterSegment, filler: Copier, sources: Sequence[torch.Tensor], version: int) -> bytes:
+def fill(filler: Copier, sources: Sequence[torch.Tensor]) -> bytes:
     """Write a version's tensors into its sealed segment; their cheap checksums, packed."""
-    if segment.progress is not None:
-        segment.progress[0] = version
     return packed(filler.run(sources))
 
 

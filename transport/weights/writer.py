@@ -169,11 +169,13 @@ class WeightWriter:
     def _write(self, segment: WriterSegment, version: int, sources: list[torch.Tensor]) -> None:
         self._handshake.writing(segment.key)
         if segment.progress is not None:
+            # Before the word that it is coming: readers sum a version only in a segment that is being written for it.
+            segment.progress[0] = version
             self._send(self._handshake.coming(segment.key, version))
         whole = False
         try:
             with memory.copying(self._threads):
-                sums = memory.fill(segment, self._fillers[segment.key], sources, version)
+                sums = memory.fill(self._fillers[segment.key], sources)
             digests = memory.whole(memory.digested(self.layout, segment.buffer, None)) if self._per_tensor else b""
             whole = True
         finally:

@@ -71,13 +71,10 @@ def publish_and_stop_in_the_middle(address: str) -> None:
     while not any(status.version == 1 for status in writer.readers):
         writer.poll()
 
-    def half(segment, filler, sources, version):
-        if segment.progress is not None:
-            segment.progress[0] = version
-        for destination in memory.views(LAYOUT, segment.buffer)[:4]:
+    def half(filler, sources):
+        for destination in filler._destinations[:4]:
             destination.fill_(2)
-        if segment.progress is not None:
-            segment.progress[1] = LAYOUT.tensors[4].offset
+        filler._progress[1] = LAYOUT.tensors[4].offset
         writer.tell({"half": "way"})
         writer.poll()
         time.sleep(DEADLINE_S)

@@ -220,8 +220,8 @@ def test_a_failed_write_offers_nothing_and_the_next_one_works(place, monkeypatch
     writer.publish(1, parameters(1))
     place.settle(writer, reader)
 
-    def torn(segment, filler, sources, version):
-        segment.buffer[:100] = 8
+    def torn(filler, sources):
+        filler._destinations[0].fill_(8)
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):

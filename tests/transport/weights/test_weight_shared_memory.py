@@ -24,7 +24,7 @@ from transport.weights import (
     WeightWriter,
     memory,
 )
-from transport.weights.messages import Offer, encode
+from transport.weights.messages import Coming, Offer, encode
 
 from .conftest import leftovers, parameters, values
 
@@ -213,12 +213,11 @@ def steps(writer, reader, monkeypatch):
     fill, half = memory.fill, LAYOUT.tensors[1].offset
 
     def publish(version, between):
-        def in_halves(segment, filler, sources, number):
-            segment.progress[0] = number
-            memory.views(LAYOUT, segment.buffer)[0].fill_(number)
-            segment.progress[1] = half
-            between(segment)
-            return fill(segment, filler, sources, number)
+        def in_halves(filler, sources):
+            filler._destinations[0].fill_(version)
+            filler._progress[1] = half
+            between(filler)
+            return fill(filler, sources)
 
         with monkeypatch.context() as patch:
             patch.setattr(memory, "fill", in_halves)
@@ -246,8 +245,23 @@ needs_compiler = pytest.mark.skipif(library() is None, reason="no C compiler: no
 
 
 @needs_compiler
+def test_a_reader_that_hears_of_a_version_before_its_first_byte_is_written_reads_along(writer, reader, steps):
+    def late(peer, message):
+        whole = send(peer, message)
+        if isinstance(message, Coming):
+            until(lambda: reader._transfer is not None and reader._transfer.version == 2, reader)
+            time.sleep(0.05)
+        return whole
+
+    send, proved = writer._port.send, []
+    writer._port.send = late
+    steps(2, lambda filler: proved.append(follows(reader, 2)))
+    assert proved == [True]
+
+
+@needs_compiler
 def test_a_version_is_proved_while_it_is_written_and_adopted_when_it_is_whole(steps, reader):
-    def between(segment):
+    def between(filler):
         until(lambda: follows(reader, 2), reader)
         for _ in range(100):
             assert reader.poll() is None
@@ -261,7 +275,7 @@ def test_a_version_is_proved_while_it_is_written_and_adopted_when_it_is_whole(st
 
 @needs_compiler
 def test_a_publish_that_fails_half_way_leaves_its_followers_on_their_version(steps, writer, reader):
-    def between(segment):
+    def between(filler):
         until(lambda: follows(reader, 2), reader)
         raise RuntimeError("the trainer ran out of memory")
 
@@ -269,7 +283,7 @@ def test_a_publish_that_fails_half_way_leaves_its_followers_on_their_version(ste
         steps(2, between)
     until(lambda: not reader._transfer.proof.running, reader)
     assert reader.poll() is None
-    mine = steps(3, lambda segment: until(lambda: follows(reader, 3), reader))
+    mine = steps(3, lambda filler: until(lambda: follows(reader, 3), reader))
     until(lambda: reader.version == 3, writer, reader)
     assert values(mine) == {3}
 
@@ -283,7 +297,7 @@ def test_bytes_that_are_spoilt_before_their_turn_to_be_proved_are_found_at_that_
         return [*sums[:-1], sums[-1] ^ 1]
 
     monkeypatch.setattr(Copier, "run", spoilt)
-    mine = steps(2, lambda segment: until(lambda: follows(reader, 2), reader))
+    mine = steps(2, lambda filler: until(lambda: follows(reader, 2), reader))
     with pytest.raises(ChecksumMismatch, match="tensor 'scale'"):
         until(lambda: reader.version == 2, reader)
     assert values(mine) == {1}
