@@ -32,9 +32,15 @@ FINISH_REASON = "finish_reason"
 ERROR = "error"
 ADVANTAGE = "advantage"
 SAMPLING_MASK = "sampling_mask"
+REF_LOGPROBS = "ref_logprobs"
+VALUES = "values"
+DROP_REASON = "drop_reason"
 
 SAMPLING_MASK_TYPE = pa.list_(pa.list_(pa.int32()))
 """By token of the rollout the ids that truncation left; null in the prompt and where it left all."""
+
+TOKEN_NUMBERS = pa.list_(pa.float32())
+"""By token of the rollout a number, 0 where the mask is false: ref_logprobs, values and their like."""
 
 PROMPT_COLUMNS: Columns = {
     GROUP_ID: pa.int64(),  # issue number of the prompt within its source: 0, 1, 2, ...

@@ -120,12 +120,12 @@ def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) 
     )
 
 
-def split(tokens_S: Array, offsets: Array, groups_R: Array, limit: int) -> list[Array]:
+def split(tokens_S: Array, offsets: Array, groups_R: Array, limit: int, *, whole: bool = False) -> list[Array]:
     """Cut the rollouts of a step into micro-batches: index arrays into R, in order.
 
     Groups stay whole, so that their common prompt is computed once, unless one alone is over the limit.
     groups_R: [R], equal within a group, rows of a group side by side. limit: tokens, each group's common
-    prefix counted once; a single rollout longer than that is a micro-batch of its own.
+    prefix counted once; a single rollout longer than that is a micro-batch of its own. whole: groups are never cut.
     """
     lengths_R = np.diff(offsets)
     rollouts = len(lengths_R)
@@ -134,7 +134,7 @@ def split(tokens_S: Array, offsets: Array, groups_R: Array, limit: int) -> list[
     for first, last in zip(starts.tolist(), [*starts[1:].tolist(), rollouts], strict=True):
         common = _common(tokens_S, offsets, first, last)
         cost = int(lengths_R[first:last].sum()) - common * (last - first - 1)
-        if cost <= limit:
+        if whole or cost <= limit:
             units.append((first, last, cost))
         else:
             units += _cut(lengths_R, first, last, limit)

@@ -12,9 +12,12 @@ from dataflow.model import Model
 from dataflow.node import Context, Learn, Runtime
 from dataflow.records import ERROR, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
 from operators.losses import aipo
-from operators.training.loss_function import LossFunction, read_loss
+from operators.training.loss_function import WITH_GRADIENT, LossFunction, read_loss
+from operators.training.schedule import SCHEDULES
 
 NORMALIZE = ("tokens", "rollouts", "rollout_means")
+HEADS = {"lm": ("new_logprobs", "entropy"), "value": ("new_values",)}
+"""What a model's head gives a loss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,17 +47,33 @@ class Trainer(Learn):
     """Of matrices; vectors are not decayed."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from 0."""
+    schedule: str = "constant"
+    """What it does afterwards: constant, linear or cosine, down to `min_lr` at `decay_steps`."""
+    decay_steps: int | None = None
+    """Steps, the warm-up included, until it is at `min_lr`; None: the run's."""
+    min_lr: float = 0.0
+    """Where it ends, unless it is constant."""
     max_grad_norm: float = 1.0
     """Gradients above this norm are scaled down to it; inf: never."""
     normalize: str = "tokens"
     """What the summed loss of a step is divided by: its trained tokens, its rollouts, or (rollout_means) its
     rollouts after each one's sum was divided by its own tokens."""
+    whiten: bool = False
+    """Shift and scale the advantages of a step's trained tokens to mean 0 and deviation 1 (REINFORCE++)."""
     temperature: float = 1.0
     """That the generator samples at; log-probabilities are taken at the same."""
     micro_batch_tokens: int = 8192
     """Tokens of one forward and backward; prompts that a group has in common count once."""
     skip_zero_advantage: bool = True
     """Leave out rollouts of advantage 0 where the loss is found to vanish on them; denominators stay."""
+    tensor_parallel: int = 1
+    """Ranks that share out each layer's matrices; divides the trainer's ranks, of which the others shard the data."""
+    gradient_checkpointing: bool = False
+    """Keep no activations within a layer: compute them again in the backward pass."""
+    compile: bool = False
+    """Run the layers through torch.compile."""
+    offload: bool = False
+    """Between steps, keep the optimiser's state and the gradients in main memory: for devices that are shared."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; the last step is always kept."""
     queue_prompts: int | None = None
@@ -90,15 +109,18 @@ class Trainer(Learn):
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
         found = list(self.loss_function.faults)
-        for knob, least in (("prompts_per_step", 1), ("micro_batch_tokens", 1), ("warmup_steps", 0)):
+        for knob, least in (
+            ("prompts_per_step", 1), ("micro_batch_tokens", 1), ("warmup_steps", 0), ("tensor_parallel", 1)
+        ):  # fmt: skip
             found += self._whole(knob, getattr(self, knob), least)
-        for knob in ("checkpoint_every", "queue_prompts"):
+        for knob in ("checkpoint_every", "queue_prompts", "decay_steps"):
             if getattr(self, knob) is not None:
                 found += self._whole(knob, getattr(self, knob), 1)
         for knob, zero_is_fine in (
             ("lr", True),
             ("eps", False),
             ("weight_decay", True),
+            ("min_lr", True),
             ("temperature", False),
         ):
             value = getattr(self, knob)
@@ -114,16 +136,25 @@ class Trainer(Learn):
             found.append(f"'{self.name}' has betas={self.betas!r}; give two numbers from 0 up to 1, as (0.9, 0.999)")
         if self.normalize not in NORMALIZE:
             found.append(f"'{self.name}' has normalize={self.normalize!r}, which is not known; use {list(NORMALIZE)}")
+        if self.schedule not in SCHEDULES:
+            found.append(f"'{self.name}' has schedule={self.schedule!r}, which is not known; use {list(SCHEDULES)}")
         if self.queue_prompts is not None and not found and self.queue_prompts < self.prompts_per_step:
             found.append(
                 f"'{self.name}' may queue {self.queue_prompts} prompts but one of its steps needs "
                 f"{self.prompts_per_step}: this would deadlock; raise queue_prompts or lower prompts_per_step"
             )
         if isinstance(self.model, Model):
-            if self.model.head != "lm":
+            gives = HEADS.get(self.model.head)
+            if gives is None:
                 found.append(
-                    f"'{self.name}' trains next-token logits but model '{self.model.name}' has head "
-                    f"'{self.model.head}'; give a Model with head='lm'"
+                    f"'{self.name}' trains next-token logits or values, but model '{self.model.name}' has head "
+                    f"'{self.model.head}'; give a Model with head='lm', or 'value' for a critic"
+                )
+            elif wrong := [name for name in WITH_GRADIENT if name in self.loss_function.computed and name not in gives]:
+                found.append(
+                    f"loss '{self.loss_function.name}' of '{self.name}' reads '{wrong[0]}', but model "
+                    f"'{self.model.name}' has head '{self.model.head}', which gives {list(gives)}; give another loss, "
+                    f"or a Model with another head"
                 )
             if self.model.dtype == "float16":
                 found.append(

@@ -73,7 +73,7 @@ class Journal:
         with checkpoints.writing(step, node=context.node, version=step) as folder:
             checkpoint.write_checkpoint(
                 folder,
-                learner.policy.module,
+                learner.forward.module,
                 self.tokenizer,
                 learner.optimizer,
                 learner.parameters,

@@ -3,48 +3,55 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dataflow.errors import OperatorError
-from operators.packing import Array, gather, pack, split
+from dataflow.records import ADVANTAGE, REF_LOGPROBS, VALUES
+from operators.packing import Array, Kept, Packed, gather, pack, split
+from operators.training.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.loss_function import LossFunction
-from operators.training.policy import Policy
-from operators.training.rows import StepRows
+from operators.training.rows import StepRows, whitened
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a step did; means are over the tokens that were computed."""
+    """What a step did; measures are over the tokens that were computed."""
 
     loss: float
     grad_norm: float
     """Before clipping."""
-    ratio_mean: float | None
-    """Mean of pi / mu."""
-    kl: float | None
-    """Estimate of KL(generator || trainer) in nats per token: mean of r - 1 - log r (k3), r = pi / mu."""
-    clipped_share: float | None
-    """Share of tokens beyond the loss's bounds on the ratio; None when it has none."""
+    measures: Measures
+    """See `Diagnostics.measures`."""
     nodes: int
     """Tokens that went through the model."""
     culprit: str | None = None
     """What was not finite; then the weights were left as they were."""
 
 
+class Forward(Protocol):
+    """A model as a learner sees it: `Policy`, or a critic."""
+
+    module: Any
+
+    def computed(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
+        """What the loss wants of `loss_function.WITH_GRADIENT`, each [T], and `new_logprobs` or `new_values` always."""
+
+
 @dataclass
 class Learner:
-    """Trains one policy; one call of `micro` per micro-batch, between `begin` and `end`.
+    """Trains one model; one call of `micro` per micro-batch, between `begin` and `end`.
 
     normalize: what the summed loss is divided by: "tokens" (trained tokens of the step), "rollouts", or
     "rollout_means" (rollouts, after each rollout's sum was divided by its tokens).
     """
 
-    policy: Policy
+    forward: Forward
     optimizer: torch.optim.Optimizer
     loss: LossFunction
     node: str
@@ -52,20 +59,27 @@ class Learner:
     max_grad_norm: float
     micro_batch_tokens: int
     skip_zero_advantage: bool
+    whiten: bool = False
     _rows: StepRows | None = None
+    _diagnostics: Diagnostics | None = None
     _scale_R: Array = field(default_factory=lambda: np.zeros(0))
-    _sums: list[Tensor] = field(default_factory=list)
+    _totals: list[Tensor] = field(default_factory=list)
     _bad: list[tuple[Tensor, Array]] = field(default_factory=list)
     _nodes: int = 0
-    _tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.parameters = dict(self.policy.module.named_parameters())
+        self.parameters = {
+            name: weight for name, weight in self.forward.module.named_parameters() if weight.requires_grad
+        }
         if self.skip_zero_advantage:
             self.skip_zero_advantage = vanishes_without_advantage(self.loss)
 
-    def begin(self, rows: StepRows) -> list[Array]:
-        """Start a step; the micro-batches to hand to `micro`, as indices of rollouts."""
+    def begin(self, rows: StepRows, version: int) -> list[Array]:
+        """Start a step; the micro-batches to hand to `micro`, as indices of rollouts.
+
+        version: steps behind the weights."""
+        if self.whiten:
+            rows = whitened(rows)
         trained_R = rows.trained_R
         if self.normalize == "tokens":
             self._scale_R = np.full(rows.rollouts, 1.0 / max(1, int(trained_R.sum())))
@@ -73,14 +87,19 @@ class Learner:
             self._scale_R = np.full(rows.rollouts, 1.0 / max(1, rows.rollouts))
             if self.normalize == "rollout_means":
                 self._scale_R = self._scale_R / np.maximum(trained_R, 1)
-        self._rows, self._sums, self._bad = rows, [], []
-        self._nodes = self._tokens = 0
+        names = sums_of(self.loss.computed, self.loss.columns)
+        self._diagnostics = Diagnostics(ratio_bounds(self.loss.knobs), version, names)
+        self._rows, self._totals, self._bad = rows, [], []
+        self._nodes = 0
         self.optimizer.zero_grad(set_to_none=True)
         computed = np.flatnonzero((trained_R > 0) & (rows.signal_R | (not self.skip_zero_advantage)))
         if not len(computed):
             return []
         positions, offsets = gather(rows.offsets, computed)
-        parts = split(rows.tokens_S[positions], offsets, rows.groups_R[computed], self.micro_batch_tokens)
+        parts = split(
+            rows.tokens_S[positions], offsets, rows.groups_R[computed], self.micro_batch_tokens,
+            whole="group_index" in self.loss.computed,
+        )  # fmt: skip
         return [computed[part] for part in parts]
 
     def micro(self, part: Array) -> None:
@@ -92,33 +111,38 @@ class Learner:
         self._nodes += packed.nodes
         flat_T, row_T = positions[packed.flat_T], part[packed.row_T]
         kept_T = None if rows.kept_S is None else rows.kept_S.select(flat_T)
-        new_T, entropy_T = self.policy.logprobs(packed, kept_T, entropy="entropy" in self.loss.computed)
+        computed = self.forward.computed(packed, kept_T, self.loss.computed)
+        new_T = next(iter(computed.values()))
         given = {name: self._tensor(values[flat_T], new_T) for name, values in rows.columns_S.items()}
-        old_T = given["logprobs"]
         given |= {name: self._tensor(values[row_T], new_T) for name, values in rows.columns_R.items()}
-        computed = {
-            "new_logprobs": new_T,
-            "entropy": entropy_T,
+        groups_T = np.unique(rows.groups_R[row_T], return_inverse=True)[1]
+        known = given | computed | {
             "mask": torch.ones(len(new_T), dtype=torch.bool, device=new_T.device),
             "rollout_index": torch.from_numpy(packed.row_T).to(new_T.device),
-        }
-        known = given | computed
+            "group_index": torch.from_numpy(groups_T).to(new_T.device),
+        }  # fmt: skip
         losses = self._call({name: known[name] for name in self.loss.columns + self.loss.computed}, new_T)
         total = (losses * self._tensor(self._scale_R[row_T], new_T)).sum()
         torch.autograd.backward(total)
-        self._measure(total, losses, new_T.detach(), old_T, row_T)
+        self._totals.append(total.detach().to(torch.float64))
+        self._measure(losses, computed, given, self._tensor(rows.versions_S[flat_T], new_T), row_T)
 
     def end(self, learning_rate: float) -> Outcome:
         """Clip, update the weights and report; the weights stay as they were when anything was not finite."""
+        assert self._diagnostics is not None
         for parameter in self.parameters.values():
-            if parameter.grad is None and parameter.requires_grad:
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        grads = [weight.grad for weight in self.parameters.values() if weight.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        none = torch.zeros(4, dtype=torch.float64, device=norm.device)
-        sums = torch.stack([none, *self._sums]).sum(0)
-        grad_norm, loss, ratio, kl, clipped = torch.cat([norm.double()[None], sums]).tolist()
-        culprit, tokens = None, self._tokens
+        norm = torch.nn.utils.get_total_norm(
+            [weight.grad for weight in self.parameters.values() if weight.grad is not None]
+        )
+        none = torch.zeros((), dtype=torch.float64, device=norm.device)
+        sums, largest = self._diagnostics.totals()
+        total = torch.stack([none, *self._totals]).sum()
+        grad_norm, loss, most, *found = torch.cat(
+            [each.reshape(-1).to(norm.device) for each in (norm.double(), total, largest, sums)]
+        ).tolist()
+        culprit = None
         if math.isfinite(loss) and math.isfinite(grad_norm):
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.max_grad_norm, norm)
             for group in self.optimizer.param_groups:
@@ -127,14 +151,9 @@ class Learner:
         else:
             culprit = self._culprit()
         return Outcome(
-            loss=loss,
-            grad_norm=grad_norm,
-            ratio_mean=ratio / tokens if tokens else None,
-            kl=kl / tokens if tokens else None,
-            clipped_share=clipped / tokens if tokens and _bounds(self.loss) else None,
-            nodes=self._nodes,
+            loss=loss, grad_norm=grad_norm, measures=self._diagnostics.measures(found, most), nodes=self._nodes,
             culprit=culprit,
-        )
+        )  # fmt: skip
 
     def _call(self, arguments: dict[str, Any], new_T: Tensor) -> Tensor:
         """The loss per token; a single number stands for each of them."""
@@ -147,16 +166,20 @@ class Learner:
             )
         return losses.expand(new_T.shape)
 
-    def _measure(self, total: Tensor, losses: Tensor, new_T: Tensor, old_T: Tensor, row_T: Array) -> None:
+    def _measure(
+        self, losses: Tensor, computed: dict[str, Tensor], given: dict[str, Tensor], versions_T: Tensor, row_T: Array
+    ) -> None:
+        assert self._diagnostics is not None
         with torch.no_grad():
             self._bad.append((~torch.isfinite(losses), row_T))
-            log_ratio = new_T - old_T
-            ratio = log_ratio.exp()
-            low, high = _bounds(self.loss) or (0.0, math.inf)
-            outside = (ratio > high) | (ratio < low)
-            sums = [total, ratio.sum(), (ratio - 1 - log_ratio).sum(), outside.sum()]
-            self._sums.append(torch.stack([value.to(torch.float64) for value in sums]))
-            self._tokens += len(new_T)
+            now = {name: values.detach() for name, values in computed.items()}
+            if "new_values" not in now:
+                self._diagnostics.policy(
+                    now["new_logprobs"], given["logprobs"], versions_T, entropy_T=now.get("entropy"),
+                    reference_T=given.get(REF_LOGPROBS),
+                )  # fmt: skip
+            elif VALUES in given and ADVANTAGE in given:
+                self._diagnostics.critic(now["new_values"], given[VALUES] + given[ADVANTAGE])
 
     def _culprit(self) -> str:
         """Where the numbers stopped being finite: rollouts if the loss was not, else the first parameter."""
@@ -179,15 +202,6 @@ class Learner:
     def _tensor(self, values: Array, like: Tensor) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return tensor.to(like.device, like.dtype if tensor.is_floating_point() or tensor.dtype == torch.bool else None)
-
-
-def _bounds(loss: LossFunction) -> tuple[float, float] | None:
-    """The interval of the ratio that a loss leaves alone, from its knobs: rho, or clip_low and clip_high."""
-    if "rho" in loss.knobs:
-        return 0.0, float(loss.knobs["rho"])
-    if "clip_high" in loss.knobs:
-        return 1.0 - float(loss.knobs.get("clip_low", math.inf)), 1.0 + float(loss.knobs["clip_high"])
-    return None
 
 
 def vanishes_without_advantage(loss: LossFunction) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-COMPUTED = ("new_logprobs", "mask", "entropy", "rollout_index")
-"""What the trainer computes by itself, each [T]; the log-probabilities and the entropy have a gradient."""
+COMPUTED = ("new_logprobs", "new_values", "mask", "entropy", "rollout_index", "group_index")
+"""What the trainer computes by itself, each [T]; log-probabilities, values and entropy have a gradient."""
+WITH_GRADIENT = ("new_logprobs", "new_values", "entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +65,10 @@ def read_loss(loss: Any, node: str) -> LossFunction:
             columns.append(parameter.name)
     if bound := set(_keywords(loss)) - set(known):
         faults.append(_unknown(node, name, where, bound, list(known)))
-    if "new_logprobs" not in computed and "entropy" not in computed:
+    if not set(computed) & set(WITH_GRADIENT):
         faults.append(
             f"loss '{name}' ({where}) of '{node}' has no gradient: it reads {columns + computed}; "
-            f"give it a parameter 'new_logprobs', the trainer's log-probabilities"
+            f"give it a parameter 'new_logprobs', the trainer's log-probabilities (a critic's: 'new_values')"
         )
     return LossFunction(
         call=loss, name=name, where=where, columns=tuple(columns), computed=tuple(computed), knobs=knobs,

@@ -48,8 +48,8 @@ def step_metrics(
 ) -> dict[str, Any]:
     """Every figure of one step, under its plain name.
 
-    Units: seconds; versions for staleness; nats per token for kl; shares from 0 to 1. Means over what was
-    computed (ratio_mean, kl, truncated_share) leave out rollouts of advantage 0 where the trainer skips them.
+    Units: seconds; versions for staleness; shares from 0 to 1; for measures see `Diagnostics.measures`, which leave
+    out rollouts of advantage 0 where the trainer skips them, and for by_staleness the function of that name.
     dropped: groups given up since the step before, by reason. rollouts: trained.
     """
     wall = max(now - pace.began, 1e-9)
@@ -71,9 +71,8 @@ def step_metrics(
         "signal_share": float(signal.mean()) if len(signal) else None,
         "staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
         "staleness_max": int(staleness.max()) if len(staleness) else 0,
-        "ratio_mean": outcome.ratio_mean,
-        "truncated_share": outcome.clipped_share,
-        "kl": outcome.kl,
+        "by_staleness": by_staleness(version - 1, rows),
+        **outcome.measures,
         "grad_norm": outcome.grad_norm,
         "lr": lr,
         "completion_tokens_mean": float(tokens.mean()) if len(tokens) else 0.0,
@@ -86,3 +85,21 @@ def step_metrics(
         "dropped": dict(dropped),
         "skipped_steps": skipped_steps,
     }
+
+
+def by_staleness(version: int, rows: StepRows) -> dict[str, dict[str, float | int]]:
+    """By staleness of their oldest token, as text: how many rollouts, and their advantage's mean and mean size.
+
+    version: of the weights that were trained. The advantage is left out where it is no number per rollout.
+    """
+    found: dict[str, dict[str, float | int]] = {}
+    has_tokens = rows.oldest_R != NO_TOKEN
+    ages_R = version - rows.oldest_R
+    advantage_R = rows.columns_R.get(ADVANTAGE)
+    for age in np.unique(ages_R[has_tokens]).tolist():
+        chosen = has_tokens & (ages_R == age)
+        found[str(age)] = {"rollouts": int(chosen.sum())}
+        if advantage_R is not None:
+            of = advantage_R[chosen]
+            found[str(age)] |= {"advantage_mean": float(of.mean()), "advantage_size": float(np.abs(of).mean())}
+    return found

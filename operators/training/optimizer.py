@@ -1,4 +1,4 @@
-"""AdamW over named parameters, its learning rate by step, and its state as plain tensors; imports torch."""
+"""AdamW over named parameters, and its state as plain tensors; imports torch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,6 @@ def adamw(
         {"params": [weight for weight in trained if weight.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
-
-
-def learning_rate(step: int, lr: float, warmup_steps: int) -> float:
-    """The rate of step 1, 2, ...: it rises linearly over `warmup_steps` and then stays."""
-    return lr * min(1.0, step / warmup_steps) if warmup_steps > 0 else lr
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +126,11 @@ class Policy:
         self.packs = False
         if packed is None or packed:
             self.packs = self._switch_to_packed(must=bool(packed))
+
+    def computed(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
+        """`new_logprobs` and, where wanted, `entropy`; see `logprobs`."""
+        logprobs_T, entropy_T = self.logprobs(packed, kept_T, entropy="entropy" in wanted)
+        return {"new_logprobs": logprobs_T} | ({} if entropy_T is None else {"entropy": entropy_T})
 
     def logprobs(
         self, packed: Packed, kept_T: Kept | None = None, *, entropy: bool = False

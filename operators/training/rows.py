@@ -1,7 +1,7 @@
 """The rollouts of a step as flat arrays: from Arrow batches to what packing and losses take."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,6 +31,8 @@ class StepRows:
     """rollout_id of each."""
     oldest_R: AnyArray
     """Version behind its oldest token; staleness.NO_TOKEN where the policy chose none."""
+    versions_S: AnyArray
+    """Version behind each token; -1 where the mask is false."""
     columns_R: dict[str, AnyArray]
     """Columns of the loss with one number per rollout."""
     columns_S: dict[str, AnyArray]
@@ -44,12 +46,16 @@ class StepRows:
         return len(self.rollout_ids_R)
 
     @cached_property
-    def trained_R(self) -> AnyArray:
-        """Trained tokens of each: those that the policy chose, but never a first one."""
+    def chosen_S(self) -> AnyArray:
+        """Whether a token is trained: the policy chose it, and it is no first one; bool."""
         chosen = self.mask_S.copy()
-        starts = self.offsets[:-1][np.diff(self.offsets) > 0]
-        chosen[starts] = False
-        return self._per_row(chosen)
+        chosen[self.offsets[:-1][np.diff(self.offsets) > 0]] = False
+        return chosen
+
+    @cached_property
+    def trained_R(self) -> AnyArray:
+        """Trained tokens of each."""
+        return self._per_row(self.chosen_S)
 
     @cached_property
     def signal_R(self) -> AnyArray:
@@ -73,6 +79,14 @@ def usable(batch: pa.RecordBatch, columns: Iterable[str]) -> AnyArray:
     for name in (records.TOKENS, records.MASK, *columns):
         good &= batch.column(name).is_valid().to_numpy(zero_copy_only=False)
     return good
+
+
+def drop_reason(batch: pa.RecordBatch) -> str | None:
+    """Why an operator before the trainer gave the group up; None where none did."""
+    if batch.schema.get_field_index(records.DROP_REASON) < 0:
+        return None
+    reasons = batch.column(records.DROP_REASON).drop_null()
+    return str(reasons[0].as_py()) if len(reasons) else None
 
 
 def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> StepRows:
@@ -102,10 +116,26 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
         groups_R=_column(table, records.GROUP_ID).to_numpy(),
         rollout_ids_R=_column(table, records.ROLLOUT_ID).to_numpy(),
         oldest_R=oldest_versions(_column(table, records.VERSIONS)),
+        versions_S=_per_token(_column(table, records.VERSIONS), records.VERSIONS, table, offsets),
         columns_R=columns_R,
         columns_S=columns_S,
         kept_S=_kept(table, tokens_S, offsets) if records.SAMPLING_MASK in table.column_names else None,
     )
+
+
+def whitened(rows: StepRows) -> StepRows:
+    """The same rows, their advantages shifted and scaled to mean 0 and deviation 1 over the trained tokens."""
+    per_token = records.ADVANTAGE in rows.columns_S
+    columns = rows.columns_S if per_token else rows.columns_R
+    if records.ADVANTAGE not in columns:
+        return rows
+    values = np.asarray(columns[records.ADVANTAGE], np.float64)
+    weights = rows.chosen_S.astype(np.float64) if per_token else rows.trained_R.astype(np.float64)
+    total = max(1.0, float(weights.sum()))
+    mean = float((values * weights).sum()) / total
+    deviation = float(np.sqrt((weights * (values - mean) ** 2).sum() / total))
+    changed = columns | {records.ADVANTAGE: (values - mean) / (deviation + 1e-8) * (weights > 0)}
+    return replace(rows, columns_S=changed) if per_token else replace(rows, columns_R=changed)
 
 
 def mean_of(batches: Sequence[pa.RecordBatch], name: str) -> float | None:

@@ -17,12 +17,12 @@ from dataflow.staleness import oldest_versions, sweep
 from operators.packing import Array
 from operators.training import checkpoint
 from operators.training.buffer import Group, ReorderBuffer
+from operators.training.build import make_learner
 from operators.training.journal import Journal, expected, resumed
 from operators.training.learner import Learner
 from operators.training.metrics import Pace, step_metrics
-from operators.training.optimizer import adamw, learning_rate
-from operators.training.policy import Policy
-from operators.training.rows import StepRows, step_rows, usable
+from operators.training.rows import StepRows, drop_reason, step_rows, usable
+from operators.training.schedule import learning_rate
 
 if TYPE_CHECKING:
     from operators.trainer import Trainer
@@ -80,34 +80,15 @@ class TrainerRuntime(Runtime):
     @classmethod
     def build(cls, trainer: Trainer, context: Context) -> TrainerRuntime:
         """Load model and tokenizer: those of the last step's checkpoint where the ledger knows steps."""
-        from operators.models import load_model, load_tokenizer
+        from operators.models import load_tokenizer
 
         torch.set_num_threads(context.threads)
         model, folder = resumed(trainer.model, context)
-        module = load_model(model, device=context.device, dtype="float32")
-        parameters = dict(module.named_parameters())
-        optimizer = adamw(
-            parameters,
-            lr=trainer.lr,
-            betas=trainer.betas,
-            eps=trainer.eps,
-            weight_decay=trainer.weight_decay,
-        )
+        learner = make_learner(trainer, model, node=context.node, device=context.device)
         start = 0
         if folder is not None:
             start = int(checkpoint.read_state(folder)["step"])
-            checkpoint.read_optimizer(folder, optimizer, parameters)
-        compute = None if model.dtype == "float32" else getattr(torch, model.dtype)
-        learner = Learner(
-            policy=Policy(module, temperature=trainer.temperature, compute=compute),
-            optimizer=optimizer,
-            loss=trainer.loss_function,
-            node=context.node,
-            normalize=trainer.normalize,
-            max_grad_norm=trainer.max_grad_norm,
-            micro_batch_tokens=trainer.micro_batch_tokens,
-            skip_zero_advantage=trainer.skip_zero_advantage,
-        )
+            checkpoint.read_optimizer(folder, learner.optimizer, learner.parameters)
         return cls(trainer, context, learner, load_tokenizer(model), start)
 
     def room(self) -> int:
@@ -203,11 +184,13 @@ class TrainerRuntime(Runtime):
         now = self._context.clock()
         self._pace.add("wait", now - self._pace.free)
         self._rows = step_rows([group.records for group in self._groups], self._learner.loss.columns)
-        self._parts = self._learner.begin(self._rows)
+        self._parts = self._learner.begin(self._rows, self._step)
         self._pace.add("forward_backward", self._context.clock() - now)
         return True
 
     def _reason_to_drop(self, records: pa.RecordBatch) -> str | None:
+        if (marked := drop_reason(records)) is not None:
+            return marked
         good = usable(records, self._learner.loss.columns)
         if not good.any():
             errors = [error for error in records.column(ERROR).to_pylist() if error]
@@ -244,7 +227,11 @@ class TrainerRuntime(Runtime):
         """Update the weights, offer them at once, then record what the step consumed."""
         context, clock, rows = self._context, self._context.clock, self._rows
         assert rows is not None
-        rate = learning_rate(self._step + 1, self._trainer.lr, self._trainer.warmup_steps)
+        trainer = self._trainer
+        rate = learning_rate(
+            self._step + 1, trainer.lr, warmup_steps=trainer.warmup_steps, schedule=trainer.schedule,
+            decay_steps=trainer.decay_steps or context.steps, min_lr=trainer.min_lr,
+        )  # fmt: skip
         began = clock()
         outcome = self._learner.end(rate)
         self._pace.add("optimizer", clock() - began)

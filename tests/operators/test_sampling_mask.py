@@ -75,11 +75,11 @@ def test_a_step_at_equal_weights_sees_ratio_one_under_truncation():
     batch = _generated(Sampling(top_k=4))
     for given, is_one in ((batch, True), (batch.drop_columns([SAMPLING_MASK]), False)):
         learner = tiny_learner(tiny_trainer(skip_zero_advantage=False))
-        for part in learner.begin(rows_of(given)):
+        for part in learner.begin(rows_of(given), 0):
             learner.micro(part)
         outcome = learner.end(0.0)
-        assert (abs(outcome.ratio_mean - 1) < 1e-5) == is_one
-        assert (abs(outcome.kl) < 1e-6) == is_one
+        assert (abs(outcome.measures["ratio_mean"] - 1) < 1e-5) == is_one
+        assert (abs(outcome.measures["kl"]) < 1e-6) == is_one
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -231,7 +231,7 @@ def test_five_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_rollou
 @pytest.mark.parametrize("factor", ["inf", "nan"])
 def test_a_gradient_that_is_not_finite_names_its_parameter(tmp_path, factor):
     world = rig(tmp_path)
-    weight = dict(world.runtime._learner.policy.module.named_parameters())["model.norm.weight"]
+    weight = dict(world.runtime._learner.forward.module.named_parameters())["model.norm.weight"]
     weight.register_hook(lambda grad: grad * float(factor))
     with pytest.raises(OperatorError, match=r"found the gradient of 'model.norm.weight'"):
         for number in range(0, 20, 2):
@@ -242,7 +242,7 @@ def test_a_gradient_that_is_not_finite_names_its_parameter(tmp_path, factor):
 def test_training_makes_the_better_rollouts_likelier(tmp_path):
     good, bad = [1.0, -1.0], [-1.0, 1.0]
     world = rig(tmp_path, tiny_trainer(prompts_per_step=1, normalize="rollouts"))
-    policy = world.runtime._learner.policy
+    policy = world.runtime._learner.forward
     for number, advantages in ((0, good), (1, bad)):
         probe = group(number, size=2, seed=number, advantages=advantages)
         before = _likelihoods(policy, probe)
@@ -272,7 +272,7 @@ def test_a_checkpoint_is_a_folder_that_transformers_loads_and_has_no_pickle(tmp_
     world.run()
     folder = tmp_path / "step-000001"
     loaded = AutoModelForCausalLM.from_pretrained(folder)
-    trained = dict(world.runtime._learner.policy.module.named_parameters())
+    trained = dict(world.runtime._learner.forward.module.named_parameters())
     assert all(torch.equal(weight, trained[name]) for name, weight in loaded.named_parameters())
     assert loaded(torch.tensor([[2, 3]])).logits.shape == (1, 2, VOCABULARY)
     assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
@@ -284,7 +284,7 @@ def test_optimiser_state_comes_back_from_a_checkpoint_bit_for_bit(tmp_path):
         losses = []
         for number in numbers:
             rows = _rows(number)
-            for part in learner.begin(rows):
+            for part in learner.begin(rows, 0):
                 learner.micro(part)
             losses.append(learner.end(1e-2).loss)
         return losses
@@ -293,7 +293,7 @@ def test_optimiser_state_comes_back_from_a_checkpoint_bit_for_bit(tmp_path):
     straight = tiny_learner(trainer)
     steps(straight, [0, 1])
     checkpoint.write_checkpoint(
-        tmp_path, straight.policy.module, None, straight.optimizer, straight.parameters, {"step": 2}
+        tmp_path, straight.forward.module, None, straight.optimizer, straight.parameters, {"step": 2}
     )
     wanted = steps(straight, [2, 3])
     again = tiny_learner(trainer, AutoModelForCausalLM.from_pretrained(tmp_path).eval())

@@ -23,7 +23,7 @@ from operators.losses import aipo, grpo
 from operators.packing import pack
 from operators.training.learner import vanishes_without_advantage
 from operators.training.loss_function import read_loss
-from operators.training.optimizer import learning_rate
+from operators.training.schedule import learning_rate
 from operators.training.policy import Policy
 from operators.training.rows import step_rows, usable
 
@@ -68,7 +68,7 @@ def test_micro_batches_and_padding_change_neither_loss_nor_gradient(loss, micro_
     wanted_loss, wanted, _ = gradient(tiny_learner(tiny_trainer(loss=loss)), rows_of(*GROUPS))
     trainer = tiny_trainer(loss=loss, micro_batch_tokens=micro_batch_tokens)
     learner = tiny_learner(trainer, packed=packed)
-    assert learner.policy.packs == packed
+    assert learner.forward.packs == packed
     found_loss, found, _ = gradient(learner, rows_of(*GROUPS))
     assert abs(found_loss - wanted_loss) < 1e-5
     assert torch.allclose(found, wanted, atol=1e-5 * wanted.abs().max().item())
@@ -78,13 +78,13 @@ def test_aipos_gradient_through_the_trainer_is_exact_in_float64():
     module = tiny_gpt2().double()
     learner = tiny_learner(tiny_trainer(), module, packed=True)
     truncated = [group(number, logprobs=-9.0) for number in range(3)]
-    learner.begin(rows_of(*truncated))
+    learner.begin(rows_of(*truncated), 0)
     learner.micro(np.arange(9))
     found = torch.cat([weight.grad.flatten() for weight in learner.parameters.values()])
     module.set_attn_implementation("sdpa")
     _, wanted = _by_hand(module, truncated, "tokens")
     assert torch.allclose(found, wanted, rtol=0, atol=1e-10)
-    assert learner.end(0.0).clipped_share > 0.9
+    assert learner.end(0.0).measures["truncated_share"] > 0.9
 
 
 def test_a_scalar_loss_is_the_mean_over_the_tokens_of_its_micro_batch():
@@ -104,7 +104,7 @@ def test_leaving_out_rollouts_without_advantage_changes_neither_loss_nor_gradien
     trainer = tiny_trainer(loss=loss, normalize=normalize)
     learner = tiny_learner(trainer)
     assert learner.skip_zero_advantage
-    assert sum(len(part) for part in learner.begin(rows_of(*groups))) < 14
+    assert sum(len(part) for part in learner.begin(rows_of(*groups), 0)) < 14
     loss_found, found, _ = gradient(learner, rows_of(*groups))
     every = tiny_learner(tiny_trainer(loss=loss, normalize=normalize, skip_zero_advantage=False))
     loss_wanted, wanted, _ = gradient(every, rows_of(*groups))
@@ -118,7 +118,7 @@ def test_a_step_without_any_signal_moves_the_weights_as_a_zero_gradient_does():
     for skip in (True, False):
         learner = tiny_learner(tiny_trainer(skip_zero_advantage=skip))
         for rows in (rows_of(*GROUPS), silent):
-            for part in learner.begin(rows):
+            for part in learner.begin(rows, 0):
                 learner.micro(part)
             learner.end(1e-2)
         weights.append(torch.cat([weight.detach().flatten() for weight in learner.parameters.values()]))
@@ -150,7 +150,7 @@ def test_the_same_rows_give_the_same_bits_twice():
         learner = tiny_learner(tiny_trainer(micro_batch_tokens=60))
         losses = []
         for _ in range(3):
-            for part in learner.begin(rows_of(*GROUPS)):
+            for part in learner.begin(rows_of(*GROUPS), 0):
                 learner.micro(part)
             losses.append(learner.end(1e-2).loss)
         runs.append((losses, [weight.detach().clone() for weight in learner.parameters.values()]))
@@ -168,7 +168,7 @@ def test_a_loss_reads_columns_per_rollout_and_per_token():
 
     rows = rows_of(*GROUPS[:2])
     learner = tiny_learner(tiny_trainer(loss=spy, skip_zero_advantage=False))
-    (part,) = learner.begin(rows)
+    (part,) = learner.begin(rows, 0)
     learner.micro(part)
     counts = rows.trained_R
     assert torch.equal(seen["index"], torch.from_numpy(np.repeat(np.arange(8), counts)))
@@ -177,7 +177,7 @@ def test_a_loss_reads_columns_per_rollout_and_per_token():
     assert seen["mask"].all()
     assert len(seen["mask"]) == counts.sum()
     row = GROUPS[0].to_pylist()[0]
-    logits = learner.policy.module.__class__.forward(tiny_llama(), torch.tensor([row["tokens"]])).logits[0]
+    logits = learner.forward.module.__class__.forward(tiny_llama(), torch.tensor([row["tokens"]])).logits[0]
     first = row["mask"].index(True)
     wanted = torch.distributions.Categorical(logits=logits[first - 1]).entropy()
     assert abs(seen["entropy"][0].item() - wanted.item()) < 1e-4
@@ -217,32 +217,45 @@ def test_ratio_and_divergence_are_zero_at_equal_weights():
     place = plain.schema.get_field_index("logprobs")
     batch = plain.set_column(place, "logprobs", pa.array(row_logprobs, pa.list_(pa.float32())))
     learner = tiny_learner(tiny_trainer(skip_zero_advantage=False))
-    for part in learner.begin(rows_of(batch)):
+    for part in learner.begin(rows_of(batch), 0):
         learner.micro(part)
     outcome = learner.end(0.0)
-    assert abs(outcome.ratio_mean - 1.0) < 1e-5
-    assert abs(outcome.kl) < 1e-6
-    assert outcome.clipped_share == 0.0
+    assert abs(outcome.measures["ratio_mean"] - 1.0) < 1e-5
+    assert abs(outcome.measures["kl"]) < 1e-6
+    assert outcome.measures["truncated_share"] == 0.0
 
 
 def test_divergence_and_truncation_are_measured_as_defined():
     rows = rows_of(*GROUPS)
     learner = tiny_learner(tiny_trainer(loss=functools.partial(aipo, rho=1.5), skip_zero_advantage=False))
-    for part in learner.begin(rows):
+    for part in learner.begin(rows, 0):
         learner.micro(part)
     outcome = learner.end(0.0)
     every = [row for batch in GROUPS for row in batch.to_pylist()]
     new = torch.cat([reference_logprobs(tiny_llama(), row["tokens"], row["mask"]) for row in every])
     old = torch.from_numpy(rows.columns_S["logprobs"][rows.mask_S])
     ratio = (new - old).exp()
-    assert abs(outcome.ratio_mean - ratio.mean().item()) < 1e-4
-    assert abs(outcome.kl - (ratio - 1 - ratio.log()).mean().item()) < 1e-4
-    assert outcome.clipped_share == pytest.approx((ratio > 1.5).float().mean().item())
+    assert abs(outcome.measures["ratio_mean"] - ratio.mean().item()) < 1e-4
+    assert abs(outcome.measures["kl"] - (ratio - 1 - ratio.log()).mean().item()) < 1e-4
+    assert outcome.measures["truncated_share"] == pytest.approx((ratio > 1.5).float().mean().item())
 
 
 def test_the_learning_rate_rises_over_the_warm_up_and_then_stays():
-    assert [learning_rate(step, 1.0, 4) for step in (1, 2, 4, 5, 100)] == [0.25, 0.5, 1.0, 1.0, 1.0]
-    assert learning_rate(1, 1.0, 0) == 1.0
+    assert [learning_rate(step, 1.0, warmup_steps=4) for step in (1, 2, 4, 5, 100)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert learning_rate(1, 1.0, warmup_steps=0) == 1.0
+
+
+def test_the_learning_rate_falls_to_its_end_and_stays_there():
+    def rates(schedule):
+        steps = (1, 2, 4, 6, 10, 50)
+        return [
+            round(learning_rate(s, 1.0, warmup_steps=2, schedule=schedule, decay_steps=10, min_lr=0.2), 6)
+            for s in steps
+        ]
+
+    assert rates("linear") == [0.5, 1.0, 0.8, 0.6, 0.2, 0.2]
+    assert rates("cosine") == [0.5, 1.0, round(0.6 + 0.4 * 2**-0.5, 6), 0.6, 0.2, 0.2]
+    assert rates("constant") == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_a_loss_of_another_shape_is_refused_with_its_file_and_line():
@@ -250,7 +263,7 @@ def test_a_loss_of_another_shape_is_refused_with_its_file_and_line():
         return new_logprobs[:2]
 
     learner = tiny_learner(tiny_trainer(loss=wrong))
-    (part,) = learner.begin(rows_of(*GROUPS))
+    (part,) = learner.begin(rows_of(*GROUPS), 0)
     with pytest.raises(OperatorError, match=r"loss 'wrong' \(.*test_trainer_learning.py:\d+\).*found shape \[2\]"):
         learner.micro(part)
 

@@ -15,8 +15,8 @@ from dataflow.model import Model
 from dataflow.node import Batch, Bound, Context
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, schema
 from operators.trainer import Trainer
+from operators.training.build import learner_of
 from operators.training.learner import Learner
-from operators.training.optimizer import adamw
 from operators.training.policy import Policy
 from operators.training.rows import StepRows, step_rows
 from operators.training.runtime import TrainerRuntime
@@ -102,27 +102,12 @@ def tiny_trainer(**knobs: Any) -> Trainer:
 def tiny_learner(trainer: Trainer, module: Any = None, *, packed: bool | None = None) -> Learner:
     """The learner that the trainer would build, around a tiny policy."""
     module = module if module is not None else tiny_llama()
-    return Learner(
-        policy=Policy(module, temperature=trainer.temperature, packed=packed),
-        optimizer=adamw(
-            dict(module.named_parameters()),
-            lr=trainer.lr,
-            betas=trainer.betas,
-            eps=trainer.eps,
-            weight_decay=trainer.weight_decay,
-        ),
-        loss=trainer.loss_function,
-        node="trainer",
-        normalize=trainer.normalize,
-        max_grad_norm=trainer.max_grad_norm,
-        micro_batch_tokens=trainer.micro_batch_tokens,
-        skip_zero_advantage=trainer.skip_zero_advantage,
-    )
+    return learner_of(trainer, Policy(module, temperature=trainer.temperature, packed=packed), node="trainer")
 
 
 def gradient(learner: Learner, rows: StepRows) -> tuple[float, torch.Tensor, float]:
     """Loss, flat gradient before clipping, and its norm, of one step that leaves the weights alone."""
-    for part in learner.begin(rows):
+    for part in learner.begin(rows, 0):
         learner.micro(part)
     learner.max_grad_norm = float("inf")
     outcome = learner.end(0.0)

@@ -1,0 +1,130 @@
+"""What a step measures of its tokens while it computes them: sums and maxima on the device, figures at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dataflow.records import REF_LOGPROBS
+
+Measures = Mapping[str, float | None]
+
+POLICY_SUMS = ("tokens", "ratio", "squared_ratio", "kl", "truncated", "same_tokens", "same_gap")
+"""What is summed of a policy's tokens; the last two of those drawn from the very weights that are trained."""
+VALUE_SUMS = ("tokens", "target", "squared_target", "residual", "squared_residual")
+"""What is summed of a critic's tokens."""
+
+
+def ratio_bounds(knobs: Mapping[str, object]) -> tuple[float, float] | None:
+    """The interval of the ratio that a loss leaves alone, from its knobs: rho, or clip_low and clip_high."""
+    if "rho" in knobs:
+        return 0.0, float(knobs["rho"])  # type: ignore[arg-type]
+    if "clip_high" in knobs:
+        low = knobs.get("clip_low")
+        return (0.0 if low is None else 1.0 - float(low)), 1.0 + float(knobs["clip_high"])  # type: ignore[arg-type]
+    return None
+
+
+def sums_of(computed: Collection[str], columns: Collection[str]) -> tuple[str, ...]:
+    """What is summed for a loss that reads these: of a critic's tokens where it reads values, else of a policy's."""
+    if "new_values" in computed:
+        return VALUE_SUMS
+    return (
+        *POLICY_SUMS,
+        *(["entropy"] if "entropy" in computed else []),
+        *(["kl_reference"] if REF_LOGPROBS in columns else []),
+    )
+
+
+@dataclass
+class Diagnostics:
+    """Sums over the micro-batches of one step; `total` of several ranks' is that of their sums and maxima."""
+
+    bounds: tuple[float, float] | None
+    """See `ratio_bounds`."""
+    version: int
+    """Steps behind the weights that are trained."""
+    names: tuple[str, ...]
+    """Of the sums; see `sums_of`."""
+    _sums: list[Tensor] = field(default_factory=list)
+    _largest: list[Tensor] = field(default_factory=list)
+
+    def policy(
+        self,
+        new_T: Tensor,
+        old_T: Tensor,
+        versions_T: Tensor,
+        *,
+        entropy_T: Tensor | None = None,
+        reference_T: Tensor | None = None,
+    ) -> None:
+        """Add a micro-batch of a policy: log-probabilities of trainer, generator, reference; no gradients."""
+        log_ratio = new_T - old_T
+        ratio = log_ratio.exp()
+        low, high = self.bounds or (0.0, math.inf)
+        same = versions_T == self.version
+        found = [
+            torch.full_like(ratio[:1], len(ratio)).sum(), ratio.sum(), (ratio * ratio).sum(),
+            (ratio - 1 - log_ratio).sum(), ((ratio > high) | (ratio < low)).sum(), same.sum(),
+            log_ratio.abs().mul(same).sum(),
+        ]  # fmt: skip
+        if entropy_T is not None:
+            found.append(entropy_T.sum())
+        if reference_T is not None:
+            gap = reference_T - new_T
+            found.append((gap.exp() - 1 - gap).sum())
+        self._add(found, ratio.max() if len(ratio) else ratio.new_zeros(()))
+
+    def critic(self, new_T: Tensor, target_T: Tensor) -> None:
+        """Add a micro-batch of a critic: its values and what they should have been, without gradient."""
+        gap = target_T - new_T
+        found = [
+            torch.full_like(gap[:1], len(gap)).sum(), target_T.sum(), (target_T * target_T).sum(), gap.sum(),
+            (gap * gap).sum(),
+        ]  # fmt: skip
+        self._add(found, new_T.abs().max() if len(new_T) else new_T.new_zeros(()))
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """All sums, float64 [names], and the largest of the maxima, float64 []."""
+        if not self._sums:
+            return torch.zeros(len(self.names), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        return torch.stack(self._sums).sum(0), torch.stack(self._largest).max()
+
+    def measures(self, sums: list[float], largest: float) -> Measures:
+        """Figures under their names in metrics.jsonl, from `totals` as plain numbers; None where nothing was computed.
+
+        ratio_mean, ratio_max: pi / mu. ess: effective share of the tokens, (sum r)^2 / (n sum r^2). kl: estimate of
+        KL(generator || trainer), kl_reference: of KL(trainer || reference), both nats per token (k3). mismatch: mean
+        |log pi - log mu| of tokens drawn from the weights that are trained, which should be rounding alone.
+        explained_variance: 1 - Var(target - value) / Var(target).
+        """
+        found = dict(zip(self.names, sums, strict=True))
+        tokens = found.get("tokens", 0.0)
+        if not tokens:
+            return {}
+        if "target" in found:
+            spread = found["squared_target"] / tokens - (found["target"] / tokens) ** 2
+            rest = found["squared_residual"] / tokens - (found["residual"] / tokens) ** 2
+            return {
+                "value_mean": (found["target"] - found["residual"]) / tokens, "value_max": largest,
+                "explained_variance": 1 - rest / spread if spread > 1e-12 else None,
+            }  # fmt: skip
+        measures: dict[str, float | None] = {
+            "ratio_mean": found["ratio"] / tokens, "ratio_max": largest,
+            "ess": found["ratio"] ** 2 / (tokens * found["squared_ratio"]) if found["squared_ratio"] else None,
+            "kl": found["kl"] / tokens,
+            "truncated_share": found["truncated"] / tokens if self.bounds else None,
+            "mismatch": found["same_gap"] / found["same_tokens"] if found["same_tokens"] else None,
+        }  # fmt: skip
+        for name in ("entropy", "kl_reference"):
+            if name in found:
+                measures[name] = found[name] / tokens
+        return measures
+
+    def _add(self, found: list[Tensor], largest: Tensor) -> None:
+        self._sums.append(torch.stack([value.to(torch.float64) for value in found]))
+        self._largest.append(largest.to(torch.float64))
