@@ -75,9 +75,13 @@ def usable(batch: pa.RecordBatch, columns: Iterable[str]) -> AnyArray:
     """Which rows can be trained: no error, and a value in every column that the loss reads; bool [rows]."""
     good = np.ones(batch.num_rows, bool)
     if batch.schema.get_field_index(records.ERROR) >= 0:
-        good &= batch.column(records.ERROR).is_null().to_numpy(zero_copy_only=False)
+        errors = batch.column(records.ERROR)
+        if errors.null_count < len(errors):
+            good &= errors.is_null().to_numpy(zero_copy_only=False)
     for name in (records.TOKENS, records.MASK, *columns):
-        good &= batch.column(name).is_valid().to_numpy(zero_copy_only=False)
+        column = batch.column(name)
+        if column.null_count:
+            good &= column.is_valid().to_numpy(zero_copy_only=False)
     return good
 
 
@@ -96,8 +100,11 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
     """
     columns = tuple(columns)
     wanted = dict.fromkeys((records.LOGPROBS, *columns))
-    kept = [batch.filter(pa.array(usable(batch, columns))) for batch in batches]
-    table = pa.Table.from_batches(kept).combine_chunks()
+    table = pa.Table.from_batches(batches).combine_chunks()
+    whole = table.to_batches()[0] if table.num_rows else batches[0]
+    good = usable(whole, columns)
+    if not good.all():
+        table = table.filter(pa.array(good)).combine_chunks()
     tokens = _column(table, records.TOKENS)
     offsets = np.r_[0, np.cumsum(records.list_lengths(tokens))]
     columns_R: dict[str, AnyArray] = {}

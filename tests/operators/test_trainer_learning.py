@@ -23,9 +23,9 @@ from operators.losses import aipo, grpo
 from operators.packing import pack
 from operators.training.learner import vanishes_without_advantage
 from operators.training.loss_function import read_loss
-from operators.training.schedule import learning_rate
 from operators.training.policy import Policy
 from operators.training.rows import step_rows, usable
+from operators.training.schedule import learning_rate
 
 GROUPS = [group(number, size=4) for number in range(5)]
 
