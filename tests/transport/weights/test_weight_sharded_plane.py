@@ -361,3 +361,21 @@ def test_no_thread_of_a_transfer_outlives_the_ends_that_began_it(address, monkey
         trainer.publish(1)
         until(lambda: group.versions == {1}, group)
     assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("weights")]
+
+
+def test_a_process_group_whose_peers_never_come_is_given_up_at_once(tmp_path):
+    stop, ended = threading.Event(), []
+
+    def meet():
+        try:
+            ProcessGroup("gloo", str(tmp_path / "store"), 0, 2, connect_s=60.0, stop=stop)
+        except RuntimeError as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    time.sleep(0.2)
+    assert thread.is_alive()
+    stop.set()
+    thread.join(20)
+    assert not thread.is_alive() and "have not come" in ended[0]

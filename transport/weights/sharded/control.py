@@ -23,7 +23,7 @@ from transport.weights.sharded.words import CoordinatorWord, Form, MemberWord, d
 
 SELF = b"0"
 """The coordinator's own rank among its peers."""
-ENDING_S = 2.0
+ENDING_S = 4.0
 """For transfers that were given up to end, when all is closed."""
 
 
@@ -62,7 +62,7 @@ class Control(threading.Thread):
     def __init__(
         self,
         member: Source | Destination,
-        connect: Callable[[Form], Party],
+        connect: Callable[[Form, threading.Event], Party],
         *,
         socket: Socket | None,
         beat_s: float,
@@ -226,7 +226,7 @@ class Control(threading.Thread):
             with self.changed:
                 self.act(self.member.moved(move.epoch, move.round, outcome.state, outcome.fault))
 
-        self._threads[form.epoch] = EpochThread(lambda: self._connect(form), formed, moved)
+        self._threads[form.epoch] = EpochThread(lambda stop: self._connect(form, stop), formed, moved)
 
 
 def _member(word: Any) -> MemberWord:

@@ -29,16 +29,18 @@ class EpochThread(threading.Thread):
 
     def __init__(
         self,
-        connect: Callable[[], Party],
+        connect: Callable[[threading.Event], Party],
         formed: Callable[[str, bool], None],
         moved: Callable[[Move, Outcome], None],
     ) -> None:
-        """`formed` is told what is wrong, and whether it is that the layouts do not fit."""
+        """`connect` is given what `abort` sets, and gives up when it is.
+
+        `formed` is told what is wrong, and whether it is that the layouts do not fit."""
         super().__init__(name="weights", daemon=True)
         self._connect, self._formed, self._moved = connect, formed, moved
         self._jobs: queue.SimpleQueue[tuple[Move, float] | None] = queue.SimpleQueue()
         self._party: Party | None = None
-        self._over = False
+        self._over = threading.Event()
         self._aborting: threading.Thread | None = None
         self.start()
 
@@ -48,7 +50,7 @@ class EpochThread(threading.Thread):
 
     def abort(self) -> None:
         """End it all; returns at once, whatever the thread is in."""
-        self._over = True
+        self._over.set()
         self._jobs.put(None)
         if party := self._party:
             self._aborting = threading.Thread(target=party.abort, name="weights-abort", daemon=True)
@@ -65,13 +67,13 @@ class EpochThread(threading.Thread):
     def run(self) -> None:
         """Work until the epoch is over."""
         try:
-            party = self._connect()
+            party = self._connect(self._over)
         except LayoutMismatch as error:
             return self._formed(str(error), True)
         except Exception as error:
             return self._formed(f"{type(error).__name__}: {error}"[:300], False)
         self._party = party
-        if self._over:
+        if self._over.is_set():
             return party.abort()
         self._formed("", False)
         while (job := self._jobs.get()) is not None:

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -18,8 +19,11 @@ import torch
 import torch.distributed as dist
 
 from transport.errors import WaitTimeout
+from transport.weights.sharded.meeting import Meeting
 
 Backend = Literal["gloo", "nccl"]
+CONNECT_S = 3.0
+"""For connections to ranks that have come to the meeting: one that died since keeps gloo waiting so long."""
 UNUSED_TAG = (1 << 30) + 1
 """Of messages that nobody sends."""
 
@@ -27,13 +31,19 @@ UNUSED_TAG = (1 << 30) + 1
 class ProcessGroup:
     """Point-to-point exchange between the ranks of one epoch."""
 
-    def __init__(self, backend: str, store: str, rank: int, size: int, *, connect_s: float) -> None:
-        """Meets the other ranks, all of which do the same, within `connect_s`; RuntimeError if they do not."""
+    def __init__(
+        self, backend: str, store: str, rank: int, size: int, *, connect_s: float, stop: threading.Event
+    ) -> None:
+        """Meets the other ranks, all of which do the same, within `connect_s`; RuntimeError if they do not.
+
+        `stop`: ends the waiting for them."""
         self.rank, self.size, self.backend = rank, size, backend
         meeting = dist.FileStore(store, size)  # type: ignore[attr-defined]
         timeout = datetime.timedelta(seconds=connect_s)
         meeting.set_timeout(timeout)
-        self._group = (_gloo if backend == "gloo" else _nccl)(meeting, rank, size, timeout)
+        if backend == "gloo":
+            meeting = Meeting(meeting, stop, timeout)
+        self._group = _gloo(meeting, rank, size) if backend == "gloo" else _nccl(meeting, rank, size, timeout)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Begin to send a dense tensor, which must keep its bytes until `wait` returns."""
@@ -67,10 +77,10 @@ class ProcessGroup:
                 nothing.wait(datetime.timedelta(milliseconds=1))
 
 
-def _gloo(meeting: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+def _gloo(meeting: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timeout
+    options._timeout = datetime.timedelta(seconds=CONNECT_S)
     options._threads = 1
     return dist.ProcessGroupGloo(meeting, rank, size, options)
 

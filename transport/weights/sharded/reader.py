@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket as sockets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -202,9 +203,9 @@ class ShardedReader:
                 with contextlib.suppress(BlockingIOError, OSError):
                     self._bell.send(b"\0")
 
-    def _connect(self, form: Form) -> _Receiving:
+    def _connect(self, form: Form, stop: threading.Event) -> _Receiving:
         assert self._shadows is not None
-        return _Receiving(self, self._shadows, form)
+        return _Receiving(self, self._shadows, form, stop)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -214,7 +215,7 @@ class ShardedReader:
 class _Receiving:
     """The receiver's end of one epoch."""
 
-    def __init__(self, reader: ShardedReader, shadows: Shadows, form: Form) -> None:
+    def __init__(self, reader: ShardedReader, shadows: Shadows, form: Form, stop: threading.Event) -> None:
         plan = reshard(Layout.from_plain(form.layout), reader.layout)
         found = {of: parcels(plan, of, reader.rank, form.bucket_bytes) for of in range(form.sources)}
         self._parcels = {peer: cut for peer, cut in found.items() if cut}
@@ -226,7 +227,7 @@ class _Receiving:
         self._steps: dict[int, list[Step]] = {}
         self._gathered: dict[int, Gathered] = {}
         self._exchange = Exchange(
-            form, form.sources + reader.rank, self._parcels, self._device, reader._deadlines.form_s, reader._clock
+            form, form.sources + reader.rank, self._parcels, self._device, reader._deadlines.form_s, stop, reader._clock
         )  # fmt: skip
 
     def move(self, version: int, deadline: float) -> Outcome:

@@ -88,16 +88,19 @@ class Exchange:
         peers: Iterable[int],
         device: torch.device,
         connect_s: float,
+        stop: threading.Event,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Meets the epoch's other ranks. `rank`: among them, source ranks first. `peers`: those it exchanges with.
 
-        `device`: where messages lie."""
+        `device`: where messages lie. `stop`: set by whoever gives the epoch up, while they meet or later."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._group = ProcessGroup(form.backend, form.store, rank, form.sources + form.ranks, connect_s=connect_s)
+        self._group = ProcessGroup(
+            form.backend, form.store, rank, form.sources + form.ranks, connect_s=connect_s, stop=stop
+        )
         self._device, self._clock = device, clock
-        self._stop = threading.Event()
+        self._stop = stop
         # One byte to each in the order of the ranks, which is the same for all: NCCL connects a pair at its first
         # message and waits for it, and pairs that wait for each other in a circle would do so for ever.
         greeting = torch.zeros(1, dtype=torch.uint8, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -221,8 +222,8 @@ class ShardedWriter:
             with self._control.changed:
                 self._pinned -= Counter(found)
 
-    def _connect(self, form: Form) -> _Sending:
-        return _Sending(self, form)
+    def _connect(self, form: Form, stop: threading.Event) -> _Sending:
+        return _Sending(self, form, stop)
 
     def _check(self) -> None:
         if self._closed:
@@ -239,7 +240,7 @@ class ShardedWriter:
 class _Sending:
     """The sender's end of one epoch."""
 
-    def __init__(self, writer: ShardedWriter, form: Form) -> None:
+    def __init__(self, writer: ShardedWriter, form: Form, stop: threading.Event) -> None:
         plan = reshard(writer.layout, Layout.from_plain(form.layout))
         found = {form.sources + to: parcels(plan, writer.rank, to, form.bucket_bytes) for to in range(form.ranks)}
         self._parcels = {peer: cut for peer, cut in found.items() if cut}
@@ -250,7 +251,7 @@ class _Sending:
         self._steps: dict[int, list[Step]] = {}
         self._gathered: dict[int, Gathered] = {}
         self._exchange = Exchange(
-            form, writer.rank, self._parcels, self._device, writer._deadlines.form_s, writer._clock
+            form, writer.rank, self._parcels, self._device, writer._deadlines.form_s, stop, writer._clock
         )
 
     def move(self, version: int, deadline: float) -> Outcome:
