@@ -112,8 +112,7 @@ def percentile(lengths: Sequence[int], percent: int) -> int:
 def make_policy(folder: Path, size: str, seed: int = 0) -> Path:
     """Save a random Llama without an end token, and a tokenizer of words `w1 w2 ...`, one token each."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from operators.models import no_progress_bar
 
@@ -126,11 +125,19 @@ def make_policy(folder: Path, size: str, seed: int = 0) -> Path:
     )  # fmt: skip
     with no_progress_bar():
         LlamaForCausalLM(config).save_pretrained(folder)
-    words = {"<pad>": PAD, **{f"w{i}": i for i in range(1, of.vocabulary)}}
+    save_words(folder, of.vocabulary)
+    return folder
+
+
+def save_words(folder: Path, count: int) -> None:
+    """A tokenizer of so many words, the padding among them, beside a model."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": PAD, **{f"w{i}": i for i in range(1, count)}}
     core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>").save_pretrained(folder)
-    return folder
 
 
 def text_of(prompt: AnyArray) -> str:

@@ -11,6 +11,8 @@ roofline_share: the time that reading weights and every row's keys and values ta
 same run, over the time taken. floor_share: the same with the pages of a shared prompt counted once per group.
 attention: one layer's decode attention by itself, for several tilings of the kernel.
 weights: new versions from one process to another on the same GPU, see bench.gpu_weights.
+trainer: one training step of a 1.7 B model in several ways, see bench.gpu_trainer.
+shared: a whole graph with generator and trainer on this GPU, see bench.gpu_shared.
 A row that exceeds its time stops there, and `tokens` says how far it came; what does not fit into --minutes is skipped.
 """
 
@@ -27,6 +29,7 @@ import torch
 from rich.console import Console
 
 from bench.gpu_attention import measure_attention
+from bench.gpu_shared import measure_shared
 from bench.gpu_systems import (
     HF,
     MODELS,
@@ -42,11 +45,12 @@ from bench.gpu_systems import (
     ours,
 )
 from bench.gpu_timing import clear, measure_bandwidth
+from bench.gpu_trainer import TRAINER_S, measure_trainer
 from bench.gpu_weights import WEIGHTS_S, measure_weights
 from bench.report import Figure, Report
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("tests", "ours", "hf", "attention", "weights")
+PARTS = ("tests", "ours", "hf", "attention", "weights", "trainer", "shared")
 TESTS_S, OURS_S, HF_S, ATTENTION_S = 150.0, 25.0, 45.0, 40.0
 """Most seconds of each part: of a row, for ours and hf."""
 HF_LEAST_S = {"hf_dynamic": 60.0, "hf_static": 150.0}
@@ -106,6 +110,10 @@ def main(arguments: list[str] | None = None) -> int:
         measure_attention(report, min(ATTENTION_S, clock.left), device, bandwidth, models, load)
     if "weights" in parts:
         failed |= not measure_weights(report, min(WEIGHTS_S, clock.left), device, options.tiny)
+    if "trainer" in parts:
+        failed |= not measure_trainer(report, min(TRAINER_S, clock.left), device, options.tiny)
+    if "shared" in parts:
+        failed |= not measure_shared(report, lambda: clock.left, device, options.tiny)
     if "hf" in parts:
         for system in HF:
             failed |= not measure(system, hf, HF_S, HF_LEAST_S[system])

@@ -6,7 +6,8 @@ from dataflow.app import main
 from dataflow.collect import collect
 from dataflow.errors import DataflowError, GraphError, RunError
 from dataflow.graph import Graph
-from dataflow.model import Model
+from dataflow.keep import keep
+from dataflow.model import LoRA, Model
 from dataflow.plan import Devices, Plan, plan
 from dataflow.records import Array
 from dataflow.run import Result, inline, run
@@ -15,6 +16,6 @@ from dataflow.stream import Prompt, Rollout, Stream, Weights, join
 from dataflow.verify import verify
 
 __all__ = [
-    "Array", "DataflowError", "Devices", "Graph", "GraphError", "Model", "Plan", "Prompt", "Result", "Rollout",
-    "RunError", "Stream", "Weights", "collect", "inline", "join", "main", "plan", "run", "scorer", "verify",
+    "Array", "DataflowError", "Devices", "Graph", "GraphError", "LoRA", "Model", "Plan", "Prompt", "Result", "Rollout",
+    "RunError", "Stream", "Weights", "collect", "inline", "join", "keep", "main", "plan", "run", "scorer", "verify",
 ]  # fmt: skip

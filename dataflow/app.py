@@ -40,6 +40,7 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "seed": (int, 0, "of the prompts' order, sampling and everything else that is random"),
     "gpus": (str, "", "accelerators by node, as in generator=6,trainer=2 or generator=8,trainer=generator"),
     "replicas": (str, "", "copies of a node on the CPU, as in generator=2"),
+    "ranks": (str, "", "processes that share out a trainer's model on the CPU, as in trainer=2"),
     "scale": (str, "", "replicas of a node from a step on, as in 100:generator=3,200:generator=1"),
     "weights": (
         str | None,
@@ -55,9 +56,9 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
 
 
 def _act(graph: Graph, flags: dict[str, Any]) -> None:
-    gpus, replicas = _assignments("gpus", flags["gpus"]), _assignments("replicas", flags["replicas"])
     how: dict[str, Any] = {
-        "gpus": gpus, "replicas": {name: value for name, value in replicas.items() if isinstance(value, int)},
+        "gpus": _assignments("gpus", flags["gpus"]), "replicas": _counts("replicas", flags["replicas"]),
+        "ranks": _counts("ranks", flags["ranks"]),
         "steps": flags["steps"], "scale": _schedule(flags["scale"]), "weights": flags["weights"],
     }  # fmt: skip
     if flags["explain"] or flags["draw"]:
@@ -120,6 +121,16 @@ def _schedule(text: str) -> dict[int, dict[str, int]]:
                 f"--scale is {text!r}, which cannot be read at {part!r}; write it as 100:generator=3,200:generator=1"
             )
         found.setdefault(int(step), {})[name.strip()] = int(count)
+    return found
+
+
+def _counts(flag: str, text: str) -> dict[str, int]:
+    """`generator=2` as a mapping."""
+    found: dict[str, int] = {}
+    for name, value in _assignments(flag, text).items():
+        if not isinstance(value, int):
+            raise GraphError(f"--{flag} is {text!r}, which cannot be read at {name}={value}; write it as {name}=2")
+        found[name] = value
     return found
 
 

@@ -7,8 +7,9 @@ import networkx as nx
 
 from dataflow.errors import GraphError
 from dataflow.graph import Graph, nearest
+from dataflow.keep import Keep
 from dataflow.node import Generate, Learn, Operator, Source
-from dataflow.records import arrow_type
+from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES, arrow_type
 from dataflow.stream import Stream
 
 
@@ -112,10 +113,20 @@ def evaluated_and_trained(graph: Graph) -> Iterator[str]:
             )
 
 
-def lonely_groups(graph: Graph) -> Iterator[str]:
-    """A rule that compares siblings needs some."""
+def filtered_evaluation(graph: Graph) -> Iterator[str]:
+    """An accuracy is that of all held-out prompts."""
     for call in graph.calls:
-        if getattr(call.operator, "per", "row") != "group":
+        if getattr(call.operator, "every_steps", None) and DROP_REASON in call.inputs[0].columns:
+            yield (
+                f"'{call.operator.name}' evaluates rows of '{call.output.lane}' behind a filter, and what is not "
+                f"scored there would count as an error; apply the @keep filters to the rows that are trained alone"
+            )
+
+
+def lonely_groups(graph: Graph) -> Iterator[str]:
+    """A rule that compares siblings needs some; a filter may look at a single rollout."""
+    for call in graph.calls:
+        if getattr(call.operator, "per", "row") != "group" or isinstance(call.operator, Keep):
             continue
         lane = call.output.lane
         size = group_size(graph, lane)
@@ -148,11 +159,25 @@ def too_little_in_flight(graph: Graph) -> Iterator[str]:
                 )
 
 
+def untrained_reader(graph: Graph) -> Iterator[str]:
+    """Where something is trained, a model that reads rollouts is trained too, or said to be frozen."""
+    trained = {operator.uses: name for name, operator in graph.operators.items() if operator.trains}
+    for name, operator in graph.operators.items():
+        model = operator.uses
+        if model is None or model.is_frozen or model in trained or not trained or isinstance(operator, Generate):
+            continue
+        yield (
+            f"'{name}' reads '{model.name}', which is not frozen() and which none of {list(trained.values())} trains; "
+            f"give it that model's frozen(), or train it and add g.feedback(trainer.weights, {name}, max_staleness=...)"
+        )
+
+
 def unlike_temperatures(graph: Graph) -> Iterator[str]:
-    """The trainer's log-probabilities must be those of the distribution that was sampled from."""
+    """Log-probabilities must be those of the distribution that was sampled from."""
     for name, operator in graph.operators.items():
         ours = getattr(operator, "temperature", None)
-        if not isinstance(operator, Learn) or ours is None:
+        has_other_head = operator.uses is not None and operator.uses.head != "lm"
+        if isinstance(operator, Generate) or ours is None or has_other_head:
             continue
         for generator in generators_of(graph, name):
             theirs = getattr(generator, "temperature", ours)
@@ -160,6 +185,19 @@ def unlike_temperatures(graph: Graph) -> Iterator[str]:
                 yield (
                     f"'{generator.name}' samples at temperature {theirs} but '{name}' computes log-probabilities at "
                     f"{ours}, so every ratio would be wrong; give both the same temperature"
+                )
+
+
+def unlike_layouts(graph: Graph) -> Iterator[str]:
+    """Messages that a generator lays out are no text that a judge could read as it stands."""
+    for name, operator in graph.operators.items():
+        if isinstance(operator, Generate) or getattr(operator, "chat", None) is not False:
+            continue
+        for generator in generators_of(graph, name):
+            if getattr(generator, "chat", False):
+                yield (
+                    f"'{generator.name}' lays prompts out as chat messages but '{name}' would read their JSON as text; "
+                    f"give '{name}' chat=True"
                 )
 
 
@@ -180,8 +218,8 @@ def too_few_prompts(graph: Graph) -> Iterator[str]:
 
 _REASONS = (
     empty, unread_streams, two_trainers, frozen_trainer, missing_feedback, unknown_feedback, mixed_lanes,
-    evaluated_and_trained, lonely_groups, too_little_in_flight, unlike_temperatures,
-    too_few_prompts,
+    evaluated_and_trained, filtered_evaluation, lonely_groups, too_little_in_flight, untrained_reader,
+    unlike_temperatures, unlike_layouts, too_few_prompts,
 )  # fmt: skip
 
 
@@ -195,12 +233,26 @@ def missing_column(graph: Graph, operator: Operator, column: str, stream: Stream
         do = f"'{could[0]}' provides it: apply '{operator.name}' behind it, or join the two streams"
     elif column in ("completion", "tokens", "logprobs", "versions", "mask"):
         do = "a Generator provides it: apply one first"
+    elif column == SAMPLING_MASK:
+        do = "a Generator provides it: give it sampling_mask=True"
+    elif (maker := _maker(column)) is not None:
+        do = f"apply {maker} first"
     else:
         do = f'add it to Prompts(columns=...), or apply a @scorer called "{column}" first'
     close = nearest(column, stream.columns)
     return (
         f"'{operator.name}' reads column '{column}', but '{stream.node}' provides {list(stream.columns)}{close}; {do}"
     )
+
+
+def _maker(column: str) -> str | None:
+    """The forward operator that writes a column of this name, as one would spell it."""
+    if column.endswith(f"_{LOGPROBS}"):
+        return f'Logprobs(model.frozen(), name="{column}")'
+    return {
+        VALUES: 'Values(Model(..., head="value"))',
+        "score": 'RewardModel(Model(..., head="score").frozen()), or a @scorer called "score",',
+    }.get(column)
 
 
 def wrong_type(operator: Operator, column: str, stream: Stream[Any], annotation: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from dataflow.check import lanes_of
 from dataflow.graph import Graph
 from dataflow.plan import Plan
+from dataflow.trainers import leading
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,14 @@ class Conductor:
     """starting | first_evaluation | training | last_evaluation | over"""
     draining: bool = False
     _trainers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _leading: list[str] = field(default_factory=list)
     _evaluations: dict[str, _Evaluation] = field(default_factory=dict)
     _open_sinks: set[str] = field(default_factory=set)
-    _dropped: int = 0
+    _dropped: dict[str, int] = field(default_factory=dict)
+    """By source: the most that one of its trainers has dropped, as it was told."""
 
     def __post_init__(self) -> None:
+        self._leading = leading(self.graph)
         for name, operator in self.graph.operators.items():
             if operator.trains:
                 self._trainers[name] = {}
@@ -65,8 +69,8 @@ class Conductor:
 
     @property
     def step(self) -> int:
-        """Steps that every trainer has made."""
-        return min((int(status.get("step", 0)) for status in self._trainers.values()), default=0)
+        """Steps that every trainer which feeds a generator has made."""
+        return min((int(self._trainers[name].get("step", 0)) for name in self._leading), default=0)
 
     @property
     def over(self) -> bool:
@@ -87,10 +91,11 @@ class Conductor:
         words: list[Word] = []
         if node in self._trainers:
             self._trainers[node] = status
-            dropped = max(int(s.get("dropped", 0)) for s in self._trainers.values())
-            if dropped > self._dropped:
-                self._dropped = dropped
-                words += [Word(source, {"dropped": dropped}) for source in self._training_sources()]
+            dropped = int(status.get("dropped", 0))
+            for source in lanes_of(self.graph, node):
+                if dropped > self._dropped.get(source, 0):
+                    self._dropped[source] = dropped
+                    words.append(Word(source, {"dropped": dropped}))
         elif node in self._evaluations and "round" in status:
             self._evaluations[node].finished = int(status["round"])
         return words + self._advance()

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from dataflow.plan import Placement
 
 EXECUTORS = ("local", "shared_memory", "cuda_ipc", "gloo", "nccl")
+COLLECTIVE = ("gloo", "nccl")
+"""Those by which each of several trainer ranks can send its own shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +96,14 @@ def weight_paths(
         trainer, reader = placements[feedback.weights.trainer.name], placements[feedback.reader.name]
         model = graph.operators[trainer.node].uses
         size = sizes.get(model.source) if model else None
-        nbytes = size.memory_bytes(model.dtype, trains=False) // reader.ranks if size and model else None
+        nbytes = size.sent_bytes(model.dtype, model.lora) // reader.ranks if size and model else None
         sources = [_seat(trainer, 0, rank, one_process) for rank in range(trainer.ranks)]
+        destinations = [
+            _seat(reader, replica, rank, one_process)
+            for replica in range(reader.replicas) for rank in range(reader.ranks)
+        ]  # fmt: skip
+        _check_narrow(graph, trainer)
+        collective = _collective(sources, destinations) if trainer.ranks > 1 else None
         for replica in range(reader.replicas):
             for rank in range(reader.ranks):
                 destination = _seat(reader, replica, rank, one_process)
@@ -103,7 +111,8 @@ def weight_paths(
                     found.append(
                         WeightPath(
                             trainer=trainer.node, trainer_rank=number, reader=reader.node, replica=replica, rank=rank,
-                            executor=_executor(forced, trainer.node, source, reader.node, destination), nbytes=nbytes,
+                            executor=_executor(forced, trainer.node, source, reader.node, destination, collective),
+                            nbytes=nbytes,
                         )
                     )  # fmt: skip
     return tuple(found)
@@ -143,15 +152,37 @@ def _seat(placement: "Placement", replica: int, rank: int, one_process: bool) ->
     return Seat(process=process, device=placement.device(replica, rank))
 
 
-def _executor(forced: str | None, trainer: str, source: Seat, reader: str, destination: Seat) -> str:
+def _collective(sources: list[Seat], destinations: list[Seat]) -> str:
+    """The executor for a trainer of several ranks, each of which sends its own shards: one for all pairs."""
+    serves = all(obstacle("nccl", source, to) is None for source in sources for to in destinations)
+    return "nccl" if serves else "gloo"
+
+
+def _check_narrow(graph: Graph, trainer: "Placement") -> None:
+    """Refuse readers that want narrow weights of a trainer whose ranks hold parts of rows."""
+    narrow = {feedback.reader.narrow for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer.node}
+    if trainer.ranks > 1 and len(narrow) == 1 and (form := narrow.pop()) is not None:
+        raise GraphError(
+            f"'{trainer.node}' runs on {trainer.ranks} ranks, but all readers of its weights take them as {form}, "
+            f"which one rank makes of whole tensors; train on 1 rank, or let a reader take them as they are"
+        )
+
+
+def _executor(
+    forced: str | None, trainer: str, source: Seat, reader: str, destination: Seat, collective: str | None
+) -> str:
+    """collective: what is chosen where the trainer has several ranks; None: it has one."""
+    chosen = collective or choose(source, destination)
     if forced is None:
-        return choose(source, destination)
+        return chosen
     lacks = obstacle(forced, source, destination)
+    if lacks is None and collective and forced not in COLLECTIVE:
+        lacks = "one trainer rank that holds whole tensors"
     if lacks is not None:
         raise GraphError(
             f"weights cannot go from '{trainer}' to '{reader}' by {forced}, which needs {lacks}; "
             f"they sit on {source.device} and {destination.device}"
             f"{' of one process' if source.process == destination.process else ''}; "
-            f"leave weights= out to use {choose(source, destination)}"
+            f"leave weights= out to use {chosen}"
         )
     return forced

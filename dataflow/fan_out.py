@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataflow.node import WeightsOut
+from dataflow.weight_ends import WeightsOut
 
 
 class FanOut:

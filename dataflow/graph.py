@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from dataflow.errors import GraphError
 from dataflow.node import Operator, Source
-from dataflow.records import ERROR
+from dataflow.records import DROP_REASON, ERROR
 from dataflow.stream import Join, Prompt, Rollout, Stream, Weights
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Graph:
             return next(c.output for c in self.calls if (c.operator.name, c.output.lane) == key)
         self._check_columns(operator, stream)
         for column in operator.provides({}):
-            if column in stream.columns and column != ERROR:
+            if column in stream.columns and column not in (ERROR, DROP_REASON):
                 raise GraphError(
                     f"'{operator.name}' writes column '{column}', but the rows of '{stream.node}' have it already; "
                     f"rename the operator, or drop the column from the source"

@@ -13,10 +13,11 @@ from dataflow.errors import boundary
 from dataflow.graph import Graph
 from dataflow.ledger import Ledger
 from dataflow.loop import Inlet, NodeLoop, Outlet
-from dataflow.node import Context, Runtime, WeightsIn, WeightsOut
+from dataflow.node import Context, Runtime
 from dataflow.plan import Plan
 from dataflow.run_folder import RunFolder
 from dataflow.trace import Trace
+from dataflow.weight_ends import WeightsIn, WeightsOut
 from dataflow.wiring import Edge, context_facts, edges, marks
 
 

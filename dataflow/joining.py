@@ -7,7 +7,7 @@ import pyarrow.compute as pc
 
 from dataflow.errors import RecordError
 from dataflow.node import Batch, Context, Runtime
-from dataflow.records import ERROR, GROUP_ID, ROLLOUT_ID
+from dataflow.records import DROP_REASON, ERROR, GROUP_ID, ROLLOUT_ID
 
 _ROOM = 4096
 
@@ -16,7 +16,7 @@ class JoinRuntime(Runtime):
     """Holds the groups of each branch until all branches have delivered them.
 
     consumes: whole groups from every branch
-    produces: whole groups with the columns of all branches; the first error of a row wins
+    produces: whole groups with the columns of all branches; the first error of a row wins, and the first drop
     waits for: the slowest branch
     unblocked by: its rows
     """
@@ -75,7 +75,7 @@ class JoinRuntime(Runtime):
                     )
                 part = part.take(order)
             for name in part.schema.names:
-                if name == ERROR and name in columns:
+                if name in (ERROR, DROP_REASON) and name in columns:
                     columns[name] = pc.coalesce(columns[name], part.column(name))
                 else:
                     columns.setdefault(name, part.column(name))

@@ -2,7 +2,7 @@
 
 import collections
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,6 +98,10 @@ class NodeLoop:
         self._mark, self._span, self._clock = mark, span, clock
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch]] = collections.deque()
         self._acks: list[Callable[[], None]] = []
+        self._inside: collections.Counter[str] = collections.Counter()
+        """Deliveries by lane that the runtime has not acknowledged."""
+        self._over: set[str] = set()
+        """Lanes whose end was passed on."""
         self._told_end = False
 
     @property
@@ -141,12 +145,18 @@ class NodeLoop:
                 self.rows_in += delivery.batch.num_rows
                 began = self._clock()
                 with boundary(self.node, f"taking rows of '{lane}' from '{origin}'"):
-                    self.runtime.push(Batch(lane, delivery.batch, origin, self._later(delivery.ack)))
+                    self.runtime.push(Batch(lane, delivery.batch, origin, self._later(lane, delivery.ack)))
                 self.seconds["busy"] += self._clock() - began
         return moved
 
-    def _later(self, ack: Callable[[], None]) -> Callable[[], None]:
-        return lambda: self._acks.append(ack)
+    def _later(self, lane: str, ack: Callable[[], None]) -> Callable[[], None]:
+        self._inside[lane] += 1
+
+        def acknowledge() -> None:
+            self._inside[lane] -= 1
+            self._acks.append(ack)
+
+        return acknowledge
 
     def _queue(self, made: list[Batch]) -> None:
         for batch in made:
@@ -173,19 +183,31 @@ class NodeLoop:
             ack()
 
     def _end(self) -> bool:
-        """Pass the end of the stream on once nothing more can come."""
+        """Pass the end of the stream on once nothing more can come, of a single lane before that of the others."""
         over = all(inlet.finished for _, _, inlet in self._inlets) if self._inlets else self._source_done()
-        if not over or self.runtime.pending():
+        if not over:
+            return self._end_lanes({lane for lane, _, _ in self._inlets if self._lane_over(lane)})
+        if self.runtime.pending():
             return False
         if not self._told_end:
             self._told_end = True
             self.runtime.tell({"end": True})
             return True
         self.ended = True
-        for outlets in self._outlets.values():
-            for outlet in outlets:
-                outlet.finish()
+        self._end_lanes(self._outlets)
         return True
+
+    def _lane_over(self, lane: str) -> bool:
+        """Whether all rows of a lane have come, and all that they led to has left."""
+        return not self._inside[lane] and all(inlet.finished for of, _, inlet in self._inlets if of == lane)
+
+    def _end_lanes(self, lanes: Collection[str]) -> bool:
+        ending = [lane for lane in lanes if lane in self._outlets and lane not in self._over]
+        for lane in ending:
+            self._over.add(lane)
+            for outlet in self._outlets[lane]:
+                outlet.finish()
+        return bool(ending)
 
     def _source_done(self) -> bool:
         return bool(self.runtime.status().get("done"))

@@ -5,7 +5,7 @@ import difflib
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
 import structlog
@@ -13,6 +13,7 @@ import structlog
 from dataflow.errors import GraphError
 from dataflow.model import Model
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
+from dataflow.weight_ends import WeightsIn, WeightsOut
 
 if TYPE_CHECKING:
     from dataflow.graph import Graph
@@ -75,93 +76,6 @@ class Runtime:
         """Give back what it holds."""
 
 
-class WeightsOut(Protocol):
-    """The trainer's end of the weight plane (transport/weights)."""
-
-    def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
-        """Offer a version; False when it goes out later (by `poll`), because readers still hold both buffers."""
-
-    def tell(self, note: dict[str, int | float | str]) -> None:
-        """A small note that every reader gets; the newest wins."""
-
-    def poll(self) -> None:
-        """Answer the readers; never waits."""
-
-
-class WeightsIn(Protocol):
-    """A reader's end of the weight plane (transport/weights)."""
-
-    @property
-    def version(self) -> int:
-        """The version in use."""
-
-    @property
-    def note(self) -> Mapping[str, int | float | str]:
-        """The trainer's last note."""
-
-    def poll(self) -> object | None:
-        """An offer that could be adopted now, or None; never waits."""
-
-    def adopt(self) -> int:
-        """Take the newest offered version into the attached tensors; its number."""
-
-
-class Offered(Protocol):
-    """A version that may be adopted."""
-
-    @property
-    def version(self) -> int:
-        """Its number."""
-
-    @property
-    def segment(self) -> str:
-        """Where it lies."""
-
-
-class LeadingWeightsIn(WeightsIn, Protocol):
-    """The end of the first of several ranks, each of which takes its own part of a version."""
-
-    @property
-    def layout(self) -> Any:
-        """The trainer's layout; `to_plain` gives it in plain values."""
-
-    def prove(self) -> Offered | None:
-        """Hold the offered version still, proved, until `adopt` or `decline`; None when it was withdrawn."""
-
-    def decline(self) -> None:
-        """Let go of it: some rank cannot take it."""
-
-
-class WeightsBeside(Protocol):
-    """The end of one of the other ranks."""
-
-    def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None = None) -> bool:
-        """Hold the version that the first rank has proved; False when it cannot. `layout` where it is a new one."""
-
-    def leave(self) -> None:
-        """Let go of it."""
-
-    def take(self) -> int:
-        """Its part of the version into the attached tensors; its number."""
-
-    def close(self) -> None:
-        """Leave the weight plane."""
-
-
-@runtime_checkable
-class OpensWeights(Protocol):
-    """Opens a reader's end of the weight plane for these tensors."""
-
-    @property
-    def site(self) -> Mapping[str, str] | None:
-        """In plain values, where other ranks of this machine find the same versions (`ports.open_beside`), if they can.
-
-        Where it is given, the end is a LeadingWeightsIn and may hold pieces of the full tensors."""
-
-    def __call__(self, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None = None) -> WeightsIn:
-        """`pieces`: (full shape, dimension, ranges along it) by name, of tensors that are parts of full ones."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """How far a lane's generation may run ahead of its trainer."""
@@ -182,6 +96,8 @@ class Context:
     rank: int = 0
     """Which replica this is."""
     replicas: int = 1
+    ranks: int = 1
+    """Processes that make up this replica; this one is the first, and starts the others."""
     seed: int = 0
     threads: int = 1
     """CPU threads this worker may use."""
@@ -195,15 +111,20 @@ class Context:
     """Nodes that rows arrive from, by lane."""
     bounds: Mapping[str, Bound] = field(default_factory=dict)
     """Lanes that lead to a trainer with a feedback edge, and how far they may run ahead."""
+    feedback: Bound | None = None
+    """Of the feedback edge that ends here: how far its weights may be behind, what their trainer consumes."""
     on_demand: bool = False
     """For sources: issue only the rounds that the control asks for (evaluation)."""
     folder: "RunFolder | None" = None
+    own_folder: str | None = None
+    """For a trainer: its own folder in rollouts/ and checkpoints/; None where it is the run's only one."""
     ledger: "Ledger | None" = None
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
     log: Any = field(default_factory=structlog.get_logger)
     writer: Callable[[Mapping[str, Any]], WeightsOut] | None = None
-    """For a trainer: opens the weight plane for these tensors; None when nobody reads them."""
+    """For a trainer: opens the weight plane for these tensors; None when nobody reads them. An `OpensWriter` where the
+    trainer may have several ranks."""
     reader: Callable[[Mapping[str, Any]], WeightsIn] | None = None
     """For a reader of trained weights: attaches these tensors; None when the model is frozen. An `OpensWeights` where
     other ranks may take versions themselves."""

@@ -11,7 +11,7 @@ from dataflow.errors import GraphError
 from dataflow.executors import WeightPath, amount, explain, summary, weight_paths
 from dataflow.graph import Graph, nearest
 from dataflow.model_size import ModelSize
-from dataflow.node import Bound, Learn, Operator, Source
+from dataflow.node import Bound, Generate, Learn, Operator, Source
 
 if TYPE_CHECKING:
     from dataflow.draw import Frame
@@ -166,6 +166,7 @@ def plan(
     *,
     gpus: Mapping[str, int | str] | None = None,
     replicas: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int] | None = None,
     steps: int | None = None,
     sizes: Mapping[str, ModelSize] | None = None,
     scale: Mapping[int, Mapping[str, int]] | None = None,
@@ -176,13 +177,15 @@ def plan(
 
     gpus: accelerators by node, or the name of the node whose accelerators it shares.
     replicas: copies of a node that runs on CPU (accelerators count replicas by themselves).
+    ranks: processes that share out the model of a trainer that runs on CPU (accelerators count them by themselves).
     scale: copies of a node from a step of the trainers on. weights: the executor of the weight plane; None: chosen
     for each pair of ranks. one_process: all operators run in one.
-    Raises GraphError for unknown nodes, for more devices than there are, and for an executor that cannot serve.
+    Raises GraphError for unknown nodes, for more devices than there are, for ranks that cannot share a model out, and
+    for an executor that cannot serve.
     """
     graph.check()
-    gpus, replicas, sizes, scale = gpus or {}, replicas or {}, sizes or {}, scale or {}
-    for name in [*gpus, *replicas, *(name for wishes in scale.values() for name in wishes)]:
+    gpus, replicas, ranks, sizes, scale = gpus or {}, replicas or {}, ranks or {}, sizes or {}, scale or {}
+    for name in [*gpus, *replicas, *ranks, *(name for wishes in scale.values() for name in wishes)]:
         if name not in graph.operators:
             raise GraphError(
                 f"devices are given to '{name}', but the graph has {list(graph.operators)}"
@@ -190,25 +193,23 @@ def plan(
             )
     assigned = _assign(gpus, devices)
     workers = _workers(graph)
-    threads = _threads(graph, devices, replicas, assigned)
+    shared = {
+        name: _ranks(operator, len(assigned.get(name, ())), ranks.get(name), one_process)
+        for name, operator in graph.operators.items()
+    }
+    threads = _threads(graph, devices, replicas, shared, assigned)
     placements = {}
     for name, operator in graph.operators.items():
         on = assigned.get(name, ())
-        ranks = len(on) if on and operator.trains else _ranks(operator)
-        if len(on) % ranks:
-            raise GraphError(
-                f"'{name}' is given {len(on)} GPUs, but each of its replicas takes {ranks} (tensor_parallel); "
-                f"give it a multiple of {ranks}, or another tensor_parallel"
-            )
-        count = len(on) // ranks if on else replicas.get(name, 1)
+        count = len(on) // shared[name] if on else replicas.get(name, 1)
         check_replicas(operator, count)
         model = operator.uses
         size = sizes.get(model.source) if model else None
         placements[name] = Placement(
-            node=name, worker=workers[name], replicas=count, ranks=ranks, gpus=on,
+            node=name, worker=workers[name], replicas=count, ranks=shared[name], gpus=on,
             threads=1 if operator.light else threads,
             memory_bytes=(
-                size.memory_bytes(model.dtype, operator.trains) // _ranks(operator) if size and model else None
+                size.memory_bytes(model.dtype, operator.trains, model.lora) // shared[name] if size and model else None
             ),
         )  # fmt: skip
     made = Plan(
@@ -282,11 +283,15 @@ def _workers(graph: Graph) -> dict[str, str]:
 
 
 def _threads(
-    graph: Graph, devices: Devices, replicas: Mapping[str, int], assigned: Mapping[str, tuple[int, ...]]
+    graph: Graph,
+    devices: Devices,
+    replicas: Mapping[str, int],
+    ranks: Mapping[str, int],
+    assigned: Mapping[str, tuple[int, ...]],
 ) -> int:
     """Threads of each heavy process on the CPU: all cores where they take turns, else an equal share."""
     heavy = [
-        (replicas.get(name, 1), _ranks(op))
+        (replicas.get(name, 1), ranks[name])
         for name, op in graph.operators.items()
         if not op.light and name not in assigned
     ]
@@ -298,17 +303,46 @@ def _threads(
     return max(1, devices.cpus // max(1, at_once))
 
 
-def _ranks(operator: Operator) -> int:
-    """Processes that share out one replica of an operator that trains nothing; its worker starts all but the first."""
-    return int(getattr(operator, "tensor_parallel", 1))
+def _ranks(operator: Operator, gpus: int, wish: int | None, one_process: bool) -> int:
+    """Processes that share out one replica of an operator; its worker starts all but the first."""
+    name, each = operator.name, int(getattr(operator, "tensor_parallel", 1))
+    if not operator.trains:
+        if wish is not None:
+            raise GraphError(
+                f"'{name}' is given {wish} ranks, but it trains nothing; ranks= is for trainers; give it replicas=, or "
+                f"its own tensor_parallel"
+            )
+        if gpus % each:
+            raise GraphError(
+                f"'{name}' is given {gpus} GPUs, but each of its replicas takes {each} (tensor_parallel); "
+                f"give it a multiple of {each}, or another tensor_parallel"
+            )
+        return each
+    if wish is not None and (wish < 1 or (gpus and wish != gpus)):
+        raise GraphError(
+            f"'{name}' is given {wish} ranks{f' and {gpus} GPUs' if gpus else ''}; give it 1 rank or more, and on GPUs "
+            f"leave ranks= out: each GPU is one"
+        )
+    ranks = gpus or (each if wish is None else wish)
+    if ranks % each:
+        raise GraphError(
+            f"'{name}' runs on {ranks} ranks, but has tensor_parallel={each}, which does not divide them; give it a "
+            f"multiple of {each} ranks, or another tensor_parallel"
+        )
+    if one_process and ranks > 1:
+        raise GraphError(
+            f"'{name}' is to run on {ranks} ranks, but a run in one process has one of everything; use "
+            f"tensor_parallel=1 and 1 rank, or run in processes"
+        )
+    return ranks
 
 
 def bounds_of(graph: Graph, steps: int | None = None) -> dict[str, Bound]:
-    """By lane that leads to a trainer with feedback: how far its generation may run ahead."""
+    """By lane that leads to a trainer with feedback to its generator: how far generation may run ahead."""
     bounds: dict[str, Bound] = {}
     for feedback in graph.feedbacks:
         trainer = feedback.weights.trainer
-        if not isinstance(trainer, Learn):
+        if not isinstance(trainer, Learn) or not isinstance(feedback.reader, Generate):
             continue
         for lane in lanes_of(graph, trainer.name):
             if any(call.operator is feedback.reader and call.output.lane == lane for call in graph.calls):

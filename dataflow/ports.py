@@ -1,16 +1,17 @@
 """The transports of one process: data edges over ZeroMQ or within it, and the ends of the weight planes."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from dataflow.executors import COLLECTIVE
 from dataflow.fan_out import FanOut
 from dataflow.graph import Graph
 from dataflow.host import Host, Settings
-from dataflow.node import OpensWeights, WeightsBeside, WeightsIn, WeightsOut
 from dataflow.plan import Plan
 from dataflow.records import schema
+from dataflow.weight_ends import OpensWeights, OpensWriter, WeightsBeside, WeightsIn, WeightsOut
 from dataflow.wiring import CAPACITY_BYTES, Edge, edges, narrow_format, readers_of
 from transport.data import LocalNetwork, Receiver, Sender, keep_freed_memory
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from transport.weights import FlatLayout
     from transport.weights.layout import Layout
 
-_COLLECTIVE = ("gloo", "nccl")
 _SENDERS = 64
 """Replicas that may send to a trainer without a scorer between them: what it has not trained stays on the edge."""
 
@@ -90,8 +90,18 @@ class Ports:
         """Whether all that was sent is acknowledged and, once finished, every receiver knows the end."""
         return all(outlet.drained for outlet in self._outlets.values())
 
-    def writer_of(self, trainer: str) -> Callable[[Mapping[str, Any]], WeightsOut]:
-        """Opens the trainer's end of its weight plane."""
+    def writer_of(self, trainer: str) -> OpensWriter:
+        """Opens the trainer's end of its weight plane; of several ranks, that of the first."""
+        ranks = self._plan.placements[trainer].ranks
+        if ranks > 1:
+            sites = [self._shards_site(trainer, executor) for executor in self._executors(trainer)]
+
+            def open_shards(tensors: Mapping[str, Any]) -> WeightsOut:
+                end = offer_beside(sites, 0, ranks, self._settings.device, tensors)
+                self._weights.append(end)
+                return end
+
+            return _WriterOpener(open_shards, sites)
 
         def open_writer(tensors: Mapping[str, Any]) -> WeightsOut:
             from transport.weights.encoder import EncodedWriter, Encoder
@@ -106,7 +116,7 @@ class Ports:
             self._weights += ends
             return EncodedWriter(ends[0] if len(ends) == 1 else FanOut(ends), encoder)
 
-        return open_writer
+        return _WriterOpener(open_writer, [])
 
     def reader_of(self, trainer: str, reader: str) -> OpensWeights:
         """Opens a reader's end."""
@@ -166,7 +176,7 @@ class Ports:
     def _writer(self, trainer: str, executor: str, layout: Any) -> Any:
         from transport.weights import ShardedWriter, WeightWriter
 
-        if executor not in _COLLECTIVE:
+        if executor not in COLLECTIVE:
             return WeightWriter(layout, self._site(trainer, executor))
         return ShardedWriter(_whole(layout), 0, self._meeting(trainer, executor), **self._collective(executor))
 
@@ -176,7 +186,7 @@ class Ports:
         from transport.weights import FlatLayout, ShardedReader, WeightReader
 
         end: Any
-        if executor in _COLLECTIVE:
+        if executor in COLLECTIVE:
             layout = _whole(FlatLayout.of(tensors))
             device = self._collective(executor)["device"]
             end = ShardedReader(layout, 0, self._meeting(trainer, executor), name, device=device)
@@ -202,10 +212,16 @@ class Ports:
 
     def _place(self, trainer: str, executor: str) -> dict[str, str] | None:
         """Where the processes of one machine meet, in plain values; None where they meet otherwise."""
-        if executor == "local" or executor in _COLLECTIVE:
+        if executor == "local" or executor in COLLECTIVE:
             return None
         address = self._meeting(trainer, executor)
         return {"executor": executor, "address": address, "folder": self._settings.sockets}
+
+    def _shards_site(self, trainer: str, executor: str) -> dict[str, str]:
+        """Where the ranks of a trainer offer their shards, in plain values."""
+        model = self._graph.operators[trainer].uses
+        assert model is not None and executor in COLLECTIVE, "a trainer has a model, and ranks need a collective"
+        return {"executor": executor, "address": self._meeting(trainer, executor), "dtype": model.dtype}
 
     def _meeting(self, trainer: str, executor: str) -> str:
         return f"ipc://{self._settings.sockets}/weights.{trainer}.{executor}"
@@ -227,6 +243,49 @@ def open_beside(
     end = Companion(_site_at(site, device), name, adopt=_adopt(site["executor"]))
     end.attach(tensors, pieces)
     return end
+
+
+def offer_beside(
+    sites: Sequence[Mapping[str, str]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any]
+) -> "ShardsOut":
+    """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
+
+    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them."""
+    from transport.weights import ShardedWriter
+    from transport.weights.from_torch import layout_of
+
+    layout = layout_of(tensors, range(ranks))
+    return ShardsOut([
+        ShardedWriter(
+            layout.cast(site["dtype"]), rank, site["address"], ranks=ranks, backend=site["executor"],  # type: ignore[arg-type]
+            device=device if site["executor"] == "nccl" else "cpu",
+        )
+        for site in sites
+    ])  # fmt: skip
+
+
+class ShardsOut(FanOut):
+    """One rank's end: what it holds of each DTensor that it is given goes out, over each of its sites."""
+
+    def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
+        """As `FanOut.publish`."""
+        return super().publish(version, {name: tensor.detach().to_local() for name, tensor in tensors.items()})
+
+    def close(self) -> None:
+        """Leave the weight plane."""
+        for end in self._ends:
+            end.close()  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _WriterOpener:
+    """OpensWriter."""
+
+    opened: Callable[[Mapping[str, Any]], WeightsOut]
+    sites: Sequence[Mapping[str, str]]
+
+    def __call__(self, tensors: Mapping[str, Any]) -> WeightsOut:
+        return self.opened(tensors)
 
 
 @dataclass(frozen=True)

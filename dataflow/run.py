@@ -30,6 +30,7 @@ from dataflow.run_folder import RunFolder
 from dataflow.scaling import Scaling
 from dataflow.summary import summarize
 from dataflow.trace import merge
+from dataflow.trainers import feeding, leading, trainers
 from dataflow.verify import Verdict, verify
 from dataflow.watch import Watch
 
@@ -84,6 +85,7 @@ def make_plan(
     *,
     gpus: Mapping[str, int | str] | None = None,
     replicas: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int] | None = None,
     steps: int | None = None,
     devices: Devices | None = None,
     scale: Mapping[int, Mapping[str, int]] | None = None,
@@ -92,8 +94,8 @@ def make_plan(
 ) -> Plan:
     """The plan that `run` would use."""
     made = plan(
-        graph, devices or this_machine(), gpus=gpus, replicas=replicas, steps=steps, sizes=measure_models(graph),
-        scale=scale, weights=weights, one_process=one_process,
+        graph, devices or this_machine(), gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
+        sizes=measure_models(graph), scale=scale, weights=weights, one_process=one_process,
     )  # fmt: skip
     for wishes in made.scale.values():
         Scaling(graph, made).check(wishes)
@@ -106,6 +108,7 @@ def run(
     on: Inline | None = None,
     gpus: Mapping[str, int | str] | None = None,
     replicas: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int] | None = None,
     steps: int | None = None,
     seed: int = 0,
     runs: str | Path = "runs",
@@ -117,7 +120,7 @@ def run(
     """Run a graph to its end, or for so many steps.
 
     on: `inline()` for one process; None for worker processes on this machine.
-    gpus, replicas: see `plan`. scale: replicas that a node is to have from a step on, {100: {"generator": 3}}.
+    gpus, replicas, ranks: see `plan`. scale: replicas that a node is to have from a step on, {100: {"generator": 3}}.
     weights: the weight plane's executor (see `executors`); None: chosen from where the ranks sit.
     seed: of prompts' order, sampling and scorers. runs: where the run folder goes.
     Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
@@ -127,21 +130,9 @@ def run(
         raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")
     devices = dataclasses.replace(this_machine(), cpus=1) if on is not None else None
     planned = make_plan(
-        graph, gpus=gpus, replicas=replicas, steps=steps, devices=devices, scale=scale, weights=weights,
-        one_process=on is not None,
+        graph, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, devices=devices, scale=scale,
+        weights=weights, one_process=on is not None,
     )  # fmt: skip
-    trainers = [name for name, operator in graph.operators.items() if operator.trains]
-    if len(trainers) > 1:
-        raise GraphError(
-            f"the graph has {len(trainers)} trainers, {trainers}, but a run of this version keeps the rollouts and "
-            f"checkpoints of one; train them in graphs of their own, one after the other"
-        )
-    for placement in planned.placements.values():
-        if placement.ranks > 1 and graph.operators[placement.node].trains:
-            raise GraphError(
-                f"'{placement.node}' is given {placement.ranks} GPUs, but a trainer runs on one in this version; "
-                f"give it 1"
-            )
     folder = RunFolder.create(runs, graph.name)
     _describe(folder, graph, planned, seed, steps)
     settings = Settings(folder=str(folder.path), seed=seed, steps=steps)
@@ -276,14 +267,14 @@ def _describe(folder: RunFolder, graph: Graph, planned: Plan, seed: int, steps: 
         for u, v, data in graph.nx.edges(data=True)
     ]  # fmt: skip
     folder.write_json("graph.json", {"name": graph.name, "nodes": nodes, "edges": links})
-    staleness: dict[str, int] = {}
-    for feedback in graph.feedbacks:
-        name = feedback.weights.trainer.name
-        staleness[name] = max(feedback.max_staleness, staleness.get(name, 0))
+    staleness: dict[str, int | None] = dict.fromkeys(trainers(graph))
+    for feedback in feeding(graph).values():
+        staleness[feedback.weights.trainer.name] = feedback.max_staleness
     folder.write_json(
         "config.json",
         {
             "command": [sys.executable, *sys.argv], "seed": seed, "steps": steps, "max_staleness": staleness,
+            "leading": leading(graph),
             "plan": planned.explain().splitlines(), "on_demand": list(planned.on_demand),
         },
     )  # fmt: skip

@@ -96,7 +96,11 @@ class RunFolder:
     @property
     def checkpoints(self) -> Checkpoints:
         """The checkpoints of the run, with their commit markers."""
-        return Checkpoints(self.path / "checkpoints")
+        return self.checkpoints_of(None)
+
+    def checkpoints_of(self, node: str | None) -> Checkpoints:
+        """Those of one trainer; `node` where several keep their own."""
+        return Checkpoints(self.path / "checkpoints" / (node or ""))
 
     def log(self, node: str, rank: int = 0) -> Path:
         """Log file of one rank of a node."""
@@ -110,10 +114,11 @@ class RunFolder:
         """Arrow file of what the evaluation at `step` read."""
         return self._rollout_folder(node) / f"eval-{step:06d}.arrow"
 
-    def latest_checkpoint(self, at_most: int | None = None) -> Path | None:
+    def latest_checkpoint(self, at_most: int | None = None, *, node: str | None = None) -> Path | None:
         """Folder of the newest checkpoint that is committed and undamaged, None if there is none."""
-        step = self.checkpoints.latest(at_most)
-        return None if step is None else self.checkpoints.folder(step)
+        checkpoints = self.checkpoints_of(node)
+        step = checkpoints.latest(at_most)
+        return None if step is None else checkpoints.folder(step)
 
     def write_json(self, name: str, value: Any) -> None:
         """Put `value` as strict JSON at `name` in the folder, whole or not at all. Errors: RunFolderError."""

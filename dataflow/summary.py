@@ -9,11 +9,13 @@ from typing import Any
 
 from dataflow.display import Summary
 from dataflow.run_folder import RunFolder
+from dataflow.trainers import lines_of
 
 
 def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
     """What came of a run: its metrics, its times (`times.json`, written when it ends), and the ledger's verdict."""
-    lines = folder.read_metrics()
+    leaders = _read(folder, "config.json").get("leading") or [None]
+    lines = lines_of(folder.read_metrics(), leaders[0])
     times = _read(folder, "times.json")
     steps = [line for line in lines if "loss" in line]
     scores = [line["eval_accuracy"] for line in lines if line.get("eval_accuracy") is not None]

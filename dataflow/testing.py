@@ -172,12 +172,13 @@ class _Count(Runtime):
         rows = [self._groups.pop(group) for group in wanted]
         context = self._context
         if context.folder is not None and context.ledger is not None:
-            context.folder.write_rollouts(self._step, rows)
+            context.folder.write_rollouts(self._step, rows, node=context.own_folder)
             context.ledger.commit_step(
                 node=context.node, step=self._step, version=self._step, source=self._lane, trained=list(wanted),
                 dropped={}, metrics={}, checkpoint=None,
             )  # fmt: skip
-            context.folder.append_metrics({"step": self._step, "version": self._step, "dropped": {}})
+            line = {"step": self._step, "node": context.node, "version": self._step, "dropped": {}}
+            context.folder.append_metrics(line)
         self._done = self._step == context.steps
         return []
 

@@ -11,6 +11,7 @@ from dataflow.display import EdgeSnapshot, NodeSnapshot, Snapshot
 from dataflow.graph import Graph
 from dataflow.plan import Plan
 from dataflow.run_folder import RunFolder
+from dataflow.trainers import feeding, leading, lines_of
 from dataflow.wiring import edges
 
 _WINDOW_S = 5.0
@@ -43,7 +44,11 @@ class Watch:
         self._spent: dict[str, float] = {}
         self._depths: dict[str, tuple[int, int]] = {}
         self._past: collections.deque[tuple[float, dict[str, dict[str, Any]]]] = collections.deque()
+        self._leading = leading(graph)
+        self._leader = next(iter(self._leading), None)
         self._lines: list[dict[str, Any]] = []
+        self._steps_made: list[dict[str, Any]] = []
+        """Lines of the trainer that leads."""
         self._read = 0
         self._phase = "starting"
 
@@ -90,30 +95,30 @@ class Watch:
 
     def snapshot(self) -> Snapshot:
         """The run as it is now."""
-        last: dict[str, Any] = next((line for line in reversed(self._lines) if "loss" in line), {})
+        last: dict[str, Any] = self._steps_made[-1] if self._steps_made else {}
         scores = [line["eval_accuracy"] for line in self._lines if "eval_accuracy" in line]
         step = last.get("step", 0)
         elapsed = self._clock() - self._began
         left = None
         if self._steps and step and self._training:
             left = (self._steps - step) * self.seconds / step
-        bounds = [feedback.max_staleness for feedback in self._graph.feedbacks]
+        bounds = [bound.max_staleness for bound in self._plan.bounds.values()]
         return Snapshot(
             graph=self._graph.name, step=step, steps=self._steps, version=self._version(),
             staleness_mean=last.get("staleness_mean"), staleness_max=last.get("staleness_max"),
             staleness_bound=max(bounds, default=None), reward=last.get("reward_mean"),
             accuracy=scores[-1] if scores else None, accuracy_before=scores[0] if scores else None,
             tokens_per_s=self._rate(lambda nodes: sum(n["status"].get("tokens", 0) for n in nodes.values())),
-            rollouts_per_s=self._rate(lambda nodes: sum(nodes[n]["rows_in"] for n in self._trainers() if n in nodes)),
+            rollouts_per_s=self._rate(lambda nodes: sum(nodes[n]["rows_in"] for n in self._leading if n in nodes)),
             elapsed_s=elapsed, left_s=left, groups=self._groups(),
             nodes=tuple(self._node(name) for name in self._graph.operators), edges=self._edges(),
         )  # fmt: skip
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl so far."""
+        """The lines of metrics.jsonl so far, of the trainer that leads and of evaluations."""
         self._tail()
-        return self._lines
+        return lines_of(self._lines, self._leader)
 
     def _merge(self, beats: Mapping[str, Mapping[str, Any]]) -> None:
         """Sum over the replicas of a node; those that left count with what they did."""
@@ -155,9 +160,11 @@ class Watch:
         self._read += whole
         for text in content[:whole].splitlines():
             try:
-                self._lines.append(json.loads(text))
+                line = json.loads(text)
             except ValueError:
                 continue
+            self._lines.append(line)
+            self._steps_made += [found for found in lines_of([line], self._leader) if "loss" in found]
 
     def _groups(self) -> dict[str, int]:
         """Groups of the training sources, as the nodes tell of them."""
@@ -165,12 +172,9 @@ class Watch:
             n["rows_out"] for name, n in self._nodes.items()
             if self._graph.operators[name].kind == "source" and name not in self._plan.on_demand
         )  # fmt: skip
-        dropped = sum(sum((line.get("dropped") or {}).values()) for line in self._lines if "loss" in line)
-        trained = sum(line.get("groups", 0) for line in self._lines if "loss" in line)
+        dropped = sum(sum((line.get("dropped") or {}).values()) for line in self._steps_made)
+        trained = sum(line.get("groups", 0) for line in self._steps_made)
         return {"issued": issued, "trained": trained, "dropped": dropped}
-
-    def _trainers(self) -> list[str]:
-        return [name for name, operator in self._graph.operators.items() if operator.trains]
 
     def _add_up(self) -> None:
         """Seconds at work so far, on the mean over the replicas that there were at each time."""
@@ -183,7 +187,10 @@ class Watch:
         return dict(self._spent)
 
     def _version(self) -> int | None:
-        versions = [n["status"]["version"] for n in self._nodes.values() if "version" in n["status"]]
+        """The oldest that the trainers which lead, and their generators, have."""
+        names = {*self._leading, *(feedback.reader.name for feedback in feeding(self._graph).values())}
+        statuses = [node["status"] for name, node in self._nodes.items() if name in names]
+        versions = [status["version"] for status in statuses if "version" in status]
         return int(min(versions)) if versions else None
 
     def _rate(self, of: Callable[[dict[str, dict[str, Any]]], float]) -> float | None:

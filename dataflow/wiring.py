@@ -1,14 +1,16 @@
 """The data edges of a planned graph as values: who sends which rows to whom, how much may be under way."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dataflow.check import group_size
+from dataflow.check import group_size, sinks_of
 from dataflow.graph import Graph
 from dataflow.node import Bound, Generate, Learn, Operator
 from dataflow.plan import Plan, bounds_of
 from dataflow.records import Columns
 from dataflow.stream import Stream
+from dataflow.trainers import feeding, own_folder
 
 CAPACITY_BYTES = 256 << 20
 _CAPACITY_ROWS = 4096
@@ -41,7 +43,7 @@ def edges(graph: Graph) -> list[Edge]:
     return [
         _prompts(graph, stream, call.operator, bounds.get(stream.lane))
         if isinstance(call.operator, Generate)
-        else _rows(graph, stream, call.operator)
+        else _rows(graph, stream, call.operator, bounds.get(stream.lane))
         for call in graph.calls for stream in call.inputs
     ]  # fmt: skip
 
@@ -60,15 +62,18 @@ def _prompts(graph: Graph, stream: Stream[Any], generator: Operator, bound: Boun
     )  # fmt: skip
 
 
-def _rows(graph: Graph, stream: Stream[Any], consumer: Operator) -> Edge:
-    """A trainer acknowledges a group when its step is committed, so its edge must hold all that the staleness bound
-    lets be in flight, and a step more: with less the run would deadlock.
+def _rows(graph: Graph, stream: Stream[Any], consumer: Operator, bound: Bound | None) -> Edge:
+    """A trainer acknowledges a group when its step is committed, and an operator that waits for a critic's weights
+    holds groups until they come: an edge must hold all that the staleness bound lets be in flight, and a step more.
+    With less the run would deadlock.
     """
     size = group_size(graph, stream.lane) or 1
     capacity = max(_CAPACITY_ROWS, 2 * size)
-    if isinstance(consumer, Learn):
-        ahead = max((f.max_staleness for f in graph.feedbacks if f.weights.trainer is consumer), default=1)
-        capacity = max(_CAPACITY_ROWS, (ahead + 2) * consumer.step_prompts * size)
+    step = consumer.step_prompts if isinstance(consumer, Learn) else 0
+    if bound is not None:
+        in_flight = (bound.max_staleness + 1) * bound.prompts_per_step
+        capacity = max(capacity, (in_flight + max(step, bound.prompts_per_step)) * size)
+    capacity = max(capacity, 3 * step * size)
     return Edge(
         producer=stream.node, consumer=consumer.name, lane=stream.lane, columns=stream.columns, capacity_rows=capacity
     )
@@ -83,13 +88,46 @@ def context_facts(graph: Graph, plan: Plan, node: str) -> dict[str, object]:
         if edge.consumer == node:
             columns.setdefault(edge.lane, edge.columns)
             origins[edge.lane] = (*origins.get(edge.lane, ()), edge.producer)
-    bounds: dict[str, Bound] = dict(plan.bounds)
     trainers = [feedback.weights.trainer.name for feedback in graph.feedbacks if feedback.reader.name == node]
     return {
-        "node": node, "columns": columns, "origins": origins, "bounds": bounds,
+        "node": node, "columns": columns, "origins": origins,
+        "bounds": bounds_at(graph, plan, operator), "feedback": _feedback(graph, node),
+        "own_folder": own_folder(graph, node),
         "on_demand": operator.name in plan.on_demand, "threads": plan.placements[node].threads,
-        "replicas": plan.placements[node].replicas, "narrow": narrow_format(graph, trainers[0]) if trainers else None,
+        "replicas": plan.placements[node].replicas, "ranks": plan.placements[node].ranks,
+        "narrow": narrow_format(graph, trainers[0]) if trainers else None,
     }  # fmt: skip
+
+
+def bounds_at(graph: Graph, plan: Plan, operator: Operator) -> dict[str, Bound]:
+    """The bounds that hold at an operator, by lane.
+
+    A trainer sweeps only where the tokens are of its own versions: a critic has no bound. Where a lane has several
+    trainers, its source issues enough for the one that takes most, and the generator starts whatever was issued.
+    """
+    if isinstance(operator, Learn):
+        fed = {lane for lane, feedback in feeding(graph).items() if feedback.weights.trainer is operator}
+        return {lane: bound for lane, bound in plan.bounds.items() if lane in fed}
+    bounds = dict(plan.bounds)
+    takes = [sink.step_prompts for sink in sinks_of(graph, operator.name) if isinstance(sink, Learn)]
+    if takes and operator.name not in bounds:  # nobody waits for weights: only the source has to know when to stop
+        bounds[operator.name] = Bound(max_staleness=0, prompts_per_step=max(takes))
+    for lane, bound in plan.bounds.items():
+        takes = [sink.step_prompts for sink in sinks_of(graph, lane) if isinstance(sink, Learn)]
+        if len(takes) > 1 and operator.name == lane:
+            bounds[lane] = dataclasses.replace(bound, prompts_per_step=max(takes))
+        elif len(takes) > 1:
+            bounds[lane] = dataclasses.replace(bound, steps=None)
+    return bounds
+
+
+def _feedback(graph: Graph, node: str) -> Bound | None:
+    """Of the edge that brings a reader its weights."""
+    for feedback in graph.feedbacks:
+        if feedback.reader.name == node:
+            prompts = feedback.weights.trainer.step_prompts
+            return Bound(max_staleness=feedback.max_staleness, prompts_per_step=prompts)
+    return None
 
 
 def readers_of(graph: Graph, trainer: str) -> list[Operator]:

@@ -4,15 +4,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from operators.demonstrations import Demonstrations
     from operators.evaluate import Evaluate
+    from operators.forward import Logprobs, RewardModel, Values
     from operators.generator import Generator
     from operators.prompts import Prompts
     from operators.trainer import Trainer
 
-__all__ = ["Evaluate", "Generator", "Prompts", "Trainer"]
+__all__ = ["Demonstrations", "Evaluate", "Generator", "Logprobs", "Prompts", "RewardModel", "Trainer", "Values"]
+
+_MODULES = {"Logprobs": "forward", "RewardModel": "forward", "Values": "forward"}
+"""Where a name stands, unless in a module of its own."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'operators' has no attribute '{name}'; it has {__all__}")
-    return getattr(importlib.import_module(f"operators.{name.lower()}"), name)
+    return getattr(importlib.import_module(f"operators.{_MODULES.get(name, name.lower())}"), name)

@@ -1,4 +1,4 @@
-"""Credit: how much better or worse each rollout did than its group, as scorers over the rows of a group."""
+"""Credit: how much better each rollout, or each of its tokens, did than was to be expected, as scorers."""
 
 import numpy as np
 
@@ -27,3 +27,72 @@ def normalized_advantage(reward: Array, epsilon: float = 1e-4) -> Array:
     if len(reward) < 2:
         return centred
     return np.asarray(centred / (np.std(reward, ddof=1) + epsilon))
+
+
+@scorer(per="group", isolate=False, name="advantage")
+def leave_one_out(reward: Array) -> Array:
+    """RLOO's: reward minus the mean of the other rollouts' (arXiv 2402.14740).
+
+    The baseline does not depend on the rollout itself, which makes the estimate unbiased: n / (n - 1) times
+    `advantage`. A rollout alone has advantage 0. reward: [rollouts of a group without error].
+    """
+    others = max(1, len(reward) - 1)
+    return np.asarray((reward - reward.mean()) * (len(reward) / others))
+
+
+@scorer(isolate=False)
+def token_rewards(reward: float, logprobs: Array, ref_logprobs: Array, mask: Array, beta: float = 0.05) -> Array:
+    """KL in the reward: minus beta * (log pi - log ref) at each chosen token, and the reward at the last of them.
+
+    As PPO and REINFORCE++ do it (arXiv 1909.08593 eq. 2; arXiv 2501.03262). log pi is the generator's.
+    logprobs, ref_logprobs, mask: per token. Returns a number per token, 0 where the mask is false.
+    """
+    chosen = np.asarray(mask, bool)
+    drift = np.asarray(logprobs, np.float64) - np.asarray(ref_logprobs, np.float64)
+    rewards = np.where(chosen, -beta * drift, 0.0)
+    rewards[np.flatnonzero(chosen)[-1:]] += reward
+    return rewards
+
+
+@scorer(isolate=False, name="advantage")
+def gae(reward: float, values: Array, mask: Array, gamma: float = 1.0, lam: float = 0.95) -> Array:
+    """Generalised advantage estimation with the reward at the last chosen token (arXiv 1506.02438 eq. 16).
+
+    A_t = d_t + gamma * lam * A_{t+1},  d_t = r_t + gamma * V_{t+1} - V_t,  over the chosen tokens alone: what the
+    environment wrote between two of them takes no time. The rollout ends after its last one, whatever ended it, with
+    value 0. values: the critic's, of the prefix before each token. Returns a number per token, 0 where the mask
+    is false.
+    """
+    rewards = np.zeros(len(mask))
+    rewards[np.flatnonzero(mask)[-1:]] = reward
+    return _estimate(rewards, values, mask, gamma, lam)
+
+
+@scorer(isolate=False, name="advantage")
+def token_gae(token_rewards: Array, values: Array, mask: Array, gamma: float = 1.0, lam: float = 0.95) -> Array:
+    """`gae` with a reward at each token: of `token_rewards`, or any column of that name."""
+    return _estimate(token_rewards, values, mask, gamma, lam)
+
+
+@scorer(isolate=False, name="advantage")
+def reward_to_go(token_rewards: Array, mask: Array, gamma: float = 1.0) -> Array:
+    """REINFORCE++'s: the sum of the rewards from each token on, discounted by gamma (arXiv 2501.03262).
+
+    It is centred and scaled over the step by Trainer(whiten=True). Returns a number per token, 0 where the mask
+    is false.
+    """
+    return _estimate(token_rewards, np.zeros(len(mask)), mask, gamma, 1.0)
+
+
+def _estimate(rewards: Array, values: Array, mask: Array, gamma: float, lam: float) -> Array:
+    """GAE over the chosen tokens; [tokens], 0 at the others."""
+    chosen = np.flatnonzero(mask)
+    values_C = np.asarray(values, np.float64)[chosen]
+    next_C = np.append(values_C, 0.0)[1:]
+    surprise_C = np.asarray(rewards, np.float64)[chosen] + gamma * next_C - values_C
+    advantages = np.zeros(len(mask))
+    running = 0.0
+    for token, surprise in zip(chosen[::-1].tolist(), surprise_C[::-1].tolist(), strict=True):
+        running = surprise + gamma * lam * running
+        advantages[token] = running
+    return advantages

@@ -147,6 +147,13 @@ class Generator(Generate):
                 f"'{self.name}' cannot share out {self.weights} weights, but got tensor_parallel="
                 f'{self.tensor_parallel!r}; use weights="model" or tensor_parallel=1'
             )
+        own = {"engine": "native", "weights": "model", "tensor_parallel": 1}
+        unlike = [knob for knob, value in own.items() if getattr(self, knob) != value]
+        if isinstance(self.model, Model) and self.model.lora is not None and unlike:
+            found.append(
+                f"'{self.name}' merges adapters (lora=) into weights of its own, but got {unlike[0]}="
+                f"{getattr(self, unlike[0])!r}; use {unlike[0]}={own[unlike[0]]!r}, or a Model without lora"
+            )
         if self.weights not in WEIGHTS:
             found.append(f"'{self.name}' got weights={self.weights!r}, which is not known; use one of {list(WEIGHTS)}")
         if isinstance(self.model, Model) and self.model.head != "lm":

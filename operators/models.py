@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from dataflow.errors import RunError
-from dataflow.model import Model
+from dataflow.model import ADAPTER_CONFIG, Model
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +32,10 @@ def load_model(
 ) -> torch.nn.Module:
     """The torch module of `model`, in eval mode, with every weight taken from safetensors files.
 
-    A model with head "lm" gives next-token logits; "value" a number per token and "score" a number per
-    sequence (their last layer is freshly initialised where the folder has none).
+    Of a folder that holds adapters alone, the model that they belong to, with them merged in; `lora` is not read.
+
+    A model with head "lm" gives next-token logits; "value" a number per token: 0 where the folder has no such
+    head, as that of a policy; "score" a number per sequence.
 
     Args:
         device: where the weights go, "cpu" or "cuda:N".
@@ -40,12 +44,17 @@ def load_model(
 
     Raises:
         ModelError: no such folder or id, a missing or broken shard, weights that do not belong to the
-            config, or code of the folder's own without `trust_remote_code`.
+            config, a head "score" that the folder lacks, or code of its own without `trust_remote_code`.
     """
     import torch
     import transformers
 
+    from operators.adapters import base_of
+    from operators.adapters_merged import load_merged
+
     _check_folder(model)
+    if base_of(model)[1] is not None:
+        return load_merged(model, device=device, dtype=dtype, attention=attention)[0]
     loader = {
         "lm": transformers.AutoModelForCausalLM,
         "value": transformers.AutoModelForTokenClassification,
@@ -66,6 +75,7 @@ def load_model(
             **options,
         )
     _check_weights(model, found)
+    _settle_head(model, module, found)
     return module.eval().to(device)  # type: ignore[no-any-return]
 
 
@@ -92,7 +102,10 @@ def load_configs(model: Model) -> tuple[Any, Any | None]:
     """
     import transformers
 
+    from operators.adapters import base_of
+
     _check_folder(model)
+    model, _ = base_of(model)
     with _attributed(model, "config"):
         config = transformers.AutoConfig.from_pretrained(
             model.source, revision=model.revision, trust_remote_code=model.trust_remote_code
@@ -112,6 +125,8 @@ def _check_folder(model: Model) -> None:
                 f"model '{model.name}' cannot be loaded: there is no folder {model.source}; "
                 f"give a folder with config.json and safetensors, or an id on the hub"
             )
+        return
+    if (folder / ADAPTER_CONFIG).is_file():
         return
     if not (folder / "config.json").is_file():
         raise ModelError(
@@ -138,7 +153,7 @@ def _check_weights(model: Model, found: dict[str, Any]) -> None:
     """Refuse weights that were left to chance: missing ones would be random numbers."""
     missing = sorted(found.get("missing_keys", ()))
     if model.head != "lm":
-        missing = [key for key in missing if key.split(".")[0] not in ("score", "classifier")]
+        missing = [key for key in missing if not _is_of_head(key)]
     mismatched = sorted(str(entry) for entry in found.get("mismatched_keys", ()))
     if missing or mismatched:
         raise ModelError(
@@ -147,6 +162,25 @@ def _check_weights(model: Model, found: dict[str, Any]) -> None:
             f"such as {(missing + mismatched)[:3]}; "
             f"give weights that belong to this config.json"
         )
+
+
+def _settle_head(model: Model, module: Any, found: dict[str, Any]) -> None:
+    """A critic without a head begins at 0, the same for every seed; a judge without one would give random numbers."""
+    fresh = sorted(key for key in found.get("missing_keys", ()) if _is_of_head(key))
+    if model.head == "value" and fresh:
+        parameters = dict(module.named_parameters())
+        for name in fresh:
+            parameters[name].data.zero_()
+        structlog.get_logger().info("value head set to 0", model=model.name, source=model.source, weights=fresh)
+    elif model.head == "score" and fresh:
+        raise ModelError(
+            f"model '{model.name}' cannot be loaded: it is to give scores, but {model.source} has no {fresh}, and "
+            f"random weights would judge at random; give a sequence classifier with one label, such as a reward model"
+        )
+
+
+def _is_of_head(key: str) -> bool:
+    return key.split(".")[0] in ("score", "classifier")
 
 
 @contextlib.contextmanager

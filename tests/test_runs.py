@@ -226,6 +226,18 @@ def test_a_synchronous_run_in_processes_trains_only_what_its_own_weights_made(
         assert set(pc.unique(versions).to_pylist()) == {-1, step - 1}
 
 
+@pytest.mark.parametrize("on", [None, inline()], ids=["processes", "inline"])
+def test_a_run_ends_with_its_prompts_and_a_last_evaluation(
+    on: Any, policy: Path, machine: None, tmp_path: Path
+) -> None:
+    """Although its generator also serves held-out prompts, which never end by themselves."""
+    graph = tiny_graph(policy, prompts=words(9), epochs=1, eval_every=1)
+    result = run(graph, on=on, runs=tmp_path, quiet=True)
+    assert (result.steps, result.verdict.clean, outcome(result)) == (2, True, "finished")
+    rounds = [step for step, _ in result.evaluations]
+    assert rounds[0] == 0 and rounds[-1] == 2
+
+
 def test_groups_too_few_for_a_step_are_dropped_with_that_reason_at_the_end_of_the_prompts(
     policy: Path, machine: None, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from dataflow.draw import svg
 from dataflow.draw.picture import Box, Picture, knob_text
 from dataflow.draw.words import xml
+from dataflow.model import Model
 
 Columns: TypeAlias = dict[str, str]
 
@@ -49,7 +50,7 @@ def _facts(picture: Picture, box: Box) -> dict[str, Any]:
         "kind": f"{kind.__module__}.{kind.__qualname__}",
         "role": box.role,
         "doc": _docstring(box.operator),
-        "model": f"{uses.name} ({uses.source}, {uses.head}, {uses.dtype})" if uses is not None else "",
+        "model": _model(uses) if uses is not None else "",
         "devices": [frame.label for frame in picture.frames if box.name in frame.nodes],
         "knobs": {name: knob_text(value) for name, value in box.operator.knobs().items()},
         "arriving": _by_columns("columns in", arriving),
@@ -57,6 +58,12 @@ def _facts(picture: Picture, box: Box) -> dict[str, Any]:
         "added": list(added),
         "weights": [f"{b.tail} → {b.head}: {b.label}" for b in picture.loops if box.name in (b.tail, b.head)],
     }
+
+
+def _model(model: Model) -> str:
+    """Name and facts of a model."""
+    facts = [model.source, model.head, model.dtype, *([str(model.lora)] if model.lora is not None else [])]
+    return f"{model.name} ({', '.join(facts)})"
 
 
 def _by_columns(title: str, lanes: dict[str, Columns]) -> list[tuple[str, Columns]]:

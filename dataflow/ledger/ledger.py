@@ -161,10 +161,10 @@ class Ledger:
         with self._snapshot("read the last step"):
             return writes.last_step(self._db, node)
 
-    def in_flight(self, source: str) -> list[InFlight]:
-        """Groups of `source` that some sink still waits for, in issue order."""
+    def in_flight(self, source: str, node: str | None = None) -> list[InFlight]:
+        """Groups of `source` that some sink still waits for, or that `node` does, in issue order."""
         with self._snapshot("list groups in flight"):
-            return reads.in_flight(self._db, source)
+            return reads.in_flight(self._db, source, node)
 
     def counts(self, node: str) -> Counts:
         """What became of the groups of the sources that `node` consumes, counted from the rows."""

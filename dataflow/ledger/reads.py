@@ -96,13 +96,15 @@ def counts(db: sqlite3.Connection, node: str) -> Counts:
     )
 
 
-def in_flight(db: sqlite3.Connection, source: str) -> list[InFlight]:
-    """Groups of `source` that some sink still waits for, in issue order; all while no sink is known."""
+def in_flight(db: sqlite3.Connection, source: str, node: str | None = None) -> list[InFlight]:
+    """Groups of `source` that some sink, or `node`, still waits for, in issue order; all while no sink is known."""
     rows = db.execute(
         "SELECT group_id, prompt_id, state FROM groups g WHERE source = :source AND ("
         " SELECT count(*) FROM outcomes o WHERE o.source = g.source AND o.group_id = g.group_id"
-        ") < max(1, (SELECT count(*) FROM consumers WHERE source = :source)) ORDER BY group_id",
-        {"source": source},
+        " AND (:node IS NULL OR o.node = :node)"
+        ") < CASE WHEN :node IS NULL THEN max(1, (SELECT count(*) FROM consumers WHERE source = :source)) ELSE 1 END"
+        " ORDER BY group_id",
+        {"source": source, "node": node},
     )
     return [InFlight(group_id=group, prompt_id=prompt, state=state) for group, prompt, state in rows]
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from dataflow.errors import RecordError
 from dataflow.node import Batch, Context, Runtime
-from dataflow.records import ERROR, GROUP_ID, AnyArray
+from dataflow.records import DROP_REASON, ERROR, GROUP_ID, AnyArray
 from dataflow.scoring.calls import Call, Settings
 from dataflow.scoring.pool import Answer, Pool
 from dataflow.scoring.values import (
@@ -35,6 +35,11 @@ _COUNT = struct.Struct("<I")
 
 def build(scorer: "Scorer[..., Any]", context: Context) -> "Scoring":
     """The runtime of a scorer; forks its pool's server where it is isolated."""
+    return Scoring(scorer, context, caller_of(scorer))
+
+
+def caller_of(scorer: "Scorer[..., Any]") -> "Caller":
+    """What makes the calls of a scorer: a pool, whose server is forked here, or this process."""
     code = scorer.function.__code__
     settings = Settings(
         prepare=partial(_prepare, scorer),
@@ -45,7 +50,7 @@ def build(scorer: "Scorer[..., Any]", context: Context) -> "Scoring":
         timeout_s=scorer.timeout_s,
         memory_mb=scorer.memory_mb,
     )
-    return Scoring(scorer, context, Pool(settings) if scorer.isolate else InWorker(settings))
+    return Pool(settings) if scorer.isolate else InWorker(settings)
 
 
 class Caller(Protocol):
@@ -130,7 +135,7 @@ class _Held:
 
 
 class Scoring(Runtime):
-    """Scores rows without an error, and passes every row on.
+    """Scores rows that have no error and were not dropped, and passes every row on.
 
     consumes: batches, up to about 2,000 rows at a time
     produces: their groups, each once and whole, in the order in which they are ready
@@ -280,7 +285,11 @@ class Scoring(Runtime):
             records = records.append_column(ERROR, errors)
         elif held.failures:
             records = records.set_column(at, ERROR, error_column(records.column(at), held.failures))
-        return records.append_column(self._scorer.name, score_column(held.values, self._scorer.output))
+        return self._written(records, held.values)
+
+    def _written(self, records: pa.RecordBatch, values: list[Any]) -> pa.RecordBatch:
+        """The rows with what the function said of each; None where it was not asked, or failed."""
+        return records.append_column(self._scorer.name, score_column(values, self._scorer.output))
 
 
 def _groups(records: pa.RecordBatch) -> AnyArray:
@@ -293,10 +302,12 @@ def _groups(records: pa.RecordBatch) -> AnyArray:
 
 
 def _is_good(records: pa.RecordBatch) -> AnyArray:
-    at = records.schema.get_field_index(ERROR)
-    if at < 0 or records.column(at).null_count == records.num_rows:
-        return np.ones(records.num_rows, bool)
-    return records.column(at).is_null().to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+    good = np.ones(records.num_rows, bool)
+    for name in (ERROR, DROP_REASON):
+        at = records.schema.get_field_index(name)
+        if at >= 0 and records.column(at).null_count < records.num_rows:
+            good &= records.column(at).is_null().to_numpy(zero_copy_only=False)
+    return good
 
 
 def _encode(rows: pa.RecordBatch, starts: AnyArray, per: str, start: int, stop: int) -> bytes:

@@ -62,8 +62,8 @@ class Facts:
     """What each trainer and evaluation did."""
     metrics: list[dict[str, Any]]
     """Lines of metrics.jsonl."""
-    max_staleness: Mapping[str, int]
-    """Bound of each trainer, in versions, from config.json."""
+    max_staleness: Mapping[str, int | None]
+    """Bound of each trainer, in versions, from config.json; None where the tokens are not of its versions."""
 
     def trainers(self) -> Iterator[tuple[str, Sink]]:
         """The sinks that train, by name."""
@@ -127,13 +127,13 @@ def _read_metrics(folder: RunFolder, findings: Findings) -> tuple[list[dict[str,
         return [], 0
 
 
-def _read_bounds(folder: RunFolder, findings: Findings) -> dict[str, int]:
+def _read_bounds(folder: RunFolder, findings: Findings) -> dict[str, int | None]:
     if not folder.config.exists():
         findings.note("no config.json: the bound on staleness is not known")
         return {}
     try:
         found = folder.read_json("config.json").get("max_staleness", {})
-        return {str(node): int(bound) for node, bound in found.items()}
+        return {str(node): None if bound is None else int(bound) for node, bound in found.items()}
     except (RunFolderError, AttributeError, TypeError, ValueError) as error:
-        findings.fault(f"config.json does not hold max_staleness as {{trainer: number}}: {error}")
+        findings.fault(f"config.json does not hold max_staleness as {{trainer: number or null}}: {error}")
         return {}

@@ -82,10 +82,12 @@ def _judge_trainer(facts: Facts, node: str, sink: Sink, findings: Findings) -> s
     counts = _identity(facts, node, sink, findings)
     largest = judge_steps(facts, node, sink, findings)
     _metrics_agree(facts, node, sink, findings)
-    bound = facts.max_staleness.get(node)
-    of = "" if bound is None else f" of {bound}"
     name = f"{node}: " if len(list(facts.trainers())) > 1 else ""
-    return f"{name}{counts}; {len(sink.steps)} steps; max staleness {largest or 0}{of}"
+    age = f"; max staleness {largest or 0}"
+    if node in facts.max_staleness:
+        bound = facts.max_staleness[node]
+        age = "" if bound is None else f"{age} of {bound}"
+    return f"{name}{counts}; {len(sink.steps)} steps{age}"
 
 
 def _judge_evaluation(facts: Facts, node: str, sink: Sink, findings: Findings) -> str:

@@ -6,9 +6,13 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from dataflow.errors import RecordError
+from graphs.tasks import expressions
 from graphs.tasks.arithmetic import same_number, value
+from operators import Prompts
+from operators.warm_start import warm_start
 
 ALPHABET = "0123456789.+-*/()=%"
 """Every character of the task, each once."""
@@ -79,3 +83,22 @@ def unseen(rows: Iterable[dict[str, str]], training: Iterable[dict[str, str]]) -
 def reward(completion: str, answer: str) -> float:
     """1 if the completion is the answer's number, however it is written, and nothing else, else 0."""
     return float(same_number(completion, answer))
+
+
+def source(path: str, name: str, *, held_out: bool = False) -> Prompts:
+    """The steps of a GSM8K file or data set as prompts, or made-up ones; one rollout of each held-out one."""
+    size, seed = (1, None) if held_out else (None, 0)
+    rows: Any = steps if path else None
+    made_up = expressions.rows(2_000 if held_out else 24_000, seed=1, held_out=held_out)
+    return Prompts(
+        path or list(made_up), rows=rows, columns=("answer",), name=name, group_size=size, shuffle_seed=seed
+    )  # fmt: skip
+
+
+def warm(policy: str | Path, prompts: str, *, steps: int = 180, layers: int = 4, width: int = 128) -> Path:
+    """The folder of a policy that was trained on so many batches of the steps in `prompts`, or made-up ones."""
+    examples = read(prompts) if Path(prompts).is_file() else expressions.rows(24_000, seed=0)
+    return warm_start(
+        policy, examples=((row["prompt"], row["answer"]) for row in examples), alphabet=ALPHABET,
+        layers=layers, width=width, heads=4, steps=steps, batch_size=128, seed=0,
+    )  # fmt: skip

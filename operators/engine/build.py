@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dataflow.node import Context, WeightsIn
+from dataflow.node import Context
+from dataflow.weight_ends import WeightsIn
+from operators.adapters_merged import Merged, load_merged
 from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine
 from operators.engine.precision import quantise
+from operators.engine.precision.intake import Intake
 from operators.engine.proof import adapt
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings, end_tokens, split
-from operators.models import load_configs, load_model, load_tokenizer
+from operators.models import load_configs, load_tokenizer
 
 if TYPE_CHECKING:
     from operators.generator import Generator
@@ -50,12 +53,13 @@ def make_engine(declaration: Generator, context: Context, model: torch.nn.Module
         return _with_vllm(declaration, context)
     if context.device == "cpu":
         torch.set_num_threads(context.threads)
+    intake: Merged | Intake | None = None
     if model is None:
-        model = load_model(declaration.model, device=context.device).requires_grad_(False)
+        model, intake = load_merged(declaration.model, device=context.device)
     tokenizer = load_tokenizer(declaration.model)
     proof = adapt(model, declaration.model.name)
-    narrow = context.narrow is not None
-    intake = None if declaration.weights == "model" else quantise(model, declaration.weights, narrow=narrow)
+    if declaration.weights != "model":
+        intake = quantise(model, declaration.weights, narrow=context.narrow is not None)
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
     ends, stop = _stops(declaration, tokenizer, model, vocabulary)
     engine = Engine(
@@ -66,7 +70,7 @@ def make_engine(declaration: Generator, context: Context, model: torch.nn.Module
         end_tokens=sorted(ends),
         stop=stop,
         kernel=proof.kernel,
-        fused=proof.fused if intake is None else None,
+        fused=proof.fused if declaration.weights == "model" else None,
         token_bytes=proof.token_bytes,
         cache_bytes=declaration.cache_bytes,
         on_update=declaration.on_update,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from dataflow.node import Batch, Context, Runtime, WeightsIn
+from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
+from dataflow.weight_ends import WeightsIn
 from operators.engine import groups
 from operators.engine.admission import Admission
 from operators.engine.build import make_engine

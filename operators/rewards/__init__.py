@@ -1,4 +1,4 @@
-"""Rewards that need nothing but text, and `find`, which turns what a user typed into a scorer."""
+"""Rewards, penalties and their sum, and `find`, which turns what a user typed into a scorer."""
 
 import importlib.util
 import sys
@@ -8,7 +8,11 @@ from typing import Any
 from dataflow.errors import GraphError
 from dataflow.graph import nearest
 from dataflow.scorer import Scorer, scorer
+from operators.rewards.combining import combine
 from operators.rewards.match import exact, number
+from operators.rewards.shaping import kl_penalty, overlong
+
+__all__ = ["KNOWN", "combine", "exact", "find", "kl_penalty", "number", "overlong"]
 
 KNOWN: dict[str, Scorer[..., Any]] = {
     "exact": scorer(name="reward")(exact),

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dataflow.model import Model
+from operators.adapters import load_adapted
 from operators.models import load_model
+from operators.training.critic import Critic
 from operators.training.learner import Forward, Learner
+from operators.training.memory import Parked, prepare
 from operators.training.optimizer import adamw
 from operators.training.policy import Policy
 
@@ -17,16 +20,20 @@ if TYPE_CHECKING:
 
 
 def make_learner(trainer: Trainer, model: Model, *, node: str, device: str) -> Learner:
-    """Load `model` with float32 weights and put a learner around it.
+    """Load `model` with float32 weights and put a learner around it; of one with adapters, they alone are float32.
 
     model: the trainer's own, or that of a checkpoint."""
-    module = load_model(model, device=device, dtype="float32")
+    if model.lora is not None:
+        module = load_adapted(model, device=device)
+    else:
+        module = load_model(model, device=device, dtype="float32")
     return learner_of(trainer, forward_of(trainer, module), node=node)
 
 
 def learner_of(trainer: Trainer, forward: Forward, *, node: str) -> Learner:
     """A learner around a model that is loaded already."""
-    return Learner(
+    prepare(forward.module, gradient_checkpointing=trainer.gradient_checkpointing, compile=trainer.compile)
+    learner = Learner(
         forward=forward,
         optimizer=adamw(
             dict(forward.module.named_parameters()),
@@ -40,9 +47,13 @@ def learner_of(trainer: Trainer, forward: Forward, *, node: str) -> Learner:
         skip_zero_advantage=trainer.skip_zero_advantage,
         whiten=trainer.whiten,
     )  # fmt: skip
+    learner.parked = Parked(learner) if trainer.offload else None
+    return learner
 
 
 def forward_of(trainer: Trainer, module: Any) -> Forward:
     """The module as the learner sees it, by its head."""
     compute = None if trainer.model.dtype == "float32" else getattr(torch, trainer.model.dtype)
+    if trainer.model.head == "value":
+        return Critic(module, compute=compute)
     return Policy(module, temperature=trainer.temperature, compute=compute)

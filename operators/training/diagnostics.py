@@ -19,8 +19,12 @@ VALUE_SUMS = ("tokens", "target", "squared_target", "residual", "squared_residua
 """What is summed of a critic's tokens."""
 
 
-def ratio_bounds(knobs: Mapping[str, object]) -> tuple[float, float] | None:
-    """The interval of the ratio that a loss leaves alone, from its knobs: rho, or clip_low and clip_high."""
+def ratio_bounds(knobs: Mapping[str, object], reads: Collection[str] = ()) -> tuple[float, float] | None:
+    """The interval of the ratio that a loss leaves alone, from its knobs: rho, or clip_low and clip_high.
+
+    None where they bound another ratio: that of whole rollouts, or that to a proximal policy."""
+    if {"rollout_index", "proximal_logprobs"} & set(reads):
+        return None
     if "rho" in knobs:
         return 0.0, float(knobs["rho"])  # type: ignore[arg-type]
     if "clip_high" in knobs:

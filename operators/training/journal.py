@@ -43,7 +43,8 @@ class Journal:
         context, clock = self.context, self.context.clock
         began = clock()
         if context.folder is not None:
-            context.folder.write_rollouts(step, [group.records for group in trained])
+            rows = [group.records for group in trained]
+            context.folder.write_rollouts(step, rows, node=context.own_folder)
         if context.ledger is not None:
             context.ledger.commit_step(
                 context.node,
@@ -69,7 +70,7 @@ class Journal:
             return
         if context.ledger is not None:
             context.ledger.flush()
-        checkpoints = context.folder.checkpoints
+        checkpoints = context.folder.checkpoints_of(context.own_folder)
         with checkpoints.writing(step, node=context.node, version=step) as folder:
             checkpoint.write_checkpoint(
                 folder,
@@ -94,7 +95,7 @@ def expected(context: Context, lane: str) -> tuple[int, list[int], int]:
     if context.ledger is None or not context.ledger.last_step(context.node):
         return 0, [], 0
     following = context.ledger.next_group_id(lane)
-    waiting = [group.group_id for group in context.ledger.in_flight(lane)]
+    waiting = [group.group_id for group in context.ledger.in_flight(lane, context.node)]
     first = min(waiting, default=following)
     return first, sorted(set(range(first, following)).difference(waiting)), following - len(waiting)
 
@@ -107,7 +108,9 @@ def resumed(model: Model, context: Context) -> tuple[Model, Path | None]:
     step = context.ledger.last_step(context.node) if context.ledger is not None else 0
     if not step:
         return model, None
-    folder = context.folder.latest_checkpoint(at_most=step) if context.folder is not None else None
+    folder = None
+    if context.folder is not None:
+        folder = context.folder.latest_checkpoint(at_most=step, node=context.own_folder)
     if folder is None or int(checkpoint.read_state(folder)["step"]) != step:
         raise OperatorError(
             f"'{context.node}' has {step} steps in the ledger, but its newest good checkpoint "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from operators.packing import Array, Kept, Packed, pack
+from operators.training.head import Shape, Wanted, logprobs_of_hidden, logprobs_of_logits
+from operators.training.head_module import HeadModule
 
 ATTENTION = "dataflow_packed"
 PROBE_TOLERANCE = 1e-3
+ROUNDED_TOLERANCE = 0.1
+"""The same where logits are rounded to 16 bits, and the sliced head's are not."""
+MOST_LOGITS = 2**22
+"""Up to so many logits are held all at once: 16 MiB cost less time than computing them again in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -73,35 +80,6 @@ def packed_attention(
     return flat.index_select(0, packed_rows.back_N)[None], None
 
 
-@dataclass(frozen=True)
-class _Left:
-    """Distributions of M tokens over what truncation left of the vocabulary."""
-
-    tokens_M: Tensor
-    """Which of the T trained tokens they are."""
-    segment_K: Tensor
-    """Index into M of each id."""
-    values_K: Tensor
-    """Its logit."""
-    normalizer_M: Tensor
-    """Log of the sum of the exponentials."""
-
-    @classmethod
-    def of(cls, tokens_M: Tensor, segment_K: Tensor, values_K: Tensor) -> _Left:
-        """Normalise each."""
-        given_K = values_K.detach()
-        most_M = given_K.new_zeros(len(tokens_M)).scatter_reduce_(0, segment_K, given_K, "amax", include_self=False)
-        powers_K = (values_K - most_M[segment_K]).exp()
-        normalizer_M = most_M + powers_K.new_zeros(len(tokens_M)).index_add(0, segment_K, powers_K).log()
-        return cls(tokens_M, segment_K, values_K, normalizer_M)
-
-    def entropy_M(self) -> Tensor:
-        """Entropy in nats."""
-        shares_K = (self.values_K - self.normalizer_M[self.segment_K]).exp()
-        none_M = torch.zeros_like(self.normalizer_M)
-        return self.normalizer_M - none_M.index_add(0, self.segment_K, shares_K * self.values_K)
-
-
 class Policy:
     """A causal language model that gives log-probabilities of trained tokens."""
 
@@ -123,9 +101,17 @@ class Policy:
         self.temperature = temperature
         self._device = next(module.parameters()).device
         self._compute = compute
+        self._vocabulary = int(module.config.get_text_config().vocab_size)
+        self._head: HeadModule | None = None
         self.packs = False
         if packed is None or packed:
             self.packs = self._switch_to_packed(must=bool(packed))
+        self._head = self._proved_head()
+
+    @property
+    def slices(self) -> bool:
+        """Whether large micro-batches are computed without ever holding all logits."""
+        return self._head is not None
 
     def computed(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """`new_logprobs` and, where wanted, `entropy`; see `logprobs`."""
@@ -142,63 +128,95 @@ class Policy:
         it used. A repetition penalty changes the logits themselves and is not undone: with one, the
         log-probabilities of trainer and generator differ, and the loss's importance ratio has to make up for it.
         """
-        logits_U_V = self._logits(packed)
-        if logits_U_V.dtype in (torch.bfloat16, torch.float16):
-            logits_U_V = logits_U_V.float()
-        if self.temperature != 1.0:
-            logits_U_V = logits_U_V / self.temperature
-        normalizer_U = logits_U_V.logsumexp(-1)
-        head_T, targets_T = self._to(packed.head_T), self._to(packed.targets_T)
-        normalizer_T = normalizer_U[head_T]
-        left = None if kept_T is None else self._left(logits_U_V, head_T, kept_T)
-        if left is not None:
-            normalizer_T = normalizer_T.index_copy(0, left.tokens_M, left.normalizer_M)
-        logprobs_T = logits_U_V[head_T, targets_T] - normalizer_T
-        if not entropy:
-            return logprobs_T, None
-        shares_U_V = (logits_U_V - normalizer_U[:, None]).exp()
-        entropy_T = (normalizer_U - (shares_U_V * logits_U_V).sum(-1))[head_T]
-        return logprobs_T, entropy_T if left is None else entropy_T.index_copy(0, left.tokens_M, left.entropy_M())
+        if self._head is not None and len(packed.heads_U) * self._vocabulary > MOST_LOGITS:
+            return self._through_head(self._head, packed, kept_T, entropy)
+        wanted = self._wanted(packed.head_T, packed.targets_T, kept_T)
+        return logprobs_of_logits(self._logits(packed), wanted, self.temperature, entropy=entropy)
 
-    def _left(self, logits_U_V: Tensor, head_T: Tensor, kept_T: Kept) -> _Left:
-        """The logits at the ids that truncation left."""
+    def _wanted(self, head_T: Array, targets_T: Array, kept_T: Kept | None) -> Wanted:
+        """On the device."""
+        if kept_T is None:
+            return Wanted(self._to(head_T), self._to(targets_T))
         lengths_T = np.diff(kept_T.offsets)
         masked = np.flatnonzero(lengths_T)
-        tokens_M = self._to(masked)
-        segment_K = self._to(np.repeat(np.arange(len(masked)), lengths_T[masked]))
-        values_K = logits_U_V[head_T[tokens_M][segment_K], self._to(kept_T.ids_K).long()]
-        return _Left.of(tokens_M, segment_K, values_K)
+        segment_K = np.repeat(np.arange(len(masked)), lengths_T[masked])
+        return Wanted(
+            self._to(head_T), self._to(targets_T), self._to(masked), self._to(segment_K), self._to(kept_T.ids_K).long()
+        )
+
+    def _through_head(
+        self, head: HeadModule, packed: Packed, kept_T: Kept | None, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`logprobs`, computed in the model's last layer, for all nodes or for one bucket of rows after the other."""
+        shape = Shape(scale=head.after.scale / self.temperature, cap=head.after.cap)
+
+        def found_by(rows_U: Tensor | None, wanted: Wanted, run: Callable[[], Any]) -> Tensor:
+            def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                hidden_U_D = hidden if rows_U is None else hidden[rows_U]
+                found = logprobs_of_hidden(hidden_U_D, weight, bias, wanted, shape, entropy=entropy)
+                return torch.stack([values for values in found if values is not None], -1)
+
+            return head.call(compute, run)
+
+        with self._autocast():
+            if self.packs:
+                wanted = self._wanted(packed.head_T, packed.targets_T, kept_T)
+                found_T = found_by(None, wanted, lambda: self._run_packed(packed))
+            else:
+                found, places = [], []
+                for bucket, rows_U, head_T, tokens in _by_bucket(packed):
+                    kept = None if kept_T is None else kept_T.select(tokens)
+                    wanted = self._wanted(head_T, packed.targets_T[tokens], kept)
+                    found.append(found_by(self._to(rows_U), wanted, partial(self._run_padded, packed, bucket)))
+                    places.append(tokens)
+                found_T = torch.cat(found)[self._to(np.argsort(np.concatenate(places)))]
+        return found_T[:, 0], found_T[:, 1] if entropy else None
 
     def _logits(self, packed: Packed) -> Tensor:
         """Logits [U, V] at the nodes that trained tokens are predicted from."""
-        autocast: Any = contextlib.nullcontext()
-        if self._compute is not None:
-            autocast = torch.autocast(self._device.type, dtype=self._compute)
-        with autocast:
-            return self._packed_logits(packed) if self.packs else self._padded_logits(packed)
+        with self._autocast():
+            if self.packs:
+                return self._run_packed(packed).logits[0]  # type: ignore[no-any-return]
+            logits = [self._run_padded(packed, bucket).logits.flatten(0, 1) for bucket in packed.buckets]
+            return torch.cat(logits)[self._to(packed.back_N[packed.heads_U])]
 
-    def _packed_logits(self, packed: Packed) -> Tensor:
+    def _autocast(self) -> Any:
+        if self._compute is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._compute)
+
+    def _run_packed(self, packed: Packed) -> Any:
+        """The model on all nodes at once; its last layer sees those of U."""
         rows = Rows(tuple(self._to(bucket) for bucket in packed.buckets), self._to(packed.back_N))
-        out = self.module(
+        return self.module(
             input_ids=self._to(packed.tokens_N)[None],
             position_ids=self._to(packed.positions_N)[None],
             use_cache=False,
             logits_to_keep=self._to(packed.heads_U),
             packed_rows=rows,
         )
-        return out.logits[0]  # type: ignore[no-any-return]
 
-    def _padded_logits(self, packed: Packed) -> Tensor:
-        """The same through right-padded rows, for models whose attention cannot be replaced."""
-        tokens_N = self._to(packed.tokens_N)
-        logits = []
-        for bucket in packed.buckets:
-            out = self.module(input_ids=tokens_N[self._to(bucket)], use_cache=False)
-            logits.append(out.logits.flatten(0, 1))
-        return torch.cat(logits)[self._to(packed.back_N[packed.heads_U])]
+    def _run_padded(self, packed: Packed, bucket: Array) -> Any:
+        """The model on right-padded rows, where its attention cannot be replaced; its last layer sees them all."""
+        return self.module(input_ids=self._to(packed.tokens_N)[self._to(bucket)], use_cache=False)
 
     def _to(self, array: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+    def _proved_head(self) -> HeadModule | None:
+        """The model's last layer, if on a probe it gives the log-probabilities that the model's logits give."""
+        probe = _probe(self._vocabulary)
+        run = partial(self._run_packed, probe) if self.packs else partial(self._run_padded, probe, probe.buckets[0])
+        head = HeadModule.of(self.module, run)
+        if head is None:
+            return None
+        with torch.no_grad():
+            logits = self._logits(probe)
+            wanted = self._wanted(probe.head_T, probe.targets_T, None)
+            from_logits, _ = logprobs_of_logits(logits, wanted, self.temperature, entropy=False)
+            found, _ = self._through_head(head, probe, None, entropy=False)
+        tolerance = PROBE_TOLERANCE if logits.dtype in (torch.float32, torch.float64) else ROUNDED_TOLERANCE
+        return head if bool(((found - from_logits).abs() <= tolerance).all()) else None
 
     def _switch_to_packed(self, must: bool) -> bool:
         """Replace the model's attention, unless a probe shows that its log-probabilities would change."""
@@ -208,7 +226,7 @@ class Policy:
         was = self.module.config._attn_implementation
         if was == ATTENTION:
             return True
-        probe = _probe(int(self.module.config.get_text_config().vocab_size))
+        probe = _probe(self._vocabulary)
         with torch.no_grad():
             wanted, _ = self.logprobs(probe)
             try:
@@ -225,6 +243,19 @@ class Policy:
         if must:
             raise ValueError(f"{type(self.module).__name__} gives other log-probabilities when packed")
         return False
+
+
+def _by_bucket(packed: Packed) -> Iterator[tuple[Array, Array, Array, Array]]:
+    """Each bucket, with the places in it that trained tokens are predicted from, for each such token an index into
+    them, and which of the T it is."""
+    at_U = packed.back_N[packed.heads_U]
+    begin = 0
+    for bucket in packed.buckets:
+        inside_U = (at_U >= begin) & (at_U < begin + bucket.size)
+        tokens = np.flatnonzero(inside_U[packed.head_T])
+        head_T = (np.cumsum(inside_U) - 1)[packed.head_T[tokens]]
+        yield bucket, at_U[inside_U] - begin, head_T, tokens
+        begin += bucket.size
 
 
 def _probe(vocabulary: int) -> Packed:

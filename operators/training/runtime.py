@@ -11,11 +11,13 @@ import pyarrow.compute as pc
 import torch
 
 from dataflow.errors import GraphError, OperatorError
-from dataflow.node import Batch, Context, Runtime, WeightsOut
+from dataflow.model import Model
+from dataflow.node import Batch, Context, Runtime
 from dataflow.records import ERROR, GROUP_ID, MASK, VERSIONS
 from dataflow.staleness import oldest_versions, sweep
+from dataflow.weight_ends import WeightsOut
 from operators.packing import Array
-from operators.training import checkpoint
+from operators.training import checkpoint, memory
 from operators.training.buffer import Group, ReorderBuffer
 from operators.training.build import make_learner
 from operators.training.journal import Journal, expected, resumed
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 MOST_BAD_STEPS = 5
 """Steps in a row that may be skipped because a number was not finite; the last of them ends the run."""
+OWN_REASONS = ("failed", "skipped", "stale", "non-finite", "too few for a step")
+"""Why the trainer drops groups by itself; any other reason is the name of a filter."""
 MOST_DROPPED_STEPS = 8
 """Steps' worth of groups in a row that may be dropped with none trained."""
 
@@ -60,9 +64,11 @@ class TrainerRuntime(Runtime):
         """Of the drops since the last committed step."""
         self._rows: StepRows | None = None
         self._parts: list[Array] = []
-        self._dropped: Counter[str] = Counter()
         self._told_dropped = ended - start * trainer.prompts_per_step
-        self._dropped_in_a_row = 0
+        self._surplus = 0
+        """Groups that came after its last step."""
+        self._dropped_in_a_row: Counter[str] = Counter()
+        """By reason, since the last group that could be trained."""
         self._last_failure = "none"
         self._bad_steps = 0
         self._skipped_steps = 0
@@ -84,7 +90,7 @@ class TrainerRuntime(Runtime):
 
         torch.set_num_threads(context.threads)
         model, folder = resumed(trainer.model, context)
-        learner = make_learner(trainer, model, node=context.node, device=context.device)
+        learner, context = _learner(trainer, model, context)
         start = 0
         if folder is not None:
             start = int(checkpoint.read_state(folder)["step"])
@@ -92,9 +98,9 @@ class TrainerRuntime(Runtime):
         return cls(trainer, context, learner, load_tokenizer(model), start)
 
     def room(self) -> int:
-        """Rows up to the queue's bound; never 0 while the next group in order is missing."""
+        """Rows up to the queue's bound; never 0 while the next group in order is missing, or once it is done."""
         if self._done:
-            return 0
+            return 1
         groups = self._trainer.queue_prompts
         if groups is None:
             ahead = self._bound.max_staleness if self._bound is not None else 0
@@ -103,8 +109,13 @@ class TrainerRuntime(Runtime):
         return max(0 if self._buffer.is_ready else 1, free)
 
     def push(self, batch: Batch) -> None:
-        """Take groups in, in any order."""
+        """Take groups in, in any order; once it is done it passes them, as other trainers may still need theirs."""
         rows = batch.records
+        if self._done:
+            self._surplus += len(pc.unique(rows.column(GROUP_ID)))
+            self._note()
+            batch.ack()
+            return
         if rows.num_rows:
             self._pace.arrived_tokens += int(pc.sum(pc.list_flatten(rows.column(MASK))).as_py() or 0)
             ids = rows.column(GROUP_ID)
@@ -160,10 +171,11 @@ class TrainerRuntime(Runtime):
         return found | ({"done": 1} if self._done else {})
 
     def close(self) -> None:
-        """Let the weight plane go."""
+        """Let the weight plane go, and the other ranks."""
         close = getattr(self._writer, "close", None)
         if close is not None:
             close()
+        self._learner.close()
 
     def _collect(self) -> bool:
         """Fill the next step from the buffer, dropping what cannot be trained; True when it has begun."""
@@ -177,13 +189,14 @@ class TrainerRuntime(Runtime):
             reason = self._reason_to_drop(group.records)
             if reason is None:
                 self._groups.append(group)
-                self._dropped_in_a_row = 0
+                self._dropped_in_a_row.clear()
             else:
                 self._drop([group], reason)
                 self._check_drops()
         now = self._context.clock()
         self._pace.add("wait", now - self._pace.free)
         self._rows = step_rows([group.records for group in self._groups], self._learner.loss.columns)
+        self._bring()
         self._parts = self._learner.begin(self._rows, self._step)
         self._pace.add("forward_backward", self._context.clock() - now)
         return True
@@ -205,23 +218,26 @@ class TrainerRuntime(Runtime):
     def _drop(self, groups: Sequence[Group], reason: str) -> None:
         """Give groups up; the generators learn it at once, because they wait for others in their place."""
         self._reasons |= {group.group_id: reason for group in groups}
-        self._dropped[reason] += len(groups)
         self._told_dropped += len(groups)
-        self._dropped_in_a_row += len(groups)
+        self._dropped_in_a_row[reason] += len(groups)
         self._note()
 
     def _check_drops(self) -> None:
         """Raise OperatorError when nothing could be trained for long."""
-        if self._dropped_in_a_row > MOST_DROPPED_STEPS * max(8, self._trainer.prompts_per_step):
+        dropped = self._dropped_in_a_row
+        if dropped.total() > MOST_DROPPED_STEPS * max(8, self._trainer.prompts_per_step):
+            (most, _), *_ = dropped.most_common(1)
+            do = "mend the operator that it names"
+            if most not in OWN_REASONS:
+                do = f"loosen the filter '{most}', or give it prompts and a policy that it lets through"
             raise OperatorError(
-                f"'{self._context.node}' dropped {self._dropped_in_a_row} groups in a row and trained none; "
-                f"found {dict(self._dropped)}, the last failure: {self._last_failure}; "
-                f"mend the operator that it names"
+                f"'{self._context.node}' dropped {dropped.total()} groups in a row and trained none; "
+                f"found {dict(dropped)}, the last failure: {self._last_failure}; {do}"
             )
 
     def _note(self) -> None:
         if self._writer is not None:
-            self._writer.tell({"dropped": self._told_dropped, "version": self._step})
+            self._writer.tell({"dropped": self._told_dropped + self._surplus, "version": self._step})
 
     def _end_step(self) -> None:
         """Update the weights, offer them at once, then record what the step consumed."""
@@ -233,12 +249,14 @@ class TrainerRuntime(Runtime):
             decay_steps=trainer.decay_steps or context.steps, min_lr=trainer.min_lr,
         )  # fmt: skip
         began = clock()
+        self._bring(moments=True)
         outcome = self._learner.end(rate)
         self._pace.add("optimizer", clock() - began)
         self._loss = outcome.loss
         groups, self._groups, self._rows = self._groups, [], None
         if outcome.culprit is not None:
             self._skip(groups, outcome.culprit)
+            self._rest()
             return
         self._bad_steps = 0
         self._step += 1
@@ -270,6 +288,7 @@ class TrainerRuntime(Runtime):
         self._journal.commit(self._step, groups, reasons, metrics, keep=is_kept)
         for group in passed:
             group.release()
+        self._rest()
         self._pace.free = clock()
         self._done = is_last
 
@@ -295,8 +314,30 @@ class TrainerRuntime(Runtime):
             for group in self._passed:
                 group.release()
             self._groups, self._passed, self._reasons = [], [], {}
+        self._bring(moments=True)
         self._journal.keep(self._step)
         self._done = True
+
+    def _bring(self, *, moments: bool = False) -> None:
+        """Have what is parked on the devices again."""
+        if self._trainer.offload:
+            self._learner.everywhere(memory.bring, moments=moments)
+
+    def _rest(self) -> None:
+        """Give the devices' memory back: that of the weights too, where no step could begin and none of them waits to
+        be published."""
+        if self._trainer.offload:
+            unread = self._writer is None or getattr(self._writer, "pending", 0) is None
+            self._learner.everywhere(memory.rest, weights=unread and not self._buffer.is_ready)
+
+
+def _learner(trainer: Trainer, model: Model, context: Context) -> tuple[Learner, Context]:
+    """The learner of one rank, or of several; and the context, whose weight plane then takes what each rank has."""
+    if context.ranks == 1:
+        return make_learner(trainer, model, node=context.node, device=context.device), context
+    from operators.training.parallel.launch import led
+
+    return led(trainer, model, context)
 
 
 def _only_lane(context: Context) -> str:

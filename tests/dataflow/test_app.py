@@ -79,14 +79,6 @@ def test_an_unreadable_assignment_is_refused(text: str) -> None:
     assert status_of("--gpus", text, "--explain") == 1
 
 
-def test_a_graph_with_two_trainers_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    graph = build()
-    FakeTrainer(name="critic", model=Model("critic"))(next(c.output for c in graph.calls if c.output.node == "reward"))
-    with pytest.raises(GraphError, match=r"2 trainers, \['trainer', 'critic'\].*graphs of their own"):
-        run(graph, on=inline(), runs=tmp_path / "runs")
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_parameter_that_is_a_flag_of_every_run_is_refused() -> None:
     def clashing(*, steps: int) -> Graph:
         raise AssertionError

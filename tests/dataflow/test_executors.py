@@ -109,7 +109,7 @@ def test_every_pair_of_ranks_is_in_the_plan_and_one_line_sums_them_up() -> None:
     made = plan(build(DealtOut(model=POLICY)), GPUS, gpus={"generator": 4, "trainer": 2}, sizes=SIZES)
     assert len({(p.trainer_rank, p.replica, p.rank) for p in made.weight_paths}) == len(made.weight_paths) == 2 * 2 * 2
     assert weights_line(made) == (
-        "weights trainer -> generator: cuda_ipc (2 trainer ranks -> 2 readers of 2 ranks, up to 4.1 MiB each)"
+        "weights trainer -> generator: nccl (2 trainer ranks -> 2 readers of 2 ranks, up to 4.1 MiB each)"
     )
 
 

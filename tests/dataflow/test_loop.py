@@ -251,6 +251,28 @@ def test_the_end_waits_for_every_inlet() -> None:
     assert loop.ended
 
 
+def test_the_end_of_one_lane_is_passed_on_while_another_goes_on_and_not_before_its_last_row() -> None:
+    """Held-out prompts never end by themselves; those that are trained may."""
+    events = Events()
+    ending, lasting = FakeInlet(events, rows(0)), FakeInlet(events)
+    lasting.ended = False
+    first, second = FakeOutlet(events), FakeOutlet(events, name="other")
+    runtime = Script(events, keeps_last=True)
+    lanes = {"a": [first], "b": [second]}
+    loop = NodeLoop("node", runtime, [("a", "x", ending), ("b", "y", lasting)], lanes)
+    turn_until_still(loop)
+    assert (first.finishes, second.finishes) == (0, 0)
+    runtime.keeps_last = False
+    turn_until_still(loop)
+    assert events.of("sent", "acked", "finished") == [("sent", 0), ("acked", 0), ("finished",)]
+    assert (first.finishes, second.finishes, loop.ended, runtime.told) == (1, 0, False, [])
+    lasting.waiting.append(rows(1))
+    lasting.ended = True
+    turn_until_still(loop)
+    assert (first.finishes, second.finishes, loop.ended, runtime.told) == (1, 1, True, [{"end": True}])
+    assert events.of("other") == [("other", 1)]
+
+
 def test_an_ended_loop_polls_its_ends_so_that_what_was_sent_may_be_sent_again() -> None:
     events = Events()
     inlet, outlet = FakeInlet(events), FakeOutlet(events)

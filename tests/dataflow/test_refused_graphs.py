@@ -8,11 +8,15 @@ import pytest
 
 from dataflow import Graph, GraphError, Model, Stream, join, scorer
 from dataflow.check import faults
+from dataflow.node import Transform
 from dataflow.plan import Devices, plan
 from dataflow.records import Array
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
+from operators import Generator, Logprobs, RewardModel, Values
 
 POLICY = Model("policy")
+CRITIC = Model("critic", head="value")
+JUDGE = Model("judge", head="score")
 
 
 @scorer
@@ -28,6 +32,21 @@ def advantage(reward: Array) -> Array:
 @scorer
 def needs_number(answer: int) -> float:
     return float(answer)
+
+
+@scorer
+def needs_values(values: list[float]) -> float:
+    return values[0]
+
+
+@scorer
+def needs_score(score: float) -> float:
+    return score
+
+
+@scorer
+def needs_mask(sampling_mask: Array) -> float:
+    return float(len(sampling_mask))
 
 
 @scorer
@@ -66,6 +85,27 @@ def missing_rollout_columns() -> None:
 def missing_reference() -> None:
     _, _, rollouts = start()
     needs_reference(rollouts)
+
+
+def missing_reference_that_is_on_another_branch() -> None:
+    _, _, rollouts = start()
+    Logprobs(POLICY.frozen())(rollouts)
+    needs_reference(rollouts)
+
+
+def missing_values() -> None:
+    _, _, rollouts = start()
+    needs_values(rollouts)
+
+
+def missing_score() -> None:
+    _, _, rollouts = start()
+    needs_score(rollouts)
+
+
+def missing_sampling_mask() -> None:
+    _, _, rollouts = start()
+    needs_mask(rollouts)
 
 
 def wrong_type() -> None:
@@ -203,6 +243,72 @@ def unlike_temperatures() -> None:
     good(temperature=0.5).check()
 
 
+def with_forward(operator: Transform, max_staleness: int | None = None) -> Graph:
+    graph, generator, rollouts = start()
+    trainer = FakeTrainer(model=POLICY)
+    trainer(advantage(reward(operator(rollouts))))
+    graph.feedback(trainer.weights, generator, max_staleness=2)
+    if max_staleness is not None:
+        graph.feedback(trainer.weights, operator, max_staleness=max_staleness)
+    graph.check()
+    return graph
+
+
+def unlike_temperature_of_a_reference() -> None:
+    with_forward(Logprobs(POLICY.frozen(), temperature=0.5))
+
+
+def judge_that_reads_chats_as_text() -> None:
+    graph = Graph("test")
+    generator = Generator(POLICY.frozen(), chat=True)
+    FakeEvaluate()(RewardModel(JUDGE.frozen())(generator(graph.source(FakePrompts()))))
+    graph.check()
+
+
+def reference_without_feedback() -> None:
+    with_forward(Logprobs(POLICY))
+
+
+def judge_that_is_not_frozen() -> None:
+    with_forward(RewardModel(JUDGE))
+
+
+def judge_with_a_language_head() -> None:
+    with_forward(RewardModel(POLICY.frozen()))
+
+
+def values_of_a_policy() -> None:
+    with_forward(Values(POLICY.frozen()))
+
+
+def logprobs_of_a_judge() -> None:
+    with_forward(Logprobs(JUDGE.frozen()))
+
+
+def forward_of_no_model() -> None:
+    Values("critic")(start()[2])  # type: ignore[arg-type]
+
+
+def no_micro_batch() -> None:
+    with_forward(Values(CRITIC, micro_batch_tokens=0))
+
+
+def temperature_of_zero() -> None:
+    with_forward(Logprobs(POLICY.frozen(), temperature=0))
+
+
+def reward_per_word() -> None:
+    with_forward(RewardModel(JUDGE.frozen(), per="word"))  # type: ignore[arg-type]
+
+
+def steps_cut_at_nothing() -> None:
+    with_forward(RewardModel(JUDGE.frozen(), per="step", cut=""))
+
+
+def replicas_of_a_forward_operator_of_nobody() -> None:
+    plan(with_forward(Logprobs(POLICY.frozen())), Devices(cpus=2), replicas={"ref_logprob": 2})
+
+
 def too_few_prompts() -> None:
     good(prompts_per_step=101).check()
 
@@ -301,7 +407,11 @@ REFUSED: dict[Callable[[], None], str] = {
     missing_column: r"'reward' reads column 'answer', but 'generator' provides \['group_id'.*add it to Prompts",
     missing_column_that_a_node_provides: r"'advantage' reads column 'reward'.*'reward' provides it",
     missing_rollout_columns: r"'reward' reads column 'completion', but 'prompts'.*Generator",
-    missing_reference: r"reads column 'ref_logprobs'.*@scorer",
+    missing_reference: r"reads column 'ref_logprobs'.*apply Logprobs\(model.frozen\(\), name=\"ref_logprobs\"\) first",
+    missing_reference_that_is_on_another_branch: r"reads column 'ref_logprobs'.*'ref_logprobs' provides it.*join",
+    missing_values: r"reads column 'values'.*apply Values\(Model\(..., head=\"value\"\)\) first",
+    missing_score: r"reads column 'score'.*apply RewardModel\(Model\(.*head=\"score\"\)",
+    missing_sampling_mask: r"reads column 'sampling_mask'.*give it sampling_mask=True",
     wrong_type: r"reads column 'answer' as int \(int64\), but 'generator' provides it as string; change",
     column_written_twice: r"writes column 'answer', but the rows of 'generator' have it already; rename",
     generator_on_rollouts: r"writes column 'rollout_id', but",
@@ -325,6 +435,19 @@ REFUSED: dict[Callable[[], None], str] = {
     too_little_in_flight: r"'generator' may hold 32 prompts in flight but one step of 'trainer' needs 64.*deadlock",
     queue_too_short: r"'trainer' may queue 4 prompts but one of its steps needs 8.*deadlock; raise",
     unlike_temperatures: r"'generator' samples at temperature 1.0 but 'trainer' .* at 0.5.*same temperature",
+    unlike_temperature_of_a_reference: r"at temperature 1.0 but 'ref_logprobs' computes .* at 0.5.*same temperature",
+    judge_that_reads_chats_as_text: r"'generator' lays prompts out as chat.*'score' would read.*give 'score' chat=True",
+    reference_without_feedback: r"'trainer' trains 'policy' but 'ref_logprobs' would never see.*or give it a frozen",
+    judge_that_is_not_frozen: r"'score' reads 'judge', which is not frozen\(\).*none of \['trainer'\] trains; give",
+    judge_with_a_language_head: r"'score' needs a model with head 'score', but 'policy' has head 'lm'; give it",
+    values_of_a_policy: r"'values' needs a model with head 'value', but 'policy' has head 'lm'; give it",
+    logprobs_of_a_judge: r"'ref_logprobs' needs a model with head 'lm', but 'judge' has head 'score'; give it",
+    forward_of_no_model: r"'values' reads with 'critic', which is no Model; give",
+    no_micro_batch: r"'values' has micro_batch_tokens=0; give",
+    temperature_of_zero: r"'ref_logprobs' has temperature=0; give",
+    reward_per_word: r"'score' has per='word', which is not known; use",
+    steps_cut_at_nothing: r"'score' has cut=''; give",
+    replicas_of_a_forward_operator_of_nobody: r"devices are given to 'ref_logprob'.*did you mean 'ref_logprobs'",
     too_few_prompts: r"'prompts' ends after 100 prompts .*needs 101; give more",
     two_lanes_into_a_trainer: r"'trainer' would train on rows of 2 sources.*mix them",
     evaluating_what_is_trained: r"trained by 'trainer' and evaluated by 'eval'; evaluate prompts of their own",
@@ -358,6 +481,29 @@ def test_a_graph_that_cannot_work_is_refused_and_the_message_says_what_to_do(bui
 
 def test_a_good_graph_has_no_faults() -> None:
     assert list(faults(good())) == []
+
+
+def test_forward_operators_with_models_that_stay_or_are_fed_are_no_fault() -> None:
+    assert list(faults(with_forward(RewardModel(JUDGE.frozen())))) == []
+    assert list(faults(with_forward(Logprobs(POLICY, name="proximal_logprobs"), max_staleness=0))) == []
+
+
+def test_the_temperature_of_a_critics_trainer_is_nobodys_concern() -> None:
+    graph, generator, rollouts = start(temperature=0.5)
+    values, trainer = Values(CRITIC), FakeTrainer(model=POLICY, temperature=0.5)
+    critic = FakeTrainer(name="critic", model=CRITIC)
+    stream = advantage(reward(values(rollouts)))
+    trainer(stream)
+    critic(stream)
+    graph.feedback(trainer.weights, generator, max_staleness=0)
+    graph.feedback(critic.weights, values, max_staleness=0)
+    assert list(faults(graph)) == []
+
+
+def test_a_graph_that_trains_nothing_may_read_with_any_model() -> None:
+    graph, _, rollouts = start()
+    FakeEvaluate()(Values(CRITIC)(rollouts))
+    assert list(faults(graph)) == []
 
 
 def test_every_reason_to_refuse_is_reached_by_some_graph_here() -> None:

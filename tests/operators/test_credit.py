@@ -1,8 +1,23 @@
-"""Laws of credit: advantages of a group add up to nothing, and only GRPO's divides by the deviation."""
+"""Laws of credit: advantages of a group add up to nothing; GAE is what its definition says."""
 
 import numpy as np
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_rig import group
 
-from operators.credit import advantage, normalized_advantage
+from dataflow.node import Batch, Context
+from dataflow.records import ERROR, GROUP_ID, TOKEN_NUMBERS
+from operators.credit import (
+    advantage,
+    gae,
+    leave_one_out,
+    normalized_advantage,
+    reward_to_go,
+    token_gae,
+    token_rewards,
+)
+from operators.training.rows import step_rows
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 0.5])
 
@@ -33,3 +48,143 @@ def test_both_rules_write_the_column_that_losses_read():
     assert advantage.name == normalized_advantage.name == "advantage"
     assert list(advantage.reads()) == list(normalized_advantage.reads()) == ["reward"]
     assert advantage.per == normalized_advantage.per == "group"
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=9))
+def test_leave_one_out_compares_each_rollout_with_the_others_alone(rewards):
+    found = leave_one_out(np.array(rewards))
+    for at, reward in enumerate(rewards):
+        others = rewards[:at] + rewards[at + 1 :]
+        assert abs(found[at] - (reward - sum(others) / len(others))) < 1e-12
+    assert leave_one_out(np.array([3.0])).tolist() == [0.0]
+
+
+@st.composite
+def judged(draw):
+    """Rewards, values and mask of a rollout whose environment speaks in between; arbitrary where it is not chosen."""
+    mask = draw(st.lists(st.booleans(), min_size=1, max_size=12))
+    numbers = st.lists(st.floats(-3, 3), min_size=len(mask), max_size=len(mask))
+    return draw(numbers), draw(numbers), mask
+
+
+def _backwards(rewards, values, mask, gamma, lam):
+    """GAE from its definition: a discounted sum of temporal differences, with nothing shared between tokens."""
+    chosen = [at for at, marked in enumerate(mask) if marked]
+    found = [0.0] * len(mask)
+    for first, at in enumerate(chosen):
+        for later in range(first, len(chosen)):
+            following = values[chosen[later + 1]] if later + 1 < len(chosen) else 0.0
+            surprise = rewards[chosen[later]] + gamma * following - values[chosen[later]]
+            found[at] += (gamma * lam) ** (later - first) * surprise
+    return found
+
+
+@given(judged(), st.floats(0, 1), st.floats(0, 1))
+def test_gae_is_the_discounted_sum_of_temporal_differences(rollout, gamma, lam):
+    rewards, values, mask = rollout
+    found = token_gae(np.array(rewards), np.array(values), np.array(mask), gamma=gamma, lam=lam)
+    assert np.allclose(found, _backwards(rewards, values, mask, gamma, lam), rtol=1e-10, atol=1e-10)
+    assert (found[~np.array(mask)] == 0).all()
+
+
+@given(judged())
+def test_gae_without_discounts_is_the_reward_to_go_minus_the_value(rollout):
+    rewards, values, mask = (np.array(each) for each in rollout)
+    to_go = reward_to_go(rewards, mask)
+    found = token_gae(rewards, values, mask, gamma=1.0, lam=1.0)
+    assert np.allclose(found, np.where(mask, to_go - values, 0.0), atol=1e-10)
+    ahead = [rewards[at:][mask[at:]].sum() if mask[at] else 0.0 for at in range(len(mask))]
+    assert np.allclose(to_go, ahead, atol=1e-10)
+
+
+@given(judged())
+def test_gae_with_lambda_zero_is_one_temporal_difference(rollout):
+    rewards, values, mask = (np.array(each) for each in rollout)
+    found = token_gae(rewards, values, mask, gamma=0.9, lam=0.0)[mask]
+    following = np.append(values[mask][1:], 0.0)[: len(found)]
+    assert np.allclose(found, rewards[mask] + 0.9 * following - values[mask], atol=1e-10)
+
+
+@given(judged(), st.floats(-2, 2))
+def test_gae_of_a_reward_puts_it_at_the_last_chosen_token(rollout, reward):
+    _, values, mask = (np.array(each) for each in rollout)
+    spread = np.zeros(len(mask))
+    if mask.any():
+        spread[np.flatnonzero(mask)[-1]] = reward
+    found = gae(reward, values, mask, gamma=0.9, lam=0.8)
+    assert np.allclose(found, token_gae(spread, values, mask, gamma=0.9, lam=0.8), atol=1e-12)
+
+
+def test_a_perfect_critic_leaves_no_advantage():
+    mask = np.array([False, True, True, False, True])
+    assert np.allclose(gae(0.7, np.full(5, 0.7), mask), 0.0, atol=1e-12)
+
+
+def test_token_rewards_charge_the_drift_from_the_reference_and_pay_the_reward_at_the_end():
+    mask = np.array([False, True, False, True, False])
+    logprobs, reference = np.array([9.0, -1.0, 9.0, -2.0, 9.0]), np.array([0.0, -1.5, 0.0, -1.0, 0.0])
+    found = token_rewards(2.0, logprobs, reference, mask, beta=0.1)
+    assert np.allclose(found, [0.0, -0.05, 0.0, 0.1 + 2.0, 0.0], atol=1e-12)
+    assert token_rewards(2.0, logprobs, reference, np.zeros(5, bool)).tolist() == [0.0] * 5
+
+
+def test_rules_per_token_write_lists_that_the_trainer_reads_token_by_token():
+    for rule in (gae, token_gae, reward_to_go):
+        assert (rule.name, rule.per, rule.output) == ("advantage", "row", TOKEN_NUMBERS)
+        assert not rule.isolate
+    assert (token_rewards.name, token_rewards.output) == ("token_rewards", TOKEN_NUMBERS)
+
+
+def test_rules_read_and_write_ragged_columns_of_a_stream_of_rows():
+    lengths = [3, 1, 5, 2]
+    draw = np.random.default_rng(0)
+    masks = [[False] + [True] * (length - 1) for length in lengths]
+
+    def ragged() -> list[list[float]]:
+        return [np.where(mask, draw.normal(size=len(mask)), 0.0).tolist() for mask in masks]
+
+    columns = {"logprobs": ragged(), "ref_logprobs": ragged(), "values": ragged()}
+    batch = pa.RecordBatch.from_pydict(
+        {
+            GROUP_ID: pa.array([0, 0, 1, 1]), "reward": pa.array([1.0, 0.0, 0.5, 2.0]),
+            "mask": pa.array(masks, pa.list_(pa.bool_())), ERROR: pa.array([None, None, "broken", None], pa.string()),
+            **{name: pa.array(lists, TOKEN_NUMBERS) for name, lists in columns.items()},
+        }
+    )  # fmt: skip
+    for made in (token_rewards.configured(beta=0.1), token_gae.configured(lam=0.5)):
+        runtime = made.build(Context(node=made.name))
+        runtime.push(Batch("prompts", batch, "values", lambda: None))
+        (done,) = runtime.work() or []
+        batch = done.records
+        assert not runtime.pending()
+        runtime.close()
+    assert batch.schema.field("advantage").type == TOKEN_NUMBERS
+    assert batch.column(ERROR).to_pylist() == [None, None, "broken", None]
+    rows = batch.to_pylist()
+    assert rows[2]["advantage"] is None
+    assert rows[1]["advantage"] == [0.0]
+    for row in (rows[0], rows[1], rows[3]):
+        given = [np.array(row[name]) for name in ("logprobs", "ref_logprobs", "mask")]
+        wanted = token_gae(
+            token_rewards(row["reward"], *given, beta=0.1), np.array(row["values"]), np.array(row["mask"]), lam=0.5
+        )  # fmt: skip
+        assert np.allclose(row["advantage"], wanted, atol=1e-6)
+
+
+def test_an_advantage_per_token_reaches_the_loss_at_its_own_token():
+    batch = _with_values(group(1, size=3))
+    runtime = gae.build(Context(node="advantage"))
+    runtime.push(Batch("prompts", batch, "values", lambda: None))
+    (done,) = runtime.work() or []
+    rows = step_rows([done.records], ("advantage", "values"))
+    wanted = [
+        gae(row["reward"], np.array(row["values"]), np.array(row["mask"])).astype(np.float32)
+        for row in batch.to_pylist()
+    ]  # fmt: skip
+    assert np.allclose(rows.columns_S["advantage"], np.concatenate(wanted), atol=1e-6)
+    assert rows.columns_S["advantage"][rows.mask_S].any()
+
+
+def _with_values(batch: pa.RecordBatch) -> pa.RecordBatch:
+    values = [[0.3 * at * chosen for at, chosen in enumerate(row["mask"])] for row in batch.to_pylist()]
+    return batch.drop_columns(["advantage"]).append_column("values", pa.array(values, TOKEN_NUMBERS))

@@ -162,7 +162,6 @@ def test_the_run_ends_after_its_steps_with_a_checkpoint_of_the_last(tmp_path):
     assert world.runtime.status()["done"] == 1
     assert world.runtime.status()["step"] == 2
     assert [event for event in world.events if event[0] == "checkpoint"] == [("checkpoint", 2)]
-    assert world.runtime.room() == 0
     assert world.runtime.work() is None
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_rig import COLUMNS, VOCABULARY, Plane, group, tiny_llama
+from trainer_rig import COLUMNS, VOCABULARY, Plane, group, rig, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dataflow.errors import OperatorError
@@ -15,6 +15,7 @@ from dataflow.node import Batch, Bound, Context
 from dataflow.run_folder import RunFolder
 from dataflow.verify import verify
 from operators.trainer import Trainer
+from operators.training.journal import expected
 from operators.warm_start.policy import character_tokenizer
 
 BOUND = Bound(max_staleness=100, prompts_per_step=2)
@@ -38,12 +39,13 @@ def run(tmp_path: Path) -> Iterator[tuple[RunFolder, Ledger]]:
 
 
 def _train(
-    policy: Path, run: tuple[RunFolder, Ledger], numbers: range, *, steps: int | None, failed: tuple = ()
-) -> Plane:
+    policy: Path, run: tuple[RunFolder, Ledger], numbers: range, *, steps: int | None, failed: tuple = (),
+    own_folder: str | None = None,
+) -> Plane:  # fmt: skip
     plane = Plane([])
     context = Context(
         node="trainer", steps=steps, columns={"prompts": COLUMNS}, bounds={"prompts": BOUND},
-        folder=run[0], ledger=run[1], writer=lambda tensors: plane,
+        folder=run[0], ledger=run[1], writer=lambda tensors: plane, own_folder=own_folder,
     )  # fmt: skip
     trainer = Trainer(Model(str(policy)), prompts_per_step=2, lr=1e-2, checkpoint_every=2)
     assert trainer.faults() == []
@@ -92,3 +94,37 @@ def test_a_trainer_never_goes_on_from_a_step_without_a_checkpoint(policy, run):
     (folder.checkpoints.folder(4) / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(OperatorError, match=r"has 4 steps in the ledger.*is step-000002; roll back"):
         _train(policy, run, range(8, 12), steps=6)
+
+
+def test_a_trainer_beside_another_passes_over_what_it_has_trained_while_the_other_has_not(policy, run):
+    """Groups that the critic lacks come again to both."""
+    ledger = run[1]
+    ledger.issue("prompts", [(12, "p12")])
+    ledger.commit_step("critic", 1, version=1, source="prompts", trained=[0])
+    _train(policy, run, range(4), steps=2)
+    assert expected(Context(node="trainer", ledger=ledger), "prompts") == (4, [], 4)
+    assert expected(Context(node="critic", ledger=ledger), "prompts") == (1, [], 1)
+
+
+def test_trainers_with_folders_of_their_own_go_on_from_their_own_checkpoints(policy, run):
+    folder = run[0]
+    _train(policy, run, range(4), steps=2, own_folder="trainer")
+    assert folder.checkpoints_of("trainer").steps() == [2]
+    assert folder.checkpoints.steps() == []
+    assert folder.read_rollouts(2, node="trainer").column("group_id").unique().to_pylist() == [2, 3]
+    plane = _train(policy, run, range(4, 8), steps=3, own_folder="trainer")
+    assert list(plane.published) == [2, 3]
+    assert verify(folder.path).clean, verify(folder.path)
+
+
+def test_a_trainer_that_has_made_its_steps_passes_what_still_comes_and_tells_the_generator(tmp_path):
+    """So that the trainers beside it get theirs."""
+    made = rig(tmp_path, steps=1)
+    made.push(group(0), group(1))
+    made.run()
+    assert made.runtime.status()["done"] == 1
+    assert made.runtime.room() > 0
+    made.push(group(2), group(3))
+    assert made.acks == [0, 2]
+    assert made.plane.notes[-1] == {"dropped": 2, "version": 1}
+    assert made.runtime.status()["dropped"] == 0

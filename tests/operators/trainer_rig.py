@@ -1,7 +1,7 @@
 """What the trainer's tests share: a tiny policy, groups of rollouts, fakes for what a trainer touches."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,11 +180,13 @@ class FakeFolder:
     rollouts: dict[int, list[int]] = field(default_factory=dict)
     evaluations: dict[int, pa.Table] = field(default_factory=dict)
 
-    @property
-    def checkpoints(self) -> FakeCheckpoints:
+    def checkpoints_of(self, node: str | None) -> FakeCheckpoints:
         return FakeCheckpoints(self.path, self.events)
 
-    def write_rollouts(self, step: int, batches: list[pa.RecordBatch]) -> None:
+    def flush_rollouts(self, steps: Iterable[int], *, node: str | None = None) -> None:
+        self.events.append(("flush rollouts", *steps))
+
+    def write_rollouts(self, step: int, batches: list[pa.RecordBatch], *, node: str | None = None) -> None:
         self.rollouts[step] = [batch.column("group_id")[0].as_py() for batch in batches]
         self.events.append(("rollouts", step))
 

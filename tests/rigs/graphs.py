@@ -59,6 +59,7 @@ def tiny_graph(
     max_tokens: int = 24,
     epochs: int | None = None,
     generator_knobs: dict[str, Any] | None = None,
+    model_knobs: dict[str, Any] | None = None,
     **trainer_knobs: Any,
 ) -> Graph:
     """The real operators around a tiny policy with random weights."""
@@ -66,7 +67,7 @@ def tiny_graph(
     from operators.credit import advantage
     from operators.losses import aipo
 
-    g, model = Graph("tiny"), Model(str(policy))
+    g, model = Graph("tiny"), Model(str(policy), **(model_knobs or {}))
     knobs: dict[str, Any] = {"group_size": 4, "max_tokens": max_tokens, "segment_tokens": 4, "slots": 32}
     generator = Generator(model, **(knobs | (generator_knobs or {})))
     knobs = {"prompts_per_step": prompts_per_step, "lr": 1e-2, "normalize": "rollouts"}

@@ -1,4 +1,4 @@
-"""A rank behind rank 0, as a process: python -m operators.engine.parallel.follower FD, started by `team`."""
+"""A rank behind rank 0, as a process: python -m operators.engine.parallel.follower FD, started by `launch`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ import torch
 from dataflow.node import Context
 from dataflow.ports import open_beside
 from operators.engine.parallel import group
-from operators.engine.parallel.channel import Channel
-from operators.engine.parallel.lockstep import follow, next_word
+from operators.engine.parallel.lockstep import follow
 from operators.engine.parallel.member import make_member
 from operators.engine.parallel.shards import plain_pieces
 from operators.engine.parallel.words import declaration_of
+from operators.ranks.channel import Channel
+from operators.ranks.exchange import last_words, next_word
 
 FIRST_S = 60.0
 """For words before the settings have come."""
@@ -39,8 +40,7 @@ def main(end: int) -> int:
         _serve(channel, folder, **{name: value for name, value in settings.items() if name != "folder"})
     except Exception as error:
         traceback.print_exc()
-        with contextlib.suppress(OSError):
-            channel.send({"kind": type(error).__name__, "failed": f"{type(error).__name__}: {error}"})
+        last_words(channel, error)
         return 1
     finally:
         channel.close()

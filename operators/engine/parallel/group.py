@@ -1,11 +1,7 @@
-"""The process group of one engine's ranks: gloo between processors, NCCL between GPUs, met through a private file."""
+"""What one engine's ranks exchange through their process group: slices of the weights, numbers to agree on."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,41 +10,17 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dataflow.errors import RunError
 from operators.engine.parallel.shards import AXES, Piece, Shard
+from operators.ranks import group
+from operators.ranks.group import leave
+
+__all__ = ["digests", "join", "least", "leave", "receive", "spread"]
 
 
 def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> DeviceMesh:
-    """Meet the other ranks in `folder` (mode 0700), on loopback only; every later exchange ends within `timeout_s`.
-
-    Raises:
-        RunError: this process is in a process group already.
-    """
-    if dist.is_initialized():
-        raise RunError(
-            f"rank {rank} of {size} cannot join: this process is already in a torch.distributed process group; found "
-            f"one of {dist.get_world_size()} ranks; run one tensor-parallel generator per process"
-        )
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for knob in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ[knob] = loopback
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(folder / "ranks"), size),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
+    """As `ranks.group.join`; the mesh of all ranks, as transformers expects it."""
+    group.join(folder, rank, size, device, timeout_s)
     return init_device_mesh(device.type, (1, 1, 1, size), mesh_dim_names=AXES)
-
-
-def leave() -> None:
-    """Leave the process group, whatever state it is in."""
-    with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def least(value: int) -> int:

@@ -9,15 +9,17 @@ from collections.abc import Iterator
 
 import torch
 
-from dataflow.node import Context, OpensWeights
+from dataflow.node import Context
+from dataflow.weight_ends import OpensWeights
 from operators.engine.build import Built
 from operators.engine.parallel import group
 from operators.engine.parallel.lockstep import Lockstep
 from operators.engine.parallel.member import make_member
 from operators.engine.parallel.shards import pieces_of
-from operators.engine.parallel.team import Team
 from operators.engine.parallel.words import plain_declaration
 from operators.generator import Generator
+from operators.ranks.processes import program
+from operators.ranks.team import Team
 
 START_S = 300.0
 """For a rank to start and read its weights."""
@@ -36,7 +38,9 @@ def make_parallel(
     """
     device = torch.device(context.device)
     opens = context.reader if isinstance(context.reader, OpensWeights) and context.reader.site else None
-    team = Team(declaration.name, size, start_s=start_s, timeout_s=timeout_s)
+    team = Team(
+        declaration.name, size, program("operators.engine.parallel.follower"), start_s=start_s, timeout_s=timeout_s
+    )
     try:
         for rank in range(1, size):
             team.answer(rank, "started")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from dataflow.errors import DeadlineError
-from dataflow.node import LeadingWeightsIn, OpensWeights
+from dataflow.weight_ends import LeadingWeightsIn, OpensWeights
 from operators.engine.parallel.shards import plain_pieces
 
 if TYPE_CHECKING:

@@ -7,28 +7,25 @@ checksum of rank 0's rows, so a rank that drew otherwise ends with an error befo
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dataflow.errors import DeadlineError, RunError, WorkerDied
-from dataflow.node import OpensWeights, WeightsBeside
+from dataflow.errors import RunError
+from dataflow.weight_ends import OpensWeights, WeightsBeside
 from operators.engine.parallel import group
-from operators.engine.parallel.channel import Channel
 from operators.engine.parallel.leader import Leader
 from operators.engine.parallel.member import Member, state_of
 from operators.engine.parallel.shards import Piece
-from operators.engine.parallel.team import BLAME_S, Team, timed_out
 from operators.engine.parallel.words import plain_start, start_of
 from operators.engine.results import Finished, Start
 from operators.engine.stops import StopStrings
-
-LOOK_S = 5.0
-"""A rank that waits for a word looks this often whether rank 0 still lives."""
+from operators.ranks.channel import Channel
+from operators.ranks.exchange import Exchange, named, next_word
+from operators.ranks.team import Team
 
 
 class Lockstep:
@@ -47,7 +44,8 @@ class Lockstep:
         self.shards = member.shards
         """Rank 0's, by name."""
         self._team, self._others = team, others
-        self._broken = ""
+        exchange = Exchange(team)
+        self._tell, self._together, self._answers = exchange.tell, exchange.together, exchange.answers
         self._leader: Leader | None = None
 
     @functools.cached_property
@@ -93,9 +91,7 @@ class Lockstep:
         """Have all others enter a version that rank 0 is inside of; the ranks that cannot: then none stays in it."""
         with self._together(f"entering version {version}"):
             self._tell(do="enter", segment=segment, version=version, layout=layout)
-            others = range(1, self._team.size)
-            answers = [self._team.answer(rank, "entry", self.timeout_s) for rank in others]
-            outside = [rank for rank, entered in zip(others, answers, strict=True) if not entered]
+            outside = [rank for rank, entered in enumerate(self._answers("entry"), start=1) if not entered]
             if outside:
                 self._tell(do="leave")
             return outside
@@ -110,34 +106,13 @@ class Lockstep:
         """Checksums of the parameters that each rank holds, rank by rank, by name."""
         with self._together("comparing weights"):
             self._tell(do="digests")
-            answers = [self._team.answer(rank, "digests") for rank in range(1, self._team.size)]
-            return [group.digests(self.shards), *answers]
+            return [group.digests(self.shards), *self._answers("digests")]
 
     def close(self) -> None:
         """Give up all rows and end the other ranks; may be called again."""
         self._engine.close()
         self._team.close()
         group.leave()
-
-    def _tell(self, **word: Any) -> None:
-        if self._broken:
-            raise RunError(f"the ranks of this engine are not in step any more: {self._broken}; build it again")
-        self._team.tell(word)
-
-    @contextlib.contextmanager
-    def _together(self, doing: str) -> Iterator[None]:
-        """An error that another rank may have caused, as one that names it; the ranks end with it."""
-        try:
-            yield
-        except Exception as error:
-            if self._broken:
-                raise
-            cause = self._team.blame(error, doing)
-            self._broken = str(cause)
-            self._team.close()
-            if cause is error:
-                raise
-            raise cause from error
 
 
 def follow(member: Member, channel: Channel, rank: int, start_s: float, beside: WeightsBeside | None = None) -> None:
@@ -191,34 +166,5 @@ def follow(member: Member, channel: Channel, rank: int, start_s: float, beside: 
         word = next_word(channel, rank, parent, start_s)
         if word["do"] == "close":
             return
-        with _named(channel, rank, parent, f"{word['do']} {engine.steps + 1}"):
+        with named(channel, rank, parent, f"{word['do']} {engine.steps + 1}"):
             obey(word)
-
-
-def next_word(channel: Channel, rank: int, parent: int, wait_s: float) -> dict[str, Any]:
-    """What rank 0 says next; `wait_s` bounds a word that has begun. Raises WorkerDied when rank 0 has ended."""
-    while not channel.readable(LOOK_S):
-        if os.getppid() != parent:
-            raise WorkerDied(f"rank {rank} waited for a word of rank 0 (pid {parent}), which has ended; see its log")
-    try:
-        return channel.receive(wait_s)
-    except EOFError:
-        raise WorkerDied(
-            f"rank {rank} waited for a word of rank 0 (pid {parent}), which ended without saying so; see its log"
-        ) from None
-
-
-@contextlib.contextmanager
-def _named(channel: Channel, rank: int, parent: int, doing: str) -> Iterator[None]:
-    """An exchange that broke, as an error that says who waited for whom."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, RunError):
-            raise
-        waited = f"rank {rank} waited for the other ranks in {doing}"
-        if timed_out(error):
-            raise DeadlineError(f"{waited}, and one was silent ({error}); see rank 0's log (pid {parent})") from error
-        if channel.readable(BLAME_S):
-            raise WorkerDied(f"{waited}, and rank 0 (pid {parent}) or another ended ({error}); see its log") from error
-        raise

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from dataflow.node import Context
+from operators.adapters_merged import load_merged
 from operators.engine.build import Built, make_engine
 from operators.engine.decode import Engine
 from operators.engine.kv_cache import default_budget
 from operators.engine.parallel import group
 from operators.engine.parallel.shards import Shard, check_divides, distribute
 from operators.generator import Generator
-from operators.models import load_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,7 +54,7 @@ def make_member(
     if device.type == "cpu":
         torch.set_num_threads(context.threads)
     with loading:
-        model = load_model(declaration.model).requires_grad_(False)
+        model, _ = load_merged(declaration.model)
         check_divides(model, size, declaration.model.name)
         shards = distribute(model, mesh, device)
     budget = declaration.cache_bytes

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from dataflow.model import Model
-from operators.engine.parallel.channel import Channel
 from operators.engine.parallel.words import declaration_of, plain_declaration, plain_start, start_of
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
 from operators.generator import Generator
+from operators.ranks.channel import Channel
 
 
 @pytest.fixture

@@ -19,10 +19,11 @@ from slices_rig import Opens, Shapes, publish, values, writer
 from dataflow import Graph, Model
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.host import Settings
-from dataflow.node import Context, OpensWeights
+from dataflow.node import Context
 from dataflow.plan import Devices, plan
 from dataflow.ports import Ports
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.weight_ends import OpensWeights
 from operators.engine.parallel.launch import make_parallel
 from operators.engine.results import Start
 from operators.engine.runtime import GeneratorRuntime

@@ -2,17 +2,15 @@
 
 The worker that the plan starts is rank 0, and it starts the others itself. They have no edges, no ledger and no
 heartbeat of their own, so the scheduler need not know them: to it a replica is one worker, which fails when one of its
-ranks does. They are processes of their own rather than forks, because a forked process cannot use CUDA again.
+ranks does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -20,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
-from operators.engine.parallel.channel import Channel
+from operators.ranks.channel import Channel
+from operators.ranks.processes import Process, Start
 
 BLAME_S = 3.0
 """For the cause of a broken exchange to show: an exit status, or a rank's last words."""
@@ -28,7 +27,6 @@ HURT = (WorkerDied.__name__, DeadlineError.__name__)
 """What a rank says of itself when another one broke the exchange."""
 END_S = 5.0
 """For the other ranks to end before they are killed."""
-_ROOT = Path(__file__).resolve().parents[3]
 
 
 def timed_out(error: Exception) -> bool:
@@ -38,7 +36,7 @@ def timed_out(error: Exception) -> bool:
 
 
 class Team:
-    """The other ranks of one engine, seen from rank 0.
+    """The other ranks of one worker, seen from rank 0.
 
     consumes: their answers, their last words, their exit statuses
     produces: words to them
@@ -46,15 +44,18 @@ class Team:
     unblocked by: the answer, or the rank's end
     """
 
-    def __init__(self, node: str, size: int, *, start_s: float, timeout_s: float) -> None:
-        """Start ranks 1 to size - 1 of the generator `node`; they wait for their first word."""
+    def __init__(self, node: str, size: int, start: Start, *, start_s: float, timeout_s: float) -> None:
+        """Start ranks 1 to size - 1 of `node`; they wait for their first word."""
         self.node, self.size, self.timeout_s = node, size, timeout_s
         self.folder = Path(tempfile.mkdtemp(prefix="dataflow-ranks-"))
         self._start_s = start_s
         self._channels: dict[int, Channel] = {}
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, Process] = {}
         for rank in range(1, size):
-            self._start(rank)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs:
+                self._processes[rank] = start(theirs, rank)
+            self._channels[rank] = Channel(ours, timeout_s)
 
     def tell(self, word: Mapping[str, Any], rank: int | None = None) -> None:
         """Say a word to one rank, or to all. Raises OSError when one does not take it."""
@@ -78,6 +79,10 @@ class Team:
         if name not in word:
             raise self._died(rank, word.get("failed", f"it said {sorted(word)}"), f"its {name}")
         return word[name]
+
+    def fallen(self) -> bool:
+        """Whether some rank has ended."""
+        return any(process.poll() is not None for process in self._processes.values())
 
     def blame(self, error: Exception, doing: str) -> Exception:
         """The cause of an error in an exchange: a rank that failed or ended, else one that was silent, or the error."""
@@ -120,16 +125,6 @@ class Team:
             process.wait()
         self._channels, self._processes = {}, {}
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _start(self, rank: int) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", ""))))
-        with theirs:
-            self._processes[rank] = subprocess.Popen(
-                [sys.executable, "-P", "-m", "operators.engine.parallel.follower", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": path},
-            )  # fmt: skip
-        self._channels[rank] = Channel(ours, self.timeout_s)
 
     def _last_words(self, rank: int) -> tuple[str, str]:
         """What a rank that has ended, or is about to, said of it: the error's type and text; empty where nothing."""

@@ -1,0 +1,33 @@
+"""The runtime of a filter: scores groups with True or False, and writes its name where it was False."""
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow.node import Context
+from dataflow.records import DROP_REASON
+from dataflow.scoring.runtime import Scoring, caller_of
+
+if TYPE_CHECKING:
+    from dataflow.keep import Keep
+
+
+def build(keep: "Keep[...]", context: Context) -> "Keeping":
+    """The runtime of a filter; forks its pool's server where it is isolated."""
+    return Keeping(keep, context, caller_of(keep))
+
+
+class Keeping(Scoring):
+    """Passes every group on, with `drop_reason` set on those that its function dropped.
+
+    consumes, produces, waits for, unblocked by: as Scoring. Rows are not made smaller: a dropped group's next stop is
+    the trainer, and it must fit the same schema there.
+    """
+
+    def _written(self, records: pa.RecordBatch, values: list[Any]) -> pa.RecordBatch:
+        reasons = pa.array([self._scorer.name if value is False else None for value in values], pa.string())
+        at = records.schema.get_field_index(DROP_REASON)
+        if at < 0:
+            return records.append_column(DROP_REASON, reasons)
+        return records.set_column(at, DROP_REASON, pc.coalesce(records.column(at), reasons))

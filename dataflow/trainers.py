@@ -1,0 +1,45 @@
+"""Which trainers a graph has, which of them feeds the generator of a lane, and which lines of metrics are whose."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dataflow.check import lanes_of
+from dataflow.graph import Feedback, Graph
+from dataflow.node import Generate, Learn
+
+
+def trainers(graph: Graph) -> list[str]:
+    """All of them, in the graph's order."""
+    return [name for name, operator in graph.operators.items() if operator.trains]
+
+
+def feeding(graph: Graph) -> dict[str, Feedback]:
+    """By lane, the feedback from a trainer of its rows to the generator of its rows.
+
+    There is one at most, as a model has one trainer. A critic, whose weights go to another operator, feeds none.
+    """
+    found: dict[str, Feedback] = {}
+    for feedback in graph.feedbacks:
+        if isinstance(feedback.weights.trainer, Learn) and isinstance(feedback.reader, Generate):
+            generated = set(lanes_of(graph, feedback.reader.name))
+            found |= {lane: feedback for lane in lanes_of(graph, feedback.weights.trainer.name) if lane in generated}
+    return found
+
+
+def leading(graph: Graph) -> list[str]:
+    """The trainers whose steps are the run's: those that feed a generator; all of them where none does."""
+    feeders = {feedback.weights.trainer.name for feedback in feeding(graph).values()}
+    return [name for name in trainers(graph) if name in feeders or not feeders]
+
+
+def own_folder(graph: Graph, node: str) -> str | None:
+    """Where in rollouts/ and checkpoints/ a trainer keeps its own; None for the only trainer of a graph."""
+    return node if len(trainers(graph)) > 1 and graph.operators[node].trains else None
+
+
+def lines_of(lines: Iterable[Mapping[str, Any]], trainer: str | None) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without the steps of other trainers than this one; all of them for None."""
+    return [
+        dict(line) for line in lines
+        if trainer is None or "eval_accuracy" in line or line.get("node", trainer) == trainer
+    ]  # fmt: skip

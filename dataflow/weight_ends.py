@@ -1,0 +1,105 @@
+"""The ends of the weight plane as operators see them: a trainer's, a reader's, and those of further ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+
+class WeightsOut(Protocol):
+    """The trainer's end of the weight plane (transport/weights)."""
+
+    def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
+        """Offer a version; False when it goes out later (by `poll`), because readers still hold both buffers."""
+
+    def tell(self, note: dict[str, int | float | str]) -> None:
+        """A small note that every reader gets; the newest wins."""
+
+    def poll(self) -> None:
+        """Answer the readers; never waits."""
+
+
+@runtime_checkable
+class OpensWriter(Protocol):
+    """Opens a trainer's end of the weight plane for these tensors."""
+
+    @property
+    def sites(self) -> Sequence[Mapping[str, str]]:
+        """In plain values, where the trainer's other ranks offer their shards (`ports.offer_beside`).
+
+        Where there are any, tensors are DTensors; where there are none, one rank offers whole tensors."""
+
+    def __call__(self, tensors: Mapping[str, Any]) -> WeightsOut:
+        """The end of the trainer's first rank."""
+
+
+class WeightsIn(Protocol):
+    """A reader's end of the weight plane (transport/weights)."""
+
+    @property
+    def version(self) -> int:
+        """The version in use."""
+
+    @property
+    def note(self) -> Mapping[str, int | float | str]:
+        """The trainer's last note."""
+
+    def poll(self) -> object | None:
+        """An offer that could be adopted now, or None; never waits."""
+
+    def adopt(self) -> int:
+        """Take the newest offered version into the attached tensors; its number."""
+
+
+class Offered(Protocol):
+    """A version that may be adopted."""
+
+    @property
+    def version(self) -> int:
+        """Its number."""
+
+    @property
+    def segment(self) -> str:
+        """Where it lies."""
+
+
+class LeadingWeightsIn(WeightsIn, Protocol):
+    """The end of the first of several ranks, each of which takes its own part of a version."""
+
+    @property
+    def layout(self) -> Any:
+        """The trainer's layout; `to_plain` gives it in plain values."""
+
+    def prove(self) -> Offered | None:
+        """Hold the offered version still, proved, until `adopt` or `decline`; None when it was withdrawn."""
+
+    def decline(self) -> None:
+        """Let go of it: some rank cannot take it."""
+
+
+class WeightsBeside(Protocol):
+    """The end of one of the other ranks."""
+
+    def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None = None) -> bool:
+        """Hold the version that the first rank has proved; False when it cannot. `layout` where it is a new one."""
+
+    def leave(self) -> None:
+        """Let go of it."""
+
+    def take(self) -> int:
+        """Its part of the version into the attached tensors; its number."""
+
+    def close(self) -> None:
+        """Leave the weight plane."""
+
+
+@runtime_checkable
+class OpensWeights(Protocol):
+    """Opens a reader's end of the weight plane for these tensors."""
+
+    @property
+    def site(self) -> Mapping[str, str] | None:
+        """In plain values, where other ranks of this machine find the same versions (`ports.open_beside`), if they can.
+
+        Where it is given, the end is a LeadingWeightsIn and may hold pieces of the full tensors."""
+
+    def __call__(self, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None = None) -> WeightsIn:
+        """`pieces`: (full shape, dimension, ranges along it) by name, of tensors that are parts of full ones."""

@@ -1,0 +1,52 @@
+"""DAPO: GRPO that asks for other groups where all answers are equally good, clips higher, and punishes long answers.
+
+python -m graphs.dapo --policy FOLDER_OR_ID --prompts FILE --reward exact|number|my_rewards.py:function
+"""
+
+from functools import partial
+
+from dataflow import Array, Graph, keep, main
+from graphs.tasks.text import TextTask
+from operators import Trainer
+from operators.credit import normalized_advantage
+from operators.losses import dapo
+from operators.rewards import combine, overlong
+
+
+@keep(isolate=False)
+def undecided(accuracy: Array) -> bool:
+    """Some answers are better than others: the length alone makes no signal (dynamic sampling, equation 11)."""
+    return bool(accuracy.max() > accuracy.min())
+
+
+def build(
+    *, task: TextTask, max_staleness: int = 0, clip_low: float = 0.2, clip_high: float = 0.28,
+    overlong_share: float = 0.2,
+) -> Graph:  # fmt: skip
+    """Train a policy on groups that have a signal (DAPO, arXiv 2503.14476).
+
+    Args:
+        task: what is trained on what.
+        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
+        clip_low: how far below 1 the ratio may fall before its gradient ends.
+        clip_high: how far above 1 it may rise.
+        overlong_share: the last part of max_tokens, in which the reward falls by up to 1.
+    """
+    g = Graph("dapo")
+    generator, accuracy = task.generator(), task.scorer().renamed("accuracy")
+    punished = overlong(task.max_tokens, max(1, int(task.max_tokens * overlong_share)))
+    reward = combine({"accuracy": 1.0, "overlong": 1.0})
+    trainer = Trainer(
+        task.model, loss=partial(dapo, clip_low=clip_low, clip_high=clip_high), lr=task.lr,
+        prompts_per_step=task.prompts_per_step,
+    )  # fmt: skip
+
+    judged = undecided(accuracy(generator(g.source(task.train))))
+    trainer(normalized_advantage(reward(punished(judged))))
+    task.evaluate(g, generator, accuracy)
+    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return g
+
+
+if __name__ == "__main__":
+    main(build)

@@ -1,0 +1,61 @@
+"""`Demonstrations`: turns prompts with reference answers into rollouts of these answers, for supervised training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+from dataflow.model import Model
+from dataflow.node import Context, Generate, Runtime
+from dataflow.records import PROMPT
+
+
+@dataclass(frozen=True, eq=False)
+class Demonstrations(Generate):
+    """One rollout of every prompt: its tokens, those of the reference answer, and the end token.
+
+    Prompts are laid out as a Generator lays them out, so that what is learned is what it will be asked for. The mask is
+    true on the answer and the end token. No policy drew these tokens: their logprobs are 0 and their versions -1, so a
+    loss must not weigh them by ratios (`operators.losses.sft` does not), and nothing is ever too stale. No weights are
+    needed, so no feedback edge is.
+    """
+
+    light: ClassVar[bool] = True
+
+    model: Model
+    """Whose tokenizer and chat template are used."""
+    _: KW_ONLY
+    answer: str = "answer"
+    """Column that holds the reference answer, a text."""
+    chat: bool = False
+    """Prompts are chat messages as JSON, laid out by the tokenizer's chat template."""
+    context_tokens: int | None = None
+    """Most tokens of a rollout; None: the model's own limit. Longer ones are recorded as failed."""
+
+    @property
+    def uses(self) -> Model | None:
+        """None: it reads no weights."""
+        return None
+
+    def reads(self) -> Mapping[str, Any]:
+        """The prompt and the answer."""
+        return {PROMPT: str, self.answer: str}
+
+    def faults(self) -> list[str]:
+        """Knobs that cannot be right."""
+        found = []
+        if not isinstance(self.model, Model):
+            found.append(f"'{self.name}' has {self.model!r} as its model; give Model('path/to/folder')")
+        if not isinstance(self.answer, str) or not self.answer:
+            found.append(f"'{self.name}' has answer={self.answer!r}, which names no column; give one, as 'answer'")
+        most = self.context_tokens
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 2):
+            found.append(f"'{self.name}' has context_tokens={most!r}; give a whole number of 2 or more, or None")
+        return found
+
+    def build(self, context: Context) -> Runtime:
+        """Load the tokenizer. Raises ModelError when it cannot be, or when it names no end token."""
+        from operators.demonstrating import Demonstrating
+
+        return Demonstrating(self)

@@ -1,0 +1,15 @@
+"""Filters: which groups are worth training."""
+
+from dataflow.keep import keep
+from dataflow.records import Array
+
+
+@keep(isolate=False)
+def has_signal(reward: Array) -> bool:
+    """Whether the rewards of a group differ: dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
+
+    Groups that all solve, or that none does, have advantage 0 throughout; others are made in their place, so that each
+    step has as many groups with a gradient. Not for rules of credit that compare groups with each other, such as
+    `Trainer(whiten=True)`, which such groups teach something too. reward: [rollouts of a group without error].
+    """
+    return bool(reward.max() > reward.min())

@@ -1,0 +1,100 @@
+"""What ranks do together: rank 0 says what comes, all take part, and an exchange that breaks names who broke it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dataflow.errors import DeadlineError, RunError, WorkerDied
+from operators.ranks.channel import Channel
+from operators.ranks.team import BLAME_S, Team, timed_out
+
+LOOK_S = 5.0
+"""A rank that waits for a word looks this often whether rank 0 still lives."""
+
+
+class Exchange:
+    """Rank 0's side.
+
+    consumes: what rank 0 wants done
+    produces: words to the other ranks
+    waits for: the other ranks, in each exchange, up to the group's time-out
+    unblocked by: their part of it, their end, or the time-out; after an error every word raises
+    """
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self._broken = ""
+
+    def tell(self, **word: Any) -> None:
+        """Say what comes. Raises RunError when the ranks are not in step any more."""
+        self.check()
+        self.team.tell(word)
+
+    def check(self) -> None:
+        """Raise RunError when the ranks are not in step any more."""
+        if self._broken:
+            raise RunError(f"the ranks of '{self.team.node}' are not in step any more: {self._broken}; build it again")
+
+    def answers(self, name: str, wait_s: float | None = None) -> list[Any]:
+        """What each of the other ranks answers under `name`, in their order."""
+        wait_s = self.team.timeout_s if wait_s is None else wait_s
+        return [self.team.answer(rank, name, wait_s) for rank in range(1, self.team.size)]
+
+    @contextlib.contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """An error that another rank may have caused, as one that names it; the ranks end with it."""
+        try:
+            yield
+        except Exception as error:
+            if self._broken:
+                raise
+            cause = self.team.blame(error, doing)
+            self._broken = str(cause)
+            self.team.close()
+            if cause is error:
+                raise
+            raise cause from error
+
+
+def next_word(
+    channel: Channel, rank: int, parent: int, wait_s: float, *, look_s: float = LOOK_S,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:  # fmt: skip
+    """What rank 0 says next; `wait_s` bounds a word that has begun; `meanwhile` is called every `look_s` seconds.
+
+    Raises WorkerDied when rank 0 has ended."""
+    while not channel.readable(look_s):
+        meanwhile()
+        if os.getppid() != parent:
+            raise WorkerDied(f"rank {rank} waited for a word of rank 0 (pid {parent}), which has ended; see its log")
+    try:
+        return channel.receive(wait_s)
+    except EOFError:
+        raise WorkerDied(
+            f"rank {rank} waited for a word of rank 0 (pid {parent}), which ended without saying so; see its log"
+        ) from None
+
+
+@contextlib.contextmanager
+def named(channel: Channel, rank: int, parent: int, doing: str) -> Iterator[None]:
+    """In another rank: an exchange that broke, as an error that says who waited for whom."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RunError):
+            raise
+        waited = f"rank {rank} waited for the other ranks in {doing}"
+        if timed_out(error):
+            raise DeadlineError(f"{waited}, and one was silent ({error}); see rank 0's log (pid {parent})") from error
+        if channel.readable(BLAME_S):
+            raise WorkerDied(f"{waited}, and rank 0 (pid {parent}) or another ended ({error}); see its log") from error
+        raise
+
+
+def last_words(channel: Channel, error: Exception) -> None:
+    """In another rank: tell rank 0 of the error that ends it."""
+    with contextlib.suppress(OSError):
+        channel.send({"kind": type(error).__name__, "failed": f"{type(error).__name__}: {error}"})

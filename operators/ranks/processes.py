@@ -1,0 +1,148 @@
+"""How rank 0 starts another rank: as a program of its own, or as a fork that inherits what cannot be sent."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from dataflow.errors import RunError
+from dataflow.nursery import die_with_parent
+
+_ROOT = Path(__file__).resolve().parents[2]
+_LOOK_S = 0.005
+
+
+class Process(Protocol):
+    """A rank's process, as subprocess.Popen shows it."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status; minus a signal's number; None while `wait` and `poll` have not seen its end."""
+
+    def poll(self) -> int | None:
+        """The exit status, if it has ended."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+
+    def kill(self) -> None:
+        """SIGKILL, unless its end has been seen."""
+
+
+Start = Callable[[socket.socket, int], Process]
+"""Starts a rank of this number that talks over this end of a socket pair."""
+
+
+def program(module: str) -> Start:
+    """python -m MODULE FD: a fresh process, which may use CUDA whatever this one has done."""
+
+    def start(end: socket.socket, rank: int) -> Process:
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", ""))))
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(end.fileno())],
+            stdin=subprocess.DEVNULL, pass_fds=(end.fileno(),), env=os.environ | {"PYTHONPATH": path},
+        )  # fmt: skip
+
+    return start
+
+
+def fork(main: Callable[[int, int], int]) -> Start:
+    """A fork that runs main(FD, rank): the user's functions reach it by inheritance, as they reach the workers.
+
+    To be started before this process has used a GPU or more than one thread of torch. It ends with its parent.
+    """
+
+    def start(end: socket.socket, rank: int) -> Process:
+        _refuse_used_cuda()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which a fork does not have
+            pid = os.fork()
+        if pid == 0:
+            _become(main, end.fileno(), rank, parent)
+        return Forked(pid)
+
+    return start
+
+
+class Forked:
+    """A child of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status, if it has ended."""
+        if self.returncode is None:
+            try:
+                found, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else has taken it
+                found, status = self.pid, 0
+            if found:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (status := self.poll()) is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+            time.sleep(_LOOK_S)
+        return status
+
+    def kill(self) -> None:
+        """SIGKILL, unless its end has been seen."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def _become(main: Callable[[int, int], int], end: int, rank: int, parent: int) -> NoReturn:
+    """Be that rank, in a forked child, and never return into the parent's code; its open files stay the parent's."""
+    status = 1
+    try:
+        die_with_parent()
+        if os.getppid() == parent:
+            last = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            os.closerange(3, end)
+            os.closerange(end + 1, last)
+            gc.freeze()  # what the parent has dropped may own threads, which a fork does not have: leave it alone
+            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+            faulthandler.enable()
+            status = main(end, rank)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _refuse_used_cuda() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RunError(
+            "a rank cannot be forked from a process that has used CUDA; found it initialised; run the graph in "
+            "processes, or make the ranks before anything touches the GPU"
+        )

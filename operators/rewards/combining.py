@@ -1,0 +1,50 @@
+"""`combine`: several columns of rewards and penalties into one, by weights."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from dataflow.errors import GraphError
+from dataflow.scorer import Scorer, scorer
+
+
+def combine(weights: Mapping[str, float], name: str = "reward") -> Scorer[..., float]:
+    """A scorer that reads these columns and writes their weighted sum as column `name`.
+
+        reward = combine({"accuracy": 1.0, "format": 0.2, "overlong": 1.0})
+
+    As DeepSeek-R1 adds a format reward to that of accuracy (arXiv 2501.12948, section 2.2.2). A column that the rows do
+    not have, or that holds no numbers, is refused when the graph is built; a row that lacks one of them has an error.
+    Raises GraphError for no columns, a weight that is no finite number, and a name that no parameter could have.
+    """
+    head = f"combine(name={name!r})"
+    if not isinstance(weights, Mapping) or not weights:
+        raise GraphError(f'{head} needs weights by column, but got {weights!r}; give it {{"accuracy": 1.0, ...}}')
+    for column, weight in weights.items():
+        if not isinstance(column, str) or not column.isidentifier():
+            raise GraphError(f"{head} got {column!r} as a column, which is no name; give the name of a column")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise GraphError(f"{head} got the weight {weight!r} for '{column}', which is no finite number; give one")
+    made: Scorer[..., float] = scorer(name=name, isolate=False)(_weighted_sum(tuple(weights)))
+    return made.configured(weights=dict(weights))
+
+
+@functools.cache
+def _weighted_sum(columns: tuple[str, ...]) -> Callable[..., float]:
+    """A function whose parameters are these columns and the knob `weights`; the same for the same columns."""
+
+    def weighted_sum(weights: Mapping[str, float], **values: float) -> float:
+        """The sum of the columns, each times its weight."""
+        return math.fsum(weights[column] * values[column] for column in columns)
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(column, kind, annotation=float) for column in columns]
+    none: Mapping[str, float] = MappingProxyType({})
+    parameters.append(inspect.Parameter("weights", kind, default=none, annotation=Mapping[str, float]))
+    known: Any = weighted_sum
+    known.__signature__ = inspect.Signature(parameters, return_annotation=float)
+    known.__annotations__ = dict.fromkeys(columns, float) | {"return": float}
+    return weighted_sum

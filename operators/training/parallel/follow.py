@@ -1,0 +1,121 @@
+"""A trainer's rank behind rank 0, in a process that rank 0 forked: it does what it is told, in step with the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import RunError
+from dataflow.weight_ends import WeightsOut
+from operators.packing import Array
+from operators.ranks import group
+from operators.ranks.channel import Channel
+from operators.ranks.exchange import last_words, named, next_word
+from operators.training.learner import Learner
+from operators.training.parallel.lead import in_order
+from operators.training.parallel.words import arguments_of, array_of, function_of, rows_of
+
+FIRST_S = 60.0
+"""For the first word."""
+POLL_S = 0.02
+"""How often a rank that waits for a word looks after its end of the weight plane."""
+
+
+@dataclass(frozen=True)
+class Duties:
+    """What a rank does of its own; a fork inherits it."""
+
+    ranks: int
+    build: Callable[[Channel, Path], Learner]
+    """Makes its learner, in step with the other ranks, given the folder that they meet in."""
+    opens: Callable[[list[Mapping[str, str]], Learner], WeightsOut]
+    """Opens its end of the weight plane at these sites."""
+
+
+def run_rank(end: int, rank: int, duties: Duties) -> int:
+    """Run a rank over the socket of this number; the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=end), FIRST_S)
+    parent = os.getppid()
+    try:
+        folder = Path(next_word(channel, rank, parent, FIRST_S)["folder"])
+        Follower(duties.build(channel, folder), channel, rank, duties).run()
+    except Exception as error:
+        traceback.print_exc()
+        last_words(channel, error)
+        return 1
+    finally:
+        channel.close()
+    group.leave()
+    return 0
+
+
+class Follower:
+    """The loop of one rank.
+
+    consumes: words of rank 0
+    produces: this rank's part of each exchange, and of each version on the weight plane
+    waits for: the next word, as long as rank 0 lives; in an exchange, the group's time-out
+    unblocked by: a word; the end of rank 0, which closes the channel
+    """
+
+    def __init__(self, learner: Learner, channel: Channel, rank: int, duties: Duties) -> None:
+        self._learner, self._channel, self._rank, self._duties = learner, channel, rank, duties
+        self._parts: list[Array] = []
+        self._writer: WeightsOut | None = None
+
+    def run(self) -> None:
+        """Do what rank 0 says until it says that all is over.
+
+        Raises:
+            WorkerDied: rank 0 ended without saying so.
+            DeadlineError: an exchange was not over in time.
+        """
+        parent = os.getppid()
+        while True:
+            word = next_word(self._channel, self._rank, parent, FIRST_S, look_s=POLL_S, meanwhile=self._poll)
+            if word["do"] == "close":
+                self._close()
+                return
+            with named(self._channel, self._rank, parent, f"{word['do']}"):
+                self._obey(word)
+            self._poll()
+
+    def _obey(self, word: Mapping[str, Any]) -> None:
+        learner = self._learner
+        match word["do"]:
+            case "begin":
+                learner.open(rows_of(word["rows"]), array_of(word["scale"]), word["version"])
+                self._parts = in_order(word["counts"])
+            case "micro":
+                learner.micro(self._parts.pop(0))
+            case "end":
+                if learner.end(word["learning_rate"]).culprit is not None:
+                    self._channel.send({"findings": dataclasses.asdict(learner.findings())})
+            case "open":
+                self._writer = self._duties.opens(word["sites"], learner)
+            case "publish":
+                assert self._writer is not None, "opened before"
+                self._writer.publish(word["version"], learner.parameters)
+            case "call":
+                call, arguments = function_of(word["function"]), arguments_of(word)
+                result = call(learner=learner, rank=self._rank, ranks=self._duties.ranks, **arguments)
+                self._channel.send({"result": result})
+            case other:
+                raise RunError(f"rank {self._rank} was told to do {other!r}, which it does not know")
+
+    def _poll(self) -> None:
+        if self._writer is not None:
+            self._writer.poll()
+
+    def _close(self) -> None:
+        close = getattr(self._writer, "close", None)
+        if close is not None:
+            close()

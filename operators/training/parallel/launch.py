@@ -1,0 +1,116 @@
+"""Makes the learner of a trainer that runs on several ranks, from the side of rank 0, which starts the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dataflow.model import Model
+from dataflow.node import Context
+from dataflow.ports import offer_beside
+from dataflow.weight_ends import WeightsOut
+from operators.ranks import group
+from operators.ranks.channel import Channel
+from operators.ranks.exchange import Exchange, next_word
+from operators.ranks.processes import fork
+from operators.ranks.team import Team
+from operators.training.build import make_learner
+from operators.training.learner import Learner
+from operators.training.parallel.follow import Duties, run_rank
+from operators.training.parallel.lead import LedLearner
+from operators.training.parallel.mesh import MeshTogether, make_mesh, placed
+from operators.training.parallel.shard import shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from operators.trainer import Trainer
+
+START_S = 600.0
+"""For a rank to read the model, which the ranks do one after the other."""
+TIMEOUT_S = 120.0
+"""For one exchange between ranks: most of it waits for the slowest rank's layer."""
+
+
+def led(trainer: Trainer, model: Model, context: Context) -> tuple[LedLearner, Context]:
+    """The learner of several ranks that load `model`, and the context with a weight plane that all of them feed."""
+    learner = lead(trainer, context, lambda: make_learner(trainer, model, node=context.node, device="cpu"))
+    if context.writer is None:
+        return learner, context
+    return learner, dataclasses.replace(context, writer=learner.opener(context.writer))
+
+
+def lead(
+    trainer: Trainer,
+    context: Context,
+    make: Callable[[], Learner],
+    *,
+    start_s: float = START_S,
+    timeout_s: float = TIMEOUT_S,
+) -> LedLearner:
+    """The learner of `context.ranks` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
+
+    make: the learner of the whole model, in main memory. The other ranks are forks of this process, as it is now: call
+    this before it has used a GPU. One rank at a time holds the whole model, until it has kept its own slices of it.
+
+    Raises:
+        ModelError: the model cannot be loaded or shared out.
+        WorkerDied, DeadlineError: a rank did not start.
+    """
+    ranks = context.ranks
+
+    def joined(rank: int, folder: Path) -> DeviceMesh:
+        device = device_of(context.device, rank)
+        torch.set_num_threads(context.threads)
+        group.join(folder, rank, ranks, device, timeout_s)
+        return make_mesh(device, ranks, trainer.tensor_parallel)
+
+    def loaded(rank: int, mesh: DeviceMesh) -> Learner:
+        learner = make()
+        compute = None if trainer.model.dtype == "float32" else getattr(torch, trainer.model.dtype)
+        shard(learner, mesh, compute, device_of(context.device, rank), trainer.model.name)
+        return learner
+
+    def follow(end: int, rank: int) -> int:
+        def built(channel: Channel, folder: Path) -> Learner:
+            mesh = joined(rank, folder)
+            next_word(channel, rank, os.getppid(), start_s)
+            learner = loaded(rank, mesh)
+            channel.send({"loaded": rank})
+            return learner
+
+        def opened(sites: Sequence[Mapping[str, str]], learner: Learner) -> WeightsOut:
+            assert isinstance(learner.together, MeshTogether), "its model is shared out"
+            tensors = placed(learner.parameters, learner.together.mesh)
+            return offer_beside(sites, rank, ranks, str(device_of(context.device, rank)), tensors)
+
+        return run_rank(end, rank, Duties(ranks, built, opened))
+
+    team = Team(context.node, ranks, fork(follow), start_s=start_s, timeout_s=timeout_s)
+    try:
+        team.tell({"folder": str(team.folder)})
+        mesh = joined(0, team.folder)
+        own = loaded(0, mesh)
+        for rank in range(1, ranks):
+            team.tell({"do": "load"}, rank)
+            team.answer(rank, "loaded")
+    except BaseException as error:
+        cause = team.blame(error, "starting") if isinstance(error, Exception) else error
+        team.close()
+        group.leave()
+        if cause is error:
+            raise
+        raise cause from error
+    own.together = MeshTogether(mesh, team.fallen, timeout_s)
+    return LedLearner(own, Exchange(team), mesh)
+
+
+def device_of(first: str, rank: int) -> torch.device:
+    """The device of a rank, where rank 0 has this one."""
+    device = torch.device(first)
+    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device

@@ -1,0 +1,168 @@
+"""Rank 0's learner: it deals out each step, and the learners of the other ranks do with it what it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dataflow.errors import RunError
+from dataflow.weight_ends import OpensWriter, WeightsOut
+from operators.packing import Array
+from operators.ranks import group
+from operators.ranks.exchange import Exchange
+from operators.training.findings import Findings
+from operators.training.learner import Learner, Outcome, Prepared
+from operators.training.parallel.dealing import deal
+from operators.training.parallel.mesh import data_rank, placed
+from operators.training.parallel.words import chosen, name_of, plain_arguments, plain_array, plain_rows
+from operators.training.rows import StepRows
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+CALL_S = 1800.0
+"""For a rank to do what `everywhere` asks for, such as to write its part of a checkpoint."""
+
+
+class LedLearner(Learner):
+    """A `Learner` of several ranks, for the trainer's runtime on rank 0.
+
+    consumes: the calls of the runtime
+    produces: words to the other ranks; what rank 0's learner returns, of all ranks together
+    waits for: the other ranks, in each exchange, up to the group's time-out
+    unblocked by: their part of the exchange, their end, or the time-out; after an error every call raises
+    """
+
+    def __init__(self, own: Learner, exchange: Exchange, mesh: DeviceMesh) -> None:
+        """own: rank 0's, its model shared out over `mesh`; it is not used apart from this one any more."""
+        vars(self).update(vars(own))
+        self.ranks = int(mesh.size())
+        self._exchange, self._mesh = exchange, mesh
+        self._tensor_parallel = mesh["tp"].size()
+        self._steps = 0
+        self._micros = 0
+
+    def begin(self, rows: StepRows, version: int) -> list[Array]:
+        """Deal the step out; rank 0's micro-batches, of which every rank has as many, some of them empty."""
+        self._steps += 1
+        self._micros = 0
+        data_ranks = self.ranks // self._tensor_parallel
+        shares = dealt(self.prepare(rows), data_ranks, self.micro_batch_tokens, self.needs_groups)
+        with self._exchange.together(f"the beginning of step {self._steps}"):
+            self._exchange.check()
+            for rank in range(1, self.ranks):
+                share = shares[data_rank(rank, self._tensor_parallel)]
+                self._exchange.team.tell({"do": "begin", "version": version, **share.to_plain()}, rank)
+            self.open(shares[0].rows, shares[0].scale_R, version)
+            return shares[0].parts
+
+    def micro(self, part: Array) -> None:
+        """Forward and backward of one micro-batch on every rank."""
+        self._micros += 1
+        with self._exchange.together(f"micro-batch {self._micros} of step {self._steps}"):
+            self._exchange.tell(do="micro")
+            super().micro(part)
+
+    def end(self, learning_rate: float) -> Outcome:
+        """Update the weights on all ranks, or on none; what was not finite is named wherever it was found."""
+        with self._exchange.together(f"the end of step {self._steps}"):
+            self._exchange.tell(do="end", learning_rate=learning_rate)
+            outcome = super().end(learning_rate)
+            if outcome.culprit is None:
+                return outcome
+            others = [Findings(**found) for found in self._exchange.answers("findings")]
+            found = functools.reduce(Findings.__or__, others, self.findings())
+            return dataclasses.replace(outcome, culprit=str(found))
+
+    def opener(self, opens: Callable[[Mapping[str, Any]], WeightsOut]) -> Callable[[Mapping[str, Any]], WeightsOut]:
+        """Opens the weight plane on every rank, each for its own shards; `opens` is rank 0's. For the runtime.
+
+        Raises RunError where the plane takes whole tensors from one rank alone."""
+        if not isinstance(opens, OpensWriter) or not opens.sites:
+            raise RunError(
+                f"the weights of '{self.node}' lie on {self.ranks} ranks, but its weight plane takes them from one; "
+                f"plan the graph with these ranks, so that each of them can offer its own"
+            )
+
+        def opened(tensors: Mapping[str, Any]) -> WeightsOut:
+            with self._exchange.together("opening the weight plane"):
+                self._exchange.tell(do="open", sites=[dict(site) for site in opens.sites])
+                return _LedWriter(opens(placed(tensors, self._mesh)), self._exchange)
+
+        return opened
+
+    def everywhere(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """As `Learner.everywhere`, on every rank at once; what each answers, rank by rank."""
+        with self._exchange.together(f"{function.__name__}"):
+            self._exchange.tell(do="call", function=name_of(function), **plain_arguments(arguments))
+            own = function(learner=self, rank=0, ranks=self.ranks, **arguments)
+            return [own, *self._exchange.answers("result", CALL_S)]
+
+    def close(self) -> None:
+        """End the other ranks; may be called again."""
+        self._exchange.team.close()
+        group.leave()
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one data rank computes of a step."""
+
+    rows: StepRows
+    scale_R: Array
+    parts: list[Array]
+    """Its micro-batches, as indices into its rows."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """For msgpack; a micro-batch is as many of the rows as it says, one after the other."""
+        return {
+            "rows": plain_rows(self.rows), "scale": plain_array(self.scale_R),
+            "counts": [len(part) for part in self.parts],
+        }  # fmt: skip
+
+
+def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[Share]:
+    """The share of each data rank; see `dealing.deal`."""
+    rows = chosen(step.rows, step.computed)
+    scale_R = step.scale_R[step.computed]
+    shares = []
+    for parts in deal(rows.tokens_S, rows.offsets, rows.groups_R, ranks, limit, whole=whole):
+        rollouts = np.concatenate([np.zeros(0, np.int64), *parts])
+        shares.append(Share(chosen(rows, rollouts), scale_R[rollouts], in_order([len(part) for part in parts])))
+    return shares
+
+
+def in_order(counts: Sequence[int]) -> list[Array]:
+    """Micro-batches of so many rows, one after the other."""
+    ends = np.cumsum(np.asarray(counts, np.int64))
+    return [np.arange(end - count, end) for count, end in zip(counts, ends.tolist(), strict=True)]
+
+
+class _LedWriter:
+    """Rank 0's end of the weight plane: when it publishes, all ranks do."""
+
+    def __init__(self, own: WeightsOut, exchange: Exchange) -> None:
+        self._own, self._exchange = own, exchange
+
+    @property
+    def socket(self) -> Any:
+        """What may become readable."""
+        return getattr(self._own, "socket", None)
+
+    def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
+        """Offer each rank's shards of a version."""
+        with self._exchange.together(f"publishing version {version}"):
+            self._exchange.tell(do="publish", version=version)
+            return self._own.publish(version, tensors)
+
+    def tell(self, note: dict[str, int | float | str]) -> None:
+        """The note of rank 0 is that of all."""
+        self._own.tell(note)
+
+    def poll(self) -> None:
+        """Rank 0's part; the others look after theirs while they wait."""
+        self._own.poll()

@@ -1,0 +1,109 @@
+"""The ranks of a trainer as a mesh (data, tensor), and what their learners exchange over it; imports torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from operators.training.together import local
+
+AXES = ("pp", "dp_replicate", "fsdp", "tp")
+"""Dimensions that transformers expects of a mesh; the first two are 1."""
+LOOK_S = 0.0005
+"""How often a rank that waits for its GPU looks at it."""
+
+
+def make_mesh(device: torch.device, ranks: int, tensor_parallel: int) -> DeviceMesh:
+    """Neighbouring ranks share out the matrices of a layer; the others shard the data and all parameters."""
+    return init_device_mesh(device.type, (1, 1, ranks // tensor_parallel, tensor_parallel), mesh_dim_names=AXES)
+
+
+def data_rank(rank: int, tensor_parallel: int) -> int:
+    """Which share of the step's rollouts a rank computes."""
+    return rank // tensor_parallel
+
+
+@dataclass(frozen=True)
+class MeshTogether:
+    """`Together` for ranks that hold slices: every number that decides something is the same on all of them.
+
+    What is not cut by tensor parallelism, `tensor` ranks hold alike; each of them counts as a part of it.
+    """
+
+    mesh: DeviceMesh
+    fallen: Callable[[], bool] = lambda: False
+    """Whether another rank has ended: a GPU would wait for it without a word."""
+    timeout_s: float = math.inf
+    """For what a GPU has been told to do until the end of a step."""
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that compute the same rollouts."""
+        return int(self.mesh["tp"].size())
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Of all ranks' gradients together, after those that several ranks hold alike were made equal."""
+        squares = []
+        for gradient in gradients:
+            own = local(gradient)
+            copies = 1 if is_cut(gradient) else self.tensor
+            if copies > 1:
+                dist.all_reduce(own, group=self.mesh["tp"].get_group())
+                own /= copies
+            squares.append(own.double().square().sum() / copies)
+        total = torch.stack(squares).sum()
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    def clip(self, gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
+        """Scale the slices down so that the norm of all is `most`, if it is above."""
+        scale = torch.clamp(most / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            local(gradient).mul_(scale)
+
+    def total(self, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of all data ranks added up, and the largest of their maxima."""
+        sums, largest = sums / self.tensor, largest.clone()
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        if largest.is_cuda:
+            self._settle()
+        return sums, largest
+
+    def _settle(self) -> None:
+        """Wait for this rank's GPU, which waits for those of the others. RuntimeError when one of them is gone."""
+        event, deadline = torch.cuda.Event(), time.monotonic() + self.timeout_s
+        event.record()
+        while not event.query():
+            if self.fallen():
+                raise RuntimeError("another rank has ended")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"timed out after {self.timeout_s:.0f} s")
+            time.sleep(LOOK_S)
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether tensor parallelism has cut it: then its mesh has a dimension for that."""
+    return isinstance(tensor, DTensor) and "tp" in (tensor.device_mesh.mesh_dim_names or ())
+
+
+def placed(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """The same slices, each said to lie on the whole mesh (data, tensor), so that all ranks describe them alike."""
+    both = mesh["fsdp", "tp"]
+    return {
+        name: tensor
+        if is_cut(tensor) or not isinstance(tensor, DTensor)
+        else DTensor.from_local(
+            tensor.to_local(), both, [*tensor.placements, Replicate()],
+            run_check=False, shape=tensor.shape, stride=tensor.stride(),
+        )
+        for name, tensor in tensors.items()
+    }  # fmt: skip

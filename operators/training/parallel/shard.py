@@ -1,0 +1,129 @@
+"""Leaves each rank its slices of a learner's model: tensor parallelism by transformers' plan, then FSDP2."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from operators.models import ModelError
+from operators.training.parallel.mesh import MeshTogether
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from operators.packing import Kept, Packed
+    from operators.training.learner import Forward, Learner
+
+
+class Sharded:
+    """A `Forward` whose parameters are gathered layer by layer while it computes, and given back after."""
+
+    def __init__(self, forward: Forward, mesh: DeviceMesh, compute: torch.dtype | None, device: torch.device) -> None:
+        """compute: type in which parameters are gathered; None: their own. All ranks call `computed` as often."""
+        self.module = forward.module
+        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        whole = _Whole(forward)
+        for each in [*layers_of(forward.module), whole]:
+            shard: Any = fully_shard(each, mesh=mesh["fsdp"], mp_policy=precision)
+            assert isinstance(shard, FSDPModule)
+            shard.set_gradient_divide_factor(1.0)  # the loss is divided by the whole step's tokens already
+            shard.set_force_sum_reduction_for_comms(True)
+        forward._device = device  # type: ignore[attr-defined]
+        self._whole = whole
+
+    def computed(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
+        """As the forward's."""
+        found: dict[str, Tensor] = self._whole(packed, kept_T, wanted)
+        return found
+
+
+class _Whole(nn.Module):
+    """The root that gathers what no layer has: whatever of the model a forward reads, it reads in here."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.module = forward.module
+        self._computed = forward.computed
+
+    def forward(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
+        return self._computed(packed, kept_T, wanted)
+
+
+def shard(learner: Learner, mesh: DeviceMesh, compute: torch.dtype | None, device: torch.device, name: str) -> None:
+    """Turn a learner of a whole model in main memory, which has made no step, into that of one rank on `device`.
+
+    Raises ModelError for a model that cannot be shared out.
+    """
+    forward = learner.forward
+    if not getattr(forward, "packs", True):
+        raise ModelError(
+            f"model '{name}' cannot be trained on several ranks: {type(forward.module).__name__} keeps its own "
+            f"attention, which is called once for each length, and ranks must be called alike; train it on one rank"
+        )
+    before = {id(weight): at for at, weight in forward.module.named_parameters()}
+    if mesh["tp"].size() > 1:
+        cut(forward.module, mesh, name)
+    learner.forward = Sharded(forward, mesh, compute, device)
+    learner.together = MeshTogether(mesh)
+    after = dict(forward.module.named_parameters())
+    for group in learner.optimizer.param_groups:
+        group["params"] = [after[before[id(weight)]] for weight in group["params"]]
+    learner.parameters = {at: weight for at, weight in after.items() if weight.requires_grad}
+
+
+def layers_of(module: Any) -> list[nn.Module]:
+    """The layers that transformers would not split; none where it does not say."""
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    return [each for each in module.modules() if type(each).__name__ in names]
+
+
+def cut(module: Any, mesh: DeviceMesh, name: str) -> None:
+    """Leave in each layer of `module` this rank's slices of its matrices; the ends of the model stay whole.
+
+    The losses read log-probabilities from the head's weight directly, so it is not cut; FSDP shards it all the same.
+    Raises ModelError where transformers has no plan, or heads cannot be dealt out evenly.
+    """
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    size = mesh["tp"].size()
+    plan: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
+    if not plan:
+        raise ModelError(
+            f"model '{name}' cannot be trained with tensor_parallel={size}: transformers has no tensor-parallel plan "
+            f"for {type(module).__name__}; use tensor_parallel=1, or a family with base_model_tp_plan in its config"
+        )
+    config = module.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    if heads % size or kv_heads % size:
+        raise ModelError(
+            f"model '{name}' cannot be dealt out to {size} ranks: it has {heads} attention heads and {kv_heads} "
+            f"key/value heads, and {size} does not divide both; use tensor_parallel={_divisors(heads, kv_heads)}"
+        )
+    layers = {place: style for place, style in plan.items() if "*" in place}
+    apply_tensor_parallelism(module, mesh["tp"], _expanded(module, layers))
+
+
+def _expanded(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """A plan by the names of modules and parameters; what it says of a module holds for its parameters too."""
+    found: dict[str, str] = {}
+    for name, each in module.named_modules():
+        style = plan.get(re.sub(r"\d+", "*", name))
+        if style is not None:
+            found[name] = style
+        for leaf, _ in each.named_parameters(recurse=False):
+            own = plan.get(re.sub(r"\d+", "*", f"{name}.{leaf}"), style)
+            if own is not None:
+                found[f"{name}.{leaf}"] = own
+    return found
+
+
+def _divisors(heads: int, kv_heads: int) -> str:
+    most = math.gcd(heads, kv_heads)
+    return " or ".join(str(size) for size in range(1, most + 1) if not most % size)

@@ -1,0 +1,63 @@
+"""A trainer of several ranks among fakes: forked from the test's process, which is rank 0."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from trainer_rig import tiny_learner, tiny_llama
+
+from dataflow.node import Context
+from operators.trainer import Trainer
+from operators.training.learner import Learner, Outcome
+from operators.training.parallel.launch import lead
+from operators.training.parallel.lead import LedLearner
+from operators.training.rows import StepRows
+
+
+@contextlib.contextmanager
+def led(
+    trainer: Trainer,
+    ranks: int,
+    make: Callable[[], Learner] | None = None,
+    *,
+    timeout_s: float = 30.0,
+    **facts: Any,
+) -> Iterator[LedLearner]:
+    """The learner of so many ranks; they end with the block."""
+    torch.set_num_threads(1)
+    context = Context(node="trainer", ranks=ranks, **facts)
+    learner = lead(
+        trainer, context, make or (lambda: tiny_learner(trainer, tiny_llama())), start_s=90.0, timeout_s=timeout_s
+    )  # fmt: skip
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def train(learner: Learner, steps: list[StepRows], lr: float = 1e-2) -> list[Outcome]:
+    """One step after the other."""
+    outcomes = []
+    for version, rows in enumerate(steps):
+        for part in learner.begin(rows, version):
+            learner.micro(part)
+        outcomes.append(learner.end(lr))
+    return outcomes
+
+
+def weights(learner: Learner) -> list[dict[str, torch.Tensor]]:
+    """The trained weights, as each rank puts them together from those of all."""
+    return [
+        {name: torch.tensor(values).view(learner.parameters[name].shape) for name, values in each.items()}
+        for each in learner.everywhere(_weights)
+    ]
+
+
+def _weights(learner: Learner, rank: int, ranks: int) -> dict[str, list[float]]:
+    return {name: _whole(weight).flatten().tolist() for name, weight in learner.parameters.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,0 +1,177 @@
+"""Log-probabilities and values of rollouts: those of transformers' own forward, and of a trainer with these weights."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from rigs.forwards import (
+    Clock,
+    Forwarding,
+    Versions,
+    flat,
+    forwarding,
+    language_model,
+    lists_of,
+    plain_logprobs,
+    rollouts,
+    saved,
+    tokenizer_of,
+)
+from rigs.heads import classifier
+
+from dataflow import Model
+from dataflow.errors import OperatorError
+from dataflow.model import LoRA
+from dataflow.node import Bound, Context
+from operators import Logprobs, Trainer, Values
+from operators.models import load_model
+from operators.packing import pack
+from operators.training import policy as policy_module
+from operators.training.policy import Policy
+from operators.training.rows import step_rows
+
+TEXTS = ("b2=c", "b2", "19 abc", "b2=c")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=["Llama", "Qwen2"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = saved(language_model(request.param), tmp_path_factory.mktemp("reference"))
+    return Model(str(folder), name="reference").frozen()
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[pa.RecordBatch]:
+    return [rollouts(4, TEXTS), rollouts(5, ("7", "a b c d e f g h"), prompt="what is it "), rollouts(2, TEXTS[:1])]
+
+
+def test_logprobs_are_those_of_the_plain_forward(reference: Model, groups: list[pa.RecordBatch]) -> None:
+    table = forwarding(Logprobs(reference)).run(*groups)
+    module = load_model(reference)
+    wanted = [plain_logprobs(module, row) for group in groups for row in group.to_pylist()]
+    found = lists_of(table, "ref_logprobs")
+    assert [len(row) for row in found] == [len(row) for row in wanted]
+    np.testing.assert_allclose(flat(found), flat(wanted), atol=1e-5)
+    assert table.column("ref_logprobs").type == pa.list_(pa.float32())
+
+
+def test_they_are_at_the_temperature_that_is_asked_for(reference: Model, groups: list[pa.RecordBatch]) -> None:
+    table = forwarding(Logprobs(reference, temperature=0.5)).run(*groups)
+    module = load_model(reference)
+    wanted = [plain_logprobs(module, row, 0.5) for group in groups for row in group.to_pylist()]
+    np.testing.assert_allclose(flat(lists_of(table, "ref_logprobs")), flat(wanted), atol=1e-5)
+
+
+def test_where_the_policy_drew_from_few_ids_the_distribution_is_over_these_alone(reference: Model) -> None:
+    group = rollouts(0, ("b2",), masks={0: [5, 9], 2: [7]})
+    (row,) = group.to_pylist()
+    (found,) = lists_of(forwarding(Logprobs(reference)).run(group), "ref_logprobs")
+    logits = load_model(reference)(input_ids=torch.tensor([row["tokens"]])).logits[0].detach()
+    for at, (token, kept) in enumerate(zip(row["tokens"], row["sampling_mask"], strict=True)):
+        if row["mask"][at]:
+            left = logits[at - 1] if kept is None else logits[at - 1][kept]
+            assert found[at] == pytest.approx(float(logits[at - 1, token] - left.logsumexp(-1)), abs=1e-5)
+    assert sum(kept is not None for kept in row["sampling_mask"]) == 2
+
+
+@pytest.mark.parametrize("most_logits", [policy_module.MOST_LOGITS, 0], ids=["whole", "sliced"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_equal_weights_they_are_the_trainers_bit_for_bit(
+    dtype: str, most_logits: int, tmp_path: Path, groups: list[pa.RecordBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer keeps float32 weights and computes in the model's type; the operator has the weights in that type."""
+    monkeypatch.setattr(policy_module, "MOST_LOGITS", most_logits)
+    module = language_model("Llama").to(getattr(torch, dtype))
+    model = Model(str(saved(module, tmp_path)), dtype=dtype)
+    table = forwarding(Logprobs(model, name="proximal_logprobs")).run(*groups)
+    rows = step_rows(groups, ("logprobs",))
+    compute = None if dtype == "float32" else torch.bfloat16
+    trained = Policy(load_model(model, dtype="float32"), compute=compute)
+    new = trained.computed(pack(rows.tokens_S, rows.mask_S, rows.offsets), None, ())["new_logprobs"]
+    found = flat(lists_of(table, "proximal_logprobs"))
+    assert np.array_equal(found[rows.chosen_S], new.detach().numpy().astype(np.float64))
+    assert not found[~rows.chosen_S].any()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_values_are_those_of_the_plain_forward(family: str, tmp_path: Path, groups: list[pa.RecordBatch]) -> None:
+    critic = Model(str(saved(classifier(family, "TokenClassification"), tmp_path)), head="value").frozen()
+    table = forwarding(Values(critic)).run(*groups)
+    module = load_model(critic)
+    for row in table.to_pylist():
+        numbers = module(input_ids=torch.tensor([row["tokens"]])).logits[0, :, 0].tolist()
+        wanted = [numbers[at - 1] if chosen else 0.0 for at, chosen in enumerate(row["mask"])]
+        np.testing.assert_allclose(row["values"], wanted, atol=1e-5)
+
+
+def test_a_policy_with_adapters_is_read_with_the_newest_of_them(reference: Model, groups: list[pa.RecordBatch]) -> None:
+    model, plane = Model(reference.source, lora=LoRA(4, targets=("q_proj", "up_proj"))), Versions()
+    context = Context(node="proximal_logprobs", reader=plane, feedback=Bound(max_staleness=0, prompts_per_step=1))
+    operator = Logprobs(model, name="proximal_logprobs")
+    rig = Forwarding(operator.build(context), Clock())
+    torch.manual_seed(0)
+    plane.offer(0, {name: torch.randn_like(tensor) / 4 for name, tensor in plane.tensors.items()})
+    table = rig.run(*groups)
+    merged = load_model(reference)
+    for path, layer in merged.named_modules():
+        a, b = (plane.tensors.get(f"{path}.lora_{side}.default.weight") for side in "AB")
+        if a is not None and b is not None:
+            layer.weight.data += model.lora.alpha / model.lora.rank * b @ a
+    wanted = [plain_logprobs(merged, row) for group in groups for row in group.to_pylist()]
+    np.testing.assert_allclose(flat(lists_of(table, "proximal_logprobs")), flat(wanted), atol=1e-4)
+    before = [plain_logprobs(load_model(reference), row) for row in groups[0].to_pylist()]
+    assert np.abs(flat(before) - flat(wanted[: len(before)])).max() > 0.01
+
+
+def test_a_critic_that_begins_as_a_policy_values_everything_at_0(reference: Model) -> None:
+    critic = Model(reference.source, head="value", name="critic").frozen()
+    (found,) = lists_of(forwarding(Values(critic)).run(rollouts(0, ("b2",))), "values")
+    assert found == [0.0] * len(found)
+
+
+def test_a_rollout_longer_than_the_model_takes_fails_and_its_siblings_do_not(tmp_path: Path) -> None:
+    model = Model(str(saved(language_model("Llama", max_position_embeddings=8), tmp_path)), name="short").frozen()
+    table = forwarding(Logprobs(model)).run(rollouts(0, ("b2", "abcdefgh")))
+    assert table.column("error").to_pylist() == [
+        None, "ref_logprobs: the rollout has 12 tokens, but 'short' takes 8; lower max_tokens",
+    ]  # fmt: skip
+    assert [row is None for row in lists_of(table, "ref_logprobs")] == [False, True]
+
+
+def test_a_model_that_lacks_a_token_of_the_policy_is_refused(tmp_path: Path) -> None:
+    model = Model(str(saved(language_model("Llama", vocab_size=20), tmp_path)), name="small").frozen()
+    with pytest.raises(
+        OperatorError, match=r"'ref_logprobs' reads .* 'small', which knows 20, but found token 39; give"
+    ):
+        forwarding(Logprobs(model)).run(rollouts(0, ("1",)))
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    backwards = tokenizer_of("".join(reversed("abcdefghijklmnopqrstuvwxyz0123456789= .-")))
+    teacher = Model(str(saved(language_model("Llama"), tmp_path, backwards)), name="teacher").frozen()
+    with pytest.raises(OperatorError, match=r"'teacher', whose tokenizer is another: the policy wrote 'b2', which it"):
+        forwarding(Logprobs(teacher, name="teacher_logprobs")).run(rollouts(0, ("b2",)))
+
+
+def test_a_number_that_is_none_is_an_error_of_its_row(reference: Model) -> None:
+    module: Any = load_model(reference)
+    module.get_input_embeddings().weight.data[tokenizer_of()("q")["input_ids"][0]] = float("nan")
+    rig = forwarding(Logprobs(reference), module=module)
+    table = rig.run(rollouts(0, ("b2", "aq")))
+    assert table.column("error").to_pylist() == [None, "ref_logprobs: the number that the model gave is not finite"]
+    assert [row is None for row in lists_of(table, "ref_logprobs")] == [False, True]
+
+
+def test_what_a_trainer_reads_can_be_read_off_the_declarations() -> None:
+    actor, critic = Model("actor"), Model("critic", head="value")
+    assert (
+        Logprobs(actor).provides({})["ref_logprobs"] == Values(critic).provides({})["values"] == pa.list_(pa.float32())
+    )
+    assert Trainer(critic, loss=lambda new_values, values, advantage: new_values).faults() == []

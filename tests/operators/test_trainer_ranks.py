@@ -1,0 +1,188 @@
+"""A trainer of several ranks makes the steps that one rank makes, and names the rank that broke them."""
+
+import functools
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from ranks_rig import led, train, weights
+from torch.distributed.fsdp import FSDPModule
+from trainer_rig import group, rows_of, tiny_learner, tiny_llama, tiny_trainer
+
+from dataflow.errors import DeadlineError, RunError, WorkerDied
+from operators.losses import aipo
+from operators.models import ModelError
+
+RTOL = 1e-5
+EPS = 1e-3
+"""Of AdamW: with a small one, gradients that are rounding alone would move weights as far as all others."""
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def sequence_level(new_logprobs, logprobs, advantage, group_index, rollout_index):
+    """Of whole groups and rollouts: the ratio of each rollout's mean, times the group's own size."""
+    rollouts = int(rollout_index.max()) + 1
+    count = torch.zeros(rollouts).index_add(0, rollout_index, torch.ones_like(new_logprobs))
+    mean = torch.zeros(rollouts).index_add(0, rollout_index, new_logprobs - logprobs) / count
+    sizes = torch.bincount(group_index).to(new_logprobs.dtype)
+    return -mean.exp()[rollout_index] * advantage * sizes[group_index] / 10
+
+
+def steps(count=3, groups=4):
+    """Rollouts of very different lengths."""
+    return [
+        rows_of(*[group(groups * step + number, size=4, completion=3 + 8 * (number % 3)) for number in range(groups)])
+        for step in range(count)
+    ]
+
+
+def compare(trainer, ranks, given=None, make=None):
+    """Losses, norms, measures and weights of so many ranks are those of one."""
+    given = given or steps()
+    one = make() if make else tiny_learner(trainer)
+    expected = train(one, given)
+    with led(trainer, ranks, make) as learner:
+        found = train(learner, given)
+        held = weights(learner)
+    for wanted, outcome in zip(expected, found, strict=True):
+        assert outcome.culprit is None
+        np.testing.assert_allclose(outcome.loss, wanted.loss, rtol=RTOL, atol=1e-7)
+        np.testing.assert_allclose(outcome.grad_norm, wanted.grad_norm, rtol=RTOL)
+        assert outcome.measures.keys() == wanted.measures.keys()
+        for name, value in wanted.measures.items():
+            if value is None:
+                assert outcome.measures[name] is None
+                continue
+            np.testing.assert_allclose(outcome.measures[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    for of_rank in held:
+        for name, weight in one.parameters.items():
+            torch.testing.assert_close(of_rank[name], weight.detach(), rtol=RTOL, atol=2e-6, msg=name)
+            assert torch.equal(of_rank[name], held[0][name])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "knobs"),
+    [
+        (2, {"micro_batch_tokens": 40}),
+        (4, {"micro_batch_tokens": 40, "max_grad_norm": 0.1}),
+        (2, {"micro_batch_tokens": 40, "loss": sequence_level, "normalize": "rollouts", "whiten": True}),
+        pytest.param(
+            3, {"loss": functools.partial(aipo, rho=2.0), "normalize": "rollout_means"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_ranks_that_shard_the_data_make_the_steps_of_one(ranks, knobs):
+    compare(tiny_trainer(weight_decay=0.1, eps=EPS, **knobs), ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
+def test_ranks_that_share_out_matrices_make_the_steps_of_one(ranks):
+    compare(tiny_trainer(micro_batch_tokens=40, tensor_parallel=2, max_grad_norm=0.1, eps=EPS), ranks)
+
+
+def test_ranks_without_rollouts_take_part_with_empty_micro_batches():
+    """One rollout for four ranks; then a step of which nothing has to be computed."""
+    one = rows_of(group(0, size=1, advantages=[1.0]))
+    none = rows_of(group(1, size=2, advantages=[0.0, 0.0]))
+    compare(tiny_trainer(eps=EPS), 4, [one, none, one])
+
+
+def test_numbers_that_are_not_finite_leave_the_weights_of_all_ranks_alone_and_are_named():
+    bad = rows_of(*[group(number, size=4, advantages=[1.0, -1.0, float("nan"), 1.0]) for number in range(4)])
+    with led(tiny_trainer(), 2) as learner:
+        before = weights(learner)
+        (outcome,) = train(learner, [bad])
+        after = weights(learner)
+        (good,) = train(learner, steps(1))
+    assert outcome.culprit is not None and outcome.culprit.startswith("the loss of rollouts")
+    assert all(str(rollout) in outcome.culprit for rollout in (2, 6, 10, 14))
+    assert good.culprit is None
+    for one, other in zip(before, after, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_no_rank_holds_more_than_its_part_of_any_matrix():
+    with led(tiny_trainer(), 2) as learner:
+        parts = learner.everywhere(_sizes)
+        whole = {name: weight.numel() for name, weight in tiny_llama().named_parameters()}
+        for name, size in whole.items():
+            assert sum(part[name] for part in parts) == size
+            assert max(part[name] for part in parts) <= (size + 32 * 2) // 2
+        gathered = [each for each in learner.forward.module.modules() if isinstance(each, FSDPModule)]
+        assert gathered == list(learner.forward.module.model.layers)
+
+
+def _sizes(learner, rank, ranks):
+    return {name: weight.to_local().numel() for name, weight in learner.parameters.items()}
+
+
+def test_a_killed_rank_is_named_and_the_learner_is_done():
+    with led(tiny_trainer(), 2) as learner:
+        (given,) = steps(1)
+        train(learner, [given])
+        pid, folder = learner.everywhere(_pid)[1], learner._exchange.team.folder
+        parts = learner.begin(given, 1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=rf"rank 1 of 'trainer' \(pid {pid}\) ended by signal 9 .* of step 2"):
+            for part in parts:
+                learner.micro(part)
+            learner.end(0.0)
+        with pytest.raises(RunError, match="not in step any more"):
+            learner.begin(given, 1)
+        assert not folder.exists()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def _pid(learner, rank, ranks):
+    return os.getpid()
+
+
+@pytest.mark.slow
+def test_a_silent_rank_is_named_when_the_time_out_has_passed():
+    with led(tiny_trainer(), 3, timeout_s=3.0) as learner:
+        pid = learner.everywhere(_pid)[2]
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineError, match=rf"waited 3 s for rank 2 \(pid {pid}\) in .* of step 1"):
+            train(learner, steps(1))
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_an_error_of_the_users_loss_on_another_rank_comes_with_its_words():
+    def broken(new_logprobs, advantage):
+        if os.getpid() != first:
+            raise ValueError("no such luck")
+        return -advantage * new_logprobs
+
+    first = os.getpid()
+    with (
+        led(tiny_trainer(loss=broken, skip_zero_advantage=False), 2) as learner,
+        pytest.raises(WorkerDied, match=r"rank 1 of 'trainer' .*ValueError: no such luck"),
+    ):
+        train(learner, steps(1))
+
+
+def test_a_model_that_cannot_be_dealt_out_is_refused_and_no_rank_is_left():
+    trainer = tiny_trainer(tensor_parallel=4)
+    with (
+        pytest.raises(ModelError, match=r"4 attention heads and 2 key/value heads.*tensor_parallel=1 or 2"),
+        led(trainer, 4),
+    ):
+        pass
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_model_that_keeps_its_own_attention_is_refused():
+    trainer = tiny_trainer()
+    make = functools.partial(tiny_learner, trainer, packed=False)
+    with pytest.raises(ModelError, match="keeps its own attention.*train it on one rank"), led(trainer, 2, make):
+        pass
