@@ -1,13 +1,15 @@
 """One training step of a 1.7 B model on a GPU, made in several ways.
 
-4 rollouts of 2,048 tokens by a Qwen-shaped model of random weights, float32 master weights and bfloat16
-compute, through the learner that a Trainer makes. Systems: sliced, as it comes (log-probabilities a slice of the
-vocabulary at a time); all_logits, with all logits at once; recomputed, with gradient_checkpointing; compiled, with
-compile. tokens_per_s and seconds are those of forward and backward; step_s is clip and update besides; warm_s the first
-two steps. matrix_share: (6 * N * T + 6 * l * d * sum of L^2) / seconds, over flops_per_s, the rate of a bfloat16
-product of two 8,192 x 8,192 matrices in the same run. N: parameters, the embedding once (it is the head); T: tokens; l: layers; d:
-heads times their width; L: tokens of a rollout: causal attention's half of the square, forward and twice backward. What
-is computed again is not counted.
+4 rollouts of 2,048 tokens by a Qwen-shaped model of random weights, float32 master weights and bfloat16 compute,
+through the learner that a Trainer makes. Systems: sliced, as it comes (log-probabilities a slice of the vocabulary at a
+time); all_logits, with all logits at once; recomputed, with gradient_checkpointing; compiled, with compile.
+tokens_per_s and seconds are those of forward and backward; step_s is clip and update besides; warm_s the first two
+steps.
+
+matrix_share: (6 * N * T + 6 * l * d * sum of L^2) / seconds / flops_per_s, which is the rate of a bfloat16 product of
+two 8,192 x 8,192 matrices in the same run. N: parameters, the embedding once (it is the head); T: tokens; l: layers;
+d: heads times their width; L: tokens of a rollout: causal attention's half of the square, forward and twice backward.
+What is computed again is not counted.
 """
 
 from __future__ import annotations

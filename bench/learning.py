@@ -132,7 +132,7 @@ def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
 
 def _policies(options: argparse.Namespace, names: Sequence[str]) -> tuple[str, str]:
     """Folders of policy and teacher, made unless they stand there; where no teacher is asked, the policy is both."""
-    from graphs.calculator import warm
+    from graphs.tasks.calculator import warm
 
     size = {"layers": 1, "width": 16} if options.tiny else {}
     policy, teacher = (2, 3) if options.tiny else (POLICY_STEPS, TEACHER_STEPS)

@@ -76,14 +76,13 @@ def apart(wanted: Sequence[float], distance: float) -> list[float]:
     """Places as near to the wanted ones as it takes for neighbours to be so far apart, in their order."""
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     blocks: list[tuple[float, int]] = []
-    """(sum of the offsets from its first place, members) of runs of neighbours that touch."""
+    """(sum of where its members want its first one, how many they are) of neighbours that touch."""
     for index in order:
-        blocks.append((wanted[index], 1))
-        while len(blocks) > 1 and _first(blocks[-2], distance) + blocks[-2][1] * distance > _first(
-            blocks[-1], distance
-        ):
-            (total, count), (before, others) = blocks.pop(), blocks.pop()
-            blocks.append((before + total - count * others * distance, others + count))
+        total, count = wanted[index], 1
+        while blocks and _first(blocks[-1]) + blocks[-1][1] * distance > total / count:
+            before, others = blocks.pop()
+            total, count = before + total - count * others * distance, others + count
+        blocks.append((total, count))
     places = [_first(block) + at * distance for block in blocks for at in range(block[1])]
     found = [0.0] * len(wanted)
     for index, at in zip(order, places, strict=True):

@@ -31,12 +31,17 @@ def build(
     """
     g = Graph("ppo")
     actor, expected = task.model, Model(critic or task.policy, head="value", name="critic", dtype=task.dtype)
-    classifier = Model(judge or task.policy, head="score", name="judge", dtype=task.dtype).frozen()
-    reward = RewardModel(classifier, name="reward", chat=task.chat) if judge else task.scorer()
+    reward = task.scorer() if not judge else RewardModel(
+        Model(judge, head="score", dtype=task.dtype).frozen(), name="reward", chat=task.chat
+    )  # fmt: skip
     generator, reference, values = task.generator(), Logprobs(actor.frozen()), Values(expected)
-    loss, step = partial(ppo, clip_low=clip, clip_high=clip), {"prompts_per_step": task.prompts_per_step}
-    train_actor = Trainer(actor, name="actor", loss=loss, whiten=True, lr=task.lr, **step)
-    train_critic = Trainer(expected, name="critic", loss=value_loss, lr=critic_lr, **step)
+    train_actor = Trainer(
+        actor, name="actor", loss=partial(ppo, clip_low=clip, clip_high=clip), whiten=True, lr=task.lr,
+        prompts_per_step=task.prompts_per_step,
+    )  # fmt: skip
+    train_critic = Trainer(
+        expected, name="critic", loss=value_loss, lr=critic_lr, prompts_per_step=task.prompts_per_step
+    )
 
     rollouts = reward(generator(g.source(task.train)))
     known = join(reference(rollouts), values(rollouts))

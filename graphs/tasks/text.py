@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataflow import Graph, Model
-from dataflow.node import Operator, Source
+from dataflow.node import Source, Transform
 from dataflow.scorer import Scorer
 from operators import Evaluate, Generator, Prompts
 from operators.rewards import find
@@ -78,7 +78,7 @@ class TextTask:
         """What the policy writes rollouts with."""
         return Generator(self.model, group_size=self.group_size, max_tokens=self.max_tokens, chat=self.chat)
 
-    def evaluate(self, g: Graph, generator: Generator, reward: Operator) -> None:
+    def evaluate(self, g: Graph, generator: Generator, reward: Transform) -> None:
         """Score held-out prompts every so many steps, if there are any."""
         if self.test is not None:
             Evaluate(every_steps=self.eval_every, of=reward.name)(reward(generator(g.source(self.test))))

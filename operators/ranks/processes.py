@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import gc
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -122,9 +121,10 @@ def _become(main: Callable[[int, int], int], end: int, rank: int, parent: int) -
     try:
         die_with_parent()
         if os.getppid() == parent:
-            last = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            os.closerange(3, end)
-            os.closerange(end + 1, last)
+            for number in [int(each.name) for each in Path("/dev/fd").iterdir()]:
+                if number > 2 and number != end:
+                    with contextlib.suppress(OSError):
+                        os.close(number)
             gc.freeze()  # what the parent has dropped may own threads, which a fork does not have: leave it alone
             sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
             sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

@@ -1,8 +1,10 @@
 """Log-probabilities and entropies of chosen tokens from hidden states, a slice of the vocabulary at a time; uses torch.
 
 All logits at once are the largest tensor of a step: [U, V] in float32, and its gradient again. Here they are computed
-for a slice of C ids at a time, reduced at once (a running maximum and sum of exponentials), and computed again in the
-backward pass. The slices go over V and not over U, so that each part of the weight's gradient is written once, with the
+for a slice of C ids at a time, reduced at once (a running maximum and sum of exponentials), and most of them computed
+again in the backward pass: a part is kept, in memory that is free again when the weight's gradient needs as much.
+
+The slices go over V and not over U, so that each part of the weight's gradient is written once, with the
 sum over all U inside one matrix product: it needs no wider copy to add up in, and in bfloat16 it is rounded once.
 
 Axis suffixes as in `operators.packing`; and D width of the model, V vocabulary, C ids of a slice, M tokens drawn from
@@ -23,6 +25,10 @@ CPU_SLICE, GPU_SLICE = 2**20, 2**25
 """Logits of a slice, U * C: on a CPU 4 MiB, which stay in its cache; on a GPU 128 MiB, enough for its matrix units."""
 LEAST_IDS = 512
 """Ids of a slice at least: narrower matrix products are slow."""
+MOST_KEPT = 0.7
+"""Share of the logits that is kept for the backward pass at most, where the weight has that many numbers."""
+BLOCK = 2**23
+"""Kept logits are allocated so many at a time, 32 MiB: smaller pieces the C library does not give back when freed."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def logprobs_of_hidden(
     if torch.is_autocast_enabled(device) and compute != torch.float64:
         compute = torch.get_autocast_dtype(device)
     sums = _Slices.apply(  # type: ignore[no-untyped-call]
-        hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, shape, compute, entropy
+        hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, shape, compute, entropy, torch.is_grad_enabled()
     )
     return _composed(wanted, *sums)
 
@@ -130,6 +136,7 @@ class _Slices(torch.autograd.Function):
         shape: Shape,
         compute: torch.dtype,
         entropy: bool,
+        keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One pass: a running maximum, and of exponentials below it their sum, and their sum times their exponents."""
         walk = _Walk(hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, shape, compute)
@@ -137,21 +144,24 @@ class _Slices(torch.autograd.Function):
         most_U = walk.hidden_U_D.new_full((rows, 1), torch.finfo(walk.wide).min, dtype=walk.wide)
         sum_U, dot_U = torch.zeros_like(most_U), torch.zeros_like(most_U)
         picked_P = most_U.new_empty(len(rows_P))
-        spare = walk.spare() if entropy else None
-        for start, end, picks in walk:
-            logits_U_C, _ = walk.logits(start, end)
+        ctx.kept = walk.kept_rooms() if keep and any(ctx.needs_input_grad) else []
+        spare = walk.spare() if entropy or ctx.kept else None
+        for at, (start, end, picks) in enumerate(walk):
+            is_kept = at < len(ctx.kept)
+            logits_U_C, _ = walk.logits(start, end, ctx.kept[at] if is_kept else None)
             picked_P[picks] = logits_U_C[rows_P[picks], ids_P[picks] - start]
             before_U, most_U = most_U, most_U.maximum(logits_U_C.amax(1, keepdim=True))
             moved_U = before_U - most_U
             shrink_U = moved_U.exp()
-            logits_U_C.sub_(most_U)
-            if spare is None:
-                powers_U_C = logits_U_C.exp_()
+            if spare is None or not (is_kept or entropy):
+                powers_U_C = logits_U_C.sub_(most_U).exp_()
             else:
-                powers_U_C = torch.exp(logits_U_C, out=walk.view(spare, start, end))
+                powers_U_C = torch.sub(logits_U_C, most_U, out=walk.view(spare, start, end)).exp_()
+            here_U = powers_U_C.sum(1, keepdim=True)
+            if entropy:
                 dot_U.add_(moved_U.mul_(sum_U)).mul_(shrink_U)
-                dot_U += logits_U_C.mul_(powers_U_C).sum(1, keepdim=True)
-            sum_U.mul_(shrink_U).add_(powers_U_C.sum(1, keepdim=True))
+                dot_U += powers_U_C.mul_(logits_U_C).sum(1, keepdim=True) - most_U * here_U
+            sum_U.mul_(shrink_U).add_(here_U)
         normalizer_U = (most_U + sum_U.log()).squeeze(1)
         entropy_U = (sum_U.log() - dot_U / sum_U).squeeze(1) if entropy else None
         ctx.save_for_backward(hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, normalizer_U, entropy_U)
@@ -177,8 +187,12 @@ class _Slices(torch.autograd.Function):
         by_entropy_U = None if by_entropy_U is None else by_entropy_U * scale
         by_picked_P = None if by_picked_P is None else by_picked_P * scale
         spare = walk.spare() if by_entropy_U is not None else None
+        kept, ctx.kept = ctx.kept, []
         for start, end, picks in walk:
-            logits_U_C, weight_C_D = walk.logits(start, end)
+            if kept:
+                logits_U_C, weight_C_D = walk.view(kept.pop(0), start, end), walk.weight(start, end)
+            else:
+                logits_U_C, weight_C_D = walk.logits(start, end)
             slope_U_C = walk.slope(logits_U_C)
             logits_U_C.sub_(normalizer_U[:, None])
             if by_entropy_U is None or spare is None:
@@ -199,7 +213,7 @@ class _Slices(torch.autograd.Function):
             if grad_U_D is not None:
                 _add_product(grad_U_D, narrow_U_C, weight_C_D)
         grad_hidden = None if grad_U_D is None else grad_U_D.to(hidden_U_D.dtype)
-        return grad_hidden, grad_V_D, grad_V, None, None, None, None, None
+        return grad_hidden, grad_V_D, grad_V, None, None, None, None, None, None
 
 
 class _Walk:
@@ -242,10 +256,23 @@ class _Walk:
         rows = len(self.hidden_U_D)
         return room[: rows * (end - start)].view(rows, end - start)
 
-    def logits(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Logits [U, C], which the next call overwrites, and the weight [C, D] in the type that is computed in."""
-        weight_C_D = self._weight_V_D[start:end].to(self.hidden_U_D.dtype)
-        logits_U_C = self.view(self._logits, start, end)
+    def kept_rooms(self) -> list[Tensor]:
+        """Rooms for the logits of the first slices, which are kept; blocks of them are freed together."""
+        rows, width = self.hidden_U_D.shape
+        size = rows * self._width
+        count = int(min(MOST_KEPT, width / max(1, rows)) * (len(self._edges) - 1))
+        each = max(1, BLOCK // max(1, size))
+        blocks = [min(each, count - start) for start in range(0, count, each)]
+        return [room for slices in blocks for room in self.hidden_U_D.new_empty(slices, size, dtype=self.wide).unbind()]
+
+    def weight(self, start: int, end: int) -> Tensor:
+        """[C, D] in the type that is computed in."""
+        return self._weight_V_D[start:end].to(self.hidden_U_D.dtype)
+
+    def logits(self, start: int, end: int, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [U, C], in a room that the next call overwrites unless one is given, and their `weight`."""
+        weight_C_D = self.weight(start, end)
+        logits_U_C = self.view(self._logits if room is None else room, start, end)
         _product(self.hidden_U_D, weight_C_D.t(), out=logits_U_C)
         if self._bias_V is not None:
             logits_U_C += self._bias_V[start:end]

@@ -58,6 +58,8 @@ def step_metrics(
     tokens = rows.trained_R
     reward = mean_of(trained, "reward")
     advantage = rows.columns_R.get(ADVANTAGE)
+    if advantage is None and ADVANTAGE in rows.columns_S:
+        advantage = rows.columns_S[ADVANTAGE][rows.chosen_S]
     starts = np.flatnonzero(np.diff(rows.groups_R, prepend=-1)) if rows.rollouts else np.zeros(0, np.int64)
     signal = np.logical_or.reduceat(rows.signal_R, starts) if len(starts) else np.zeros(0)
     return {

@@ -9,11 +9,14 @@ import pytest
 import torch
 from ranks_rig import led, train, weights
 from torch.distributed.fsdp import FSDPModule
-from trainer_rig import group, rows_of, tiny_learner, tiny_llama, tiny_trainer
+from trainer_rig import VOCABULARY, group, rows_of, tiny_learner, tiny_llama, tiny_trainer
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
+from dataflow.model import Model
 from operators.losses import aipo
 from operators.models import ModelError
+from operators.trainer import Trainer
 
 RTOL = 1e-5
 EPS = 1e-3
@@ -85,6 +88,33 @@ def test_ranks_that_shard_the_data_make_the_steps_of_one(ranks, knobs):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
 def test_ranks_that_share_out_matrices_make_the_steps_of_one(ranks):
     compare(tiny_trainer(micro_batch_tokens=40, tensor_parallel=2, max_grad_norm=0.1, eps=EPS), ranks)
+
+
+def qwen3():
+    """Its norms of queries and keys see a rank's own heads alone."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=False, initializer_range=0.2, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
+def test_activations_computed_again_and_norms_of_a_ranks_own_heads_change_nothing(ranks):
+    trainer = tiny_trainer(tensor_parallel=2, eps=EPS, gradient_checkpointing=True)
+    compare(trainer, ranks, steps(2), lambda: tiny_learner(trainer, qwen3()))
+
+
+def test_ranks_compute_in_bfloat16_around_weights_in_float32():
+    trainer = Trainer(Model("tiny", dtype="bfloat16"), lr=1e-2, eps=EPS)
+    (one,) = train(tiny_learner(trainer), steps(1))
+    with led(trainer, 2) as learner:
+        (found,) = train(learner, steps(1))
+        assert {weight.dtype for weight in learner.parameters.values()} == {torch.float32}
+    np.testing.assert_allclose([found.loss, found.grad_norm], [one.loss, one.grad_norm], rtol=0.05)
+    assert found.loss != one.loss
 
 
 def test_ranks_without_rollouts_take_part_with_empty_micro_batches():

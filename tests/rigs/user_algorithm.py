@@ -22,9 +22,8 @@ def advantage(reward: Array, mask: list[Array]) -> Array:
 
 def tapered(new_logprobs, logprobs, advantage, rollout_index):
     """Good rollouts count in full; bad ones less and less as the policy comes to avoid them."""
-    gap = torch.zeros_like(logprobs).index_add(0, rollout_index, new_logprobs.detach() - logprobs)
-    weight = torch.where(advantage > 0, 1.0, gap[rollout_index].exp().clamp(max=1.0))
-    return -weight * advantage * new_logprobs
+    gap = torch.zeros_like(logprobs).index_add(0, rollout_index, new_logprobs.detach() - logprobs)[rollout_index]
+    return -torch.where(advantage > 0, 1.0, gap.exp().clamp(max=1.0)) * advantage * new_logprobs
 
 
 def build(*, policy: str, prompts: str, max_staleness: int = 2, lr: float = 2e-3) -> Graph:

@@ -19,6 +19,10 @@ import numpy as np
 
 from operators.packing import Array
 
+FINENESS = (1, 2, 4)
+"""Into what part of an even share groups are cut: the coarsest of those that let a step be over soonest. A finer cut
+computes common prefixes more often."""
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -38,18 +42,20 @@ def deal(
 
     tokens_S: [S]. offsets: [R + 1] into S. groups_R: [R], equal within a group, rows of a group side by side. limit:
     tokens of a micro-batch; a unit above it is one of its own. whole: groups are never cut; else those that are larger
-    than an even share of the step are.
+    than an even share of the step are, or than a part of it (`FINENESS`).
     """
     groups = units(tokens_S, offsets, groups_R)
     total = sum(unit.cost for unit in groups)
     count = -(-total // (limit * ranks))
     while groups:
-        share = -(-total // (count * ranks))
-        cut = groups if whole else [
-            part for unit in groups for part in pieces(tokens_S, offsets, unit, min(share, limit), limit)
+        share = max(1, total // (count * ranks))
+        cuts = [groups] if whole else [
+            [part for unit in groups for part in pieces(tokens_S, offsets, unit, min(max(1, share // fine), limit), limit)]
+            for fine in FINENESS
         ]  # fmt: skip
+        dealt = [(cut, spread([unit.cost for unit in cut], ranks, count)) for cut in cuts]
+        cut, found = min(dealt, key=lambda each: waited([unit.cost for unit in each[0]], each[1]))
         costs = [unit.cost for unit in cut]
-        found = spread(costs, ranks, count)
         if max(sum(costs[number] for number in each) for bins in found for each in bins) <= max(limit, *costs):
             return [[_rollouts([cut[number] for number in each]) for each in bins] for bins in found]
         count += 1
@@ -96,6 +102,11 @@ def spread(costs: Sequence[int], ranks: int, count: int) -> list[list[list[int]]
     """Numbers of the costs in each of `count` bins of each rank; bins of like load stand at the same place."""
     bins = sorted(fill(costs, ranks * count), key=lambda each: -sum(costs[number] for number in each))
     return [bins[rank::ranks] for rank in range(ranks)]
+
+
+def waited(costs: Sequence[int], bins: Sequence[Sequence[Sequence[int]]]) -> int:
+    """Tokens that a rank waits for in a whole step: the most at each place, over the places."""
+    return sum(max(sum(costs[number] for number in each) for each in at) for at in zip(*bins, strict=True))
 
 
 def fill(costs: Sequence[int], bins: int) -> list[list[int]]:

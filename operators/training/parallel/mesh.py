@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,8 @@ class MeshTogether:
 
     def _settle(self) -> None:
         """Wait for this rank's GPU, which waits for those of the others. RuntimeError when one of them is gone."""
-        event, deadline = torch.cuda.Event(), time.monotonic() + self.timeout_s
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        deadline = time.monotonic() + self.timeout_s
         event.record()
         while not event.query():
             if self.fallen():

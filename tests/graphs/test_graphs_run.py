@@ -1,0 +1,205 @@
+"""Every graph as its command makes it: it is checked, explained, and runs; wrong flags are refused in words."""
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rigs.forwards import saved, tokenizer_of
+from rigs.graphs import words
+from rigs.heads import classifier
+from rigs.policy import ALPHABET, tiny_policy
+
+from dataflow import Graph, main, verify
+from dataflow.run_folder import RunFolder
+from graphs.tasks.text import TextTask
+from operators import Trainer
+from operators.credit import normalized_advantage
+from operators.losses import cispo, gspo, rloo
+
+pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
+
+STEPS = 2
+TEXT = ("aipo", "grpo", "rloo", "dapo", "ppo", "distill", "sft")
+"""Graphs over text files."""
+OWN = ("sorting", "calculator")
+"""Graphs that make their policy themselves."""
+REWARD = '''"""Rewards."""
+
+
+def early(completion: str) -> float:
+    """The share of letters that stand early in the alphabet."""
+    return sum(letter in "abcdefgh" for letter in completion) / max(1, len(completion))
+'''
+
+Flags = Callable[..., list[str]]
+
+
+@pytest.fixture
+def flags(policy: Path, tmp_path: Path) -> Flags:
+    """The command line of a text graph on the tiny policy, as a function of its name and more flags."""
+    torch.set_num_threads(1)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    for name, count in (("train", 24), ("test", 4)):
+        lines = (json.dumps(row) + "\n" for row in words(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+
+    def made(name: str, *more: str) -> list[str]:
+        given = {
+            "policy": policy, "prompts": tmp_path / "train.jsonl", "held-out": tmp_path / "test.jsonl",
+            "reward": f"{tmp_path / 'rewards.py'}:early", "prompts-per-step": 4, "group-size": 4, "max-tokens": 8,
+            "eval-every": 1, "steps": STEPS, "runs": tmp_path / "runs",
+        }  # fmt: skip
+        teacher = ["--teacher", str(policy)] * (name == "distill")
+        return [part for flag, value in given.items() for part in (f"--{flag}", str(value))] + teacher + list(more)
+
+    return made
+
+
+def build_of(name: str) -> Callable[..., Graph]:
+    found: Callable[..., Graph] = importlib.import_module(f"graphs.{name}").build
+    return found
+
+
+def ran(tmp_path: Path) -> tuple[RunFolder, list[dict[str, Any]]]:
+    """The only run of the test, whose ledger is clean, and its lines of metrics."""
+    (folder,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
+    assert verify(folder).clean, verify(folder).line
+    return RunFolder.open(folder), RunFolder.open(folder).read_metrics()
+
+
+def refused(name: str, arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit status, and what was said on one line."""
+    with pytest.raises(SystemExit) as ended:
+        main(build_of(name), args=arguments)
+    return int(str(ended.value.code)), " ".join(capfd.readouterr().err.split())
+
+
+def test_every_graph_is_tried_here() -> None:
+    files = {path.stem for path in Path(importlib.import_module("graphs").__path__[0]).glob("*.py")}
+    assert files - {"__init__", "pipeline"} == {*TEXT, *OWN}
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_a_graph_trains_and_evaluates_and_its_ledger_is_clean(name: str, flags: Flags, tmp_path: Path) -> None:
+    main(build_of(name), args=flags(name, "--inline", "--quiet"))
+    _, lines = ran(tmp_path)
+    leader = "actor" if name == "ppo" else "trainer"
+    steps = [line for line in lines if line.get("node") == leader]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert all(line["grad_norm"] > 0 for line in steps[1:])
+    assert {line["step"] for line in lines if "eval_accuracy" in line} == set(range(STEPS + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo", "dapo"])
+def test_a_graph_of_many_operators_runs_in_processes(name: str, flags: Flags, tmp_path: Path, machine: None) -> None:
+    main(build_of(name), args=flags(name, "--quiet"))
+    _, lines = ran(tmp_path)
+    assert {line["step"] for line in lines if "loss" in line} == set(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_a_graph_explains_where_it_would_run(name: str, flags: Flags, capsys: pytest.CaptureFixture[str]) -> None:
+    main(build_of(name), args=flags(name, "--explain"))
+    told = capsys.readouterr().out
+    assert "worker" in told and ("critic -> values" if name == "ppo" else "trainer -> generator") in told
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_graph_that_makes_its_policy_is_checked(name: str, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = "graphs.sorting" if name == "sorting" else "graphs.tasks.calculator"
+    monkeypatch.setattr(importlib.import_module(owner), "warm_start", lambda folder, **how: policy)
+    graph = build_of(name)()
+    graph.check()
+    assert {"trainer", "generator", "eval"} <= set(graph.operators)
+
+
+def test_a_reward_model_may_take_the_place_of_the_reward(flags: Flags, tmp_path: Path) -> None:
+    judge = saved(classifier("Llama", "SequenceClassification"), tmp_path / "judge")
+    main(build_of("ppo"), args=flags("ppo", "--judge", str(judge), "--answer", "", "--inline", "--quiet"))
+    _, lines = ran(tmp_path)
+    assert all(line["reward_mean"] < 0 or line["reward_mean"] > 1 or line["reward_mean"] % 0.125 for line in lines
+               if "reward_mean" in line)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["aipo", "grpo"])
+def test_a_reference_is_kept_where_distance_from_it_costs(name: str, flags: Flags, tmp_path: Path) -> None:
+    main(build_of(name), args=flags(name, "--kl", "0.1", "--lr", "1e-2", "--inline", "--quiet"))
+    _, lines = ran(tmp_path)
+    told = [line["kl_reference"] for line in lines if "loss" in line]
+    assert told[0] == pytest.approx(0, abs=1e-5) and told[-1] > 1e-5
+
+
+def test_a_file_may_call_its_columns_otherwise(flags: Flags, tmp_path: Path) -> None:
+    rows = [{"question": row["prompt"], "solution": row["answer"]} for row in words(8)]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = [str(tmp_path / "other.jsonl")] * 2
+    named = ["--question", "question", "--answer", "solution", "--reward", "exact"]
+    files = ["--prompts", other[0], "--held-out", other[1]]
+    main(build_of("sft"), args=flags("sft", *files, *named, "--inline", "--quiet"))
+    folder, _ = ran(tmp_path)
+    table = folder.read_rollouts(1)
+    assert table.column("answer").to_pylist() == table.column("completion").to_pylist()
+
+
+def test_prompts_are_trained_in_another_order_than_the_files(flags: Flags, tmp_path: Path) -> None:
+    main(build_of("sft"), args=flags("sft", "--epochs", "1", "--steps", "6", "--inline", "--quiet"))
+    folder, _ = ran(tmp_path)
+    prompts = [prompt for step in range(1, 7) for prompt in folder.read_rollouts(step).column("prompt").to_pylist()]
+    asked = [row["prompt"] for row in words(24)]
+    assert prompts != asked and sorted(prompts) == sorted(asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("rloo", ["--reward", "exat"], "no reward is called 'exat'.*did you mean 'exact'"),
+        ("rloo", ["--answer", "answr"], "has no column 'answr'.*did you mean 'answer'"),
+        ("rloo", ["--question", "text"], "has no column 'text': it has"),
+        ("rloo", ["--answer", "", "--reward", "exact"], "'reward'.*reads column 'answer'"),
+        ("sft", ["--answer", ""], "'demonstrations' reads column 'answer'"),
+        ("rloo", ["--dtype", "float99"], "'dtype' is 'float99'.*use one of"),
+        ("dapo", ["--overlong-share", "2"], "lower buffer_tokens, or raise max_tokens"),
+        ("ppo", ["--max-staleness", "-1"], "max_staleness counts versions and cannot be -1"),
+    ],
+)
+def test_wrong_flags_are_refused_in_words(
+    name: str, more: list[str], message: str, flags: Flags, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, told = refused(name, flags(name, *more), capfd)
+    assert status == 1
+    pytest.importorskip("re")
+    assert __import__("re").search(message, told), told
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(
+    flags: Flags, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    teacher = tiny_policy(tmp_path / "teacher")
+    tokenizer_of(ALPHABET[::-1]).save_pretrained(teacher)
+    status, told = refused("distill", [*flags("distill", "--inline", "--quiet"), "--teacher", str(teacher)], capfd)
+    assert status == 1
+    assert "'teacher', whose tokenizer is another" in told and "give a model with the policy's tokenizer" in told
+
+
+@pytest.mark.parametrize(
+    ("loss", "credit", "normalize"),
+    [(gspo, normalized_advantage, "rollout_means"), (cispo, normalized_advantage, "tokens"), (rloo, None, "rollouts")],
+)
+def test_a_swap_of_loss_and_credit_makes_another_algorithm(loss: Any, credit: Any, normalize: str) -> None:
+    task = TextTask(policy="policy", prompts="prompts.jsonl")
+    ours = build_of("aipo")(task=replace(task, prompts=[{"prompt": "a", "answer": "b"}]), max_staleness=0)  # type: ignore[arg-type]
+    trainer = ours.operators["trainer"]
+    assert isinstance(trainer, Trainer)
+    other = ours.swap("trainer", replace(trainer, loss=loss, normalize=normalize))
+    other = other if credit is None else other.swap("advantage", credit)
+    other.check()
+    changed = other.operators["trainer"]
+    assert isinstance(changed, Trainer) and isinstance(ours.operators["trainer"], Trainer)
+    assert (changed.loss, changed.lr) == (loss, trainer.lr)
+    assert ours.operators["trainer"].loss is not loss

@@ -1,0 +1,111 @@
+"""Ranks that are forked: what they inherit, what they do not, and that they end with their parent."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dataflow.errors import RunError, WorkerDied
+from operators.ranks.channel import Channel
+from operators.ranks.processes import Forked, fork
+from operators.ranks.team import Team
+
+WAIT_S = 20.0
+
+
+def channel_of(end):
+    return Channel(socket.socket(fileno=end), WAIT_S)
+
+
+def test_a_fork_runs_a_closure_with_no_open_file_of_its_parents_but_its_own_end(tmp_path):
+    words = {"said": "by a closure"}
+
+    def main(end, rank):
+        channel = channel_of(end)
+        held = sorted(int(each.name) for each in Path("/dev/fd").iterdir() if each.exists())
+        channel.send({"answer": [words["said"], rank, held == [0, 1, 2, end]]})
+        return int(channel.receive(WAIT_S)["status"])
+
+    with (tmp_path / "open").open("w"):
+        team = Team("worker", 3, fork(main), start_s=WAIT_S, timeout_s=WAIT_S)
+        try:
+            assert [team.answer(rank, "answer") for rank in (1, 2)] == [
+                [words["said"], 1, True],
+                [words["said"], 2, True],
+            ]
+            assert not team.fallen()
+            team.tell({"status": 3}, 1)
+            with pytest.raises(WorkerDied, match="rank 1 of 'worker' .* ended with status 3"):
+                team.answer(1, "answer")
+            assert team.fallen()
+        finally:
+            team.tell({"status": 0}, 2)
+            team.close()
+
+
+def test_an_error_in_a_fork_ends_it_alone():
+    def main(end, rank):
+        raise ValueError("in the fork")
+
+    team = Team("worker", 2, fork(main), start_s=WAIT_S, timeout_s=WAIT_S)
+    with pytest.raises(WorkerDied, match="rank 1 of 'worker' .* ended with status 1"):
+        team.answer(1, "answer")
+    team.close()
+
+
+def test_waiting_for_a_fork_has_a_deadline_and_tells_its_signal():
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    process = Forked(pid)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    process.kill()
+    assert process.wait(WAIT_S) == -signal.SIGKILL
+    process.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end on Linux alone")
+def test_a_fork_ends_with_its_parent_however_that_ends():
+    hears, tells = os.pipe()
+
+    def sleeping(end, rank):
+        time.sleep(600)
+        return 0
+
+    parent = os.fork()
+    if parent == 0:
+        _, theirs = socket.socketpair()
+        child = fork(sleeping)(theirs, 1)
+        os.write(tells, str(child.pid).encode())
+        time.sleep(600)
+        os._exit(0)
+    child = int(os.read(hears, 100))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    deadline = time.monotonic() + WAIT_S
+    while _runs(child):
+        assert time.monotonic() < deadline, "the fork has outlived its parent"
+        time.sleep(0.01)
+
+
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_process_that_has_used_a_gpu_forks_no_rank(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(RunError, match="has used CUDA; .*before anything touches the GPU"):
+        fork(lambda end, rank: 0)(theirs, 1)
