@@ -8,7 +8,6 @@ from functools import partial
 from dataflow import Graph, main, scorer
 from graphs.pipeline import policy_gradient
 from graphs.tasks import calculator
-from graphs.tasks.calculator import source, warm
 from operators.credit import advantage
 from operators.losses import aipo
 
@@ -31,8 +30,8 @@ def build(
         eval_every: steps between evaluations.
     """
     return policy_gradient(
-        "calculator", policy=str(warm(policy, prompts)), prompts=source(prompts, "prompts"),
-        held_out=source(eval, "held_out", held_out=True), reward=scorer(calculator.reward), credit=advantage,
+        "calculator", policy=str(calculator.warm(policy, prompts)), prompts=calculator.source(prompts, "prompts"),
+        held_out=calculator.source(eval, "held_out", held_out=True), reward=scorer(calculator.reward), credit=advantage,
         loss=partial(aipo, rho=rho), max_staleness=max_staleness, max_tokens=calculator.MAX_TOKENS, group_size=8,
         prompts_per_step=32, lr=lr, normalize="rollouts", every_steps=eval_every, warmup_steps=20,
     )  # fmt: skip

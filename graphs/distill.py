@@ -1,6 +1,6 @@
 """On-policy distillation: the policy writes, a teacher says how likely each token was to it; no reward is needed.
 
-python -m graphs.distill --policy FOLDER_OR_ID --teacher FOLDER_OR_ID --prompts FILE
+python -m graphs.distill --policy FOLDER_OR_ID --teacher FOLDER_OR_ID --prompts FILE --answer ""
 """
 
 from functools import partial

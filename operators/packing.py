@@ -19,7 +19,7 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 BUCKET_MIN_TOKENS = 64
 """Rows up to this length share one bucket: for short rows a second call costs more than the padding."""
-BUCKET_GROWTH = 1.5
+BUCKET_GROWTH = 1.25
 """The longest row of a bucket is at most this much longer than its shortest."""
 
 

@@ -70,7 +70,8 @@ def imports_of(node: ast.stmt) -> list[str]:
 
 def test_building_and_planning_a_graph_leaves_torch_unimported() -> None:
     program = (
-        "import sys; import dataflow, graphs.aipo, graphs.grpo, graphs.sorting, graphs.calculator;"
+        "import sys; import dataflow, graphs.aipo, graphs.grpo, graphs.rloo, graphs.dapo, graphs.ppo, graphs.distill;"
+        "import graphs.sft, graphs.sorting, graphs.calculator;"
         "from dataflow.testing import FakePrompts, FakeGenerator, FakeTrainer;"
         "from dataflow import *;"
         "g, m = Graph('t'), Model('m'); gen, t = FakeGenerator(model=m), FakeTrainer(model=m);"
@@ -111,7 +112,7 @@ def test_every_module_says_in_one_sentence_what_it_is() -> None:
 
 def test_graphs_stay_under_sixty_lines() -> None:
     for path in (ROOT / "graphs").glob("*.py"):
-        assert path.read_text().count("\n") <= 60, name(path)
+        assert path.read_text().count("\n") < 60, name(path)
 
 
 def test_the_exported_names_are_these() -> None:

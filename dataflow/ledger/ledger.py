@@ -9,18 +9,27 @@ For each sink, at any moment:
 Each call is one transaction; several processes of one machine may hold the same ledger open and write to it.
 """
 
+import contextlib
 import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dataflow.files import to_json
 from dataflow.ledger import reads, writes
 from dataflow.ledger.reads import Counts, InFlight, PlannedStep
-from dataflow.ledger.schema import LedgerError, build, check_schema, connect, explained, snapshot, transaction
+from dataflow.ledger.schema import (
+    BUSY_TIMEOUT_S,
+    LedgerError,
+    build,
+    check_schema,
+    connect,
+    explained,
+    snapshot,
+    transaction,
+)
 
 __all__ = ["Counts", "InFlight", "Ledger", "LedgerError", "PlannedStep"]
 
@@ -177,13 +186,16 @@ class Ledger:
         return f"{'clean' if found.missing == 0 else 'BROKEN'}: {found}"
 
     def flush(self) -> None:
-        """Bring all that was committed to the disk itself.
+        """Bring all that was committed to the disk itself; from any thread, as it has a connection of its own.
 
         Called before a checkpoint is marked, so that no power cut leaves one whose step the ledger forgot.
         """
         self._check_owner()
-        with explained("flush", self.path):
-            busy, _, _ = self._db.execute("PRAGMA wal_checkpoint(FULL)").fetchone()
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        with contextlib.closing(connect(self.path, mode="rw")) as db, explained("flush", self.path):
+            # SQLite lets nobody wait for another's flush: it says busy at once.
+            while (busy := db.execute("PRAGMA wal_checkpoint(FULL)").fetchone()[0]) and time.monotonic() < deadline:
+                time.sleep(0.01)
         if busy:
             raise LedgerError(
                 f"ledger '{self.path}' could not flush: another process holds it; look for a stopped worker of this run"
@@ -199,13 +211,13 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _transaction(self, doing: str) -> Iterator[None]:
         self._check_owner()
         with transaction(self._db, self.path, doing):
             yield
 
-    @contextmanager
+    @contextlib.contextmanager
     def _snapshot(self, doing: str) -> Iterator[None]:
         self._check_owner()
         with snapshot(self._db, self.path, doing):

@@ -87,7 +87,7 @@ class TextTask:
         """Prompts with the reference answer as column `answer`, and under the name that the file has for it."""
         if self.answer in ("", ANSWER):
             return Prompts(
-                source, columns=[self.answer] * bool(self.answer), prompt_column=self.question, chat=self.chat, **knobs
+                source, columns=(self.answer,) * bool(self.answer), prompt_column=self.question, chat=self.chat, **knobs
             )
 
         def answered(row: Mapping[str, Any]) -> dict[str, Any]:

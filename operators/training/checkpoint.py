@@ -1,40 +1,137 @@
-"""A checkpoint: a Hugging Face folder that `from_pretrained` loads, the optimiser's state beside it."""
+"""A checkpoint: a Hugging Face folder that `from_pretrained` loads, the optimiser's state in shards beside it.
+
+Every rank copies its part to main memory while training waits (`stage`); threads write the copies. Rank 0 writes the
+whole weights, or the adapters alone, and is done when the shards of all ranks stand beside them. No pickle anywhere.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dataflow.errors import RunError
+from operators import adapters
 from operators.models import no_progress_bar
-from operators.training.optimizer import load_state, state_tensors
+from operators.training import shards
+from operators.training.optimizer import fresh_state, state_tensors
+from operators.training.staging import Background, Staging
 
-OPTIMIZER_FILE = "optimizer.safetensors"
+if TYPE_CHECKING:
+    from operators.training.learner import Learner
+
+OPTIMIZER_FOLDER = "optimizer"
 STATE_FILE = "trainer_state.json"
-FORMAT = 1
+FORMAT = 2
+DEADLINE_S = 1800.0
+"""For a checkpoint to be written."""
 
 
-def write_checkpoint(
+@dataclass(frozen=True)
+class Staged:
+    """One rank's part of a checkpoint, in main memory."""
+
+    module: Any
+    weights: Mapping[str, Tensor]
+    """Whole, on rank 0; of a module with adapters these alone."""
+    pieces: Mapping[str, shards.Piece]
+    """Of the optimiser's state, <parameter>/<moment>."""
+    rank: int
+    ranks: int
+
+    def write(self, folder: Path, tokenizer: Any, facts: Mapping[str, int | float | str]) -> None:
+        """Write all of it, and on rank 0 wait for the others' shards. RunFolderError names the file that it cannot."""
+        if self.rank == 0:
+            self._write_model(folder, tokenizer)
+            with shards.explained(folder / STATE_FILE):
+                text = json.dumps({"format": FORMAT, **facts}, indent=1) + "\n"
+                (folder / STATE_FILE).write_text(text, "utf-8")
+        place = folder / OPTIMIZER_FOLDER
+        shards.write(place / shards.file_name(self.rank, self.ranks), self.pieces)
+        if self.rank == 0:
+            shards.wait_for(place, self.ranks, DEADLINE_S)
+
+    def _write_model(self, folder: Path, tokenizer: Any) -> None:
+        with shards.explained(folder / "model.safetensors"):
+            if adapters.is_adapted(self.module):
+                adapters.save(folder, self.module, self.weights)
+            else:
+                with no_progress_bar():
+                    self.module.save_pretrained(folder, state_dict=dict(self.weights))
+        if tokenizer is not None:
+            with shards.explained(folder / "tokenizer.json"):
+                tokenizer.save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class _Desk:
+    """What a learner's checkpoints are written with."""
+
+    staging: Staging
+    background: Background
+    """Of a rank behind rank 0."""
+
+
+_DESKS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Desk] = weakref.WeakKeyDictionary()
+"""By optimiser, of which each learner of this process has one."""
+
+
+def stage(learner: Learner, rank: int, ranks: int, folder: Path) -> Staged | None:
+    """Copy this rank's part to main memory: for `Learner.everywhere`, as tensors are gathered one by one.
+
+    folder: an empty one that all ranks see. Rank 0 gets its part, to write it when it likes, before the next call; the
+    others write theirs in the background, and return None. Raises what the write before raised, there.
+    """
+    desk = _DESKS.setdefault(learner.optimizer, _Desk(Staging(), Background(f"rank {rank}'s part of a checkpoint")))
+    desk.background.wait(DEADLINE_S)
+    (folder / OPTIMIZER_FOLDER).mkdir(exist_ok=True)
+    weights = {}
+    for name, tensor in _exported(learner.forward.module).items():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if rank == 0:
+            weights[name] = desk.staging.copy(name, whole)
+    pieces = {}
+    for name, tensor in state_tensors(learner.optimizer, learner.parameters).items():
+        piece = shards.piece_of(tensor, rank)
+        if piece is not None:
+            pieces[name] = shards.Piece(desk.staging.copy(name, piece.tensor), piece.offsets)
+    desk.staging.settle()
+    staged = Staged(learner.forward.module, weights, pieces, rank, ranks)
+    if rank == 0:
+        return staged
+    desk.background.start(functools.partial(_write_beside, staged, folder), DEADLINE_S)
+    return None
+
+
+def save(
     folder: Path,
-    module: Any,
+    learner: Learner,
     tokenizer: Any,
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, Tensor],
     facts: Mapping[str, int | float | str],
+    rank: int = 0,
+    ranks: int = 1,
 ) -> None:
-    """Fill `folder` with weights (safetensors), config, tokenizer, optimiser state and `facts`; no pickle."""
-    with no_progress_bar():
-        module.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    save_file(state_tensors(optimizer, parameters), folder / OPTIMIZER_FILE)
-    (folder / STATE_FILE).write_text(json.dumps({"format": FORMAT, **facts}, indent=1) + "\n", "utf-8")
+    """Write a checkpoint and wait for it; called on every rank."""
+    staged = stage(learner, rank, ranks, folder)
+    if staged is not None:
+        staged.write(folder, tokenizer, facts)
+    else:
+        _DESKS[learner.optimizer].background.wait(DEADLINE_S)
+
+
+def restore(learner: Learner, rank: int, ranks: int, folder: Path) -> None:
+    """Put the optimiser's state of a checkpoint back, whatever number of ranks wrote it: for `Learner.everywhere`.
+
+    The weights are loaded with the model, from the same folder. Raises RunError when the state does not fit.
+    """
+    shards.read(folder / OPTIMIZER_FOLDER, fresh_state(learner.optimizer, learner.parameters))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -50,6 +147,18 @@ def read_state(folder: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def read_optimizer(folder: Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
-    """Put the optimiser's state of a checkpoint back. RunError when it does not fit."""
-    load_state(optimizer, parameters, load_file(folder / OPTIMIZER_FILE))
+def _exported(module: Any) -> dict[str, Any]:
+    """The tensors that the folder is to hold, each once, under the module's names."""
+    if adapters.is_adapted(module):
+        return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    named = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in module.state_dict().items() if name not in named}
+    return dict(module.named_parameters()) | buffers
+
+
+def _write_beside(staged: Staged, folder: Path) -> None:
+    try:
+        staged.write(folder, None, {})
+    except BaseException as error:
+        shards.give_up(folder / OPTIMIZER_FOLDER, staged.rank, error)
+        raise

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from operators.models import ModelError
 from operators.packing import Array, Kept, Packed
-from operators.training.policy import ATTENTION, Rows
-from operators.training.switching import probe, switch_to_packed
+from operators.training.packed_attention import ATTENTION, Rows, probe, switch_to_packed
 
 HEADS = ("score", "classifier")
 """What transformers calls the last layer of models that classify tokens or sequences."""

@@ -1,11 +1,12 @@
 """Log-probabilities and entropies of chosen tokens from hidden states, a slice of the vocabulary at a time; uses torch.
 
 All logits at once are the largest tensor of a step: [U, V] in float32, and its gradient again. Here they are computed
-for a slice of C ids at a time, reduced at once (a running maximum and sum of exponentials), and most of them computed
-again in the backward pass: a part is kept, in memory that is free again when the weight's gradient needs as much.
+for a slice of C ids at a time and reduced at once (a running maximum and sum of exponentials). A part of the slices is
+kept for the backward pass, where its memory is given back while the weight's gradient comes to take as much; the others
+are computed again.
 
-The slices go over V and not over U, so that each part of the weight's gradient is written once, with the
-sum over all U inside one matrix product: it needs no wider copy to add up in, and in bfloat16 it is rounded once.
+The slices go over V and not over U, so that each part of the weight's gradient is written once, with the sum over all U
+inside one matrix product: it needs no wider copy to add up in, and in bfloat16 it is rounded once.
 
 Axis suffixes as in `operators.packing`; and D width of the model, V vocabulary, C ids of a slice, M tokens drawn from
 less than the vocabulary, P pairs of a row and an id whose logit is wanted.
@@ -26,7 +27,9 @@ CPU_SLICE, GPU_SLICE = 2**20, 2**25
 LEAST_IDS = 512
 """Ids of a slice at least: narrower matrix products are slow."""
 MOST_KEPT = 0.7
-"""Share of the logits that is kept for the backward pass at most, where the weight has that many numbers."""
+"""Share of the logits that is kept for the backward pass at most: it makes up for what is computed twice."""
+KEPT_OF_WEIGHT = 1.5
+"""As many logits are kept at most as this times the weight has numbers."""
 BLOCK = 2**23
 """Kept logits are allocated so many at a time, 32 MiB: smaller pieces the C library does not give back when freed."""
 
@@ -93,7 +96,9 @@ def logprobs_of_logits(
         logits_U_V = logits_U_V / temperature
     logs_U_V = logits_U_V.log_softmax(-1)
     entropy_U = -(logs_U_V.exp() * logs_U_V).sum(-1) if entropy else None
-    return _composed(wanted, logs_U_V.new_zeros(len(logs_U_V)), logs_U_V[wanted.pairs()], entropy_U)
+    if wanted.tokens_M is None:
+        return _composed(wanted, logs_U_V.new_zeros(len(logs_U_V)), logs_U_V[wanted.pairs()], entropy_U)
+    return _composed(wanted, logits_U_V.logsumexp(-1), logits_U_V[wanted.pairs()], entropy_U)
 
 
 def _composed(
@@ -260,7 +265,7 @@ class _Walk:
         """Rooms for the logits of the first slices, which are kept; blocks of them are freed together."""
         rows, width = self.hidden_U_D.shape
         size = rows * self._width
-        count = int(min(MOST_KEPT, width / max(1, rows)) * (len(self._edges) - 1))
+        count = int(min(MOST_KEPT, KEPT_OF_WEIGHT * width / max(1, rows)) * (len(self._edges) - 1))
         each = max(1, BLOCK // max(1, size))
         blocks = [min(each, count - start) for start in range(0, count, each)]
         return [room for slices in blocks for room in self.hidden_U_D.new_empty(slices, size, dtype=self.wide).unbind()]

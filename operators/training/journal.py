@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from dataflow.node import Context
 from operators.training import checkpoint
 from operators.training.buffer import Group
 from operators.training.learner import Learner
+from operators.training.staging import Background
+
+CLOSE_S = 5.0
+"""For a checkpoint that is being written when the run ends otherwise than it should."""
 
 
 @dataclass
@@ -25,7 +30,10 @@ class Journal:
     learner: Learner
     tokenizer: Any
     kept_step: int
-    """Step of the last checkpoint."""
+    """Step of the last checkpoint, which may still be being written."""
+    _background: Background = field(default_factory=lambda: Background("the checkpoint being written"))
+    _writing: tuple[int, Path] | None = None
+    """Step and place of a checkpoint that the ledger does not know yet."""
 
     def commit(
         self,
@@ -36,11 +44,12 @@ class Journal:
         *,
         keep: bool,
     ) -> None:
-        """Record a step with the groups it trained, in order, and those given up; `keep`: with a checkpoint.
+        """Record a step with the groups it trained, in order, and those given up; `keep`: begin a checkpoint.
 
-        The rollouts are on the disk before the ledger names them, the ledger before a checkpoint is marked.
+        The rollouts are written before the ledger names them. Raises what went wrong with a checkpoint meanwhile.
         """
         context, clock = self.context, self.context.clock
+        self._note()
         began = clock()
         if context.folder is not None:
             rows = [group.records for group in trained]
@@ -64,25 +73,57 @@ class Journal:
             context.folder.append_metrics(metrics)
 
     def keep(self, step: int) -> None:
-        """Write the checkpoint of the last committed step, unless it stands already."""
-        context, learner = self.context, self.learner
+        """Begin the checkpoint of the last committed step, unless there is one; the one before is waited for.
+
+        Here its tensors are copied; they are written in the background. Raises what went wrong with the one before.
+        """
+        context, name = self.context, self.context.own_folder
         if context.folder is None or step in (0, self.kept_step):
             return
-        if context.ledger is not None:
-            context.ledger.flush()
-        checkpoints = context.folder.checkpoints_of(context.own_folder)
-        with checkpoints.writing(step, node=context.node, version=step) as folder:
-            checkpoint.write_checkpoint(
-                folder,
-                learner.forward.module,
-                self.tokenizer,
-                learner.optimizer,
-                learner.parameters,
-                {"step": step, "version": step, "node": context.node},
-            )
+        self._wait(checkpoint.DEADLINE_S)
+        checkpoints = context.folder.checkpoints_of(name)
+        trained = range(self.kept_step + 1, step + 1)
+        facts = {"step": step, "version": step, "node": context.node}
+        with contextlib.ExitStack() as opened:
+            folder = opened.enter_context(checkpoints.writing(step, node=context.node, version=step))
+            staged = self.learner.everywhere(checkpoint.stage, folder=folder)[0]
+            committed = opened.pop_all()
+
+        def write() -> None:
+            """The rollouts are on the disk before the ledger is, both before the checkpoint is marked."""
+            assert context.folder is not None
+            with committed:
+                context.folder.flush_rollouts(trained, node=name)
+                if context.ledger is not None:
+                    context.ledger.flush()
+                staged.write(folder, self.tokenizer, facts)
+
+        self._writing = (step, checkpoints.folder(step))
+        self._background.start(write, checkpoint.DEADLINE_S)
         self.kept_step = step
-        if context.ledger is not None:
-            context.ledger.record_checkpoint(context.node, step, str(checkpoints.folder(step)))
+
+    def finish(self, step: int) -> None:
+        """Keep the last step and wait until all is written. Raises what went wrong."""
+        self.keep(step)
+        self._wait(checkpoint.DEADLINE_S)
+
+    def close(self) -> None:
+        """Leave a checkpoint that is being written a moment to be done; the run is over already, or has failed."""
+        try:
+            self._wait(CLOSE_S)
+        except Exception as error:  # the run has an error of its own, or was told this one before
+            self.context.log.warning("checkpoint not written", node=self.context.node, error=str(error))
+
+    def _wait(self, deadline_s: float) -> None:
+        self._background.wait(deadline_s)
+        self._note()
+
+    def _note(self) -> None:
+        """Tell the ledger of a checkpoint that is written. Raises what went wrong with it."""
+        if self._writing is not None and self._background.is_idle:
+            (step, place), self._writing = self._writing, None
+            if self.context.ledger is not None:
+                self.context.ledger.record_checkpoint(self.context.node, step, str(place))
 
     def drop(self, reasons: Mapping[int, str]) -> None:
         """Record groups given up outside any step."""

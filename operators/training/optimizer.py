@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataflow.errors import RunError
-
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -31,33 +29,19 @@ def adamw(
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The optimiser's state as <parameter>/<moment>, on the CPU; empty before its first step."""
-    found = {}
+    """The optimiser's own state as <parameter>/<moment>; empty before its first step."""
+    found: dict[str, Tensor] = {}
     for name, weight in parameters.items():
         state = optimizer.state.get(weight, {})
-        for moment in MOMENTS:
-            if moment in state:
-                found[f"{name}/{moment}"] = state[moment].detach().cpu().contiguous()
+        found |= {f"{name}/{moment}": state[moment] for moment in MOMENTS if moment in state}
     return found
 
 
-def load_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> None:
-    """Put back what `state_tensors` gave. RunError when it is of another model."""
-    if not tensors:
-        return
-    for name, weight in parameters.items():
-        if not weight.requires_grad:
-            continue
-        state = {}
-        for moment in MOMENTS:
-            saved = tensors.get(f"{name}/{moment}")
-            if saved is None or (moment != "step" and saved.shape != weight.shape):
-                raise RunError(
-                    f"the saved optimiser state does not fit parameter '{name}' {list(weight.shape)}; found "
-                    f"{None if saved is None else list(saved.shape)} for '{moment}'; "
-                    f"resume with the model of the checkpoint"
-                )
-            state[moment] = saved.to(weight.device).clone()
-        optimizer.state[weight] = state
+def fresh_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give the optimiser a state to fill, as after a step, in place of what it has; that state as `state_tensors`."""
+    for weight in parameters.values():
+        if weight.requires_grad:
+            step = torch.zeros((), dtype=torch.float32, device=weight.device)
+            moments = torch.zeros_like(weight), torch.zeros_like(weight), step
+            optimizer.state[weight] = dict(zip(MOMENTS, moments, strict=True))
+    return state_tensors(optimizer, parameters)

@@ -4,80 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from operators.packing import Array, Kept, Packed, pack
+from operators.packing import Array, Kept, Packed
 from operators.training.head import Shape, Wanted, logprobs_of_hidden, logprobs_of_logits
 from operators.training.head_module import HeadModule
+from operators.training.packed_attention import PROBE_TOLERANCE, Rows, probe, switch_to_packed
 
-ATTENTION = "dataflow_packed"
-PROBE_TOLERANCE = 1e-3
 ROUNDED_TOLERANCE = 0.1
-"""The same where logits are rounded to 16 bits, and the sliced head's are not."""
+"""PROBE_TOLERANCE where logits are rounded to 16 bits, and the sliced head's are not."""
 MOST_LOGITS = 2**22
 """Up to so many logits are held all at once: 16 MiB cost less time than computing them again in the backward pass."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The attention rows of a packed micro-batch, on the device: an argument of `packed_attention`."""
-
-    buckets: tuple[Tensor, ...]
-    """Node indices int64 [B, L], right padded."""
-    back_N: Tensor
-    """Where each node's output stands in the buckets, end to end."""
-
-
-def packed_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packed_rows: Rows,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **rest: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within rows gathered from the nodes by index; an attention function of transformers.
-
-    query, key, value: [1, heads, N, D]. Returns [1, N, heads, D]. Padding stands at the right of the rows,
-    where no token before it sees it, so a full-attention layer needs no mask. Raises ValueError for variants
-    that it does not compute (soft caps, sinks, biases).
-    """
-    for unknown in ("softcap", "s_aux", "position_bias"):
-        if rest.get(unknown) is not None:
-            raise ValueError(f"packed attention does not compute '{unknown}'")
-    query_N_H_D, key_N_H_D, value_N_H_D = (x[0].transpose(0, 1) for x in (query, key, value))
-    is_grouped = query.shape[1] != key.shape[1]
-    outputs = []
-    for bucket_B_L in packed_rows.buckets:
-        batch, length = bucket_B_L.shape
-        index = bucket_B_L.view(-1)
-        rows = [
-            x.index_select(0, index).view(batch, length, *x.shape[1:]).transpose(1, 2)
-            for x in (query_N_H_D, key_N_H_D, value_N_H_D)
-        ]
-        mask = None
-        if sliding_window is not None and sliding_window < length:
-            at = torch.arange(length, device=query.device)
-            mask = (at[:, None] >= at) & (at[:, None] - at < sliding_window)
-        out = F.scaled_dot_product_attention(
-            rows[0], rows[1], rows[2],
-            attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling, enable_gqa=is_grouped,
-        )  # fmt: skip
-        outputs.append(out.transpose(1, 2).reshape(batch * length, out.shape[1], out.shape[3]))
-    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return flat.index_select(0, packed_rows.back_N)[None], None
 
 
 class Policy:
@@ -105,7 +47,7 @@ class Policy:
         self._head: HeadModule | None = None
         self.packs = False
         if packed is None or packed:
-            self.packs = self._switch_to_packed(must=bool(packed))
+            self.packs = switch_to_packed(module, self._probed, must=bool(packed))
         self._head = self._proved_head()
 
     @property
@@ -205,44 +147,23 @@ class Policy:
 
     def _proved_head(self) -> HeadModule | None:
         """The model's last layer, if on a probe it gives the log-probabilities that the model's logits give."""
-        probe = _probe(self._vocabulary)
-        run = partial(self._run_packed, probe) if self.packs else partial(self._run_padded, probe, probe.buckets[0])
-        head = HeadModule.of(self.module, run)
+        few = probe(self.module)
+        run = partial(self._run_packed, few) if self.packs else partial(self._run_padded, few, few.buckets[0])
+        with self._autocast():
+            head = HeadModule.of(self.module, run)
         if head is None:
             return None
         with torch.no_grad():
-            logits = self._logits(probe)
-            wanted = self._wanted(probe.head_T, probe.targets_T, None)
+            logits = self._logits(few)
+            wanted = self._wanted(few.head_T, few.targets_T, None)
             from_logits, _ = logprobs_of_logits(logits, wanted, self.temperature, entropy=False)
-            found, _ = self._through_head(head, probe, None, entropy=False)
+            found, _ = self._through_head(head, few, None, entropy=False)
         tolerance = PROBE_TOLERANCE if logits.dtype in (torch.float32, torch.float64) else ROUNDED_TOLERANCE
         return head if bool(((found - from_logits).abs() <= tolerance).all()) else None
 
-    def _switch_to_packed(self, must: bool) -> bool:
-        """Replace the model's attention, unless a probe shows that its log-probabilities would change."""
-        from transformers import AttentionInterface
-
-        AttentionInterface.register(ATTENTION, packed_attention)
-        was = self.module.config._attn_implementation
-        if was == ATTENTION:
-            return True
-        probe = _probe(self._vocabulary)
-        with torch.no_grad():
-            wanted, _ = self.logprobs(probe)
-            try:
-                self.module.set_attn_implementation(ATTENTION)
-                self.packs = True
-                found, _ = self.logprobs(probe)
-                if bool(((found - wanted).abs() <= PROBE_TOLERANCE).all()):
-                    return True
-            except Exception:  # any refusal means the same: this architecture keeps its own attention
-                if must:
-                    raise
-        self.packs = False
-        self.module.set_attn_implementation(was)
-        if must:
-            raise ValueError(f"{type(self.module).__name__} gives other log-probabilities when packed")
-        return False
+    def _probed(self, is_packed: bool) -> Tensor:
+        self.packs = is_packed
+        return self.logprobs(probe(self.module))[0]
 
 
 def _by_bucket(packed: Packed) -> Iterator[tuple[Array, Array, Array, Array]]:
@@ -256,13 +177,3 @@ def _by_bucket(packed: Packed) -> Iterator[tuple[Array, Array, Array, Array]]:
         head_T = (np.cumsum(inside_U) - 1)[packed.head_T[tokens]]
         yield bucket, at_U[inside_U] - begin, head_T, tokens
         begin += bucket.size
-
-
-def _probe(vocabulary: int) -> Packed:
-    """Three rollouts that share a prefix, and one that does not."""
-    draw = np.random.default_rng(0)
-    rows = [draw.integers(0, vocabulary, size) for size in (12, 9, 15, 7)]
-    for row in rows[1:3]:
-        row[:6] = rows[0][:6]
-    offsets = np.r_[0, np.cumsum([len(row) for row in rows])]
-    return pack(np.concatenate(rows), np.ones(int(offsets[-1]), bool), offsets)

@@ -94,7 +94,7 @@ class TrainerRuntime(Runtime):
         start = 0
         if folder is not None:
             start = int(checkpoint.read_state(folder)["step"])
-            checkpoint.read_optimizer(folder, learner.optimizer, learner.parameters)
+            learner.everywhere(checkpoint.restore, folder=folder)
         return cls(trainer, context, learner, load_tokenizer(model), start)
 
     def room(self) -> int:
@@ -171,7 +171,8 @@ class TrainerRuntime(Runtime):
         return found | ({"done": 1} if self._done else {})
 
     def close(self) -> None:
-        """Let the weight plane go, and the other ranks."""
+        """Let the weight plane go, and the other ranks, once a checkpoint that is being written had time to be done."""
+        self._journal.close()
         close = getattr(self._writer, "close", None)
         if close is not None:
             close()
@@ -290,6 +291,8 @@ class TrainerRuntime(Runtime):
             group.release()
         self._rest()
         self._pace.free = clock()
+        if is_last:
+            self._journal.finish(self._step)
         self._done = is_last
 
     def _skip(self, groups: Sequence[Group], culprit: str) -> None:
@@ -315,7 +318,7 @@ class TrainerRuntime(Runtime):
                 group.release()
             self._groups, self._passed, self._reasons = [], [], {}
         self._bring(moments=True)
-        self._journal.keep(self._step)
+        self._journal.finish(self._step)
         self._done = True
 
     def _bring(self, *, moments: bool = False) -> None:

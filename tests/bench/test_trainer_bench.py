@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import trainer, trainer_systems
+from bench import trainer, trainer_head, trainer_systems
 from bench.trainer_batches import PAD, PROMPT_TOKENS, as_groups, as_padded, make_rollouts
 from operators.training.rows import step_rows
 
@@ -97,3 +97,14 @@ def test_rows_and_padded_tensors_hold_the_same_rollouts():
     assert np.array_equal(rows.tokens_S[rows.mask_S], padded.completion_ids[padded.completion_ids != PAD].numpy())
     assert np.array_equal(rows.tokens_S[~rows.mask_S], padded.prompt_ids[padded.prompt_ids != PAD].numpy())
     assert np.allclose(rows.columns_R["advantage"], padded.advantage.numpy())
+
+
+def test_the_head_is_measured_at_a_vocabulary_of_150_000_while_there_is_time(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(trainer_head, "measure_head", lambda report, cases, threads: asked.append((cases, threads)))
+    path = tmp_path / "lines.jsonl"
+    assert trainer.main(["--model", "tiny", "--threads", "1", "--cases", "head", "--json", str(path)]) == 0
+    (((case,), threads),) = asked
+    assert (case.vocabulary, threads) == (150_000, 1)
+    assert trainer.main(["--model", "tiny", "--cases", "head", "--minutes", "0", "--json", str(path)]) == 0
+    assert len(asked) == 1 and "time" in lines(path)["all"]["skipped"]

@@ -1,5 +1,6 @@
 """Which trainer bounds what in a graph of an actor and a critic, and what the conductor makes of two trainers."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -187,3 +188,16 @@ def test_rollouts_that_a_trainer_lacks_are_found_beside_those_of_another(tmp_pat
     _two_sinks(folder, oldest=0)
     folder.step_file(1, node="critic").unlink()
     assert not verify(folder.path).clean
+
+
+def test_trainers_may_flush_the_ledger_at_the_same_time(tmp_path: Path) -> None:
+    """From other connections, and from the threads that write their checkpoints."""
+    path = tmp_path / "ledger.db"
+    Ledger.create(path, {"actor": ["prompts"]}).close()
+    with Ledger.open(path) as ledger, ThreadPoolExecutor(4) as threads:
+        for group in range(50):
+            flushed = [threads.submit(ledger.flush) for _ in range(4)]
+            ledger.issue("prompts", [(group, str(group))])
+            for each in flushed:
+                each.result(60)
+        assert ledger.next_group_id("prompts") == 50

@@ -1,6 +1,9 @@
-"""A trainer of several ranks among fakes: forked from the test's process, which is rank 0."""
+"""A trainer of several ranks without a run: a fork of the test's process is rank 0, and forks the others."""
 
 import contextlib
+import functools
+import socket
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,11 +12,43 @@ from torch.distributed.tensor import DTensor
 from trainer_rig import tiny_learner, tiny_llama
 
 from dataflow.node import Context
+from operators.ranks.channel import Channel
+from operators.ranks.processes import fork
+from operators.ranks.team import Team
 from operators.trainer import Trainer
 from operators.training.learner import Learner, Outcome
 from operators.training.parallel.launch import lead
 from operators.training.parallel.lead import LedLearner
 from operators.training.rows import StepRows
+
+TEST_S = 150.0
+
+
+def in_a_fork(test: Callable[..., None]) -> Callable[..., None]:
+    """A test whose process is a worker's: new, and in no process group before. torch keeps what it knows of meshes for
+    as long as a process lives, so that a second one in it finds groups that are gone."""
+
+    def main(end: int, rank: int, body: Callable[[], None]) -> int:
+        channel = Channel(socket.socket(fileno=end), TEST_S)
+        said = ""
+        try:
+            body()
+        except BaseException:
+            said = traceback.format_exc()
+        channel.send({"said": said})
+        return 0
+
+    @functools.wraps(test)
+    def run(*given: Any, **named: Any) -> None:
+        start = fork(functools.partial(main, body=functools.partial(test, *given, **named)))
+        team = Team(test.__name__, 2, start, start_s=TEST_S, timeout_s=TEST_S)
+        try:
+            said = team.answer(1, "said")
+        finally:
+            team.close()
+        assert not said, said
+
+    return run
 
 
 @contextlib.contextmanager

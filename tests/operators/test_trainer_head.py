@@ -209,7 +209,7 @@ def test_no_tensor_is_as_large_as_all_logits_forward_or_backward(monkeypatch):
     with _Largest() as seen:
         found, entropy = logprobs_of_hidden(hidden, weight, None, wanted, Shape(), entropy=True)
         (found.sum() + entropy.sum()).backward()
-    assert seen.most == weight.numel()
+    assert seen.most <= head.KEPT_OF_WEIGHT * weight.numel() < 200 * 5000 / 10
     with _Largest() as seen:
         F.linear(hidden, weight).logsumexp(-1).sum().backward()
     assert seen.most == 200 * 5000

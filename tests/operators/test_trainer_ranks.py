@@ -1,5 +1,7 @@
 """A trainer of several ranks makes the steps that one rank makes, and names the rank that broke them."""
 
+import copy
+import dataclasses
 import functools
 import os
 import signal
@@ -7,16 +9,17 @@ import signal
 import numpy as np
 import pytest
 import torch
-from ranks_rig import led, train, weights
+from ranks_rig import in_a_fork, led, train, weights
 from torch.distributed.fsdp import FSDPModule
 from trainer_rig import VOCABULARY, group, rows_of, tiny_learner, tiny_llama, tiny_trainer
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaForTokenClassification, Qwen3Config, Qwen3ForCausalLM
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.model import Model
-from operators.losses import aipo
+from operators.losses import aipo, value_loss
 from operators.models import ModelError
 from operators.trainer import Trainer
+from operators.training.build import forward_of, learner_of
 
 RTOL = 1e-5
 EPS = 1e-3
@@ -81,11 +84,13 @@ def compare(trainer, ranks, given=None, make=None):
         ),
     ],
 )
+@in_a_fork
 def test_ranks_that_shard_the_data_make_the_steps_of_one(ranks, knobs):
     compare(tiny_trainer(weight_decay=0.1, eps=EPS, **knobs), ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
+@in_a_fork
 def test_ranks_that_share_out_matrices_make_the_steps_of_one(ranks):
     compare(tiny_trainer(micro_batch_tokens=40, tensor_parallel=2, max_grad_norm=0.1, eps=EPS), ranks)
 
@@ -102,11 +107,33 @@ def qwen3():
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
+@in_a_fork
 def test_activations_computed_again_and_norms_of_a_ranks_own_heads_change_nothing(ranks):
     trainer = tiny_trainer(tensor_parallel=2, eps=EPS, gradient_checkpointing=True)
     compare(trainer, ranks, steps(2), lambda: tiny_learner(trainer, qwen3()))
 
 
+def critic():
+    """A number per token."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(tiny_llama().config)
+    config.num_labels = 1
+    return LlamaForTokenClassification(config).eval()
+
+
+@pytest.mark.parametrize("knobs", [{"micro_batch_tokens": 40}, pytest.param({"tensor_parallel": 2}, marks=SLOW)])
+@in_a_fork
+def test_ranks_train_a_critic_as_one_does(knobs):
+    trainer = Trainer(Model("tiny", head="value"), loss=value_loss, lr=1e-2, eps=EPS, **knobs)
+    draw = np.random.default_rng(0)
+    given = [
+        dataclasses.replace(rows, columns_S=rows.columns_S | {"values": draw.normal(size=len(rows.tokens_S))})
+        for rows in steps()
+    ]
+    compare(trainer, 2, given, lambda: learner_of(trainer, forward_of(trainer, critic()), node="trainer"))
+
+
+@in_a_fork
 def test_ranks_compute_in_bfloat16_around_weights_in_float32():
     trainer = Trainer(Model("tiny", dtype="bfloat16"), lr=1e-2, eps=EPS)
     (one,) = train(tiny_learner(trainer), steps(1))
@@ -117,6 +144,7 @@ def test_ranks_compute_in_bfloat16_around_weights_in_float32():
     assert found.loss != one.loss
 
 
+@in_a_fork
 def test_ranks_without_rollouts_take_part_with_empty_micro_batches():
     """One rollout for four ranks; then a step of which nothing has to be computed."""
     one = rows_of(group(0, size=1, advantages=[1.0]))
@@ -124,6 +152,7 @@ def test_ranks_without_rollouts_take_part_with_empty_micro_batches():
     compare(tiny_trainer(eps=EPS), 4, [one, none, one])
 
 
+@in_a_fork
 def test_numbers_that_are_not_finite_leave_the_weights_of_all_ranks_alone_and_are_named():
     bad = rows_of(*[group(number, size=4, advantages=[1.0, -1.0, float("nan"), 1.0]) for number in range(4)])
     with led(tiny_trainer(), 2) as learner:
@@ -138,6 +167,7 @@ def test_numbers_that_are_not_finite_leave_the_weights_of_all_ranks_alone_and_ar
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@in_a_fork
 def test_no_rank_holds_more_than_its_part_of_any_matrix():
     with led(tiny_trainer(), 2) as learner:
         parts = learner.everywhere(_sizes)
@@ -153,6 +183,7 @@ def _sizes(learner, rank, ranks):
     return {name: weight.to_local().numel() for name, weight in learner.parameters.items()}
 
 
+@in_a_fork
 def test_a_killed_rank_is_named_and_the_learner_is_done():
     with led(tiny_trainer(), 2) as learner:
         (given,) = steps(1)
@@ -176,6 +207,7 @@ def _pid(learner, rank, ranks):
 
 
 @pytest.mark.slow
+@in_a_fork
 def test_a_silent_rank_is_named_when_the_time_out_has_passed():
     with led(tiny_trainer(), 3, timeout_s=3.0) as learner:
         pid = learner.everywhere(_pid)[2]
@@ -186,6 +218,7 @@ def test_a_silent_rank_is_named_when_the_time_out_has_passed():
             os.kill(pid, 0)
 
 
+@in_a_fork
 def test_an_error_of_the_users_loss_on_another_rank_comes_with_its_words():
     def broken(new_logprobs, advantage):
         if os.getpid() != first:
@@ -200,6 +233,7 @@ def test_an_error_of_the_users_loss_on_another_rank_comes_with_its_words():
         train(learner, steps(1))
 
 
+@in_a_fork
 def test_a_model_that_cannot_be_dealt_out_is_refused_and_no_rank_is_left():
     trainer = tiny_trainer(tensor_parallel=4)
     with (
@@ -211,6 +245,7 @@ def test_a_model_that_cannot_be_dealt_out_is_refused_and_no_rank_is_left():
         os.waitpid(-1, os.WNOHANG)
 
 
+@in_a_fork
 def test_a_model_that_keeps_its_own_attention_is_refused():
     trainer = tiny_trainer()
     make = functools.partial(tiny_learner, trainer, packed=False)

@@ -1,21 +1,31 @@
 """The trainer with a real model folder, run folder and ledger: what it leaves, and going on from it."""
 
-from collections.abc import Iterator
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
-from trainer_rig import COLUMNS, VOCABULARY, Plane, group, rig, tiny_llama
+from safetensors.torch import load_file
+from trainer_rig import COLUMNS, VOCABULARY, Plane, Rig, group, rig, tiny_llama, tiny_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dataflow.errors import OperatorError
+from dataflow.errors import DeadlineError, OperatorError
+from dataflow.files import RunFolderError
 from dataflow.ledger import Ledger
 from dataflow.model import Model
 from dataflow.node import Batch, Bound, Context
 from dataflow.run_folder import RunFolder
 from dataflow.verify import verify
 from operators.trainer import Trainer
+from operators.training import checkpoint, shards
 from operators.training.journal import expected
+from operators.training.staging import Background
 from operators.warm_start.policy import character_tokenizer
 
 BOUND = Bound(max_staleness=100, prompts_per_step=2)
@@ -128,3 +138,129 @@ def test_a_trainer_that_has_made_its_steps_passes_what_still_comes_and_tells_the
     assert made.acks == [0, 2]
     assert made.plane.notes[-1] == {"dropped": 2, "version": 1}
     assert made.runtime.status()["dropped"] == 0
+
+
+# Checkpoints beside the training
+
+
+class Held:
+    """Holds back, in the rollouts' flush, every checkpoint's write until the test lets it go on."""
+
+    def __init__(self, world: Rig) -> None:
+        self.go_on, self.began = threading.Event(), threading.Event()
+        flush = world.folder.flush_rollouts
+
+        def held(steps: Iterable[int], *, node: str | None = None) -> None:
+            flush(steps, node=node)
+            self.began.set()
+            assert self.go_on.wait(60)
+
+        world.folder.flush_rollouts = held  # type: ignore[method-assign]
+
+
+def train(world: Rig, *numbers: int) -> None:
+    world.push(*[group(number) for number in numbers])
+    world.run()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_step(tmp_path):
+    world = rig(tmp_path, tiny_trainer(checkpoint_every=2), max_staleness=100)
+    held = Held(world)
+    train(world, *range(6))
+    assert world.runtime.status()["step"] == 3
+    assert held.began.wait(60) and ("checkpoint", 2) not in world.events
+    held.go_on.set()
+    world.runtime.close()
+    loaded = load_file(tmp_path / "step-000002" / "model.safetensors")
+    assert all(torch.equal(loaded[name], world.plane.published[2][name]) for name in loaded)
+    assert any(not torch.equal(loaded[name], world.plane.published[3][name]) for name in loaded)
+
+
+def test_rollouts_then_ledger_are_on_the_disk_before_a_checkpoint_is_marked_and_noted(tmp_path):
+    world = rig(tmp_path, tiny_trainer(checkpoint_every=2), steps=5, max_staleness=100)
+    train(world, *range(10))
+    kept = [event for event in world.events if event[0] in ("flush rollouts", "flush", "checkpoint", "recorded")]
+    assert kept == [
+        ("flush rollouts", 1, 2), ("flush",), ("checkpoint", 2), ("recorded", 2),
+        ("flush rollouts", 3, 4), ("flush",), ("checkpoint", 4), ("recorded", 4),
+        ("flush rollouts", 5), ("flush",), ("checkpoint", 5), ("recorded", 5),
+    ]  # fmt: skip
+    for step in (2, 4, 5):
+        flushed = next(at for at, event in enumerate(world.events) if event[0] == "flush rollouts" and step in event)
+        assert world.events.index(("ledger", step)) < flushed
+        assert world.events.index(("rollouts", step)) < flushed
+
+
+def test_a_checkpoint_waits_for_the_one_before_it(tmp_path):
+    world = rig(tmp_path, tiny_trainer(checkpoint_every=1))
+    held = Held(world)
+    threading.Timer(0.2, held.go_on.set).start()
+    train(world, *range(4))
+    world.runtime.close()
+    assert [event for event in world.events if event[0] == "checkpoint"] == [("checkpoint", 1), ("checkpoint", 2)]
+
+
+def test_a_write_that_hangs_is_an_error_that_says_so(tmp_path):
+    background, never = Background("the checkpoint being written"), threading.Event()
+    background.start(lambda: never.wait(60), 1.0)
+    with pytest.raises(DeadlineError, match="checkpoint being written was not over after 0 s"):
+        background.wait(0.0)
+    never.set()
+
+
+def test_a_checkpoint_that_the_disk_refuses_ends_the_run_with_the_file_and_leaves_the_one_before(
+    policy, run, monkeypatch
+):
+    folder, _ = run
+    _train(policy, run, range(4), steps=2)
+    write, (soft, hard) = checkpoint.Staged.write, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def with_little_room(*arguments: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            write(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(checkpoint.Staged, "write", with_little_room)
+    with pytest.raises(RunFolderError, match=r"step-000004.*\.safetensors' failed: File too large; raise the limit"):
+        _train(policy, run, range(4, 8), steps=4)
+    assert folder.checkpoints.latest() == 2
+    assert [path.name for path in folder.checkpoints.path.iterdir()] == ["step-000002"]
+
+
+def test_a_process_killed_while_it_writes_a_checkpoint_leaves_the_one_before(policy, run):
+    folder, ledger = run
+    _train(policy, run, range(4), steps=2)
+    mark = folder.path / "writing"
+    child = os.fork()
+    if child == 0:
+        _write_for_ever(policy, folder, mark)
+    deadline = time.monotonic() + 60
+    while not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert mark.exists()
+    (partial,) = folder.checkpoints.path.glob(".step-*.partial")
+    assert (partial / "model.safetensors").exists()
+    assert folder.checkpoints.latest() == 2
+    assert ledger.last_step("trainer") == 4
+    ledger.roll_back_to(2, "trainer")
+    assert list(_train(policy, run, range(4, 8), steps=4).published) == [2, 3, 4]
+    assert folder.checkpoints.latest() == 4
+
+
+def _write_for_ever(policy: Path, folder: RunFolder, mark: Path) -> NoReturn:
+    """In a process of its own: train two steps more, and stop in the write of their checkpoint."""
+    try:
+
+        def stop(path: Path, pieces: object) -> None:
+            mark.touch()
+            time.sleep(600)
+
+        shards.write = stop  # type: ignore[assignment]
+        with Ledger.open(folder.ledger) as ledger:
+            _train(policy, (folder, ledger), range(4, 8), steps=4)
+    finally:
+        os._exit(1)

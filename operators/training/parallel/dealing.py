@@ -48,10 +48,9 @@ def deal(
     total = sum(unit.cost for unit in groups)
     count = -(-total // (limit * ranks))
     while groups:
-        share = max(1, total // (count * ranks))
+        shares = [min(limit, max(1, total // (count * ranks * fine))) for fine in FINENESS]
         cuts = [groups] if whole else [
-            [part for unit in groups for part in pieces(tokens_S, offsets, unit, min(max(1, share // fine), limit), limit)]
-            for fine in FINENESS
+            [part for unit in groups for part in pieces(tokens_S, offsets, unit, share, limit)] for share in shares
         ]  # fmt: skip
         dealt = [(cut, spread([unit.cost for unit in cut], ranks, count)) for cut in cuts]
         cut, found = min(dealt, key=lambda each: waited([unit.cost for unit in each[0]], each[1]))
