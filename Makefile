@@ -35,6 +35,7 @@ bench: venv
 	$(RUN) -m bench.end_to_end --json runs/end_to_end.jsonl
 	$(RUN) -m bench.generator --json runs/generator.jsonl
 	$(RUN) -m bench.weight_plane --json runs/weight_plane.jsonl
+	$(RUN) -m bench.trainer --json runs/trainer.jsonl
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

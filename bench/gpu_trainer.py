@@ -99,13 +99,14 @@ def step_figures(shape: Shape, way: Way, load: Load, device: torch.device, rate:
     from operators.losses import aipo
     from operators.training import policy
     from operators.training.build import forward_of, learner_of
-    from operators.training.memory import prepare
 
     limit = load.rollouts * load.tokens
-    trainer = Trainer(Model("random", dtype="bfloat16"), loss=partial(aipo, rho=4.0), micro_batch_tokens=limit)
+    trainer = Trainer(
+        Model("random", dtype="bfloat16"), loss=partial(aipo, rho=4.0), micro_batch_tokens=limit,
+        gradient_checkpointing=way.gradient_checkpointing, compile=way.compile,
+    )  # fmt: skip
     module = make_module(shape, device)
     learner = learner_of(trainer, forward_of(trainer, module), node="trainer")
-    prepare(module, gradient_checkpointing=way.gradient_checkpointing, compile=way.compile)
     rows = make_rows(load, module.config.vocab_size)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

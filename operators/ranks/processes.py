@@ -121,10 +121,7 @@ def _become(main: Callable[[int, int], int], end: int, rank: int, parent: int) -
     try:
         die_with_parent()
         if os.getppid() == parent:
-            for number in [int(each.name) for each in Path("/dev/fd").iterdir()]:
-                if number > 2 and number != end:
-                    with contextlib.suppress(OSError):
-                        os.close(number)
+            _let_go_of_files(keep=end)
             gc.freeze()  # what the parent has dropped may own threads, which a fork does not have: leave it alone
             sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
             sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -137,6 +134,17 @@ def _become(main: Callable[[int, int], int], end: int, rank: int, parent: int) -
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _let_go_of_files(keep: int) -> None:
+    """Close what the parent has open, but for its streams and `keep`. The numbers stay taken: an inherited object that
+    still writes to one (a log handler) would else write into the next socket that gets it."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in [int(each.name) for each in Path("/dev/fd").iterdir()]:
+        if number > 2 and number not in (keep, nothing):
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                os.dup2(nothing, number, inheritable=False)
 
 
 def _refuse_used_cuda() -> None:

@@ -91,12 +91,7 @@ def weights(learner: Learner) -> list[dict[str, torch.Tensor]]:
 
 
 def _weights(learner: Learner, rank: int, ranks: int) -> dict[str, list[float]]:
-    import os
-    out = {}
-    for name, weight in learner.parameters.items():
-        os.write(2, f"rank {rank} {name} {getattr(weight,'placements',None)}\n".encode())
-        out[name] = _whole(weight).flatten().tolist()
-    return out
+    return {name: _whole(weight).flatten().tolist() for name, weight in learner.parameters.items()}
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
