@@ -207,12 +207,12 @@ def too_few_prompts(graph: Graph) -> Iterator[str]:
         if not isinstance(operator, Learn):
             continue
         for lane in lanes_of(graph, name):
-            source = graph.operators[lane]
-            rows, epochs = (source.count() if isinstance(source, Source) else None), getattr(source, "epochs", None)
-            if rows is not None and epochs is not None and rows * epochs < operator.step_prompts:
+            prompts = prompts_of(graph, lane)
+            if prompts is not None and prompts < operator.step_prompts:
+                epochs = getattr(graph.operators[lane], "epochs", 1)
                 yield (
-                    f"'{lane}' ends after {rows * epochs} prompts ({rows} rows, {epochs} epochs) but one step of "
-                    f"'{name}' needs {operator.step_prompts}; give more prompts or epochs, or lower prompts_per_step"
+                    f"'{lane}' ends after {prompts} prompts ({prompts // epochs} rows, {epochs} epochs) but one step "
+                    f"of '{name}' needs {operator.step_prompts}; give more prompts or epochs, or lower prompts_per_step"
                 )
 
 
@@ -267,6 +267,13 @@ def wrong_type(operator: Operator, column: str, stream: Stream[Any], annotation:
 def lanes_of(graph: Graph, node: str) -> list[str]:
     """The sources whose rows reach a node."""
     return [call.output.lane for call in graph.calls if call.operator.name == node]
+
+
+def prompts_of(graph: Graph, lane: str) -> int | None:
+    """Prompts that a source issues before it ends, where that can be told."""
+    source = graph.operators[lane]
+    rows, epochs = (source.count() if isinstance(source, Source) else None), getattr(source, "epochs", None)
+    return None if rows is None or epochs is None else rows * epochs
 
 
 def sinks_of(graph: Graph, lane: str) -> list[Operator]:

@@ -105,6 +105,8 @@ class Context:
     """cpu, or cuda:N."""
     steps: int | None = None
     """Steps the run will make; None: until the prompts end."""
+    prompt_steps: int | None = None
+    """For a trainer: steps that its prompts are enough for, if none is dropped; None: no end is known."""
     columns: Mapping[str, Columns] = field(default_factory=dict)
     """Columns of the rows that arrive, by lane."""
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

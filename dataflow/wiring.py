@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dataflow.check import group_size, sinks_of
+from dataflow.check import group_size, lanes_of, prompts_of, sinks_of
 from dataflow.graph import Graph
 from dataflow.node import Bound, Generate, Learn, Operator
 from dataflow.plan import Plan, bounds_of
@@ -92,11 +92,20 @@ def context_facts(graph: Graph, plan: Plan, node: str) -> dict[str, object]:
     return {
         "node": node, "columns": columns, "origins": origins,
         "bounds": bounds_at(graph, plan, operator), "feedback": _feedback(graph, node),
-        "own_folder": own_folder(graph, node),
+        "own_folder": own_folder(graph, node), "prompt_steps": _prompt_steps(graph, operator),
         "on_demand": operator.name in plan.on_demand, "threads": plan.placements[node].threads,
         "replicas": plan.placements[node].replicas, "ranks": plan.placements[node].ranks,
         "narrow": narrow_format(graph, trainers[0]) if trainers else None,
     }  # fmt: skip
+
+
+def _prompt_steps(graph: Graph, operator: Operator) -> int | None:
+    """Steps that a trainer's prompts are enough for."""
+    if not isinstance(operator, Learn):
+        return None
+    counts = [prompts_of(graph, lane) for lane in lanes_of(graph, operator.name)]
+    known = [count for count in counts if count is not None]
+    return min(known) // operator.step_prompts if known else None
 
 
 def bounds_at(graph: Graph, plan: Plan, operator: Operator) -> dict[str, Bound]:

@@ -25,7 +25,7 @@ def build(*, task: Task, warmup_steps: int = 20, schedule: str = "cosine") -> Gr
     Args:
         task: what is trained on what; its reward is only evaluated.
         warmup_steps: steps over which the learning rate rises.
-        schedule: what it does then: constant, linear or cosine, the latter two over the --steps of the run.
+        schedule: what it does then: constant, linear or cosine, the latter two over --steps or --epochs.
     """
     g = Graph("sft")
     trainer = Trainer(

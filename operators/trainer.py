@@ -50,7 +50,7 @@ class Trainer(Learn):
     schedule: str = "constant"
     """What it does afterwards: constant, linear or cosine, down to `min_lr` at `decay_steps`."""
     decay_steps: int | None = None
-    """Steps, the warm-up included, until it is at `min_lr`; None: the run's."""
+    """Steps, the warm-up included, until it is at `min_lr`; None: the run's, or what its prompts suffice for."""
     min_lr: float = 0.0
     """Where it ends, unless it is constant."""
     max_grad_norm: float = 1.0

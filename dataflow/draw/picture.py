@@ -144,7 +144,8 @@ def column_lines(added: Sequence[str], most: int = COLUMNS_SHOWN) -> list[str]:
 def knob_text(value: Any) -> str:
     """A knob's value as short code: functions and models by name, strings in quotes, floats short."""
     if isinstance(value, Model):
-        return value.name if value.lora is None else f"{value.name} + LoRA({value.lora.rank})"
+        adapted = value.name if value.lora is None else f"{value.name} + LoRA({value.lora.rank})"
+        return f"{adapted}, frozen" if value.is_frozen else adapted
     if isinstance(value, functools.partial):
         inner = [knob_text(item) for item in value.args]
         inner += [f"{name}={knob_text(item)}" for name, item in value.keywords.items()]

@@ -74,6 +74,7 @@ class TrainerRuntime(Runtime):
         self._skipped_steps = 0
         self._ending = ""
         self._done = context.steps is not None and start >= context.steps
+        self._decay_steps = _decay_steps(trainer, context)
         self._loss = 0.0
         self._began = context.clock()
         self._pace = Pace(self._began, self._began)
@@ -247,7 +248,7 @@ class TrainerRuntime(Runtime):
         trainer = self._trainer
         rate = learning_rate(
             self._step + 1, trainer.lr, warmup_steps=trainer.warmup_steps, schedule=trainer.schedule,
-            decay_steps=trainer.decay_steps or context.steps, min_lr=trainer.min_lr,
+            decay_steps=self._decay_steps, min_lr=trainer.min_lr,
         )  # fmt: skip
         began = clock()
         self._bring(moments=True)
@@ -341,6 +342,17 @@ def _learner(trainer: Trainer, model: Model, context: Context) -> tuple[Learner,
     from operators.training.parallel.launch import led
 
     return led(trainer, model, context)
+
+
+def _decay_steps(trainer: Trainer, context: Context) -> int | None:
+    """Steps until the learning rate is at its end. GraphError when there should be one and none is known."""
+    found = trainer.decay_steps or context.steps or context.prompt_steps
+    if found is None and trainer.schedule != "constant":
+        raise GraphError(
+            f"'{context.node}' has schedule='{trainer.schedule}', but nothing says when it ends: no steps, and prompts "
+            f"without end; give the run steps, the prompts epochs, or the trainer decay_steps"
+        )
+    return found
 
 
 def _only_lane(context: Context) -> str:

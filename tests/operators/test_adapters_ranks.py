@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks_rig import led, train, weights
+from ranks_rig import in_a_fork, led, train, weights
 from trainer_rig import group, rows_of, tiny_llama
 
 from dataflow.model import LoRA, Model
@@ -14,6 +14,7 @@ from operators.training.build import forward_of, learner_of
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@in_a_fork
 def test_two_ranks_train_the_adapters_that_one_does(tmp_path: Path, dtype: str) -> None:
     torch.set_num_threads(1)
     tiny_llama().save_pretrained(tmp_path)

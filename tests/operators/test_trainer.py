@@ -360,3 +360,17 @@ def test_a_trainer_without_faults_reads_what_its_loss_names():
     assert set(trainer.reads()) == wanted
     assert trainer.knobs()["loss"] == "kl(beta=0.2)"
     assert trainer.loss_function.knobs == {"beta": 0.2}
+
+
+def test_a_schedule_ends_with_the_run_or_with_the_prompts_and_is_refused_where_nothing_ends():
+    def rates(**facts):
+        context = Context(node="trainer", columns={"prompts": COLUMNS}, **facts)
+        runtime = TrainerRuntime(trainer, context, tiny_learner(trainer), None)
+        return runtime._decay_steps
+
+    trainer = tiny_trainer(schedule="linear")
+    assert (rates(steps=7, prompt_steps=9), rates(prompt_steps=9)) == (7, 9)
+    with pytest.raises(GraphError, match=r"schedule='linear', but nothing says when it ends.*decay_steps"):
+        rates()
+    trainer = tiny_trainer(schedule="linear", decay_steps=3)
+    assert rates(steps=7) == 3

@@ -12,13 +12,14 @@ import torch
 from ranks_rig import in_a_fork, led, train, weights
 from torch.distributed.fsdp import FSDPModule
 from trainer_rig import VOCABULARY, group, rows_of, tiny_learner, tiny_llama, tiny_trainer
-from transformers import LlamaForTokenClassification, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForTokenClassification, Qwen3Config, Qwen3ForCausalLM
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.model import Model
 from operators.losses import aipo, value_loss
 from operators.models import ModelError
 from operators.trainer import Trainer
+from operators.training import checkpoint
 from operators.training.build import forward_of, learner_of
 
 RTOL = 1e-5
@@ -165,6 +166,40 @@ def test_numbers_that_are_not_finite_leave_the_weights_of_all_ranks_alone_and_ar
     assert good.culprit is None
     for one, other in zip(before, after, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=SLOW)])
+@in_a_fork
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_as_if_nothing_had_been(tensor_parallel, tmp_path):
+    trainer = tiny_trainer(eps=EPS, tensor_parallel=tensor_parallel)
+    one = tiny_learner(trainer)
+    expected = train(one, steps(4))
+    with led(trainer, 2) as learner:
+        train(learner, steps(2))
+        learner.everywhere(checkpoint.save, folder=tmp_path, tokenizer=None, facts={"step": 2})
+    resumed = tiny_learner(trainer, AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+    resumed.everywhere(checkpoint.restore, folder=tmp_path)
+    for wanted, outcome in zip(expected[2:], train(resumed, steps(4)[2:]), strict=True):
+        np.testing.assert_allclose([outcome.loss, outcome.grad_norm], [wanted.loss, wanted.grad_norm], rtol=1e-4)
+
+
+@SLOW
+@in_a_fork
+def test_a_checkpoint_of_one_rank_goes_on_with_four(tmp_path):
+    trainer = tiny_trainer(eps=EPS, tensor_parallel=2)
+    one = tiny_learner(trainer)
+    train(one, steps(2))
+    one.everywhere(checkpoint.save, folder=tmp_path, tokenizer=None, facts={"step": 2})
+    expected = train(one, steps(4)[2:])
+
+    def make():
+        return tiny_learner(trainer, AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+
+    with led(trainer, 4, make) as learner:
+        learner.everywhere(checkpoint.restore, folder=tmp_path)
+        found = train(learner, steps(4)[2:])
+    for wanted, outcome in zip(expected, found, strict=True):
+        np.testing.assert_allclose([outcome.loss, outcome.grad_norm], [wanted.loss, wanted.grad_norm], rtol=1e-4)
 
 
 @in_a_fork
