@@ -55,7 +55,7 @@ class Nursery:
         self.pid = os.fork()
         if self.pid == 0:
             ours.close()
-            _run_forever(lambda: _serve(theirs, main, environment, preload, clean_up))
+            run_forever(lambda: _serve(theirs, main, environment, preload, clean_up))
         theirs.close()
         self._socket = ours
         self._socket.setblocking(False)
@@ -117,7 +117,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def _run_forever(body: Callable[[], int]) -> NoReturn:
+def run_forever(body: Callable[[], int]) -> NoReturn:
     """Run in a forked child and never return into the parent's code."""
     status = 1
     try:
@@ -186,7 +186,7 @@ def _fork(control: socket.socket, message: Mapping[str, Any], main: Main, names:
         die_with_parent()
         if os.getppid() != parent:
             os._exit(1)
-        _run_forever(lambda: main(message["settings"]))
+        run_forever(lambda: main(message["settings"]))
     names[pid] = message["spawn"]
     _tell(control, {"event": "started", "name": message["spawn"], "pid": pid, "status": None})
 

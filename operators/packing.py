@@ -132,21 +132,20 @@ def split(tokens_S: Array, offsets: Array, groups_R: Array, limit: int, *, whole
     starts = np.flatnonzero(np.r_[True, groups_R[1:] != groups_R[:-1]]) if rollouts else np.zeros(0, np.int64)
     units: list[tuple[int, int, int]] = []
     for first, last in zip(starts.tolist(), [*starts[1:].tolist(), rollouts], strict=True):
-        common = _common(tokens_S, offsets, first, last)
-        cost = int(lengths_R[first:last].sum()) - common * (last - first - 1)
-        if whole or cost <= limit:
-            units.append((first, last, cost))
+        size = cost(tokens_S, offsets, first, last)
+        if whole or size <= limit:
+            units.append((first, last, size))
         else:
             units += _cut(lengths_R, first, last, limit)
-    total = sum(cost for *_, cost in units)
+    total = sum(size for *_, size in units)
     target = total / max(1, -(-total // limit))
     batches: list[Array] = []
     begin, held = 0, 0
-    for first, last, cost in units:
-        if held and held + cost > limit:
+    for first, last, size in units:
+        if held and held + size > limit:
             batches.append(np.arange(begin, first))
             begin, held = first, 0
-        held += cost
+        held += size
         if held >= target:
             batches.append(np.arange(begin, last))
             begin, held = last, 0
@@ -197,12 +196,14 @@ def _buckets(node_B_L: Array, lengths_B: Array, nodes: int) -> tuple[tuple[Array
     return tuple(buckets), back_N
 
 
-def _common(tokens_S: Array, offsets: Array, first: int, last: int) -> int:
-    """Length of the prefix that all rows of a group have in common."""
-    shortest = int(np.diff(offsets[first : last + 1]).min())
+def cost(tokens_S: Array, offsets: Array, first: int, last: int) -> int:
+    """Tokens of the rollouts [first, last), the prefix that all of them have in common counted once."""
+    lengths = np.diff(offsets[first : last + 1])
+    shortest = int(lengths.min())
     rows = tokens_S[offsets[first:last, None] + np.arange(shortest)]
     same = (rows == rows[0]).all(axis=0)
-    return shortest if same.all() else int(same.argmin())
+    common = shortest if same.all() else int(same.argmin())
+    return int(lengths.sum()) - common * (last - first - 1)
 
 
 def _cut(lengths_R: Array, first: int, last: int, limit: int) -> list[tuple[int, int, int]]:

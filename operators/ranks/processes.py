@@ -11,14 +11,13 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from dataflow.errors import RunError
-from dataflow.nursery import die_with_parent
+from dataflow.nursery import die_with_parent, run_forever
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LOOK_S = 0.005
@@ -117,23 +116,19 @@ class Forked:
 
 def _become(main: Callable[[int, int], int], end: int, rank: int, parent: int) -> NoReturn:
     """Be that rank, in a forked child, and never return into the parent's code; its open files stay the parent's."""
-    status = 1
-    try:
+
+    def body() -> int:
         die_with_parent()
-        if os.getppid() == parent:
-            _let_go_of_files(keep=end)
-            gc.freeze()  # what the parent has dropped may own threads, which a fork does not have: leave it alone
-            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-            faulthandler.enable()
-            status = main(end, rank)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+        if os.getppid() != parent:
+            return 1
+        _let_go_of_files(keep=end)
+        gc.freeze()  # what the parent has dropped may own threads, which a fork does not have: leave it alone
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        faulthandler.enable()
+        return main(end, rank)
+
+    run_forever(body)
 
 
 def _let_go_of_files(keep: int) -> None:

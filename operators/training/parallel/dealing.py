@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from operators.packing import Array
+from operators.packing import Array, cost
 
 FINENESS = (1, 2, 4)
 """Into what part of an even share groups are cut: the coarsest of those that let a step be over soonest. A finer cut
@@ -85,16 +85,6 @@ def pieces(tokens_S: Array, offsets: Array, unit: Unit, share: int, limit: int) 
         part = Unit(first, last, cost(tokens_S, offsets, first, last))
         found += [part] if part.cost <= limit else pieces(tokens_S, offsets, part, limit, limit)
     return found
-
-
-def cost(tokens_S: Array, offsets: Array, first: int, last: int) -> int:
-    """Tokens of neighbouring rollouts, the prefix that all of them have in common counted once."""
-    lengths = np.diff(offsets[first : last + 1])
-    shortest = int(lengths.min())
-    rows = tokens_S[offsets[first:last, None] + np.arange(shortest)]
-    same = (rows == rows[0]).all(axis=0)
-    common = shortest if same.all() else int(same.argmin())
-    return int(lengths.sum()) - common * (last - first - 1)
 
 
 def spread(costs: Sequence[int], ranks: int, count: int) -> list[list[list[int]]]:
