@@ -130,6 +130,7 @@ def test_a_newcomer_gets_the_threads_that_the_plan_gives_each_process(runs: Runs
     assert "from step 0 on 'generator' has 2 replicas; each that joins gets 1 thread" in told
 
 
+@pytest.mark.slow
 def test_a_number_is_never_used_again(runs: Runs) -> None:
     holds = {2: runs.started("generator-1"), 30: runs.stopped("generator-1"), 60: runs.started("generator-2")}
     scale = {2: {"generator": 2}, 30: {"generator": 1}, 60: {"generator": 2}}
@@ -173,6 +174,7 @@ class _Passing(Runtime):
         return [Batch(batch.lane, batch.records)]
 
 
+@pytest.mark.slow
 def test_two_stages_in_a_row_may_change_at_once(runs: Runs) -> None:
     g, first = Graph("stages"), FakeGenerator(model=MODEL)
     holds = {

@@ -30,6 +30,7 @@ def test_the_file_has_fewer_than_forty_lines() -> None:
     assert len(FILE.read_text().splitlines()) < 40
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_an_algorithm_of_ones_own_runs_and_learns_in_a_folder_of_ones_own(tmp_path: Path) -> None:
     rows = tasks()

@@ -163,6 +163,7 @@ def test_a_system_that_cannot_run_or_fails_is_a_row_that_says_why(
             assert rows["hf_continuous"]["failed"] == "ValueError: no such kernel"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_updates_are_adopted_only_in_the_arm_that_has_them(policy: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"

@@ -17,6 +17,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_the_same_code_runs_end_to_end_without_a_gpu(tmp_path, capsys):
     path = tmp_path / "gpu.jsonl"

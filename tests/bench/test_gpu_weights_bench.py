@@ -31,6 +31,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_system_runs_between_two_processes_without_a_gpu(tmp_path):
     path = tmp_path / "gpu.jsonl"
     assert gpu.main(["--device", "cpu", "--tiny", "--only", "weights", "--json", str(path)]) == 0

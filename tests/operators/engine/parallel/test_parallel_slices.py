@@ -142,6 +142,7 @@ def test_under_a_running_trainer_each_rank_holds_its_slices_of_every_version_it_
     assert ranks.engine.progress(0).versions[-20:].tolist() == seen[-20:]
 
 
+@pytest.mark.slow
 def test_twenty_versions_are_taken_by_both_ranks_byte_for_byte_between_steps(rig):
     ranks = rig(slots=2)
     ranks.engine.step([start()])
@@ -154,6 +155,7 @@ def test_twenty_versions_are_taken_by_both_ranks_byte_for_byte_between_steps(rig
     assert drawn == list(range(20))
 
 
+@pytest.mark.slow
 def test_slices_by_rows_are_views_of_the_trainers_memory_and_only_slices_by_columns_are_copied(rig):
     ranks = rig()
     for version in (1, 2):
@@ -267,6 +269,7 @@ def test_a_rank_that_is_frozen_is_named_when_the_time_out_has_passed(rig):
         ranks.reader.adopt()
 
 
+@pytest.mark.slow
 def test_ranks_keep_their_version_when_the_trainer_is_killed_and_take_the_next_trainers(rig):
     ranks = rig(slots=2)
     process, done = trainer(ranks, 1, 2)
@@ -337,6 +340,7 @@ def test_the_ports_tell_other_ranks_where_versions_are_where_they_can_map_them(e
     assert opens.site == (expected if meets else None)
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_reach_the_trainers_memory_are_sent_their_slices_by_rank_0(declare):
     built = make_parallel(
         declare(), Context(node="generator", reader=Opens("", "", meets=False)), 2, start_s=90.0, timeout_s=30.0
