@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 MARK = $(VENV)/.installed
-# A test waits for processes of its own half of its time, so there is one worker more than this machine's usual cores.
-TEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadfile
+TEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 .PHONY: venv demo test test-all lint bench clean
 

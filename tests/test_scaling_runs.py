@@ -285,6 +285,7 @@ def test_a_leaver_waits_until_its_prompts_may_start_and_none_of_them_is_lost(
     assert max(at for _, _, at in took) <= 20 < 30 < max(at for _, _, at in began)
 
 
+@pytest.mark.slow
 def test_a_replica_that_joins_during_an_evaluation_takes_part_in_it(runs: Runs, tmp_path: Path) -> None:
     noted, fake, g = Noted(tmp_path / "noted"), FakeGenerator(model=MODEL), Graph("evaluated")
 
@@ -332,6 +333,7 @@ def test_a_newcomer_that_dies_ends_the_run_with_its_name(runs: Runs) -> None:
         runs(graph, scale={2: {"generator": 2}})
 
 
+@pytest.mark.slow
 def test_a_newcomer_that_is_not_built_in_time_ends_the_run_and_says_what_it_waits_for(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,7 @@ def test_a_synchronous_run_judges_and_generates_with_the_weights_of_the_step_bef
         assert set(table.column("judged_by").to_pylist()) == {step - 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critic_prompts", [2, 6])
 def test_trainers_whose_steps_differ_in_size_both_come_to_the_last_one(
     policy: Path, machine: None, one_core: None, tmp_path: Path, critic_prompts: int

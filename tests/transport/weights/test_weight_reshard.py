@@ -94,6 +94,7 @@ def test_a_replica_of_the_destination_is_served_by_one_replica_of_the_source(rep
     assert (np.count_nonzero(table, axis=1) == readers // replicas).all()
 
 
+@pytest.mark.slow
 @often
 @given(pairs)
 def test_sender_and_receiver_list_their_copies_in_one_order(found):

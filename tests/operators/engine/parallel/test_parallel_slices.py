@@ -241,6 +241,7 @@ def test_a_damaged_version_is_taken_by_no_rank_and_the_next_by_all(rig):
     ranks.assert_slices(3)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_at_the_next_version_and_holds_the_trainer_up_no_more(rig):
     ranks = rig()
     ranks.publish(1)

@@ -59,6 +59,7 @@ def test_two_ranks_draw_what_one_draws(family, declare, alone, together):
     assert engine.cache.layers[0][0].shape[1] * 2 == engine.model.config.num_key_value_heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_update", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(on_update, declare, make_model, alone, together):
     declaration = declare("qwen3", on_update=on_update, temperature=0.7)
