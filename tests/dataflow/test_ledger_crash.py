@@ -175,7 +175,7 @@ def test_kills_at_any_moment_leave_the_laws_and_all_that_was_acknowledged(tmp_pa
     for _ in range(4):
         generator, trainer = start(GENERATOR, path), start(TRAINER, path)
         assert generator.stdout is not None and trainer.stdout is not None
-        generator.stdout.readline()
+        issued = max(issued, int(generator.stdout.readline()))
         for _ in range(chance.randrange(1, 20)):
             steps = max(steps, int(trainer.stdout.readline()))
         first, second = chance.sample([generator, trainer], 2)
