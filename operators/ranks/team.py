@@ -13,11 +13,12 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
+from operators.ranks import group
 from operators.ranks.channel import Channel
 from operators.ranks.processes import Process, Start
 
@@ -56,6 +57,19 @@ class Team:
             with theirs:
                 self._processes[rank] = start(theirs, rank)
             self._channels[rank] = Channel(ours, timeout_s)
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """What fails within ends all ranks and leaves their process group; raised is what the failed rank says."""
+        try:
+            yield
+        except BaseException as error:
+            cause = self.blame(error, "starting") if isinstance(error, Exception) else error
+            self.close()
+            group.leave()
+            if cause is error:
+                raise
+            raise cause from error
 
     def tell(self, word: Mapping[str, Any], rank: int | None = None) -> None:
         """Say a word to one rank, or to all. Raises OSError when one does not take it."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from operators.models import ModelError
 from operators.packing import Array, Kept, Packed
-from operators.training.packed_attention import ATTENTION, Rows, probe, switch_to_packed
+from operators.training.packed_attention import (
+    ATTENTION,
+    computing,
+    on_device,
+    packed_inputs,
+    probe,
+    switch_to_packed,
+)
 
 HEADS = ("score", "classifier")
 """What transformers calls the last layer of models that classify tokens or sequences."""
@@ -55,22 +60,17 @@ class Critic:
 
     def _values(self, packed: Packed, is_packed: bool) -> Tensor:
         """[U]."""
-        tokens_N = self._to(packed.tokens_N)
         if is_packed:
-            rows = Rows(tuple(self._to(bucket) for bucket in packed.buckets), self._to(packed.back_N))
-            positions = self._to(packed.positions_N)[None]
-            numbers = self._call(input_ids=tokens_N[None], position_ids=positions, packed_rows=rows)
-            return numbers[self._to(packed.heads_U)]
-        numbers = torch.cat([self._call(input_ids=tokens_N[self._to(bucket)]) for bucket in packed.buckets])
+            return self._call(**packed_inputs(packed, self._device))[self._to(packed.heads_U)]
+        tokens_N = self._to(packed.tokens_N)
+        rows = [self._call(input_ids=tokens_N[self._to(bucket)], use_cache=False) for bucket in packed.buckets]
+        numbers = torch.cat(rows)
         return numbers[self._to(packed.back_N[packed.heads_U])]
 
     def _call(self, **inputs: Any) -> Tensor:
         """The last layer's numbers at all positions, end to end."""
-        autocast: Any = contextlib.nullcontext()
-        if self._compute is not None:
-            autocast = torch.autocast(self._device.type, dtype=self._compute)
-        with autocast:
-            self.module(use_cache=False, **inputs)
+        with computing(self._compute, self._device):
+            self.module(**inputs)
         return self._numbers.pop().flatten()
 
     def _watch(self) -> None:
@@ -100,7 +100,7 @@ class Critic:
         tokens = torch.arange(1, 9, device=self._device)[None] % int(self.module.config.get_text_config().vocab_size)
         other = tokens.clone()
         other[0, -1] = 0
-        first, second = (self._call(input_ids=ids) for ids in (tokens, other))
+        first, second = (self._call(input_ids=ids, use_cache=False) for ids in (tokens, other))
         is_alike = len(first) == tokens.shape[1] and torch.allclose(
             first[:-1], second[:-1], atol=CAUSAL_TOLERANCE, rtol=CAUSAL_TOLERANCE
         )
@@ -111,4 +111,4 @@ class Critic:
             )
 
     def _to(self, array: Array) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return on_device(array, self._device)

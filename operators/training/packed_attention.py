@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from operators.packing import Packed, pack
+from operators.packing import Array, Packed, pack
 
 ATTENTION = "dataflow_packed"
 PROBE_TOLERANCE = 1e-3
@@ -70,6 +71,27 @@ def packed_attention(
         outputs.append(out.transpose(1, 2).reshape(batch * length, out.shape[1], out.shape[3]))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return flat.index_select(0, packed_rows.back_N)[None], None
+
+
+def on_device(array: Array, device: torch.device) -> Tensor:
+    """A copy of `array` on `device`; on a CPU the same memory, where it is contiguous."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def packed_inputs(packed: Packed, device: torch.device) -> dict[str, Any]:
+    """What a model of transformers is called with, to see all nodes at once, as one row [1, N]."""
+    buckets = tuple(on_device(bucket, device) for bucket in packed.buckets)
+    return {
+        "input_ids": on_device(packed.tokens_N, device)[None],
+        "position_ids": on_device(packed.positions_N, device)[None],
+        "packed_rows": Rows(buckets, on_device(packed.back_N, device)),
+        "use_cache": False,
+    }
+
+
+def computing(dtype: torch.dtype | None, device: torch.device) -> Any:
+    """A context in which matrix products are made in `dtype`; None: in the type of the weights."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def switch_to_packed(module: Any, numbers: Callable[[bool], Tensor], *, must: bool) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +13,14 @@ from torch import Tensor
 from operators.packing import Array, Kept, Packed
 from operators.training.head import Shape, Wanted, logprobs_of_hidden, logprobs_of_logits
 from operators.training.head_module import HeadModule
-from operators.training.packed_attention import PROBE_TOLERANCE, Rows, probe, switch_to_packed
+from operators.training.packed_attention import (
+    PROBE_TOLERANCE,
+    computing,
+    on_device,
+    packed_inputs,
+    probe,
+    switch_to_packed,
+)
 
 ROUNDED_TOLERANCE = 0.1
 """PROBE_TOLERANCE where logits are rounded to 16 bits, and the sliced head's are not."""
@@ -100,7 +106,7 @@ class Policy:
 
             return head.call(compute, run)
 
-        with self._autocast():
+        with computing(self._compute, self._device):
             if self.packs:
                 wanted = self._wanted(packed.head_T, packed.targets_T, kept_T)
                 found_T = found_by(None, wanted, lambda: self._run_packed(packed))
@@ -116,40 +122,28 @@ class Policy:
 
     def _logits(self, packed: Packed) -> Tensor:
         """Logits [U, V] at the nodes that trained tokens are predicted from."""
-        with self._autocast():
+        with computing(self._compute, self._device):
             if self.packs:
                 return self._run_packed(packed).logits[0]  # type: ignore[no-any-return]
             logits = [self._run_padded(packed, bucket).logits.flatten(0, 1) for bucket in packed.buckets]
             return torch.cat(logits)[self._to(packed.back_N[packed.heads_U])]
 
-    def _autocast(self) -> Any:
-        if self._compute is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, dtype=self._compute)
-
     def _run_packed(self, packed: Packed) -> Any:
         """The model on all nodes at once; its last layer sees those of U."""
-        rows = Rows(tuple(self._to(bucket) for bucket in packed.buckets), self._to(packed.back_N))
-        return self.module(
-            input_ids=self._to(packed.tokens_N)[None],
-            position_ids=self._to(packed.positions_N)[None],
-            use_cache=False,
-            logits_to_keep=self._to(packed.heads_U),
-            packed_rows=rows,
-        )
+        return self.module(logits_to_keep=self._to(packed.heads_U), **packed_inputs(packed, self._device))
 
     def _run_padded(self, packed: Packed, bucket: Array) -> Any:
         """The model on right-padded rows, where its attention cannot be replaced; its last layer sees them all."""
         return self.module(input_ids=self._to(packed.tokens_N)[self._to(bucket)], use_cache=False)
 
     def _to(self, array: Array) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return on_device(array, self._device)
 
     def _proved_head(self) -> HeadModule | None:
         """The model's last layer, if on a probe it gives the log-probabilities that the model's logits give."""
         few = probe(self.module)
         run = partial(self._run_packed, few) if self.packs else partial(self._run_padded, few, few.buckets[0])
-        with self._autocast():
+        with computing(self._compute, self._device):
             head = HeadModule.of(self.module, run)
         if head is None:
             return None

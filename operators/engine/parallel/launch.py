@@ -41,7 +41,7 @@ def make_parallel(
     team = Team(
         declaration.name, size, program("operators.engine.parallel.follower"), start_s=start_s, timeout_s=timeout_s
     )
-    try:
+    with team.starting():
         for rank in range(1, size):
             team.answer(rank, "started")
         settings = {
@@ -64,13 +64,6 @@ def make_parallel(
 
         member = make_member(declaration, context, mesh, loading())
         others = [pieces_of(team.answer(rank, "pieces")) for rank in range(1, size)]
-    except BaseException as error:
-        cause = team.blame(error, "starting") if isinstance(error, Exception) else error
-        team.close()
-        group.leave()
-        if cause is error:
-            raise
-        raise cause from error
     lockstep = Lockstep(member, team, others)
     reader = None if opens is None else functools.partial(lockstep.lead, opens)
     return dataclasses.replace(member.built, engine=lockstep, reader=reader)

@@ -92,20 +92,13 @@ def lead(
         return run_rank(end, rank, Duties(ranks, built, opened))
 
     team = Team(context.node, ranks, fork(follow), start_s=start_s, timeout_s=timeout_s)
-    try:
+    with team.starting():
         team.tell({"folder": str(team.folder)})
         mesh = joined(0, team.folder)
         own = loaded(0, mesh)
         for rank in range(1, ranks):
             team.tell({"do": "load"}, rank)
             team.answer(rank, "loaded")
-    except BaseException as error:
-        cause = team.blame(error, "starting") if isinstance(error, Exception) else error
-        team.close()
-        group.leave()
-        if cause is error:
-            raise
-        raise cause from error
     own.together = MeshTogether(mesh, team.fallen, timeout_s)
     return LedLearner(own, Exchange(team), mesh)
 

@@ -52,8 +52,9 @@ def test_a_forgotten_sender_counts_as_ended_and_frees_its_share(rig: Rig) -> Non
 
 def test_balanced_batches_go_where_the_most_credit_is(rig: Rig) -> None:
     wide, narrow = rig.receiver(capacity_rows=8), rig.receiver(capacity_rows=4)
-    sender = rig.sender(narrow, wide)
-    connect(sender, to=[wide, narrow])
+    sender = rig.sender(narrow)
+    connect(sender, to=narrow)
+    sender.add_receiver(wide.address)
     until(lambda: (wide.poll(), narrow.poll(), sender.poll(), sender.room() == 8)[3])
     assert [sender.send(make_batch(number, rows=2)) for number in range(7)] == [True] * 6 + [False]
     got_wide, got_narrow = take(wide, 4, sender), take(narrow, 2, sender)
