@@ -13,7 +13,10 @@ from rich.markup import escape
 
 from dataflow.errors import DataflowError, GraphError
 from dataflow.graph import Graph
+from dataflow.launch import Launch, check_flags, recorded_launch, this_launch
+from dataflow.replay import Wishes, report_replay
 from dataflow.run import inline, make_plan, run
+from dataflow.run_folder import RunFolder
 
 
 def main(build: Callable[..., Graph], *, steps: int | None = None, args: list[str] | None = None) -> None:
@@ -24,15 +27,33 @@ def main(build: Callable[..., Graph], *, steps: int | None = None, args: list[st
     """
     chosen: dict[str, Any] = {}
     command = _command(build, steps, chosen)
-    tyro.cli(command, args=args, prog=_program(build), config=(tyro.conf.OmitArgPrefixes,))
+    given, wishes = Wishes.split_off(sys.argv[1:] if args is None else args)
+    tyro.cli(command, args=given, prog=_program(build), config=(tyro.conf.OmitArgPrefixes,))
     flags = {name: chosen.pop(name) for name in _RUN_FLAGS}
+    status = 0
     try:
-        _act(build(**chosen), flags)
+        if flags["resume"] is not None and (begun := recorded_launch(RunFolder.open(flags["resume"]))) is not None:
+            check_flags(begun, chosen)
+        graph = build(**chosen)
+        if wishes is not None:
+            status = report_replay(graph, wishes)
+        else:
+            _act(graph, flags, this_launch(chosen) if args is None else None)
     except DataflowError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        _say(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", error)
+        status = 1
+    except KeyboardInterrupt as error:
+        _say("", error)
+        status = 130
+    if status:
+        sys.exit(status)
+
+
+def _say(text: str, error: BaseException) -> None:
+    """What went wrong, and the notes on it, such as how to go on."""
+    console = Console(stderr=True)
+    for line in filter(None, (text, *map(escape, getattr(error, "__notes__", ())))):
+        console.print(line, soft_wrap=True)
 
 
 _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
@@ -47,7 +68,9 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
         None,
         "executor of the weight plane: shared_memory, cuda_ipc, gloo, nccl; chosen if left out",
     ),
+    "listen": (str, "", "address of this machine for edges and control, over tcp with keys; ipc alone if left out"),
     "runs": (Path, Path("runs"), "where the run folder goes"),
+    "resume": (Path | None, None, "a run folder in which to go on, with the same flags; or use dataflow resume"),
     "inline": (bool, False, "one process, one thread, bit-exact"),
     "explain": (bool, False, "print the plan and stop"),
     "draw": (Path | None, None, "draw the graph (.svg, .dot, .mmd or .html) and stop"),
@@ -55,11 +78,12 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def _act(graph: Graph, flags: dict[str, Any]) -> None:
+def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None) -> None:
     how: dict[str, Any] = {
         "gpus": _assignments("gpus", flags["gpus"]), "replicas": _counts("replicas", flags["replicas"]),
         "ranks": _counts("ranks", flags["ranks"]),
         "steps": flags["steps"], "scale": _schedule(flags["scale"]), "weights": flags["weights"],
+        "listen": flags["listen"],
     }  # fmt: skip
     if flags["explain"] or flags["draw"]:
         planned = make_plan(graph, **how, one_process=flags["inline"])
@@ -70,7 +94,7 @@ def _act(graph: Graph, flags: dict[str, Any]) -> None:
         return
     run(
         graph, **how, on=inline() if flags["inline"] else None, seed=flags["seed"], runs=flags["runs"],
-        quiet=flags["quiet"],
+        quiet=flags["quiet"], resume=flags["resume"], launch=launch,
     )  # fmt: skip
 
 

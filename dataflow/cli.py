@@ -10,7 +10,12 @@ from rich.markup import escape
 
 from dataflow.command import ask_to_scale
 from dataflow.display import Summary, make_view
+from dataflow.doctor.examine import examine
 from dataflow.errors import DataflowError, GraphError
+from dataflow.launch import start_again
+from dataflow.replay import Wishes
+from dataflow.resume import Recorded
+from dataflow.rollout_view import find_rollout, plain_rollout, show_rollout, vocabulary_of
 from dataflow.run_folder import RunFolder
 from dataflow.summary import summarize
 from dataflow.verify import report, verify
@@ -23,7 +28,7 @@ def main() -> None:
     status = 0
     try:
         status = tyro.extras.subcommand_cli_from_dict(
-            {"verify": check, "show": show, "scale": scale},
+            {"verify": check, "show": show, "scale": scale, "resume": resume, "replay": replay, "doctor": doctor},
             prog="dataflow",
             description="Look at the folders of runs, and speak to a run that is under way.",
         )
@@ -65,6 +70,77 @@ def scale(run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional]) ->
     for node, counts in ask_to_scale(RunFolder.open(run), dict(map(_wish, wishes))).items():
         told = [f"{count} {state}" for state, count in counts.items() if count]
         print(f"{node}: {', '.join(told)}")
+    return 0
+
+
+def resume(run: Run = Path("runs/latest"), *, steps: int | None = None) -> int:
+    """Go on with a run that ended early, in its folder: its program is started again, with the flags that it had.
+
+    Args:
+        run: the run folder.
+        steps: steps to make in all, the ones made before included; as many as it was to make when left out.
+    """
+    folder = RunFolder.open(run)
+    wanted = Recorded.read(folder).steps if steps is None else steps
+    return start_again(folder, *(() if wanted is None else ("--steps", str(wanted))), "--resume", str(folder.path))
+
+
+def replay(
+    run: Run = Path("runs/latest"),
+    *,
+    from_: Annotated[int, tyro.conf.arg(name="from")] = 0,
+    to: int | None = None,
+    loss: str = "",
+    trainer: str = "",
+    tolerance: float = 0.0,
+    device: str = "cpu",
+    out: Path | None = None,
+    rollout: int | None = None,
+    group: int | None = None,
+    lane: str | None = None,
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Train a run's recorded rollouts again and compare the losses; or, with --rollout, print one of them.
+
+    Status 1 when the losses of the same trainer are not the recorded ones.
+
+    Args:
+        run: the run folder.
+        from_: step to start from, or the newest checkpoint before it; 0 for the weights that the run started from.
+        to: last step to train; the run's last when left out.
+        loss: train with another loss: a name in operators.losses, module:function, or path/to/file.py:function.
+        trainer: which one, where there are several.
+        tolerance: how far a loss may be off and still count as the same.
+        device: where to train, as in cuda:0.
+        out: folder for a checkpoint of the result.
+        rollout: print the rollout with this id.
+        group: that is in this group.
+        lane: that comes from this source.
+        json: print JSON.
+    """
+    folder = RunFolder.open(run)
+    if rollout is not None:
+        found = find_rollout(folder, rollout, lane=lane, group_id=group)
+        if json:
+            print(plain_rollout(found))
+        else:
+            show_rollout(found, Console(), vocabulary_of(folder))
+        return 0
+    wishes = Wishes(
+        run=str(folder.path), first=from_, last=to, loss=loss, trainer=trainer, tolerance=tolerance, device=device,
+        out=str(out.absolute()) if out else "", json=json,
+    )  # fmt: skip
+    return start_again(folder, *wishes.as_arguments())
+
+
+def doctor(run: Run = Path("runs/latest"), stacks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False) -> int:
+    """Say who waits for whom in a run, for how long, and what every worker does; or what a run left that is over.
+
+    Args:
+        run: the run folder.
+        stacks: print all frames of all threads.
+    """
+    print(examine(run, all_stacks=stacks), end="")
     return 0
 
 

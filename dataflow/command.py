@@ -19,9 +19,16 @@ Replicas = dict[str, dict[str, int]]
 """By node: how many replicas are joining, live, leaving."""
 
 
-def answer(message: Any, scale: Callable[[Mapping[str, int]], Replicas]) -> dict[str, Any]:
+Said = dict[str, Any]
+"""What a scheduler knows of its run, in plain values: `dataflow.doctor.gather` makes facts of it."""
+
+
+def answer(message: Any, scale: Callable[[Mapping[str, int]], Replicas], facts: Callable[[], Said]) -> dict[str, Any]:
     """What the scheduler says to somebody who is no worker: its answer, or why there is none."""
-    wishes = message.get("wishes") if isinstance(message, dict) and message.get("kind") == "scale" else None
+    kind = message.get("kind") if isinstance(message, dict) else None
+    if kind == "facts":
+        return {"facts": facts()}
+    wishes = message.get("wishes") if kind == "scale" else None
     if not isinstance(wishes, dict) or not all(_is_wish(node, count) for node, count in wishes.items()):
         return {"error": f"a command is a map of nodes and whole numbers, but the run got {message!r:.200}; see --help"}
     try:
@@ -35,6 +42,22 @@ def ask_to_scale(folder: RunFolder, wishes: Mapping[str, int], timeout_s: float 
 
     Raises RunError when the run is over or refuses, DeadlineError when it does not answer in time.
     """
+    said = _exchange(folder, {"kind": "scale", "wishes": dict(wishes)}, timeout_s)
+    found: Replicas = said["replicas"]
+    return found
+
+
+def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Said:
+    """Ask the run in a folder what it knows of itself; it asks its workers for their stacks, which come later.
+
+    Raises RunError when the run is over, DeadlineError when it does not answer in time.
+    """
+    found: Said = _exchange(folder, {"kind": "facts"}, timeout_s)["facts"]
+    return found
+
+
+def _exchange(folder: RunFolder, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Send one command and wait for what is said to it. Raises as `ask_to_scale`."""
     address = _address(folder)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -42,20 +65,19 @@ def ask_to_scale(folder: RunFolder, wishes: Mapping[str, int], timeout_s: float 
     dealer.set(zmq.LINGER, 0)
     try:
         dealer.connect(address)
-        dealer.send(msgpack.packb({"kind": "scale", "wishes": dict(wishes)}))
+        dealer.send(msgpack.packb(dict(message)))
         if not dealer.poll(int(timeout_s * 1000)):
             raise DeadlineError(
                 f"'{folder.path.name}' has not answered within {timeout_s:.0f} s; it may have just ended, or its "
                 f"scheduler is stopped; look at its display, and ask again"
             )
-        said = msgpack.unpackb(dealer.recv())
+        said: dict[str, Any] = msgpack.unpackb(dealer.recv())
     finally:
         dealer.close()
         context.term()
     if "error" in said:
         raise RunError(said["error"])
-    found: Replicas = said["replicas"]
-    return found
+    return said
 
 
 def _address(folder: RunFolder) -> str:

@@ -73,37 +73,72 @@ class Conductor:
         return min((int(self._trainers[name].get("step", 0)) for name in self._leading), default=0)
 
     @property
+    def progress(self) -> int:
+        """How far the run has come: grows with each step and with each round of evaluation, and never shrinks."""
+        rounds = (evaluation.finished for evaluation in self._evaluations.values())
+        return self.step + sum(finished + 1 for finished in rounds if finished is not None)
+
+    @property
     def over(self) -> bool:
         """Whether the run has done what it was for."""
         return self.phase == "over"
 
+    def go_on(self, steps: Mapping[str, int], rounds: Mapping[str, int]) -> None:
+        """Before `start`: a run goes on whose trainers have made these steps, and evaluations these last rounds."""
+        for trainer, step in steps.items():
+            self._trainers[trainer] = {"step": step}
+        for name, step in rounds.items():
+            self._evaluations[name].asked = self._evaluations[name].finished = step
+
     def start(self) -> list[Word]:
-        """The first words, once all workers are ready."""
+        """The first words, once all workers are ready; evaluations that have had a round have no first one."""
         if self.over:
             return []
         self.phase = "first_evaluation"
         words = [Word(source, {"pause": bool(self._evaluations)}) for source in self._training_sources()]
-        words += self._ask(0)
+        for evaluation in self._evaluations.values():
+            if evaluation.asked is None:
+                evaluation.asked = self.step
+                words += [Word(source, {"evaluate": self.step}) for source in evaluation.sources]
         return words + self._advance()
 
     def hear(self, node: str, status: Mapping[str, Any]) -> list[Word]:
-        """Take in what a node says of itself."""
+        """Take in what a node says of itself; one that was started again may be behind where it was."""
         words: list[Word] = []
         if node in self._trainers:
-            self._trainers[node] = status
+            known = self._trainers[node]
+            furthest = {key: max(int(known.get(key, 0)), int(status.get(key, 0))) for key in ("step", "done")}
+            self._trainers[node] = {**status, **furthest}
             dropped = int(status.get("dropped", 0))
             for source in lanes_of(self.graph, node):
                 if dropped > self._dropped.get(source, 0):
                     self._dropped[source] = dropped
                     words.append(Word(source, {"dropped": dropped}))
         elif node in self._evaluations and "round" in status:
-            self._evaluations[node].finished = int(status["round"])
+            evaluation = self._evaluations[node]
+            evaluation.finished = max(int(status["round"]), -1 if evaluation.finished is None else evaluation.finished)
         return words + self._advance()
 
     def ended(self, node: str) -> list[Word]:
         """A node's inputs have ended and it has nothing more to do."""
         self._open_sinks.discard(node)
         return self._advance()
+
+    def words_for(self, node: str) -> list[Word]:
+        """What a node that was started again has to hear before it begins: as if it had heard all words so far."""
+        if self.phase == "starting":
+            return []
+        words: list[Word] = []
+        if node in self._training_sources() and self._evaluations:
+            words.append(Word(node, {"pause": self.phase == "first_evaluation"}))
+        if node in self._dropped:
+            words.append(Word(node, {"dropped": self._dropped[node]}))
+        for evaluation in self._evaluations.values():
+            if evaluation.open and node in evaluation.sources:
+                words.append(Word(node, {"evaluate": evaluation.asked, "again": True}))
+        if self.draining and (node in self._trainers or node in self._training_sources()):
+            words.append(Word(node, {"drain": True}))
+        return words
 
     def drain(self) -> list[Word]:
         """The user wants to stop: finish the step under way, write a checkpoint, end."""

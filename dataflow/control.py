@@ -5,68 +5,41 @@ No rollout and no weight passes through it.
 
 import contextlib
 import dataclasses
-import os
-import shutil
-import tempfile
+import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import msgpack
-import zmq
-
 from dataflow import worker
+from dataflow.attempts import WorkerState, addresses, all_ended, how
 from dataflow.command import answer
 from dataflow.conductor import Conductor, Word
+from dataflow.desk import Desk
+from dataflow.doctor.attend import Attendant
 from dataflow.errors import DeadlineError, GraphError, RunError, WorkerDied
+from dataflow.faults import Faults
+from dataflow.files import RunFolderError
 from dataflow.graph import Graph
 from dataflow.host import Settings
-from dataflow.nursery import Nursery
+from dataflow.limits import Limits as Limits
+from dataflow.limits import overdue
 from dataflow.plan import Plan
+from dataflow.recovery import Recovery, Restart
 from dataflow.scaling import Fork, Order, Say, Scaling, Tell
+from dataflow.secure import RunKeys
 
 _LAST_WORDS_S = 1.0
 """For what a worker said before it ended to arrive, whatever the others say meanwhile."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Deadlines of the scheduler."""
-
-    start_s: float = 300.0
-    """From the first fork until every worker is ready: large models take long to load."""
-    hang_s: float = 15.0
-    """Without a heartbeat, a worker counts as hanging."""
-    stop_s: float = 10.0
-    """For workers to wind down before they are killed."""
-    drain_s: float = 120.0
-    """For the step under way and its checkpoint, after the user asked to stop."""
-
-
-@dataclass
-class WorkerState:
-    """What the scheduler knows of one worker."""
-
-    name: str
-    nodes: list[str]
-    pid: int = 0
-    state: str = "forked"
-    """forked | starting | ready | stopping | left (in order, while the run goes on) | gone"""
-    heard: float = 0.0
-    """When it last said anything, on the scheduler's clock."""
-    beat: Mapping[str, Any] = field(default_factory=dict)
-    addresses: Mapping[str, str] = field(default_factory=dict)
 
 
 class Scheduler:
     """One run.
 
     consumes: hello, ready, done, beat, failed and bye from the workers; deaths from the forkserver; commands
-    produces: wire, start, tell, stop and the words of `scaling`; answers to commands
+    produces: wire, start, tell, stop and the words of `scaling`; answers to commands; restarts, lines of faults.jsonl
     waits for: the workers, each wait with a deadline
-    unblocked by: their messages; a death or a failure ends the run with its cause
+    unblocked by: their messages; a worker that dies, fails, hangs or is stuck is started again, as `recovery` says. It
+        ends the run with its cause when that is hopeless, when not all were ready once, and a trainer when the run ends
     """
 
     def __init__(
@@ -75,36 +48,40 @@ class Scheduler:
     ) -> None:  # fmt: skip
         """Fork the forkserver; call this before the process has threads."""
         self.graph, self.plan, self.limits = graph, plan, limits or Limits()
-        self._sockets = sockets = _make_folder()
         self._settings = settings
         self._clock = clock
         self.conductor = Conductor(graph, plan)
         self.scaling = Scaling(graph, plan)
+        self.recovery = Recovery(self.limits.patience)
+        self._faults = Faults(settings.folder, clock)
         self.said: list[str] = []
         """What the user may want to read, oldest first; whoever shows it takes it out."""
         self._schedule = sorted(plan.scale.items())
         self._join_deadline = 0.0
         self.workers: dict[str, WorkerState] = {}
+        self._running: set[str] = set()
+        """Workers that have a process."""
+        self._begun = False
+        """Whether all were ready once."""
         self._ended: set[str] = set()
         self._deadline = 0.0
+        self._watched = clock()
+        """When it last looked whether anybody hangs."""
         self._wish = False
         threads = max((p.threads for p in plan.placements.values()), default=1)
-        self._nursery = Nursery(
-            lambda plain: worker.main(graph, plan, plain),
-            worker.environment(threads),
-            worker.preload,
-            clean_up=lambda: shutil.rmtree(sockets, ignore_errors=True),
+        environment = worker.environment(threads)
+        keys = RunKeys.make() if settings.listen else None
+        if keys is not None:
+            self._settings = dataclasses.replace(settings, keys=keys.to_plain())
+        self._desk = Desk(
+            lambda plain: worker.main(graph, plan, plain), environment, worker.preload, settings.listen, keys
         )
-        self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = self._zmq.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.LINGER, 0)
-        address = f"ipc://{self._sockets}/control"
-        self._router.bind(address)
-        self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._nursery.fileno(), zmq.POLLIN)
-        self.address = address
-        """Where commands are taken, too."""
+        self.attendant = Attendant(self.conductor, self.workers, self._desk.send, settings, self.limits, clock)
+
+    @property
+    def address(self) -> str:
+        """Where commands are taken."""
+        return self._desk.commands
 
     def start(self, progress: Callable[[str], None] = lambda text: None) -> None:
         """Start every worker and wait until all are ready. Errors: RunError with the cause."""
@@ -116,7 +93,9 @@ class Scheduler:
             self.turn(0.1)
             if not wired and all(state.pid and state.state != "forked" for state in self.workers.values()):
                 wired = True
-                self._broadcast({"kind": "wire", "addresses": self._addresses()})
+                for state in self.workers.values():
+                    state.wired = True
+                self._broadcast({"kind": "wire", "addresses": addresses(self.workers.values())})
             late = [state.name for state in self.workers.values() if state.state != "ready"]
             progress(", ".join(late))
             if self._clock() > deadline:
@@ -124,6 +103,7 @@ class Scheduler:
                     f"the scheduler waited {self.limits.start_s:.0f} s for {late} to start; "
                     f"see their logs in {self._settings.folder}/logs"
                 )
+        self._begun = True
         self._say(self.conductor.start())
         self._broadcast({"kind": "start"})
         self._obey(self.scaling.begin({state.name: state.addresses for state in self.workers.values()}))
@@ -138,21 +118,26 @@ class Scheduler:
     @property
     def beats(self) -> dict[str, Mapping[str, Any]]:
         """The last that every worker said of itself, those that left included; `member` tells how it is in the run."""
-        return {name: {**state.beat, "member": self.scaling.state(name)} for name, state in self.workers.items()}
+        return {
+            name: {**state.told, "member": "restarting" if state.is_away else self.scaling.state(name)}
+            for name, state in self.workers.items()
+        }
 
     def turn(self, wait_s: float) -> None:
         """Take in what has come within `wait_s`; raises what ends the run."""
-        ready = dict(self._poller.poll(int(wait_s * 1000)))
-        if self._router in ready:
-            while self._router.poll(0):
-                name, data = self._router.recv_multipart()[:2]
-                self._take(name.decode(), msgpack.unpackb(data))
-        for event in self._nursery.events():
+        said, events = self._desk.wait(wait_s)
+        for name, message in said:
+            self._take(name, message)
+        for event in events:
             self._note(event)
         self._keep_to_schedule()
         if self._wish and not self.conductor.draining:
             self._drain()
         self._watch()
+        self.recovery.progressed(self.conductor.progress, self._clock())
+        for restart in self.recovery.due(self._clock()):
+            self._restart(restart)
+        self.said += self.attendant.look()
 
     def wish_drain(self) -> None:
         """Ask to finish the step under way, write a checkpoint and end; may be called from a signal handler."""
@@ -160,98 +145,153 @@ class Scheduler:
 
     def _drain(self) -> None:
         self._deadline = self._clock() + self.limits.drain_s
+        self.recovery.end()
+        for state in self.workers.values():
+            if state.state == "down":
+                self._give_up(state)
         self._say(self.conductor.drain())
 
     def close(self) -> None:
         """Stop the workers, by force after the limit; leave no process and no socket behind."""
-        with contextlib.suppress(zmq.ZMQError):
-            self._broadcast({"kind": "stop"})
+        self.recovery.end()
+        self._broadcast({"kind": "stop"})
         deadline = self._clock() + self.limits.stop_s
-        with contextlib.suppress(RunError):
-            running = [s for s in self.workers.values() if s.pid and s.state != "left"]
-            while self._clock() < deadline and any(s.state != "gone" for s in running):
-                self._poller.poll(50)
-                while self._router.poll(0):
-                    self._router.recv_multipart()
-                for event in self._nursery.events():
-                    if event["event"] == "exited" and event["name"] in self.workers:
-                        self.workers[event["name"]].state = "gone"
-        self._nursery.close()
-        self._router.close(0)
-        self._zmq.term()
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        while self._clock() < deadline and any(self._may_wind_down(state) for state in self.workers.values()):
+            for event in self._desk.wait(0.05)[1]:
+                self._count(event)
+        with contextlib.suppress(RunFolderError):
+            self._faults.close()
+        self._desk.close()
 
     def kill(self, name: str, number: int) -> None:
         """Send a signal to a worker."""
-        self._nursery.kill(name, number)
+        self._desk.kill(name, number)
 
     def _take(self, name: str, message: Mapping[str, Any]) -> None:
         state = self.workers.get(name)
         if state is None:
-            self._send(name, answer(message, self._command))
+            self._desk.send(name, answer(message, self._command, self.attendant.answer))
             return
+        if message.get("attempt", state.settings.attempt) != state.settings.attempt or not state.is_live:
+            return  # the last words of an attempt that has ended
         state.heard = self._clock()
         kind = message["kind"]
+        if state.state == "dying" and kind != "beat":
+            return
         if kind == "hello":
             state.pid, state.state, state.addresses = message["pid"], "starting", message["addresses"]
-            if name == self.scaling.joining:
+            if self._begun:
                 self._obey(self.scaling.hello(name, state.addresses))
         elif kind == "ready":
             state.state = "ready"
-            if name == self.scaling.joining:
-                self._obey(self.scaling.ready(name))
+            if self._begun:
+                self._go_on(state)
         elif kind == "done":
             self._obey(self.scaling.confirmed(message["ticket"]))
         elif kind == "beat":
             state.beat = message
-            self._send(name, {"kind": "heard"})
+            self._desk.send(name, {"kind": "heard"})
             if message["drained"]:
                 self._obey(self.scaling.drained(name))
             for node, report in message["nodes"].items():
                 self._say(self.conductor.hear(node, report["status"]))
-                if report["ended"] and node not in self._ended and self._all_ended(node):
+                if report["ended"] and node not in self._ended and all_ended(node, self.workers.values()):
                     self._ended.add(node)
                     self._say(self.conductor.ended(node))
+        elif kind == "stacks":
+            self.attendant.hear(name, message["threads"])
         elif kind == "failed":
-            state.state = "gone"
-            raise RunError(f"worker '{name}' failed: {message['message']}")
-        elif kind == "bye" and state.state != "left":
+            state.die(f"failed: {message['message']}", self._clock())
+            if not self._begun:
+                raise RunError(f"worker '{name}' {state.cause}")
+        elif kind == "bye":
             state.state = "stopping"
 
+    def _go_on(self, state: WorkerState) -> None:
+        """Let one that has just become ready begin: a newcomer, or one that was started again."""
+        for word in [word for node in state.nodes for word in self.conductor.words_for(node)]:
+            self._tell(state, word)
+        self._obey(self.scaling.ready(state.name))
+        self.recovery.recovered(state.name, self._clock())
+        with self._writing():
+            if (told := self._faults.recovered(state.name)) is not None:
+                self.said.append(told)
+
     def _note(self, event: Mapping[str, Any]) -> None:
-        if event["event"] == "started":
-            return
+        self._count(event)
         if event["event"] == "gone":
             raise WorkerDied(f"the forkserver ended unexpectedly; see logs in {self._settings.folder}/logs")
         state = self.workers.get(event["name"])
-        if state is not None and event["status"] == 0 and self.scaling.leaves(state.name):
+        if state is None or event["event"] == "started":
+            return
+        if self.scaling.leaves(state.name):
             state.state = "left"
             self._obey(self.scaling.exited(state.name))
-            return
-        if state is None or state.state in ("gone", "stopping"):
-            return
-        self._drain_messages(state.name)
-        state.state = "gone"
-        raise WorkerDied(
-            f"worker '{state.name}' ({', '.join(state.nodes)}) ended {_how(event['status'])} while the run needed "
-            f"it; see {self._settings.folder}/logs/{state.name}.log"
-        )
+        elif state.state == "stopping":
+            state.state = "gone"
+        elif state.is_live:
+            if state.state != "dying" and event["status"] > 0:
+                for name, message in self._desk.last_words(_LAST_WORDS_S):
+                    self._take(name, message)
+            self._fell(state, state.cause or how(event["status"]))
 
-    def _drain_messages(self, name: str) -> None:
-        """A worker that failed says why before it ends; prefer that to the bare exit status."""
-        deadline = self._clock() + _LAST_WORDS_S
-        while self._clock() < deadline and self._router.poll(100):
-            sender, data = self._router.recv_multipart()[:2]
-            self._take(sender.decode(), msgpack.unpackb(data))
+    def _count(self, event: Mapping[str, Any]) -> None:
+        """Keep the names of those that have a process."""
+        if event["event"] == "started":
+            self._running.add(event["name"])
+        elif event["event"] == "exited":
+            self._running.discard(event["name"])
+        else:
+            self._running.clear()
+
+    def _fell(self, state: WorkerState, cause: str) -> None:
+        """A worker has ended that should not have: start it again later, if there is hope."""
+        heard, attempt = state.heard, state.settings.attempt
+        state.fall(cause)
+        if not self._begun:
+            raise WorkerDied(self._died(state))
+        with self._writing():
+            self._faults.noticed(state.name, cause, attempt, heard)
+        if self._ending:
+            self._give_up(state)
+            return
+        self._obey(self.scaling.fell(state.name))
+        self.recovery.died(state.name, cause, self._clock())
+        if self.recovery.hopeless is not None:
+            raise WorkerDied(f"{self.recovery.hopeless} ({self._settings.folder})")
+
+    def _give_up(self, state: WorkerState) -> None:
+        """A worker is down while the run is ending: without a trainer it cannot end as it should."""
+        if any(self.graph.operators[node].trains for node in state.nodes):
+            raise WorkerDied(f"{self._died(state)}; the run was ending, and its last checkpoint is good")
+        state.state = "gone"
+
+    def _restart(self, restart: Restart) -> None:
+        state = self.workers[restart.worker]
+        settings = dataclasses.replace(
+            state.settings, attempt=restart.attempt, senders=self.scaling.senders(state.name), at=state.addresses
+        )
+        self._fork(state, settings)
+        if state.name == self.scaling.joining:
+            self._join_deadline = self._clock() + self.limits.start_s
+
+    def _kill(self, state: WorkerState, cause: str) -> None:
+        """End a worker that does not go on by itself."""
+        if not self._begun:
+            state.cause = cause
+            raise WorkerDied(self._died(state))
+        state.die(cause, self._clock())
+        self._desk.kill(state.name, signal.SIGKILL)
 
     def _watch(self) -> None:
-        now = self._clock()
+        now, before = self._clock(), self._watched
+        self._watched = now
         for state in self.workers.values():
-            if state.state in ("ready", "running") and now - state.heard > self.limits.hang_s:
-                raise WorkerDied(
-                    f"worker '{state.name}' ({', '.join(state.nodes)}) has not answered for {now - state.heard:.0f} s; "
-                    f"see {self._settings.folder}/logs/{state.name}.log"
-                )
+            if now - before > self.limits.hang_s:
+                state.heard = now  # the scheduler was stopped itself, and perhaps the workers with it
+            cause = overdue(state, self.limits, now, begun=self._begun)
+            if cause is not None:
+                self._kill(state, cause)
         if self.conductor.draining and not self.conductor.over and now > self._deadline:
             raise DeadlineError(
                 f"the scheduler waited {self.limits.drain_s:.0f} s for the step under way to end; it stops without "
@@ -269,14 +309,19 @@ class Scheduler:
         return self.conductor.draining or self.conductor.over
 
     def _spawn(self, worker: str, replica: int, **more: Any) -> None:
-        """Ask the forkserver for one process of a worker."""
-        full, nodes = f"{worker}-{replica}", self.plan.workers[worker]
-        self.workers[full] = WorkerState(full, nodes, heard=self._clock())
+        """Ask the forkserver for the first process of a worker."""
+        name, now = f"{worker}-{replica}", self._clock()
         settings = dataclasses.replace(
-            self._settings, worker=worker, replica=replica, control=self.address, sockets=str(self._sockets), **more
-        )
-        heavy = not all(self.graph.operators[node].light for node in nodes)
-        self._nursery.spawn(full, settings.to_plain(), heavy)
+            self._settings, worker=worker, replica=replica, control=self._desk.address, sockets=str(self._desk.folder),
+            **more,
+        )  # fmt: skip
+        self.workers[name] = state = WorkerState(name, self.plan.workers[worker], settings, forked=now, heard=now)
+        self._fork(state, settings)
+
+    def _fork(self, state: WorkerState, settings: Settings) -> None:
+        state.fork(settings, self._clock())
+        heavy = not all(self.graph.operators[node].light for node in state.nodes)
+        self._desk.spawn(state.name, settings.to_plain(), heavy)
 
     def _scale(self, wishes: Mapping[str, int]) -> None:
         if self._ending:
@@ -303,43 +348,44 @@ class Scheduler:
                     self._join_deadline = self._clock() + self.limits.start_s
                     self._spawn(order.node, order.replica, device=device, senders=order.senders)
                 case Say():
-                    self._send(order.to, order.word)
+                    self._pass_on(self.workers[order.to], order.word)
                 case Tell():
                     self.said.append(order.text)
 
-    def _all_ended(self, node: str) -> bool:
-        reports = [s.beat.get("nodes", {}).get(node) for s in self.workers.values() if node in s.nodes]
-        return all(report and report["ended"] for report in reports)
+    def _pass_on(self, state: WorkerState, word: Mapping[str, Any]) -> None:
+        """Send a word of `scaling`; one that was started again learns with `wire` what it missed."""
+        if word["kind"] == "wire":
+            state.wired = True
+        if state.wired:
+            self._desk.send(state.name, word)
 
-    def _addresses(self) -> dict[str, list[str]]:
-        """By edge, the addresses of its receivers, replica by replica."""
-        found: dict[str, list[str]] = {}
-        for state in self.workers.values():
-            for edge, address in state.addresses.items():
-                found.setdefault(edge, []).append(address)
-        return found
+    def _may_wind_down(self, state: WorkerState) -> bool:
+        return state.name in self._running and state.pid > 0 and state.state != "dying"
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """The book of faults is no reason to end a run."""
+        try:
+            yield
+        except RunFolderError as error:
+            self.said.append(str(error))
+
+    def _died(self, state: WorkerState) -> str:
+        """What became of a worker, for people."""
+        return (
+            f"worker '{state.name}' ({', '.join(state.nodes)}) {state.cause} while the run needed it; "
+            f"see {self._settings.folder}/logs/{state.name}.log"
+        )
 
     def _say(self, words: list[Word]) -> None:
         for word in words:
             for state in self.workers.values():
-                if word.node in state.nodes:
-                    self._send(state.name, {"kind": "tell", "node": word.node, "message": dict(word.message)})
+                if word.node in state.nodes and state.state == "ready":
+                    self._tell(state, word)
+
+    def _tell(self, state: WorkerState, word: Word) -> None:
+        self._desk.send(state.name, {"kind": "tell", "node": word.node, "message": dict(word.message)})
 
     def _broadcast(self, message: Mapping[str, Any]) -> None:
         for name in self.workers:
-            self._send(name, message)
-
-    def _send(self, name: str, message: Mapping[str, Any]) -> None:
-        self._router.send_multipart([name.encode(), msgpack.packb(message)])
-
-
-def _make_folder() -> Path:
-    """A folder of mode 0700 for the run's sockets and shared memory; it goes when the run ends, however it ends."""
-    memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="dataflow-", dir=memory if os.access(memory, os.W_OK) else None))
-
-
-def _how(status: int | None) -> str:
-    if status is None:
-        return "for an unknown reason"
-    return f"by signal {-status}" if status < 0 else f"with status {status}"
+            self._desk.send(name, message)

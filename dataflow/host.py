@@ -9,11 +9,13 @@ from typing import Any
 
 import structlog
 
+from dataflow.check import sinks_of
 from dataflow.errors import boundary
+from dataflow.finished import Finished
 from dataflow.graph import Graph
 from dataflow.ledger import Ledger
 from dataflow.loop import Inlet, NodeLoop, Outlet
-from dataflow.node import Context, Runtime
+from dataflow.node import Context, Generate, Runtime
 from dataflow.plan import Plan
 from dataflow.run_folder import RunFolder
 from dataflow.trace import Trace
@@ -42,6 +44,12 @@ class Settings:
     """Torch's name of the first device of the process."""
     senders: Mapping[str, int] = field(default_factory=dict)
     """By edge that ends here, how many senders to expect; where it says nothing, as many as the plan has."""
+    listen: str = ""
+    """Address of this machine at which edges and the scheduler listen; empty: ipc sockets in `sockets`."""
+    keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """Those of the run, where it listens at an address (as `RunKeys.to_plain`); they are written nowhere."""
+    at: Mapping[str, str] = field(default_factory=dict)
+    """By edge that ends here, where the attempt before this one listened."""
 
     def to_plain(self) -> dict[str, Any]:
         """For msgpack."""
@@ -79,6 +87,9 @@ class Host:
         self.ledger = Ledger.open(self.folder.ledger) if self.folder else None
         self.runtimes: dict[str, Runtime] = {}
         self.loops: dict[str, NodeLoop] = {}
+        self.at = ""
+        """The node that is being built, or whose turn it is; empty while nobody is at work."""
+        self.at_since = time.monotonic()
         self._trace = Trace(f"{settings.worker}-{settings.replica}")
         self._writer_of, self._reader_of, self._device = writer_of, reader_of, device
 
@@ -93,8 +104,10 @@ class Host:
     def build(self) -> None:
         """Make the heavy objects."""
         for name in self.nodes:
+            self._enter(name)
             with boundary(name, "starting"):
                 self.runtimes[name] = self.graph.operators[name].build(self._context(name))
+        self._enter("")
 
     def wire(self, inlets: Mapping[str, Inlet], outlets: Mapping[str, Outlet]) -> None:
         """Put a loop around every runtime; both mappings go by edge name."""
@@ -109,7 +122,7 @@ class Host:
             span = self._trace.add
             self.loops[name] = NodeLoop(
                 name, self.runtimes[name], ends, dict(lanes), most_rows=most_rows, mark=self._marker(name, lanes),
-                span=span,
+                finished=self._finished(name, lanes), span=span,
             )  # fmt: skip
 
     def tell(self, node: str, message: Mapping[str, Any]) -> None:
@@ -123,8 +136,10 @@ class Host:
     def turn(self) -> bool:
         """One round of every loop, in the graph's order. True when anything moved."""
         moved = False
-        for loop in self.loops.values():
+        for name, loop in self.loops.items():
+            self._enter(name)
             moved |= loop.turn()
+        self._enter("")
         return moved
 
     def report(self) -> dict[str, Any]:
@@ -132,7 +147,8 @@ class Host:
         return {
             node: {
                 "status": self.runtimes[node].status(), "seconds": dict(loop.seconds), "rows_in": loop.rows_in,
-                "rows_out": loop.rows_out, "ended": loop.ended, "blocked": loop.blocked,
+                "rows_out": loop.rows_out, "ended": loop.ended, "blocked": loop.blocked, "paused": loop.paused,
+                "pending": self.runtimes[node].pending(), "oldest": loop.holding.oldest(),
             }
             for node, loop in self.loops.items()
         }  # fmt: skip
@@ -141,10 +157,28 @@ class Host:
         """Close the runtimes and the ledger."""
         for runtime in self.runtimes.values():
             runtime.close()
+        for loop in self.loops.values():
+            loop.close()
         if self.ledger is not None:
             self.ledger.close()
         if self.folder is not None:
             self._trace.write(self.folder)
+
+    def _finished(self, name: str, lanes: Iterable[str]) -> dict[str, Finished]:
+        """Where a generator keeps what it has finished of the lanes that are trained."""
+        if self.folder is None or self.ledger is None or not isinstance(self.graph.operators[name], Generate):
+            return {}
+        kept: dict[str, Finished] = {}
+        for lane in lanes:
+            if any(sink.trains for sink in sinks_of(self.graph, lane)):
+                replica, attempt = self.settings.replica, self.settings.attempt
+                kept[lane] = Finished(self.folder.finished(name), lane, replica=replica, attempt=attempt)
+                kept[lane].load([group.group_id for group in self.ledger.in_flight(lane)])
+        return kept
+
+    def _enter(self, node: str) -> None:
+        """Note whose slice of work begins; "" for nobody's."""
+        self.at, self.at_since = node, time.monotonic()
 
     def _context(self, name: str) -> Context:
         facts: dict[str, Any] = context_facts(self.graph, self.plan, name)

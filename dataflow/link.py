@@ -10,6 +10,9 @@ from typing import Any
 import msgpack
 import zmq
 
+from dataflow.doctor import stacks
+from dataflow.secure import MESSAGE_BYTES, RunKeys, present, word
+
 BEAT_S = 0.2
 
 
@@ -17,7 +20,7 @@ class Link:
     """Owns the control socket so that the worker's loop never waits for it.
 
     consumes: words from the scheduler (msgpack maps with "kind")
-    produces: hello, beats (the newest snapshot), events
+    produces: hello, beats (the newest snapshot), events; the stacks of all threads, also while the others are stuck
     waits for: the scheduler; after `patience_s` without a word from it, `orphaned` is called
     unblocked by: its answers to the beats
     """
@@ -30,8 +33,10 @@ class Link:
         orphaned: Callable[[], None],
         patience_s: float = 30.0,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
+        keys: RunKeys | None = None,
     ) -> None:
-        """address: the scheduler's; name: this worker's; orphaned: called in the thread, once."""
+        """address: the scheduler's; name: this worker's; orphaned: called in the thread, once; keys: the run's."""
+        self._keys = keys
         self._own, self._zmq = context is None, context or zmq.Context()
         self._name, self._address = name, address
         self._orphaned, self._patience_s = orphaned, patience_s
@@ -81,6 +86,9 @@ class Link:
         dealer = self._zmq.socket(zmq.DEALER)
         dealer.setsockopt(zmq.IDENTITY, self._name.encode())
         dealer.setsockopt(zmq.LINGER, 1000)
+        dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
+        if self._keys is not None:
+            present(dealer, self._keys.senders)
         dealer.connect(self._address)
         heard = beaten = time.monotonic()
         alone = False
@@ -97,9 +105,13 @@ class Link:
                     return
                 if dealer.poll(50):
                     heard = now
-                    word = msgpack.unpackb(dealer.recv())
-                    if word["kind"] != "heard":
-                        self._words.append(word)
+                    said = word(dealer.recv_multipart()[0])
+                    if said is None:
+                        continue
+                    if said["kind"] == "stacks":
+                        dealer.send(msgpack.packb({"kind": "stacks", "threads": stacks.take()}))
+                    elif said["kind"] != "heard":
+                        self._words.append(said)
                         wake.send(b"")
                 elif not alone and now - heard > self._patience_s:
                     alone = True

@@ -1,8 +1,12 @@
-"""The loop around one operator's runtime: rows in by credit, a slice of work, rows out by credit."""
+"""The loop around one operator's runtime: rows in by credit, a slice of work, rows out by credit.
+
+What comes in is acknowledged when the next nodes have acknowledged all that it led to (dataflow.holding).
+"""
 
 import collections
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.errors import boundary
+from dataflow.finished import Finished
+from dataflow.holding import Holding
 from dataflow.node import Batch, Runtime
 from dataflow.records import GROUP_ID
 
@@ -31,8 +37,8 @@ class Inlet(Protocol):
 class Outlet(Protocol):
     """The sending end of an edge (transport.data.Sender)."""
 
-    def send(self, batch: pa.RecordBatch, key: int | None = None) -> bool:
-        """False when there is no credit now; then nothing was taken."""
+    def send(self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None) -> bool:
+        """False when there is no credit now; then nothing was taken. acked: called when it is acknowledged."""
 
     def poll(self) -> None:
         """Take in grants and acknowledgements."""
@@ -64,7 +70,7 @@ class NodeLoop:
     """Drives one runtime without ever waiting.
 
     consumes: deliveries of its inlets, while the runtime has room
-    produces: batches on the outlets of their lane; acknowledgements once what they led to was sent
+    produces: batches on the outlets of their lane; acknowledgements once what they led to was acknowledged
     waits for: credit on its outlets (back-pressured), rows or weights (idle)
     unblocked by: grants and arrivals, noticed at the next `turn`
     """
@@ -78,11 +84,13 @@ class NodeLoop:
         *,
         most_rows: Mapping[str, int] | None = None,
         mark: Callable[[str, list[int]], None] | None = None,
+        finished: Mapping[str, Finished] | None = None,
         span: Callable[[str, float, float], None] = lambda node, begin_s, end_s: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """inlets: (lane, sending node, inlet); outlets by lane; most_rows: of a batch on the wire, by lane;
-        mark: writes (lane, group ids) into the ledger; span: is told of every slice of work.
+        mark: writes (lane, group ids) into the ledger; finished: by lane, where what leaves is kept until it has an
+        outcome, and found instead of being made again; span: is told of every slice of work.
         """
         self.node, self.runtime = node, runtime
         self.paused = False
@@ -96,8 +104,11 @@ class NodeLoop:
         ]
         self._most_rows = most_rows or {}
         self._mark, self._span, self._clock = mark, span, clock
-        self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch]] = collections.deque()
-        self._acks: list[Callable[[], None]] = []
+        self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, Callable[[], None]]] = collections.deque()
+        self._finished = finished or {}
+        self.holding = Holding(released=self._forget)
+        self._done: list[tuple[str, str, list[int]]] = []
+        """Lane, origin and groups of deliveries that the runtime acknowledged."""
         self._inside: collections.Counter[str] = collections.Counter()
         """Deliveries by lane that the runtime has not acknowledged."""
         self._over: set[str] = set()
@@ -114,7 +125,9 @@ class NodeLoop:
         for end in self._ends:
             end.poll()
         moved = self._flush()
-        if self.ended or self._outbox or self.paused:
+        if self.ended:
+            return moved | self._pass_over()
+        if self._outbox or self.paused:
             return moved
         moved |= self._receive()
         began = self._clock()
@@ -125,10 +138,16 @@ class NodeLoop:
             self.seconds["busy"] += ended - began
             self._span(self.node, began, ended)
             self._queue(made)
+            self._settle()
             self._flush()
             return True
         self._settle()
         return moved | self._end()
+
+    def close(self) -> None:
+        """End the files of what it has finished."""
+        for finished in self._finished.values():
+            finished.close()
 
     def waited(self, seconds: float) -> None:
         """Account for time that the worker slept while this node had nothing to do, or no credit."""
@@ -145,42 +164,93 @@ class NodeLoop:
                 self.rows_in += delivery.batch.num_rows
                 began = self._clock()
                 with boundary(self.node, f"taking rows of '{lane}' from '{origin}'"):
-                    self.runtime.push(Batch(lane, delivery.batch, origin, self._later(lane, delivery.ack)))
+                    self._take(lane, origin, delivery)
                 self.seconds["busy"] += self._clock() - began
         return moved
 
-    def _later(self, lane: str, ack: Callable[[], None]) -> Callable[[], None]:
+    def _take(self, lane: str, origin: str, delivery: Any) -> None:
+        """Push what is new of a delivery; what was finished before leaves at once."""
+        groups = _ids(delivery.batch)
+        new = self.holding.arrive(lane, origin, groups, delivery.ack)
+        found = self._found(lane, new)
+        if found:
+            self._send_on(lane, found)
+            self._done.append((lane, origin, list(found)))
+            new = [group for group in new if group not in found]
+        if new or not groups:
+            rows = delivery.batch
+            if len(new) < len(groups):
+                rows = rows.filter(pc.is_in(rows.column(GROUP_ID), pa.array(new, pa.int64())))
+            self.runtime.push(Batch(lane, rows, origin, self._later(lane, origin, new)))
+
+    def _later(self, lane: str, origin: str, groups: list[int]) -> Callable[[], None]:
         self._inside[lane] += 1
 
         def acknowledge() -> None:
             self._inside[lane] -= 1
-            self._acks.append(ack)
+            self._done.append((lane, origin, groups))
 
         return acknowledge
 
     def _queue(self, made: list[Batch]) -> None:
         for batch in made:
-            self.rows_out += batch.records.num_rows
-            if self._mark is not None:
-                self._mark(batch.lane, pc.unique(batch.records.column(GROUP_ID)).to_pylist())
-            for part in whole_groups(batch.records, self._most_rows.get(batch.lane, _MOST_ROWS)):
-                for outlet in self._outlets.get(batch.lane, ()):
-                    self._outbox.append((outlet, part))
+            groups = _ids(batch.records)
+            if batch.lane in self._finished and groups:
+                self._finished[batch.lane].append(batch.records)
+            self._put(batch.lane, batch.records, groups)
+
+    def _put(self, lane: str, records: pa.RecordBatch, groups: list[int]) -> None:
+        """Have rows sent to every outlet of their lane."""
+        self.rows_out += records.num_rows
+        if self._mark is not None:
+            self._mark(lane, groups)
+        outlets = self._outlets.get(lane, ())
+        self.holding.sent(lane, groups, len(outlets))
+        for part in whole_groups(records, self._most_rows.get(lane, _MOST_ROWS)):
+            acked = partial(self.holding.acknowledged, lane, _ids(part))
+            self._outbox += [(outlet, part, acked) for outlet in outlets]
+
+    def _found(self, lane: str, groups: list[int]) -> dict[int, pa.RecordBatch]:
+        """Those of some groups that were finished before."""
+        finished = self._finished.get(lane)
+        found = {group: finished.find(group) for group in groups} if finished is not None else {}
+        return {group: rows for group, rows in found.items() if rows is not None}
+
+    def _send_on(self, lane: str, found: Mapping[int, pa.RecordBatch]) -> None:
+        for group, rows in found.items():
+            self._put(lane, rows, [group])
+
+    def _forget(self, group: tuple[str, int]) -> None:
+        """Nobody needs what was kept of a group that has an outcome."""
+        lane, number = group
+        if lane in self._finished:
+            self._finished[lane].forget(number)
 
     def _flush(self) -> bool:
         moved = False
-        while self._outbox and self._outbox[0][0].send(self._outbox[0][1]):
+        while self._outbox:
+            outlet, part, acked = self._outbox[0]
+            if not outlet.send(part, acked=acked):
+                break
             self._outbox.popleft()
             moved = True
-        if not self._outbox:
-            self._settle()
         return moved
 
     def _settle(self) -> None:
-        """Carry out the acknowledgements whose consequences have all been sent."""
-        acks, self._acks = self._acks, []
-        for ack in acks:
-            ack()
+        """Count what the runtime acknowledged as done, after all that it returned is on its way."""
+        done, self._done = self._done, []
+        for lane, origin, groups in done:
+            self.holding.done(lane, origin, groups)
+
+    def _pass_over(self) -> bool:
+        """After the end only what is known already comes, from a node that restarted."""
+        moved = False
+        for lane, origin, inlet in self._inlets:
+            while (delivery := inlet.receive()) is not None:
+                moved = True
+                new = self.holding.arrive(lane, origin, _ids(delivery.batch), delivery.ack)
+                self.holding.done(lane, origin, new)
+        return moved
 
     def _end(self) -> bool:
         """Pass the end of the stream on once nothing more can come, of a single lane before that of the others."""
@@ -211,3 +281,8 @@ class NodeLoop:
 
     def _source_done(self) -> bool:
         return bool(self.runtime.status().get("done"))
+
+
+def _ids(records: pa.RecordBatch) -> list[int]:
+    """The groups of a batch, in order."""
+    return pc.unique(records.column(GROUP_ID)).to_pylist() if records.num_rows else []

@@ -168,10 +168,12 @@ def _serve(
 
 
 def _end(names: Mapping[int, str], clean_up: Callable[[], None]) -> NoReturn:
-    """Kill the workers, then clean up; also in the midst of `preload`, when the scheduler has died."""
+    """Kill the workers and what they started, then clean up; also in the midst of `preload`."""
     _signal(list(names), signal.SIGKILL)
     for pid in list(names):
         with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            _kill_group(pid)
             os.waitpid(pid, 0)
     clean_up()
     os._exit(0)
@@ -181,6 +183,7 @@ def _fork(control: socket.socket, message: Mapping[str, Any], main: Main, names:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         control.close()
         die_with_parent()
@@ -192,10 +195,13 @@ def _fork(control: socket.socket, message: Mapping[str, Any], main: Main, names:
 
 
 def _reap(control: socket.socket, names: dict[int, str]) -> None:
+    """Tell of the workers that have ended; what they had started ends with them, before another takes their place."""
     while names:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
             return
+        _kill_group(ended.si_pid)
+        pid, status = os.waitpid(ended.si_pid, 0)
         name = names.pop(pid, "unknown")
         _tell(control, {"event": "exited", "name": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
@@ -203,6 +209,12 @@ def _reap(control: socket.socket, names: dict[int, str]) -> None:
 def _tell(control: socket.socket, event: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):
         control.send(msgpack.packb(event))
+
+
+def _kill_group(leader: int) -> None:
+    """Kill what a worker that has ended, and is not reaped, leaves: until then its number is nobody else's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _signal(pids: list[int], number: int) -> None:

@@ -87,6 +87,8 @@ class Plan:
     """Every pair of ranks that weights travel between, and how."""
     scale: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """From which step on how many replicas a node is to have."""
+    listen: str = ""
+    """Address of this machine at which the run listens; empty: only sockets within it."""
 
     def executor(self, trainer: str, reader: str, replica: int) -> str:
         """How weights get from a trainer to a replica, to its first rank from the trainer's first; a newcomer's are
@@ -151,6 +153,11 @@ class Plan:
                 f"{(bound.max_staleness + 1) * bound.prompts_per_step} prompts in flight"
             )
         lines += explain(self.weight_paths)
+        if self.listen:
+            lines.append(
+                f"edges and control listen at {self.listen}, encrypted, for holders of this run's keys alone; commands "
+                f"and weights stay on this machine (gloo and nccl on loopback, not encrypted)"
+            )
         for step, wishes in sorted(self.scale.items()):
             for node, count in wishes.items():
                 lines.append(

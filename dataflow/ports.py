@@ -11,14 +11,17 @@ from dataflow.graph import Graph
 from dataflow.host import Host, Settings
 from dataflow.plan import Plan
 from dataflow.records import schema
+from dataflow.secure import RunKeys, endpoint, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, WeightsBeside, WeightsIn, WeightsOut
 from dataflow.wiring import CAPACITY_BYTES, Edge, edges, narrow_format, readers_of
-from transport.data import LocalNetwork, Receiver, Sender, keep_freed_memory
+from transport.data import LocalNetwork, Receiver, Sender, SocketNetwork, keep_freed_memory
 
 if TYPE_CHECKING:
     from transport.weights import FlatLayout
     from transport.weights.layout import Layout
 
+RETURN_S = 3600.0
+"""For a worker that the scheduler starts again; whether it ever comes is the scheduler's to judge."""
 _SENDERS = 64
 """Replicas that may send to a trainer without a scorer between them: what it has not trained stays on the edge."""
 
@@ -35,6 +38,9 @@ class Ports:
         self._weights: list[Any] = []
         self._hubs: dict[str, Any] = {}
         self._local = LocalNetwork()
+        keys = RunKeys.from_plain(settings.keys)
+        self._to_receive = SocketNetwork(keys=keys.receivers if keys else None)
+        self._to_send = SocketNetwork(keys=keys.senders if keys else None)
 
     def open_inlets(self, host: Host) -> dict[str, str]:
         """Bind the edges that end here; addresses of those that come from other processes, by edge."""
@@ -46,12 +52,12 @@ class Ports:
             receiver = Receiver(
                 edge=edge.name, schema=schema(edge.columns), address=edge.name if local else self._address(edge),
                 capacity_rows=self._capacity(edge), capacity_bytes=CAPACITY_BYTES,
-                network=self._local if local else None,
+                network=self._local if local else self._to_receive,
                 senders=self._settings.senders.get(edge.name, self._plan.placements[edge.producer].replicas),
             )  # fmt: skip
             self.inlets[edge.name] = receiver
             if not local:
-                addresses[edge.name] = receiver.address
+                addresses[edge.name] = reachable(receiver.address)
         return addresses
 
     def open_outlets(self, host: Host, addresses: Mapping[str, list[str]]) -> Mapping[str, Any]:
@@ -61,7 +67,7 @@ class Ports:
             self._outlets[edge.name] = Sender(
                 edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}", epoch=self._settings.attempt,
                 schema=schema(edge.columns), receivers=[edge.name] if local else addresses[edge.name],
-                network=self._local if local else None,
+                network=self._local if local else self._to_send, peer_timeout_s=RETURN_S,
             )  # fmt: skip
         return self._outlets
 
@@ -160,7 +166,9 @@ class Ports:
         return edge.capacity_rows * (1 if alone else _SENDERS)
 
     def _address(self, edge: Edge) -> str:
-        """Short, because the path of an ipc socket may have 107 bytes."""
+        """Where the edge ends: there again after a restart. Short, for the path of an ipc socket may have 107 bytes."""
+        if self._settings.listen:
+            return endpoint(self._settings.listen, self._settings.at.get(edge.name, ":*").rpartition(":")[2])
         number = [e.name for e in self._edges].index(edge.name)
         return f"ipc://{self._settings.sockets}/edge-{number}.{self._settings.replica}"
 

@@ -14,23 +14,26 @@ from typing import Any
 import psutil
 
 from dataflow import command
-from dataflow.check import lanes_of
 from dataflow.conductor import Conductor
 from dataflow.control import Limits, Scheduler
+from dataflow.describe import consumers, graph_facts, plan_facts
 from dataflow.display import SafeView, make_view
 from dataflow.draw import reward_curve_svg
 from dataflow.errors import GraphError
 from dataflow.graph import Graph
 from dataflow.host import Settings
 from dataflow.inline import InlineRun
+from dataflow.launch import KEY, Launch
 from dataflow.ledger import Ledger
 from dataflow.model_size import measure_models
 from dataflow.plan import Devices, Plan, plan
+from dataflow.resume import Begun, Recorded, check_same, go_on_with, take_up
 from dataflow.run_folder import RunFolder
+from dataflow.run_lock import held
 from dataflow.scaling import Scaling
+from dataflow.secure import check_listen
 from dataflow.summary import summarize
 from dataflow.trace import merge
-from dataflow.trainers import feeding, leading, trainers
 from dataflow.verify import Verdict, verify
 from dataflow.watch import Watch
 
@@ -90,16 +93,21 @@ def make_plan(
     devices: Devices | None = None,
     scale: Mapping[int, Mapping[str, int]] | None = None,
     weights: str | None = None,
+    listen: str = "",
     one_process: bool = False,
 ) -> Plan:
     """The plan that `run` would use."""
+    if listen and one_process:
+        raise GraphError(f"a run in one process listens nowhere, but listen is '{listen}'; leave it out")
+    if listen:
+        check_listen(listen)
     made = plan(
         graph, devices or this_machine(), gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
         sizes=measure_models(graph), scale=scale, weights=weights, one_process=one_process,
     )  # fmt: skip
     for wishes in made.scale.values():
         Scaling(graph, made).check(wishes)
-    return made
+    return dataclasses.replace(made, listen=listen)
 
 
 def run(
@@ -110,46 +118,58 @@ def run(
     replicas: Mapping[str, int] | None = None,
     ranks: Mapping[str, int] | None = None,
     steps: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     runs: str | Path = "runs",
     quiet: bool = False,
     limits: Limits | None = None,
     scale: Mapping[int, Mapping[str, int]] | None = None,
     weights: str | None = None,
+    listen: str = "",
+    resume: str | Path | None = None,
+    launch: Launch | None = None,
 ) -> Result:
     """Run a graph to its end, or for so many steps.
 
     on: `inline()` for one process; None for worker processes on this machine.
     gpus, replicas, ranks: see `plan`. scale: replicas that a node is to have from a step on, {100: {"generator": 3}}.
     weights: the weight plane's executor (see `executors`); None: chosen from where the ranks sit.
-    seed: of prompts' order, sampling and scorers. runs: where the run folder goes.
+    listen: an address of this machine; edges and control go over tcp there, encrypted, with keys made for this run;
+    empty: over sockets that only this user's processes can open.
+    seed: of prompts' order, sampling and scorers; 0 when None. runs: where the run folder goes.
+    resume: the folder of a run of this graph that is to go on; it has its seed and, where None is given, its steps.
+    launch: how `dataflow resume` starts this program again; `main` knows it.
     Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
-    way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once.
+    way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once. What is raised in the midst
+    of a run has a note with the way to go on.
     """
     if steps is not None and steps < 1:
         raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")
+    before, recorded = None, None
+    if resume is not None:
+        before = RunFolder.open(resume)
+        recorded = Recorded.read(before)
+        check_same(before, recorded, graph_facts(graph), seed)
+        steps, seed = recorded.steps if steps is None else steps, recorded.seed
     devices = dataclasses.replace(this_machine(), cpus=1) if on is not None else None
     planned = make_plan(
         graph, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, devices=devices, scale=scale,
-        weights=weights, one_process=on is not None,
+        weights=weights, listen=listen, one_process=on is not None,
     )  # fmt: skip
-    folder = RunFolder.create(runs, graph.name)
-    _describe(folder, graph, planned, seed, steps)
-    settings = Settings(folder=str(folder.path), seed=seed, steps=steps)
-    watch = Watch(graph, planned, folder, steps)
-    if on is None:
-        outcome = _run_processes(graph, planned, settings, watch, quiet, limits)
-    else:
-        outcome = _run_inline(graph, planned, settings, watch, quiet)
-    folder.write_json(
-        "times.json",
-        {
-            "outcome": "stopped" if outcome.stopped else "finished", "seconds": outcome.seconds,
-            "busy_seconds": dict(outcome.busy_seconds),
-        },
-    )  # fmt: skip
-    (folder.path / "curve.svg").write_text(reward_curve_svg(watch.lines, title=graph.name), encoding="utf-8")
-    merge(folder)
+    folder = before or RunFolder.create(runs, graph.name)
+    settings = Settings(folder=str(folder.path), seed=seed or 0, steps=steps, listen=listen)
+    with held(folder):
+        if recorded is None:
+            begun = Begun()
+            _describe(folder, graph, planned, settings, launch)
+        else:
+            recorded = Recorded.read(folder)
+            begun = take_up(folder, graph, recorded, steps)
+            _describe_again(folder, graph, planned, settings, recorded, begun)
+        try:
+            outcome = _carry_out(graph, planned, settings, begun, on, quiet, limits)
+        except BaseException as error:
+            error.add_note(go_on_with(folder, recorded.config.get(KEY) if recorded else launch))
+            raise
     verdict = verify(folder.path)
     if not quiet:
         with make_view(sys.stdout) as view:
@@ -169,10 +189,40 @@ class _Outcome:
     busy_seconds: Mapping[str, float]
 
 
+def _carry_out(
+    graph: Graph,
+    planned: Plan,
+    settings: Settings,
+    begun: Begun,
+    on: Inline | None,
+    quiet: bool,
+    limits: Limits | None,
+) -> _Outcome:
+    """Run it, and leave its times, its curve and its trace in the folder."""
+    folder = RunFolder.open(settings.folder)
+    watch = Watch(graph, planned, folder, settings.steps)
+    if on is None:
+        outcome = _run_processes(graph, planned, settings, begun, watch, quiet, limits)
+    else:
+        outcome = _run_inline(graph, planned, settings, begun, watch, quiet)
+    _write_times(folder, begun, "stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
+    (folder.path / "curve.svg").write_text(reward_curve_svg(watch.lines, title=graph.name), encoding="utf-8")
+    merge(folder)
+    return outcome
+
+
 def _run_processes(
-    graph: Graph, planned: Plan, settings: Settings, watch: Watch, quiet: bool, limits: Limits | None
+    graph: Graph,
+    planned: Plan,
+    settings: Settings,
+    begun: Begun,
+    watch: Watch,
+    quiet: bool,
+    limits: Limits | None,
 ) -> _Outcome:
     scheduler = Scheduler(graph, planned, settings, limits=limits)
+    if begun.steps:
+        scheduler.conductor.go_on(begun.steps, begun.rounds)
     open_for_commands = RunFolder.open(settings.folder).path / command.FILE
 
     def look() -> None:
@@ -183,8 +233,9 @@ def _run_processes(
 
     try:
         with _view(quiet) as view, _interrupts(scheduler, view):
+            asked_at = {"address": scheduler.address, "pid": os.getpid()}
+            RunFolder.open(settings.folder).write_json(command.FILE, asked_at)
             scheduler.start(progress=lambda late: view.update(watch.starting(late)))
-            RunFolder.open(settings.folder).write_json(command.FILE, {"address": scheduler.address})
             while not scheduler.conductor.over:
                 scheduler.turn(0.1)
                 look()
@@ -195,8 +246,10 @@ def _run_processes(
     return _outcome(watch, scheduler.conductor)
 
 
-def _run_inline(graph: Graph, planned: Plan, settings: Settings, watch: Watch, quiet: bool) -> _Outcome:
+def _run_inline(graph: Graph, planned: Plan, settings: Settings, begun: Begun, watch: Watch, quiet: bool) -> _Outcome:
     running = InlineRun(graph, planned, settings)
+    if begun.steps:
+        running.conductor.go_on(begun.steps, begun.rounds)
 
     def look() -> bool:
         watch.note(running.conductor, {"inline-0": running.snapshot()})
@@ -237,6 +290,7 @@ def _interrupts(scheduler: Scheduler, view: Any) -> Iterator[None]:
 
     try:
         before = {number: signal.signal(number, press) for number in (signal.SIGINT, signal.SIGTERM)}
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: scheduler.attendant.wish())
     except ValueError:  # not in the main thread: the caller handles signals
         yield
         return
@@ -247,38 +301,33 @@ def _interrupts(scheduler: Scheduler, view: Any) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _describe(folder: RunFolder, graph: Graph, planned: Plan, seed: int, steps: int | None) -> None:
+def _describe(folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, launch: Launch | None) -> None:
     """Put down what is run before it runs."""
-    nodes = [
-        {
-            "name": name,
-            "operator": type(op).__name__,
-            "kind": op.kind,
-            "knobs": {k: str(v) for k, v in op.knobs().items()},
-        }
-        for name, op in graph.operators.items()
-    ]
-    links = [
-        {
-            "from": u, "to": v, "plane": data["plane"], "lane": data.get("lane"),
-            "max_staleness": data.get("max_staleness"),
-            "columns": {n: str(t) for n, t in data.get("columns", {}).items()},
-        }
-        for u, v, data in graph.nx.edges(data=True)
-    ]  # fmt: skip
-    folder.write_json("graph.json", {"name": graph.name, "nodes": nodes, "edges": links})
-    staleness: dict[str, int | None] = dict.fromkeys(trainers(graph))
-    for feedback in feeding(graph).values():
-        staleness[feedback.weights.trainer.name] = feedback.max_staleness
-    folder.write_json(
-        "config.json",
-        {
-            "command": [sys.executable, *sys.argv], "seed": seed, "steps": steps, "max_staleness": staleness,
-            "leading": leading(graph),
-            "plan": planned.explain().splitlines(), "on_demand": list(planned.on_demand),
-        },
-    )  # fmt: skip
+    folder.write_json("graph.json", graph_facts(graph))
+    how = {"command": [sys.executable, *sys.argv], KEY: launch, "seed": settings.seed, "steps": settings.steps}
+    folder.write_json("config.json", how | plan_facts(graph, planned))
     graph.draw(folder.graph_svg, planned)
-    evaluations = [name for name, op in graph.operators.items() if getattr(op, "every_steps", None)]
-    sinks = {name: lanes_of(graph, name) for name, op in graph.operators.items() if op.trains or name in evaluations}
-    Ledger.create(folder.ledger, sinks).close()
+    Ledger.create(folder.ledger, consumers(graph)).close()
+
+
+def _describe_again(
+    folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, recorded: Recorded, begun: Begun
+) -> None:
+    """Put down how a run goes on, before it does."""
+    resumed = [*recorded.config.get("resumed", []), {"at": time.time(), "from": begun.steps, "steps": settings.steps}]
+    config = {**recorded.config, "steps": settings.steps, "resumed": resumed, **plan_facts(graph, planned)}
+    folder.write_json("config.json", config)
+    graph.draw(folder.graph_svg, planned)
+    _write_times(folder, begun, "not finished", 0.0, {})
+    folder.make_latest()
+
+
+def _write_times(
+    folder: RunFolder, begun: Begun, outcome: str, seconds: float, busy_seconds: Mapping[str, float]
+) -> None:
+    """Of all parts of the run together."""
+    busy = {
+        node: begun.busy_seconds.get(node, 0.0) + busy_seconds.get(node, 0.0)
+        for node in {**begun.busy_seconds, **busy_seconds}
+    }
+    folder.write_json("times.json", {"outcome": outcome, "seconds": begun.seconds + seconds, "busy_seconds": busy})

@@ -39,8 +39,9 @@ class RunFolder:
             path = _new_folder(root, name)
             for below in ("logs", "rollouts", "checkpoints"):
                 (path / below).mkdir()
-        _point(root / "latest", path.name)
-        return cls(path.absolute())
+        made = cls(path.absolute())
+        made.make_latest()
+        return made
 
     @classmethod
     def open(cls, path: str | Path) -> "RunFolder":
@@ -52,6 +53,10 @@ class RunFolder:
                 f"give the folder that the run printed, or runs/latest"
             )
         return cls(found.resolve())
+
+    def make_latest(self) -> None:
+        """Let `latest` beside it point to it. Errors: RunFolderError."""
+        _point(self.path.parent / "latest", self.path.name)
 
     @property
     def graph_json(self) -> Path:
@@ -82,6 +87,10 @@ class RunFolder:
     def rollouts(self) -> Path:
         """Arrow files of all that was trained and evaluated."""
         return self.path / "rollouts"
+
+    def finished(self, node: str) -> Path:
+        """Where a generator keeps rollouts until they have an outcome (dataflow.finished)."""
+        return self.path / "finished" / node
 
     @property
     def logs(self) -> Path:
@@ -140,11 +149,11 @@ class RunFolder:
         append_line(self.metrics, to_json(line))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl in order, without those that a crash tore."""
-        return self.scan_metrics()[0]
+        """What metrics.jsonl says, in order: the last line of each step, none that a crash tore."""
+        return surviving(self.scan_metrics()[0])
 
     def scan_metrics(self) -> tuple[list[dict[str, Any]], int]:
-        """The lines of metrics.jsonl in order, and how many were torn by a crash."""
+        """All lines of metrics.jsonl in order, and how many were torn by a crash."""
         if not self.metrics.exists():
             return [], 0
         with disk("reading", self.metrics):
@@ -198,6 +207,18 @@ class RunFolder:
 
     def _rollout_folder(self, node: str | None) -> Path:
         return self.rollouts / node if node else self.rollouts
+
+
+def surviving(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without those that a later line about the same step of the same node supersedes.
+
+    A step is made again after a return to a checkpoint, an evaluation after a crash in the midst of its record.
+    """
+    found: dict[Any, dict[str, Any]] = {}
+    for number, line in enumerate(lines):
+        known = line.get("node"), line.get("step")
+        found[number if None in known else (*known, "eval_accuracy" in line)] = dict(line)
+    return list(found.values())
 
 
 def write_arrow(path: Path, rows: Rows) -> None:

@@ -6,6 +6,9 @@ A leave: everybody upstream lets go of the youngest replica, whose input so ends
 outlets, and is stopped when all it sent is acknowledged and upstream knows the same of what it got.
 
 One join at a time, and no leave begins during one: so a newcomer's neighbours are the same from its fork to its start.
+
+A member that died is started again in the state it was in. Its senders send again what it did not acknowledge, a leaver
+leaves once it has that; and while somebody is away, no join and no leave begins.
 """
 
 import itertools
@@ -74,9 +77,10 @@ class _Member:
 class Scaling:
     """The replicas of every node, as they are and as they are wished.
 
-    consumes: wishes (`scale`), what workers say (`hello`, `confirmed`, `ready`, `drained`), their ends (`exited`)
+    consumes: wishes (`scale`), what workers say (`hello`, `confirmed`, `ready`, `drained`), their ends (`exited`),
+        deaths (`fell`) and returns (`hello`, `ready`)
     produces: orders: processes to fork, words to send
-    waits for: a newcomer, and the confirmations of its neighbours; a leaver's last rows
+    waits for: a newcomer, and the confirmations of its neighbours; a leaver's last rows; those that are away
     unblocked by: what they say
     """
 
@@ -99,6 +103,8 @@ class Scaling:
         self._wishes: dict[str, int] = {}
         self._tickets = itertools.count(1)
         self._begun = False
+        self._away: set[str] = set()
+        """Members that died and are not ready again."""
 
     @property
     def joining(self) -> str | None:
@@ -150,10 +156,34 @@ class Scaling:
                     f"{self._plan.devices.gpus} GPUs have room for {most} beside the others; ask for {most} at most"
                 )
 
-    def hello(self, name: str, addresses: Mapping[str, str]) -> list[Order]:
-        """A newcomer tells where it receives."""
-        self._members[name].addresses = addresses
+    def fell(self, name: str) -> list[Order]:
+        """A member died that was not told to stop, and is going to be started again."""
+        member = self._members[name]
+        self._away.add(name)
+        member.drained = member.wired = False
+        member.senders = {sender for sender in member.senders if not self.leaves(sender)}
+        for other in self._members.values():
+            if other.state == "joining" and other is not member:
+                # The next attempt is started with the right number of senders.
+                other.unconfirmed = {ticket: who for ticket, who in other.unconfirmed.items() if who != name}
+        if member.state == "joining":
+            member.addresses = None
         return self._wire()
+
+    def senders(self, name: str) -> dict[str, int]:
+        """By edge that ends at a member which died: how many senders its next attempt is to expect."""
+        member = self._members[name]
+        telling = set(member.unconfirmed.values()) if member.state == "leaving" else member.senders
+        return {
+            edge: sum(self._members[sender].worker == producer for sender in telling)
+            for edge, producer, consumer in self._edges if consumer == member.worker
+        }  # fmt: skip
+
+    def hello(self, name: str, addresses: Mapping[str, str]) -> list[Order]:
+        """A newcomer, or one that died, tells where it receives."""
+        member = self._members[name]
+        member.addresses = addresses
+        return self._wire() if member.state == "joining" else self._wire_again(member)
 
     def confirmed(self, ticket: int) -> list[Order]:
         """A worker has done what the word with this ticket said."""
@@ -162,10 +192,13 @@ class Scaling:
         return self._wire() + self._stop()
 
     def ready(self, name: str) -> list[Order]:
-        """A newcomer is built and wired: it starts, and gets its share of the rows from now on."""
+        """One is built and wired: it starts, and a newcomer gets its share of the rows from now on."""
         member = self._members[name]
-        member.state = "live"
+        self._away.discard(name)
         orders: list[Order] = [Say(name, {"kind": "start"})]
+        if member.state != "joining":
+            return orders + self._advance()
+        member.state = "live"
         orders += [self._about(sender, member, "add") for sender in sorted(member.senders)]
         orders.append(Tell(f"'{name}' has joined with {self._plan.placements[member.worker].share}"))
         return orders + self._advance()
@@ -176,7 +209,7 @@ class Scaling:
         return self._stop()
 
     def exited(self, name: str) -> list[Order]:
-        """A worker that was told to stop has ended."""
+        """A worker that was told to stop has ended, however it did."""
         self._members[name].state = "left"
         for member in self._members.values():
             member.unconfirmed = {ticket: who for ticket, who in member.unconfirmed.items() if who != name}
@@ -196,7 +229,7 @@ class Scaling:
         """Begin what is wished and may begin now."""
         orders: list[Order] = []
         for node, count in list(self._wishes.items()):
-            if self.joining is not None or not self._begun:
+            if self.joining is not None or self._away or not self._begun:
                 break
             live = [m for m in self._members.values() if m.worker == node and m.state == "live"]
             for member in sorted(live, key=lambda m: m.replica)[count:]:
@@ -243,6 +276,21 @@ class Scaling:
                 for edge, address in self._inlets(member, self._members[name]).items():
                     addresses.setdefault(edge, []).append(address)
         return [Say(name, {"kind": "wire", "addresses": addresses})]
+
+    def _wire_again(self, member: _Member) -> list[Order]:
+        """Where one that died sends to; of a leaver only one that it had not let go, which it does at once."""
+        member.wired = True
+        addresses: dict[str, list[str]] = {}
+        orders: list[Order] = []
+        for receiver in self._members.values():
+            tickets = [ticket for ticket, who in receiver.unconfirmed.items() if who == member.name]
+            leaving = receiver.state == "leaving" and bool(tickets)
+            if member.name in receiver.senders and (receiver.state == "live" or leaving):
+                for edge, address in self._inlets(receiver, member).items():
+                    addresses.setdefault(edge, []).append(address)
+                if leaving:
+                    orders.append(self._about(member.name, receiver, "retire", ticket=tickets[0]))
+        return [Say(member.name, {"kind": "wire", "addresses": addresses}), *orders]
 
     def _leave(self, member: _Member) -> list[Order]:
         member.state = "leaving"

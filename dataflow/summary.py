@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.display import Summary
+from dataflow.faults import restarts
 from dataflow.run_folder import RunFolder
 from dataflow.trainers import lines_of
 
@@ -34,8 +35,9 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         efficiency=busy[busiest] / seconds if busiest and seconds else None, busiest=busiest,
         staleness_mean=_mean([line["staleness_mean"] for line in steps]),
         staleness_max=max((line["staleness_max"] for line in steps), default=None),
-        verdict=verdict, is_clean=is_clean, folder=str(path),
+        restarts=restarts(folder.path), verdict=verdict, is_clean=is_clean, folder=str(path),
         commands=(
+            *(() if times.get("outcome") == "finished" else ((f"{program} resume {path}", "go on from here"),)),
             (f"{program} verify {path}", "the ledger, recomputed from the folder"),
             (f"{program} show {path}", "this summary again"),
             (str(path / "curve.svg"), "reward and accuracy by step"),

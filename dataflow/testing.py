@@ -38,14 +38,19 @@ class FakePrompts(Source):
 
 class _Issue(Runtime):
     def __init__(self, operator: FakePrompts, context: Context) -> None:
-        self._operator, self._context, self._next = operator, context, 0
+        self._operator, self._context = operator, context
+        ledger = context.ledger
+        self._next = 0 if ledger is None else ledger.next_group_id(operator.name)
+        """Above what was issued before; what of it has no outcome is issued again first."""
+        self._again = [] if ledger is None else [group.group_id for group in ledger.in_flight(operator.name)]
 
     def work(self) -> list[Batch] | None:
         count = self._operator.size
-        ids = np.arange(self._next, self._next + 8 if count is None else min(self._next + 8, count))
+        stop = self._next + 8 if count is None else min(self._next + 8, count)
+        ids = np.array(self._again[:8] or range(self._next, stop), np.int64)
         if not len(ids):
             return None
-        self._next += len(ids)
+        self._again, self._next = self._again[8:], max(self._next, int(ids[-1]) + 1)
         if self._context.ledger is not None:
             self._context.ledger.issue(self._operator.name, [(int(i), str(i)) for i in ids])
         texts = pa.array([str(i) for i in ids])
@@ -58,7 +63,7 @@ class _Issue(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         count = self._operator.size
-        return {"done": int(count is not None and self._next >= count)}
+        return {"done": int(count is not None and self._next >= count and not self._again)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +127,7 @@ class _Echo(Runtime):
 
 @dataclass(frozen=True, eq=False)
 class FakeTrainer(Learn):
-    """Counts groups in issue order and calls every `prompts_per_step` of them a step."""
+    """Counts groups in issue order, calls every `prompts_per_step` of them a step, and goes on from the ledger's."""
 
     name: str = field(default="trainer", kw_only=True)
     model: Model | None = None
@@ -150,7 +155,10 @@ class _Count(Runtime):
     def __init__(self, operator: FakeTrainer, context: Context) -> None:
         self._operator, self._context = operator, context
         self._groups: dict[int, pa.RecordBatch] = {}
-        self._cursor = self._step = 0
+        self._acks: list[tuple[int, Batch]] = []
+        """Deliveries by their last group, until that is trained."""
+        self._step = 0 if context.ledger is None else context.ledger.last_step(context.node)
+        self._cursor = self._step * operator.prompts_per_step
         self._lane = ""
         self._done = False
 
@@ -160,9 +168,10 @@ class _Count(Runtime):
     def push(self, batch: Batch) -> None:
         self._lane = batch.lane
         ids = batch.records.column(GROUP_ID).to_numpy()
-        for group in np.unique(ids):
+        for group in np.unique(ids[ids >= self._cursor]):
             self._groups[int(group)] = batch.records.filter(pa.array(ids == group))
-        batch.ack()
+        self._acks.append((int(ids.max()), batch))
+        self._acknowledge()
 
     def work(self) -> list[Batch] | None:
         wanted = range(self._cursor, self._cursor + self._operator.prompts_per_step)
@@ -180,7 +189,14 @@ class _Count(Runtime):
             line = {"step": self._step, "node": context.node, "version": self._step, "dropped": {}}
             context.folder.append_metrics(line)
         self._done = self._step == context.steps
+        self._acknowledge()
         return []
+
+    def _acknowledge(self) -> None:
+        for last, batch in self._acks:
+            if last < self._cursor:
+                batch.ack()
+        self._acks = [(last, batch) for last, batch in self._acks if last >= self._cursor]
 
     def tell(self, message: Mapping[str, Any]) -> None:
         self._done = self._done or bool(message.get("drain") or message.get("end"))

@@ -208,11 +208,8 @@ class Watch:
         whole = sum(spent.values())
         status = node["status"]
         made = "rows_in" if self._graph.operators[name].kind == "sink" else "rows_out"
-        state = (
-            "ended" if node["ended"] else "blocked" if node["blocked"] else "working" if spent["busy"] else "waiting"
-        )
         return NodeSnapshot(
-            name=name, state=state, rate=self._rate(lambda nodes: nodes.get(name, node)[made]),
+            name=name, state=_state(node, spent), rate=self._rate(lambda nodes: nodes.get(name, node)[made]),
             queue=_whole(status.get("queue", status.get("waiting"))), busy=spent["busy"] / whole if whole else None,
             idle=spent["idle"] / whole if whole else None, blocked=spent["blocked"] / whole if whole else None,
             note=_note(status, node["members"]), replicas=_present(node),
@@ -236,8 +233,17 @@ def _present(node: Mapping[str, Any]) -> int:
     return int(members["live"] + members["leaving"] + members["stopping"])
 
 
+def _state(node: Mapping[str, Any], spent: Mapping[str, float]) -> str:
+    """What a node does, in a word, after it has spent these seconds."""
+    if node["members"]["restarting"] and not _present(node):
+        return "restarting"
+    if node["ended"]:
+        return "ended"
+    return "blocked" if node["blocked"] else "working" if spent["busy"] else "waiting"
+
+
 def _note(status: Mapping[str, Any], members: Mapping[str, int]) -> str:
-    words = [f"{members[state]} {state}" for state in ("joining", "leaving") if members.get(state)]
+    words = [f"{members[state]} {state}" for state in ("joining", "leaving", "restarting") if members.get(state)]
     if "active" in status:
         words.append(f"{status['active']} rollouts")
     if "version" in status:

@@ -31,8 +31,19 @@ class OpensWriter(Protocol):
         """The end of the trainer's first rank."""
 
 
+class Offered(Protocol):
+    """A version that may be adopted."""
+
+    @property
+    def version(self) -> int:
+        """Its number."""
+
+
 class WeightsIn(Protocol):
-    """A reader's end of the weight plane (transport/weights)."""
+    """A reader's end of the weight plane (transport/weights).
+
+    While no trainer is there it keeps the version in use. A restarted trainer's line is the one that counts: what it
+    offers is adopted, though its number may be that of the version in use, with other weights, or a lower one."""
 
     @property
     def version(self) -> int:
@@ -42,19 +53,15 @@ class WeightsIn(Protocol):
     def note(self) -> Mapping[str, int | float | str]:
         """The trainer's last note."""
 
-    def poll(self) -> object | None:
+    def poll(self) -> Offered | None:
         """An offer that could be adopted now, or None; never waits."""
 
     def adopt(self) -> int:
-        """Take the newest offered version into the attached tensors; its number."""
+        """Take the newest offered version into the attached tensors; its number, or that of the version kept."""
 
 
-class Offered(Protocol):
-    """A version that may be adopted."""
-
-    @property
-    def version(self) -> int:
-        """Its number."""
+class Proved(Offered, Protocol):
+    """A version that is held still."""
 
     @property
     def segment(self) -> str:
@@ -68,7 +75,7 @@ class LeadingWeightsIn(WeightsIn, Protocol):
     def layout(self) -> Any:
         """The trainer's layout; `to_plain` gives it in plain values."""
 
-    def prove(self) -> Offered | None:
+    def prove(self) -> Proved | None:
         """Hold the offered version still, proved, until `adopt` or `decline`; None when it was withdrawn."""
 
     def decline(self) -> None:

@@ -12,10 +12,13 @@ from dataflow.records import Columns
 from dataflow.stream import Stream
 from dataflow.trainers import feeding, own_folder
 
-CAPACITY_BYTES = 256 << 20
+CAPACITY_BYTES = 16 << 30
+"""Rows bound what an edge holds; fewer bytes than those rows may have would be a deadlock."""
 _CAPACITY_ROWS = 4096
-_PROMPTS = 128
-_TOGETHER = 8
+_PROMPTS = 512
+_MOST_PROMPTS = 1 << 16
+_TOGETHER = 4
+"""Groups that travel, and are acknowledged, together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +54,21 @@ def edges(graph: Graph) -> list[Edge]:
 def _prompts(graph: Graph, stream: Stream[Any], generator: Operator, bound: Bound | None) -> Edge:
     """Prompts are few and cheap to hold back.
 
-    A replica gets no more of them than may be in flight, and a step's worth to go on with, and a step's prompts travel
-    in several batches: so that all replicas share in every step, and one that joins soon does.
+    A prompt is acknowledged when its rollouts have an outcome, so a replica gets no more of them than may be in flight,
+    and a step's worth to go on with. Each travels alone, so that no other's outcome holds its credit back, all replicas
+    share in every step, and one that joins soon does.
     """
     in_flight = _PROMPTS if bound is None else (bound.max_staleness + 2) * bound.prompts_per_step
-    together = _TOGETHER if bound is None else min(_TOGETHER, bound.prompts_per_step // _TOGETHER)
     return Edge(
         producer=stream.node, consumer=generator.name, lane=stream.lane, columns=stream.columns,
-        capacity_rows=min(_PROMPTS, in_flight), batch_rows=max(1, together),
+        capacity_rows=min(in_flight, _MOST_PROMPTS), batch_rows=1,
     )  # fmt: skip
 
 
 def _rows(graph: Graph, stream: Stream[Any], consumer: Operator, bound: Bound | None) -> Edge:
-    """A trainer acknowledges a group when its step is committed, and an operator that waits for a critic's weights
-    holds groups until they come: an edge must hold all that the staleness bound lets be in flight, and a step more.
-    With less the run would deadlock.
+    """A group is acknowledged when it has an outcome, and an operator that waits for a critic's weights holds groups
+    until they come: an edge must hold all that the staleness bound lets be in flight, and a step more. Groups that
+    travel together are acknowledged together: each may keep the credit of all. With less the run would deadlock.
     """
     size = group_size(graph, stream.lane) or 1
     capacity = max(_CAPACITY_ROWS, 2 * size)
@@ -75,8 +78,9 @@ def _rows(graph: Graph, stream: Stream[Any], consumer: Operator, bound: Bound | 
         capacity = max(capacity, (in_flight + max(step, bound.prompts_per_step)) * size)
     capacity = max(capacity, 3 * step * size)
     return Edge(
-        producer=stream.node, consumer=consumer.name, lane=stream.lane, columns=stream.columns, capacity_rows=capacity
-    )
+        producer=stream.node, consumer=consumer.name, lane=stream.lane, columns=stream.columns,
+        capacity_rows=_TOGETHER * capacity, batch_rows=_TOGETHER * size,
+    )  # fmt: skip
 
 
 def context_facts(graph: Graph, plan: Plan, node: str) -> dict[str, object]:

@@ -24,6 +24,7 @@ from dataflow.link import Link
 from dataflow.log import log_to
 from dataflow.plan import Plan
 from dataflow.ports import Ports
+from dataflow.secure import RunKeys
 
 _NAP_MS = 100
 _BLOCKED_NAP_MS = 5
@@ -36,19 +37,22 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log_to(Path(settings.folder) / "logs" / f"{name}.log")
+    if settings.attempt:
+        print(f"---- {name}, attempt {settings.attempt} ----")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    link = Link(settings.control, name, orphaned=_orphaned)
+    link = Link(settings.control, name, orphaned=_orphaned, keys=RunKeys.from_plain(settings.keys))
+    who = {"name": name, "attempt": settings.attempt}
     worker = Worker(graph, plan, settings, link)
     link.start(worker.snapshot)
     try:
         worker.run()
     except BaseException as error:
         traceback.print_exc()
-        link.send("failed", name=name, error=type(error).__name__, message=str(error), traceback=traceback.format_exc())
+        link.send("failed", **who, error=type(error).__name__, message=str(error), traceback=traceback.format_exc())
         link.close()
         return 1
-    link.send("bye", name=name)
+    link.send("bye", **who)
     link.close()
     return 0
 
@@ -75,6 +79,7 @@ class Worker:
         self._threads = max(plan.placements[node].threads for node in self._nodes)
         self._running = True
         self._name = f"{settings.worker}-{settings.replica}"
+        self._who = {"name": self._name, "attempt": settings.attempt}
         self._report: dict[str, Any] = {}
         self._depths: dict[str, tuple[int, int]] = {}
         self._refreshed = 0.0
@@ -82,23 +87,24 @@ class Worker:
         self._retiring: list[dict[str, Any]] = []
         self._drained = False
         self._state = "starting"
+        self._turned = time.monotonic()
 
     def run(self) -> None:
         """Start up, work, wind down."""
         _set_threads(self._threads)
-        name = self._name
-        log = structlog.get_logger(worker=name)
-        self._link.send("hello", name=name, pid=os.getpid(), addresses=self._ports.open_inlets(self._host))
+        log = structlog.get_logger(worker=self._name)
+        self._link.send("hello", **self._who, pid=os.getpid(), addresses=self._ports.open_inlets(self._host))
         self._host.build()
         addresses = self._wait_for("wire", deadline_s=300.0)["addresses"]
         outlets = self._ports.open_outlets(self._host, addresses)
         self._host.wire(self._ports.inlets, outlets)
         self._refresh(force=True)
-        self._link.send("ready", name=name)
+        self._link.send("ready", **self._who)
         self._wait_for("start", deadline_s=300.0)
         log.info("started", nodes=self._nodes, threads=self._threads, pid=os.getpid())
-        self._state = "running"
+        self._turned, self._state = time.monotonic(), "running"
         while self._running:
+            self._turned = time.monotonic()
             self._hear()
             self._ports.poll()
             if not self._host.turn():
@@ -112,8 +118,10 @@ class Worker:
 
     def snapshot(self) -> dict[str, Any]:
         """For the beat; called from the link's thread, reads only."""
+        turned_s = time.monotonic() - self._turned if self._state == "running" else 0.0
         return {
-            "name": self._name, "state": self._state, "nodes": self._report, "edges": self._depths,
+            **self._who, "state": self._state, "nodes": self._report, "edges": self._depths, "turned_s": turned_s,
+            "at": self._host.at, "at_s": time.monotonic() - self._host.at_since,
             "drained": self._drained, "rss_bytes": self._process.memory_info().rss,
         }  # fmt: skip
 
@@ -149,7 +157,7 @@ class Worker:
             self._confirm(word)
 
     def _confirm(self, word: Mapping[str, Any]) -> None:
-        self._link.send("done", name=self._name, ticket=word["ticket"])
+        self._link.send("done", **self._who, ticket=word["ticket"])
 
     def _wait_for(self, kind: str, deadline_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + deadline_s

@@ -60,7 +60,8 @@ class EvaluateRuntime(Runtime):
     """Counts the groups of each round; a round has the prompts of every source that leads here.
 
     consumes: whole groups that carry min_version (the step evaluated) and round_size
-    produces: a line of metrics, a rollouts file and ledger entries per round
+    produces: per round a rollouts file, a line of metrics and, last, ledger entries: a crash before these costs a
+    round, which is made again and whose line supersedes the one that is there
     waits for: the last group of a round
     unblocked by: its arrival
     """
@@ -128,14 +129,13 @@ class EvaluateRuntime(Runtime):
         table = pa.Table.from_batches(
             [lanes[lane].groups[group] for lane in sorted(lanes) for group in sorted(lanes[lane].groups)]
         )
-        metrics = {"step": step, **round_metrics(table, self._evaluate.of)}
+        metrics = {"step": step, "node": context.node, **round_metrics(table, self._evaluate.of)}
         if context.folder is not None:
             context.folder.write_evaluation(step, table)
-        if context.ledger is not None:
-            for lane, found in lanes.items():
-                context.ledger.evaluated(context.node, lane, sorted(found.groups), step)
-        if context.folder is not None:
             context.folder.append_metrics(metrics)
+        if context.ledger is not None:
+            groups = {lane: sorted(found.groups) for lane, found in lanes.items()}
+            context.ledger.commit_round(context.node, step, groups)
         if metrics["eval_errors"]:
             context.log.warning(
                 "evaluation has failures", node=context.node, step=step, errors=metrics["eval_errors"],

@@ -1,7 +1,7 @@
 """The runtime of Prompts: issues prompt groups in a seeded order that is a function of the group's number."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +35,9 @@ class Issue(Runtime):
     produces: up to 32 groups at a time, each written into the ledger before it leaves
     waits for: steps that need more groups (drops are told by the control), or the next evaluation round
     unblocked by: {"dropped": n}, {"evaluate": step}
+
+    Where the ledger knows groups without an outcome when it starts, they are issued again, under their numbers, before
+    any other: whoever has them still knows them by these.
     """
 
     def __init__(self, prompts: "Prompts", table: pa.Table, report: Report, context: Context) -> None:
@@ -46,6 +49,8 @@ class Issue(Runtime):
         self._ledger = context.ledger
         self._on_demand = context.on_demand
         self._next = 0 if context.ledger is None else context.ledger.next_group_id(self._lane)
+        self._again = self._in_flight()
+        """Groups to be issued once more, in order."""
         self._last = None if prompts.epochs is None else prompts.epochs * len(table)
         bound = context.bounds.get(self._lane)
         steps = None if bound is None else bound.steps if bound.steps is not None else context.steps
@@ -62,11 +67,15 @@ class Issue(Runtime):
             return None
         if self._on_demand:
             return self._round() if self._rounds else None
+        if self._again:
+            again = [self._again.popleft() for _ in range(min(len(self._again), ROWS_AT_ONCE))]
+            return [self._issue(again, self._rows(again), 0, 0)]
         stops = (self._last, None if self._needed is None else self._needed + self._dropped_groups)
         stop = min([self._next + ROWS_AT_ONCE, *(stop for stop in stops if stop is not None)])
         if stop <= self._next:
             return None
-        return [self._issue(self._rows(self._next, stop), 0, 0)]
+        groups = range(self._next, stop)
+        return [self._issue(groups, self._rows(groups), 0, 0)]
 
     def pending(self) -> int:
         """Prompts that the rounds asked for still lack."""
@@ -75,8 +84,12 @@ class Issue(Runtime):
         return len(self._rounds) * len(self._table) - self._at
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """{"evaluate": step}: a round; {"dropped": n}: n groups more are needed; {"drain": True}: no more."""
+        """{"evaluate": step}: a round, with "again": all of the open one; {"dropped": n}: n groups more are needed;
+        {"drain": True}: no more."""
         if "evaluate" in message and self._on_demand:
+            if message.get("again"):
+                self._rounds.clear()
+                self._at, self._again = 0, self._in_flight()
             self._rounds.append(int(message["evaluate"]))
         if "dropped" in message:
             self._dropped_groups = max(self._dropped_groups, int(message["dropped"]))
@@ -85,7 +98,7 @@ class Issue(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         """Groups issued, prompts of an epoch, rows left out because they are bad, and whether it is done."""
-        is_over = self._last is not None and self._next >= self._last and not self._on_demand
+        is_over = self._last is not None and self._next >= self._last and not self._on_demand and not self._again
         return {
             "issued": self._next,
             "rows": len(self._table),
@@ -93,11 +106,16 @@ class Issue(Runtime):
             "done": int(is_over or self._is_draining),
         }
 
-    def _rows(self, start: int, stop: int) -> AnyArray:
-        """Rows of the groups from start to stop."""
-        rows = np.empty(stop - start, np.int64)
+    def _in_flight(self) -> deque[int]:
+        """Groups without an outcome, in order."""
+        waiting = [] if self._ledger is None else self._ledger.in_flight(self._lane)
+        return deque(group.group_id for group in waiting)
+
+    def _rows(self, groups: Sequence[int]) -> AnyArray:
+        """Rows of some groups."""
+        rows = np.empty(len(groups), np.int64)
         size = len(self._table)
-        for at, group in enumerate(range(start, stop)):
+        for at, group in enumerate(groups):
             epoch, place = divmod(group, size)
             if self._order[0] != epoch:
                 self._order = (epoch, permutation(self._seed, epoch, size))
@@ -105,17 +123,21 @@ class Issue(Runtime):
         return rows
 
     def _round(self) -> list[Batch]:
+        """The next groups of a round; one that was cut off begins anew, with the numbers that its groups had."""
         stop = min(self._at + ROWS_AT_ONCE, len(self._table))
-        batch = self._issue(np.arange(self._at, stop), self._rounds[0], len(self._table))
+        count = stop - self._at
+        again = [self._again.popleft() for _ in range(min(len(self._again), count))]
+        groups = [*again, *range(self._next, self._next + count - len(again))]
+        batch = self._issue(groups, np.arange(self._at, stop), self._rounds[0], len(self._table))
         self._at = stop
         if stop == len(self._table):
             self._rounds.popleft()
             self._at = 0
         return [batch]
 
-    def _issue(self, rows: AnyArray, min_version: int, round_size: int) -> Batch:
+    def _issue(self, groups: Sequence[int], rows: AnyArray, min_version: int, round_size: int) -> Batch:
         count = len(rows)
-        ids = np.arange(self._next, self._next + count)
+        ids = np.asarray(groups, np.int64)
         taken = self._table.take(pa.array(rows)).combine_chunks()
         names = [PROMPT_ID, PROMPT, *(name for name in taken.schema.names if name not in (PROMPT_ID, PROMPT))]
         columns = {name: _flat(taken.column(name)) for name in names}
@@ -129,7 +151,7 @@ class Issue(Runtime):
         order = [GROUP_ID, PROMPT_ID, PROMPT, GROUP_SIZE, MIN_VERSION, ROUND_SIZE, *names[2:]]
         if self._ledger is not None:
             self._ledger.issue(self._lane, list(zip(ids.tolist(), columns[PROMPT_ID].to_pylist(), strict=True)))
-        self._next += count
+        self._next = max(self._next, int(ids[-1]) + 1)
         return Batch(self._lane, pa.RecordBatch.from_arrays([columns[name] for name in order], names=order))
 
 

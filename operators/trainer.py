@@ -1,10 +1,10 @@
 """Declares a trainer: a model, a loss, and the numbers that say how a step is made; imports no torch."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from dataflow.records import ERROR, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSI
 from operators.losses import aipo
 from operators.training.loss_function import WITH_GRADIENT, LossFunction, read_loss
 from operators.training.schedule import SCHEDULES
+
+if TYPE_CHECKING:
+    from dataflow.replay import Script
 
 NORMALIZE = ("tokens", "rollouts", "rollout_means")
 HEADS = {"lm": ("new_logprobs", "entropy"), "value": ("new_values",)}
@@ -170,6 +173,12 @@ class Trainer(Learn):
         from operators.training.runtime import TrainerRuntime
 
         return TrainerRuntime.build(self, context)
+
+    def replay(self, script: "Script") -> Iterator[Mapping[str, float]]:
+        """Train a run's recorded steps again, for `dataflow replay`: `loss` and `grad_norm` of each."""
+        from operators.training.replaying import replayed
+
+        return replayed(self, script)
 
     def _whole(self, knob: str, value: Any, least: int) -> list[str]:
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:

@@ -19,8 +19,8 @@ MAY_IMPORT = {
     "operators": {"operators", "dataflow"},
     "graphs": {"graphs", "operators", "dataflow"},
 }
-TRANSPORT_USERS = {"dataflow/ports.py", "dataflow/native.py"}
-"""The one place outside transport/ that opens a transport; worker and inline go through it. `native` opens none."""
+TRANSPORT_USERS = {"dataflow/ports.py", "dataflow/native.py", "dataflow/secure.py"}
+"""Those outside transport/ that import it: the ports open one, for worker and inline; `native` and `secure` do not."""
 
 
 def files(*rooms: str) -> list[Path]:

@@ -12,6 +12,8 @@ from rigs.graphs import tiny_graph
 from rigs.ranks import ranks_of
 
 from dataflow import GraphError, RunError, inline, run
+from dataflow.control import Limits
+from dataflow.recovery import Patience
 from dataflow.run_folder import RunFolder
 
 pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(180)]
@@ -39,7 +41,7 @@ def test_ranks_make_the_run_that_one_rank_makes(policy: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_a_rank_of_its_trainer_ends_with_its_name_and_leaves_no_process(
+def test_a_run_that_loses_a_rank_of_its_trainer_and_has_no_patience_ends_with_its_name_and_leaves_no_process(
     policy: Path, tmp_path: Path
 ) -> None:
     def kill() -> None:
@@ -53,7 +55,14 @@ def test_a_run_that_loses_a_rank_of_its_trainer_ends_with_its_name_and_leaves_no
 
     threading.Thread(target=kill, daemon=True).start()
     with pytest.raises(RunError, match=r"rank 1 of 'trainer' .* ended by signal 9"):
-        run(tiny_graph(policy), ranks={"trainer": 2}, steps=10_000, runs=tmp_path, quiet=True)
+        run(
+            tiny_graph(policy),
+            ranks={"trainer": 2},
+            steps=10_000,
+            runs=tmp_path,
+            quiet=True,
+            limits=Limits(patience=Patience(of_one=1)),
+        )
 
 
 def test_a_run_in_one_process_has_one_rank(policy: Path, tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
     if known(summary.staleness_mean) is not None or known(summary.staleness_max) is not None:
         mean, most = age(summary.staleness_mean, glyphs.dash), age(summary.staleness_max, glyphs.dash)
         rows.append(("staleness", f"{mean} mean, {most} max", ""))
+    if known(summary.restarts):
+        rows.append(("restarts", count(summary.restarts), "see faults.jsonl"))
     found: list[Line] = [head]
     for name, value, note in rows:
         found.append([(f"  {name:<12}", "dim"), (value, "strong"), *([(f"  {note}", "dim")] if note else [])])

@@ -104,6 +104,8 @@ class Summary:
     """Name of that stage."""
     staleness_mean: float | None = None
     staleness_max: float | None = None
+    restarts: int | None = None
+    """How often a worker was started again."""
     verdict: str = ""
     """The ledger's verdict, one line."""
     is_clean: bool | None = None

@@ -19,7 +19,7 @@ from typing import Any
 
 from dataflow.files import to_json
 from dataflow.ledger import reads, writes
-from dataflow.ledger.reads import Counts, InFlight, PlannedStep
+from dataflow.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
 from dataflow.ledger.schema import (
     BUSY_TIMEOUT_S,
     LedgerError,
@@ -31,7 +31,7 @@ from dataflow.ledger.schema import (
     transaction,
 )
 
-__all__ = ["Counts", "InFlight", "Ledger", "LedgerError", "PlannedStep"]
+__all__ = ["Counts", "Fate", "InFlight", "Ledger", "LedgerError", "MadeStep", "PlannedStep"]
 
 
 class Ledger:
@@ -128,6 +128,7 @@ class Ledger:
     def drop(self, node: str, source: str, reasons: Mapping[int, str], *, step: int | None = None) -> None:
         """Give groups up, each for a reason; with `step` None they stay dropped through any roll back.
 
+        step: that they would have been trained at; it may be the next one, which is not committed yet.
         Errors: LedgerError when a group has an outcome for `node` already or was never issued.
         """
         with self._transaction(f"drop groups of '{node}'"):
@@ -135,9 +136,13 @@ class Ledger:
 
     def evaluated(self, node: str, source: str, group_ids: Iterable[int], step: int) -> None:
         """Record that an evaluation read these groups under the weights of `step`. Errors: as drop()."""
+        self.commit_round(node, step, {source: group_ids})
+
+    def commit_round(self, node: str, step: int, groups: Mapping[str, Iterable[int]]) -> None:
+        """Record a round: the groups that it read of each source, under the weights of `step`. Errors: as drop()."""
         with self._transaction(f"record the evaluation at step {step}"):
-            rows = writes.ended(node, source, "evaluated", group_ids, step)
-            writes.end(self._db, node, source, rows)
+            for source, group_ids in groups.items():
+                writes.end(self._db, node, source, writes.ended(node, source, "evaluated", group_ids, step))
 
     def record_checkpoint(self, node: str, step: int, checkpoint: str) -> None:
         """Note where the checkpoint of a committed step stands. Errors: LedgerError without such a step."""
@@ -169,6 +174,38 @@ class Ledger:
         """The last committed step of `node`; 0 before the first."""
         with self._snapshot("read the last step"):
             return writes.last_step(self._db, node)
+
+    def steps(self, node: str, after: int = 0, upto: int | None = None) -> list[MadeStep]:
+        """The committed steps of `node` above `after` and not above `upto`, with what each consumed, ascending."""
+        with self._snapshot("list the steps"):
+            return reads.steps(self._db, node, after, upto)
+
+    def drops_at(self, node: str, step: int) -> dict[int, str]:
+        """Groups that `node` gave up for a step, and why; drops of the next one may be known before it is made."""
+        with self._snapshot("read the drops of a step"):
+            return reads.drops_at(self._db, node, step)
+
+    def last_round(self, node: str) -> int | None:
+        """Step of the last round that evaluation `node` has recorded; None before the first."""
+        with self._snapshot("read the last round"):
+            return reads.last_round(self._db, node)
+
+    def sources(self, node: str | None = None) -> list[str]:
+        """The sources whose groups `node` consumes; those of all sinks for None."""
+        with self._snapshot("list the sources"):
+            return reads.sources(self._db, node)
+
+    def fates(self, source: str, group_id: int) -> list[Fate]:
+        """What each sink did with a group; none while it is in flight."""
+        with self._snapshot("look a group up"):
+            return reads.fates(self._db, source, group_id)
+
+    def check(self) -> None:
+        """Read the whole database. Errors: LedgerError when it is damaged."""
+        with self._snapshot("be read"):
+            found = [said for (said,) in self._db.execute("PRAGMA quick_check(3)") if said != "ok"]
+        if found:
+            raise LedgerError(f"ledger '{self.path}' is damaged: {'; '.join(found)}; take it from a backup")
 
     def in_flight(self, source: str, node: str | None = None) -> list[InFlight]:
         """Groups of `source` that some sink still waits for, or that `node` does, in issue order."""

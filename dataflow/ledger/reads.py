@@ -1,8 +1,10 @@
 """What the ledger knows, counted and listed from its rows: no counter is kept anywhere else."""
 
+import json
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dataflow.ledger.schema import STATES
 
@@ -65,6 +67,32 @@ class PlannedStep:
     """Groups it gave up, with the reason."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MadeStep(PlannedStep):
+    """A committed step of the surviving line."""
+
+    metrics: Mapping[str, Any]
+    """As the commit was given them: its line in metrics.jsonl, without the seconds that recording took."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fate:
+    """The outcome of a group for one sink."""
+
+    node: str
+    """The sink."""
+    outcome: str
+    """trained | evaluated | dropped."""
+    step: int | None
+    """Of the sink; None for a drop outside any step."""
+    reason: str | None
+    """Of a drop."""
+
+    def __str__(self) -> str:
+        at = "" if self.step is None else f" at step {self.step}"
+        return f"{self.outcome} by {self.node}{at}" + (f" ({self.reason})" if self.reason else "")
+
+
 def counts(db: sqlite3.Connection, node: str) -> Counts:
     """Count the rows of all groups that `node` consumes."""
     sources = "SELECT source FROM consumers WHERE node = :node"
@@ -107,6 +135,63 @@ def in_flight(db: sqlite3.Connection, source: str, node: str | None = None) -> l
         {"source": source, "node": node},
     )
     return [InFlight(group_id=group, prompt_id=prompt, state=state) for group, prompt, state in rows]
+
+
+def steps(db: sqlite3.Connection, node: str, after: int, upto: int | None) -> list[MadeStep]:
+    """The steps of `node` above `after` and not above `upto`, ascending."""
+    key = {"node": node, "after": after, "upto": upto}
+    within = "WHERE node = :node AND step > :after AND (:upto IS NULL OR step <= :upto)"
+    trained: dict[int, list[int]] = {}
+    dropped: dict[int, dict[int, str]] = {}
+    for step, group, reason in db.execute(
+        f"SELECT step, group_id, reason FROM outcomes {within} ORDER BY step, group_id", key
+    ):
+        if reason is None:
+            trained.setdefault(step, []).append(group)
+        else:
+            dropped.setdefault(step, {})[group] = reason
+    return [
+        MadeStep(
+            step=step,
+            source=source,
+            trained=tuple(trained.get(step, ())),
+            dropped=dropped.get(step, {}),
+            metrics=json.loads(metrics),
+        )
+        for step, source, metrics in db.execute(f"SELECT step, source, metrics FROM steps {within} ORDER BY step", key)
+    ]
+
+
+def drops_at(db: sqlite3.Connection, node: str, step: int) -> dict[int, str]:
+    """Groups that `node` gave up for a step, which may be the one that it has not committed yet."""
+    return dict(
+        db.execute(
+            "SELECT group_id, reason FROM outcomes WHERE node = ? AND step = ? AND outcome = 'dropped' "
+            "ORDER BY group_id",
+            (node, step),
+        )
+    )
+
+
+def last_round(db: sqlite3.Connection, node: str) -> int | None:
+    """Step of the last round that an evaluation has recorded; None before the first."""
+    found = db.execute("SELECT max(step) FROM outcomes WHERE node = ? AND outcome = 'evaluated'", (node,)).fetchone()[0]
+    return None if found is None else int(found)
+
+
+def sources(db: sqlite3.Connection, node: str | None) -> list[str]:
+    """The sources whose groups `node` consumes, or anybody."""
+    query = "SELECT DISTINCT source FROM consumers WHERE :node IS NULL OR node = :node ORDER BY source"
+    return [source for (source,) in db.execute(query, {"node": node})]
+
+
+def fates(db: sqlite3.Connection, source: str, group_id: int) -> list[Fate]:
+    """What each sink did with a group."""
+    rows = db.execute(
+        "SELECT node, outcome, step, reason FROM outcomes WHERE source = ? AND group_id = ? ORDER BY node",
+        (source, group_id),
+    )
+    return [Fate(node=node, outcome=outcome, step=step, reason=reason) for node, outcome, step, reason in rows]
 
 
 def replay_plan(db: sqlite3.Connection, node: str) -> list[PlannedStep]:

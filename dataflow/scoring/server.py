@@ -41,6 +41,7 @@ def start_server(progress: memoryview, settings: Settings) -> tuple[socket.socke
     if pid == 0:
         try:
             _go_quiet()
+            _wake_with(owner)
             _close_all_but(theirs.fileno())
             _serve(theirs, owner, progress, settings)
         finally:
@@ -150,9 +151,20 @@ def _close_all_but(kept: int) -> None:
                 os.close(fd)
 
 
-def _die_with(server: int) -> None:
+def _wake_with(owner: int) -> None:
+    """Have the kernel let this process go on when its owner ends: one that was stopped could not clean up."""
+    _ask_at_end_of_parent(signal.SIGCONT)
+    if os.getppid() != owner:
+        os._exit(0)
+
+
+def _ask_at_end_of_parent(number: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _die_with(server: int) -> None:
+    _ask_at_end_of_parent(signal.SIGKILL)
     if os.getppid() != server:
         os._exit(0)
 

@@ -1,12 +1,15 @@
 """What a run folder says of itself, read row by row: the evidence that verify judges."""
 
 import collections
+import contextlib
+import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataflow.faults import FILE as FAULTS
 from dataflow.files import RunFolderError
 from dataflow.ledger.schema import check_schema, connect, snapshot
 from dataflow.run_folder import RunFolder
@@ -75,6 +78,34 @@ class Facts:
         """The sinks that do not train, by name."""
         trainers = dict(self.trainers())
         yield from ((node, sink) for node, sink in sorted(self.sinks.items()) if node not in trainers)
+
+
+def note_the_past(folder: RunFolder, findings: Findings) -> None:
+    """Note how often the run was taken up again, and which of its workers ended on the way."""
+    with contextlib.suppress(RunFolderError, AttributeError, TypeError):
+        parts = [part.get("from") for part in folder.read_json("config.json").get("resumed", [])]
+        if parts:
+            steps = ", ".join(str(max(part.values(), default=0)) for part in parts)
+            findings.note(f"the run was taken up again after step {steps}")
+    workers: collections.Counter[str] = collections.Counter()
+    back: collections.Counter[str] = collections.Counter()
+    for line in _faults(folder.path / FAULTS):
+        worker = str(line.get("worker"))
+        workers[worker] += 1
+        back[worker] += line.get("recovered_s") is not None
+    for worker, times in sorted(workers.items()):
+        findings.note(f"worker '{worker}' ended {times} times when it should not, and came back {back[worker]} times")
+
+
+def _faults(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of faults.jsonl, without those that a crash tore."""
+    if not path.exists():
+        return
+    for text in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict):
+                yield line
 
 
 def read_facts(folder: RunFolder, findings: Findings) -> Facts:

@@ -56,7 +56,8 @@ def judge_steps(facts: Facts, node: str, sink: Sink, findings: Findings) -> int 
             ages = (step - 1) - chosen
             largest = max(largest or 0, int(ages.max()))
             if bound is not None:
-                _in_time(node, step, ages, bound, findings)
+                known = max([step - 1, *(from_step for from_step, _ in sink.returns)])
+                _in_time(node, step, ages, bound, known, findings)
     _uncommitted(folder, node, sink, findings)
     return largest
 
@@ -87,14 +88,12 @@ def _same_groups(name: str, node: str, step: int, wanted: set[int], found: Rollo
         findings.fault(f"groups {some(found.broken)} in {name} are not whole")
 
 
-def _in_time(node: str, step: int, ages: AnyArray, bound: int, findings: Findings) -> None:
+def _in_time(node: str, step: int, ages: AnyArray, bound: int, known: int, findings: Findings) -> None:
+    """known: the newest version that there was: above step - 1 where later steps were taken back before."""
     if ages.max() > bound:
         findings.fault(f"step {step} of '{node}' trained rollouts {ages.max()} versions old; the bound is {bound}")
-    if ages.min() < 0:
-        findings.fault(
-            f"step {step} of '{node}' trained rollouts of version {step - 1 - int(ages.min())}, "
-            f"which did not exist before it"
-        )
+    if (newest := step - 1 - int(ages.min())) > known:
+        findings.fault(f"step {step} of '{node}' trained rollouts of version {newest}, which did not exist before it")
 
 
 def _uncommitted(folder: Path, node: str, sink: Sink, findings: Findings) -> None:

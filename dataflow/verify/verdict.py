@@ -10,7 +10,7 @@ from dataflow.errors import DataflowError
 from dataflow.ledger.reads import Counts
 from dataflow.ledger.writes import some
 from dataflow.run_folder import RunFolder
-from dataflow.verify.facts import Facts, Findings, Sink, read_facts
+from dataflow.verify.facts import Facts, Findings, Sink, note_the_past, read_facts
 from dataflow.verify.rollouts import judge_evaluations, judge_steps
 
 FAULTS_SHOWN = 3
@@ -61,6 +61,7 @@ def verify(run_path: str | Path) -> Verdict:
         facts = read_facts(folder, findings)
     except DataflowError as error:
         return Verdict(faults=[*findings.faults, str(error)], notes=findings.notes, summary="")
+    note_the_past(folder, findings)
     _groups_are_contiguous(facts, findings)
     parts = [_judge_trainer(facts, node, sink, findings) for node, sink in facts.trainers()]
     parts += [_judge_evaluation(facts, node, sink, findings) for node, sink in facts.evaluations()]
@@ -110,8 +111,12 @@ def _steps_are_contiguous(node: str, sink: Sink, findings: Findings) -> None:
 
 
 def _outcomes_stand_at_steps(node: str, sink: Sink, findings: Findings) -> None:
-    steps = set(sink.steps)
-    lost = {group for _, group, _, step, _ in sink.rows if step is not None and step not in steps}
+    """Drops alone may stand at the next step, which is under way."""
+    steps, following = {None, *sink.steps}, len(sink.steps) + 1
+    lost = {
+        group for _, group, was, step, _ in sink.rows
+        if step not in steps and not (was == "dropped" and step == following)
+    }  # fmt: skip
     if lost:
         findings.fault(f"groups {some(lost)} have an outcome at a step that '{node}' never committed")
 

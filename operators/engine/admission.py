@@ -41,8 +41,12 @@ class Admission(Generic[G]):
     lanes: dict[str, deque[G]] = field(default_factory=dict)
 
     def add(self, lane: str, group: G) -> None:
-        """Put a group at the end of its lane's queue."""
-        self.lanes.setdefault(lane, deque()).append(group)
+        """Put a group into its lane's queue, in the order of issue: one issued again comes before later ones."""
+        queue = self.lanes.setdefault(lane, deque())
+        at = len(queue)
+        while at and queue[at - 1].group_id > group.group_id:
+            at -= 1
+        queue.insert(at, group)
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self.lanes.values())

@@ -146,11 +146,10 @@ class GeneratorRuntime(Runtime):
         self.engine.close()
 
     def _listen(self) -> None:
-        """A safe point: take the newest weights that are offered."""
-        if self._reader is not None and self._reader.poll() is not None:
-            before = self._reader.version
-            if self._reader.adopt() != before:
-                self.engine.adopted(self._reader.version)
+        """A safe point: take the newest weights that are offered; a restarted trainer's may have the same number."""
+        offer = self._reader.poll() if self._reader is not None else None
+        if self._reader is not None and offer is not None and self._reader.adopt() == offer.version:
+            self.engine.adopted(offer.version)
 
     def _starts(self) -> list[Start]:
         """Groups that start in the next step."""

@@ -150,13 +150,12 @@ class ForwardRuntime(Runtime):
         return found if self._reader is None else found | {"version": self._reader.version}
 
     def _listen(self) -> None:
-        """Take the newest weights that are offered."""
-        if self._reader is not None and self._reader.poll() is not None:
-            before = self._reader.version
-            if self._reader.adopt() != before:
-                self._moved = self._context.clock()
-                if self._merged is not None:
-                    self._merged.adopted()
+        """Take the newest weights that are offered; a restarted trainer's may have the same number."""
+        offer = self._reader.poll() if self._reader is not None else None
+        if self._reader is not None and offer is not None and self._reader.adopt() == offer.version:
+            self._moved = self._context.clock()
+            if self._merged is not None:
+                self._merged.adopted()
 
     def _known(self) -> Known:
         if self._reader is None:

@@ -8,15 +8,17 @@ from typing import Any
 from dataflow.errors import GraphError
 from dataflow.graph import nearest
 from dataflow.scorer import Scorer, scorer
+from operators.rewards.code import code_reward
 from operators.rewards.combining import combine
 from operators.rewards.match import exact, number
 from operators.rewards.shaping import kl_penalty, overlong
 
-__all__ = ["KNOWN", "combine", "exact", "find", "kl_penalty", "number", "overlong"]
+__all__ = ["KNOWN", "code_reward", "combine", "exact", "find", "kl_penalty", "number", "overlong"]
 
 KNOWN: dict[str, Scorer[..., Any]] = {
     "exact": scorer(name="reward")(exact),
     "number": scorer(name="reward")(number),
+    "code": code_reward(),
 }
 
 

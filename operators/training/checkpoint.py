@@ -83,15 +83,20 @@ _DESKS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Desk] = weakref.WeakKe
 """By optimiser, of which each learner of this process has one."""
 
 
+def prepare(folder: Path) -> None:
+    """Make an empty folder ready for `stage`. RunFolderError where the disk refuses."""
+    with shards.explained(folder / OPTIMIZER_FOLDER):
+        (folder / OPTIMIZER_FOLDER).mkdir(exist_ok=True)
+
+
 def stage(learner: Learner, rank: int, ranks: int, folder: Path) -> Staged | None:
     """Copy this rank's part to main memory: for `Learner.everywhere`, as tensors are gathered one by one.
 
-    folder: an empty one that all ranks see. Rank 0 gets its part, to write it when it likes, before the next call; the
-    others write theirs in the background, and return None. Raises what the write before raised, there.
+    folder: one that all ranks see, after `prepare`. Rank 0 gets its part, to write it when it likes, before the next
+    call; the others write theirs in the background, and return None. What goes wrong there, rank 0's `write` raises.
     """
     desk = _DESKS.setdefault(learner.optimizer, _Desk(Staging(), Background(f"rank {rank}'s part of a checkpoint")))
     desk.background.wait(DEADLINE_S)
-    (folder / OPTIMIZER_FOLDER).mkdir(exist_ok=True)
     weights = {}
     for name, tensor in _exported(learner.forward.module).items():
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -119,6 +124,7 @@ def save(
     ranks: int = 1,
 ) -> None:
     """Write a checkpoint and wait for it; called on every rank."""
+    prepare(folder)
     staged = stage(learner, rank, ranks, folder)
     if staged is not None:
         staged.write(folder, tokenizer, facts)
@@ -159,6 +165,5 @@ def _exported(module: Any) -> dict[str, Any]:
 def _write_beside(staged: Staged, folder: Path) -> None:
     try:
         staged.write(folder, None, {})
-    except BaseException as error:
+    except Exception as error:  # rank 0 raises it
         shards.give_up(folder / OPTIMIZER_FOLDER, staged.rank, error)
-        raise

@@ -77,6 +77,9 @@ class Learner:
     micro_batch_tokens: int
     skip_zero_advantage: bool
     whiten: bool = False
+    seed: int = 0
+    """The run's. A loss that draws random numbers draws the same ones in a step that is made again: what torch draws
+    is a function of it and of the step, so that no state of a generator has to be kept."""
     together: Together = field(default_factory=Alone)
     parked: Parked | None = None
     """Takes what it does not need off its device, where the trainer offloads; see `memory`."""
@@ -136,6 +139,7 @@ class Learner:
         )
         self._rows, self._scale_R, self._totals, self._bad = rows, scale_R, [], []
         self._nodes = 0
+        torch.manual_seed((self.seed * 1_000_003 + version) % 2**63)
         self.optimizer.zero_grad(set_to_none=True)
 
     def micro(self, part: Array) -> None:

@@ -6,35 +6,31 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
 from dataflow.errors import GraphError, OperatorError
+from dataflow.ledger import MadeStep
 from dataflow.model import Model
 from dataflow.node import Batch, Context, Runtime
-from dataflow.records import ERROR, GROUP_ID, MASK, VERSIONS
-from dataflow.staleness import oldest_versions, sweep
+from dataflow.records import GROUP_ID, MASK
 from dataflow.weight_ends import WeightsOut
-from operators.packing import Array
-from operators.training import checkpoint, memory
+from operators.training import checkpoint
 from operators.training.buffer import Group, ReorderBuffer
 from operators.training.build import make_learner
-from operators.training.journal import Journal, expected, resumed
+from operators.training.catch_up import CatchUp
+from operators.training.drops import Drops
+from operators.training.journal import TOO_FEW, Journal, expected
 from operators.training.learner import Learner
+from operators.training.making import Making
 from operators.training.metrics import Pace, step_metrics
-from operators.training.rows import StepRows, drop_reason, step_rows, usable
-from operators.training.schedule import learning_rate
+from operators.training.resuming import find_start
 
 if TYPE_CHECKING:
     from operators.trainer import Trainer
 
 MOST_BAD_STEPS = 5
 """Steps in a row that may be skipped because a number was not finite; the last of them ends the run."""
-OWN_REASONS = ("failed", "skipped", "stale", "non-finite", "too few for a step")
-"""Why the trainer drops groups by itself; any other reason is the name of a filter."""
-MOST_DROPPED_STEPS = 8
-"""Steps' worth of groups in a row that may be dropped with none trained."""
 
 
 class TrainerRuntime(Runtime):
@@ -44,64 +40,69 @@ class TrainerRuntime(Runtime):
     produces: weights on the weight plane; per step a rollouts file, a ledger entry, a line of metrics
     waits for: the next group in issue order
     unblocked by: its arrival; a call of `work` does one micro-batch
+
+    One that starts behind the ledger first catches up (`catch_up`), and neither publishes nor takes groups before.
     """
 
-    def __init__(self, trainer: Trainer, context: Context, learner: Learner, tokenizer: Any, start: int = 0) -> None:
-        """start: steps behind the weights that `learner` has."""
+    def __init__(
+        self,
+        trainer: Trainer,
+        context: Context,
+        learner: Learner,
+        tokenizer: Any,
+        start: int = 0,
+        missing: Sequence[MadeStep] = (),
+        told: Mapping[str, Any] | None = None,
+    ) -> None:
+        """start: steps behind the weights that `learner` has. missing: committed ones after it, to be made again.
+        told: the metrics of the last committed step."""
         self._trainer, self._context, self._learner = trainer, context, learner
-        lane = _only_lane(context)
-        first, holes, ended = expected(context, lane)
-        self._buffer = ReorderBuffer(first, holes)
-        self._bound = context.bounds.get(lane)
-        self._journal = Journal(context, lane, learner, tokenizer, start)
-        self._step = start
+        self._lane = _only_lane(context)
+        self._making = Making(trainer, context, learner, start)
+        self._journal = Journal(context, self._lane, learner, tokenizer, start, trainer.checkpoint_every)
+        self._behind: CatchUp | None = CatchUp(context, self._making, self._journal, missing)
+        self._buffer = ReorderBuffer()
+        self._early: list[Batch] = []
+        """Came before it had caught up."""
+        self._bound = context.bounds.get(self._lane)
         self._group_rows = 1
         self._groups: list[Group] = []
         """Of the step under way."""
-        self._passed: list[Group] = []
-        """Those and the dropped ones since the last committed step."""
-        self._reasons: dict[int, str] = {}
-        """Of the drops since the last committed step."""
-        self._rows: StepRows | None = None
-        self._parts: list[Array] = []
-        self._told_dropped = ended - start * trainer.prompts_per_step
+        self._drops = Drops(context.node, self._journal, learner.loss.columns, self._bound, trainer.prompts_per_step)
+        self._taken_back = 0
         self._surplus = 0
         """Groups that came after its last step."""
-        self._dropped_in_a_row: Counter[str] = Counter()
-        """By reason, since the last group that could be trained."""
-        self._last_failure = "none"
         self._bad_steps = 0
-        self._skipped_steps = 0
+        told = told or {}
+        self._skipped_steps = int(told.get("skipped_steps", 0))
         self._ending = ""
-        self._done = context.steps is not None and start >= context.steps
-        self._decay_steps = _decay_steps(trainer, context)
-        self._loss = 0.0
-        self._began = context.clock()
-        self._pace = Pace(self._began, self._began)
+        self._done = False
+        self._loss = float(told.get("loss", 0.0))
+        self._began = context.clock() - float(told.get("seconds", 0.0))
         self._weights = {name: weight.detach() for name, weight in learner.parameters.items()}
         self._writer: WeightsOut | None = context.writer(self._weights) if context.writer else None
-        if self._writer is not None:
-            self._writer.publish(start, self._weights)
-            self._note()
+        if not missing:
+            self._open()
 
     @classmethod
     def build(cls, trainer: Trainer, context: Context) -> TrainerRuntime:
-        """Load model and tokenizer: those of the last step's checkpoint where the ledger knows steps."""
+        """Load model and tokenizer: those of the newest good checkpoint where the ledger knows steps."""
         from operators.models import load_tokenizer
 
         torch.set_num_threads(context.threads)
-        model, folder = resumed(trainer.model, context)
-        learner, context = _learner(trainer, model, context)
-        start = 0
-        if folder is not None:
-            start = int(checkpoint.read_state(folder)["step"])
-            learner.everywhere(checkpoint.restore, folder=folder)
-        return cls(trainer, context, learner, load_tokenizer(model), start)
+        start = find_start(trainer.model, context)
+        learner, context = _learner(trainer, start.model, context)
+        if start.folder is not None:
+            learner.everywhere(checkpoint.restore, folder=start.folder)
+        tokenizer = load_tokenizer(start.model)
+        return cls(trainer, context, learner, tokenizer, start.step, start.missing, start.told)
 
     def room(self) -> int:
         """Rows up to the queue's bound; never 0 while the next group in order is missing, or once it is done."""
         if self._done:
             return 1
+        if self._behind is not None:
+            return 0
         groups = self._trainer.queue_prompts
         if groups is None:
             ahead = self._bound.max_staleness if self._bound is not None else 0
@@ -112,13 +113,16 @@ class TrainerRuntime(Runtime):
     def push(self, batch: Batch) -> None:
         """Take groups in, in any order; once it is done it passes them, as other trainers may still need theirs."""
         rows = batch.records
+        if self._behind is not None:
+            self._early.append(batch)
+            return
         if self._done:
             self._surplus += len(pc.unique(rows.column(GROUP_ID)))
             self._note()
             batch.ack()
             return
         if rows.num_rows:
-            self._pace.arrived_tokens += int(pc.sum(pc.list_flatten(rows.column(MASK))).as_py() or 0)
+            self._making.pace.arrived_tokens += int(pc.sum(pc.list_flatten(rows.column(MASK))).as_py() or 0)
             ids = rows.column(GROUP_ID)
             self._group_rows = max(self._group_rows, int(pc.sum(pc.equal(ids, ids[0])).as_py()))
         self._buffer.add(batch)
@@ -127,25 +131,29 @@ class TrainerRuntime(Runtime):
         """One micro-batch, or the end of a step; None while the next groups are missing."""
         if self._writer is not None:
             self._writer.poll()
+        self._journal.note()
         if self._done:
             return None
-        if self._rows is None and not self._collect():
+        if self._behind is not None:
+            self._catch_up(self._behind)
+        elif self._making.rows is None and not self._collect():
             if not self._ending:
                 return None
             self._finish()
-        elif self._parts:
-            began = self._context.clock()
-            self._learner.micro(self._parts.pop(0))
-            self._pace.add("forward_backward", self._context.clock() - began)
+        elif self._making.parts:
+            self._making.micro()
         else:
             self._end_step()
         return []
 
     def pending(self) -> int:
-        """Rows of the step under way, or of one that could begin."""
+        """Rows of the step under way, or of one that could begin; steps that it lacks."""
         if self._done:
             return 0
-        return max(1, self._rows.rollouts) if self._rows is not None else int(self._buffer.is_ready)
+        if self._behind is not None:
+            return max(1, self._behind.left)
+        rows = self._making.rows
+        return max(1, rows.rollouts) if rows is not None else int(self._buffer.is_ready)
 
     def waits(self) -> Sequence[Any]:
         """The weight plane's socket, where it has one."""
@@ -160,15 +168,26 @@ class TrainerRuntime(Runtime):
             self._ending = self._ending or "end"
 
     def status(self) -> dict[str, float | int | str]:
-        """Step, version, groups waiting, groups dropped, the last loss, and `done`."""
+        """Step, version, groups waiting, groups dropped, the last loss, the newest good checkpoint, and `done`.
+
+        `catching_up`: steps that it still makes again; step and version are then those that it comes to.
+        `taken_back`: groups that it had trained, and that the source has to issue again.
+        """
+        step = self._making.step if self._behind is None else self._behind.target
         found: dict[str, float | int | str] = {
-            "step": self._step,
-            "version": self._step,
+            "step": step,
+            "version": step,
             "queue": len(self._buffer) + len(self._groups),
-            "dropped": self._told_dropped,
+            "next": self._buffer.following,
+            "dropped": self._drops.total,
             "loss": self._loss,
             "skipped_steps": self._skipped_steps,
+            "checkpoint": self._journal.kept_step,
         }
+        if self._behind is not None:
+            found |= {"catching_up": self._behind.left, "taken_back": self._behind.taken_back}
+        elif self._taken_back:
+            found["taken_back"] = self._taken_back
         return found | ({"done": 1} if self._done else {})
 
     def close(self) -> None:
@@ -179,6 +198,36 @@ class TrainerRuntime(Runtime):
             close()
         self._learner.close()
 
+    def _catch_up(self, behind: CatchUp) -> None:
+        """A slice of the way to the last committed step; at its end, or when it is to end, what comes after it."""
+        if self._ending == "drain" and self._making.rows is None:
+            self._finish()
+            return
+        if not behind.work():
+            self._taken_back = behind.taken_back
+            self._open()
+
+    def _open(self) -> None:
+        """Offer the weights of the last committed step, and let groups in."""
+        context, step = self._context, self._making.step
+        self._behind = None
+        first, holes, ended = expected(context, self._lane)
+        self._buffer = ReorderBuffer(first, holes)
+        self._drops.total = ended - step * self._trainer.prompts_per_step
+        self._drops.recorded = _recorded_drops(context, step + 1)
+        now = context.clock()
+        self._making.pace = Pace(now, now)
+        self._making.bring()
+        if self._writer is not None:
+            self._writer.publish(step, self._weights)
+            self._note()
+        if context.steps is not None and step >= context.steps:
+            self._journal.finish(step)
+            self._done = True
+        early, self._early = self._early, []
+        for batch in early:
+            self.push(batch)
+
     def _collect(self) -> bool:
         """Fill the next step from the buffer, dropping what cannot be trained; True when it has begun."""
         if self._ending == "drain":
@@ -187,120 +236,80 @@ class TrainerRuntime(Runtime):
             group = self._buffer.take()
             if group is None:
                 return False
-            self._passed.append(group)
-            reason = self._reason_to_drop(group.records)
+            reason = self._drops.reason(group.records, self._making.step)
             if reason is None:
                 self._groups.append(group)
-                self._dropped_in_a_row.clear()
             else:
                 self._drop([group], reason)
-                self._check_drops()
-        now = self._context.clock()
-        self._pace.add("wait", now - self._pace.free)
-        self._rows = step_rows([group.records for group in self._groups], self._learner.loss.columns)
-        self._bring()
-        self._parts = self._learner.begin(self._rows, self._step)
-        self._pace.add("forward_backward", self._context.clock() - now)
+                self._drops.check()
+        pace = self._making.pace
+        pace.add("wait", self._context.clock() - pace.free)
+        self._making.begin([group.records for group in self._groups])
         return True
-
-    def _reason_to_drop(self, records: pa.RecordBatch) -> str | None:
-        if (marked := drop_reason(records)) is not None:
-            return marked
-        good = usable(records, self._learner.loss.columns)
-        if not good.any():
-            errors = [error for error in records.column(ERROR).to_pylist() if error]
-            self._last_failure = errors[0] if errors else "no value in a column that the loss reads"
-            return "failed" if errors else "skipped"
-        if self._bound is not None:
-            oldest = oldest_versions(records.column(VERSIONS))[good]
-            if sweep(oldest, self._step, self._bound.max_staleness).any():
-                return "stale"
-        return None
 
     def _drop(self, groups: Sequence[Group], reason: str) -> None:
         """Give groups up; the generators learn it at once, because they wait for others in their place."""
-        self._reasons |= {group.group_id: reason for group in groups}
-        self._told_dropped += len(groups)
-        self._dropped_in_a_row[reason] += len(groups)
+        self._drops.add(groups, reason, self._making.step + 1)
         self._note()
-
-    def _check_drops(self) -> None:
-        """Raise OperatorError when nothing could be trained for long."""
-        dropped = self._dropped_in_a_row
-        if dropped.total() > MOST_DROPPED_STEPS * max(8, self._trainer.prompts_per_step):
-            (most, _), *_ = dropped.most_common(1)
-            do = "mend the operator that it names"
-            if most not in OWN_REASONS:
-                do = f"loosen the filter '{most}', or give it prompts and a policy that it lets through"
-            raise OperatorError(
-                f"'{self._context.node}' dropped {dropped.total()} groups in a row and trained none; "
-                f"found {dict(dropped)}, the last failure: {self._last_failure}; {do}"
-            )
 
     def _note(self) -> None:
         if self._writer is not None:
-            self._writer.tell({"dropped": self._told_dropped + self._surplus, "version": self._step})
+            self._writer.tell({"dropped": self._drops.total + self._surplus, "version": self._making.step})
 
     def _end_step(self) -> None:
-        """Update the weights, offer them at once, then record what the step consumed."""
-        context, clock, rows = self._context, self._context.clock, self._rows
+        """Update the weights, record what the step consumed, and then offer them; the order is the journal's."""
+        context, clock, making, journal = self._context, self._context.clock, self._making, self._journal
+        rows, rate, pace = making.rows, making.rate, making.pace
         assert rows is not None
-        trainer = self._trainer
-        rate = learning_rate(
-            self._step + 1, trainer.lr, warmup_steps=trainer.warmup_steps, schedule=trainer.schedule,
-            decay_steps=self._decay_steps, min_lr=trainer.min_lr,
-        )  # fmt: skip
-        began = clock()
-        self._bring(moments=True)
-        outcome = self._learner.end(rate)
-        self._pace.add("optimizer", clock() - began)
+        outcome = making.end(rate)
         self._loss = outcome.loss
-        groups, self._groups, self._rows = self._groups, [], None
+        groups, self._groups = self._groups, []
         if outcome.culprit is not None:
             self._skip(groups, outcome.culprit)
             self._rest()
             return
         self._bad_steps = 0
-        self._step += 1
-        began = clock()
-        if self._writer is not None:
-            self._writer.publish(self._step, self._weights)
-            self._note()
-        ended = clock()
-        self._pace.add("publish", ended - began)
+        step, ended = making.step, clock()
+        making.pace = Pace(ended, ended)
         metrics = step_metrics(
             node=context.node,
-            step=self._step,
+            step=step,
             now=ended,
             started=self._began,
-            version=self._step,
+            version=step,
             lr=rate,
             rows=rows,
             trained=[group.records for group in groups],
             outcome=outcome,
-            pace=self._pace,
-            dropped=Counter(self._reasons.values()),
+            pace=pace,
+            dropped=self._drops.counts,
             skipped_steps=self._skipped_steps,
         )
-        self._pace = Pace(ended, ended)
-        every, is_last = self._trainer.checkpoint_every, self._step == context.steps
-        is_kept = is_last or bool(every and self._step % every == 0)
-        passed, reasons = self._passed, self._reasons
-        self._passed, self._reasons = [], {}
-        self._journal.commit(self._step, groups, reasons, metrics, keep=is_kept)
-        for group in passed:
+        journal.commit(step, groups, self._drops.reasons, metrics)
+        recorded = clock()
+        if self._writer is not None:
+            self._writer.publish(step, self._weights)
+            self._note()
+        published = clock()
+        metrics |= {"seconds_record": recorded - ended, "seconds_publish": published - recorded}
+        if journal.is_due(step):
+            journal.keep(step)
+            metrics["seconds_checkpoint"] = clock() - published
+        journal.tell(metrics)
+        for group in groups:
             group.release()
+        self._drops.committed()
         self._rest()
-        self._pace.free = clock()
-        if is_last:
-            self._journal.finish(self._step)
-        self._done = is_last
+        making.pace.free = clock()
+        if step == context.steps:
+            journal.finish(step)
+            self._done = True
 
     def _skip(self, groups: Sequence[Group], culprit: str) -> None:
         self._bad_steps += 1
         self._skipped_steps += 1
         node = self._context.node
-        self._context.log.warning("step skipped", node=node, step=self._step + 1, not_finite=culprit)
+        self._context.log.warning("step skipped", node=node, step=self._making.step + 1, not_finite=culprit)
         if self._bad_steps >= MOST_BAD_STEPS:
             raise OperatorError(
                 f"'{node}' skipped {self._bad_steps} steps in a row because numbers were not finite; found "
@@ -310,49 +319,35 @@ class TrainerRuntime(Runtime):
 
     def _finish(self) -> None:
         """The last checkpoint; at the end of the rows, what is too little for a step is dropped."""
-        if self._ending == "end":
-            rest = self._buffer.rest()
-            self._passed += rest
-            self._drop([*self._groups, *rest], "too few for a step")
-            self._journal.drop(self._reasons)
-            for group in self._passed:
-                group.release()
-            self._groups, self._passed, self._reasons = [], [], {}
-        self._bring(moments=True)
-        self._journal.finish(self._step)
+        self._drops.record(self._making.step + 1)
+        if self._ending == "end" and self._behind is None:
+            rest, self._groups = [*self._groups, *self._buffer.rest()], []
+            self._drops.add(rest, TOO_FEW, None)
+            self._drops.record(None)
+            self._note()
+        self._making.bring(moments=True)
+        self._journal.finish(self._making.step)
         self._done = True
-
-    def _bring(self, *, moments: bool = False) -> None:
-        """Have what is parked on the devices again."""
-        if self._trainer.offload:
-            self._learner.everywhere(memory.bring, moments=moments)
 
     def _rest(self) -> None:
         """Give the devices' memory back: that of the weights too, where no step could begin and none of them waits to
         be published."""
-        if self._trainer.offload:
-            unread = self._writer is None or getattr(self._writer, "pending", 0) is None
-            self._learner.everywhere(memory.rest, weights=unread and not self._buffer.is_ready)
+        unread = self._writer is None or getattr(self._writer, "pending", 0) is None
+        self._making.rest(weights=unread and not self._buffer.is_ready)
 
 
 def _learner(trainer: Trainer, model: Model, context: Context) -> tuple[Learner, Context]:
     """The learner of one rank, or of several; and the context, whose weight plane then takes what each rank has."""
     if context.ranks == 1:
-        return make_learner(trainer, model, node=context.node, device=context.device), context
+        return make_learner(trainer, model, node=context.node, device=context.device, seed=context.seed), context
     from operators.training.parallel.launch import led
 
     return led(trainer, model, context)
 
 
-def _decay_steps(trainer: Trainer, context: Context) -> int | None:
-    """Steps until the learning rate is at its end. GraphError when there should be one and none is known."""
-    found = trainer.decay_steps or context.steps or context.prompt_steps
-    if found is None and trainer.schedule != "constant":
-        raise GraphError(
-            f"'{context.node}' has schedule='{trainer.schedule}', but nothing says when it ends: no steps, and prompts "
-            f"without end; give the run steps, the prompts epochs, or the trainer decay_steps"
-        )
-    return found
+def _recorded_drops(context: Context, step: int) -> Counter[str]:
+    """Drops by reason that the ledger has of a step which is not committed yet."""
+    return Counter() if context.ledger is None else Counter(context.ledger.drops_at(context.node, step).values())
 
 
 def _only_lane(context: Context) -> str:

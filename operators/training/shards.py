@@ -27,6 +27,7 @@ from dataflow.errors import DeadlineError, RunError
 from dataflow.files import RunFolderError, disk
 
 SUFFIX = ".safetensors"
+_UNSAID = "writing '{folder}' failed on a rank behind rank 0, and its disk did not take the reason; make room on it"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def wait_for(folder: Path, ranks: int, deadline_s: float) -> None:
     deadline = time.monotonic() + deadline_s
     while missing := [rank for rank in range(ranks) if not (folder / file_name(rank, ranks)).exists()]:
         for note in folder.glob("failed-*.txt"):
-            raise RunFolderError(note.read_text("utf-8"))
+            raise RunFolderError(note.read_text("utf-8") or _UNSAID.format(folder=folder))
         if time.monotonic() > deadline:
             raise DeadlineError(
                 f"rank 0 waited {deadline_s:.0f} s for the shards of ranks {missing} in '{folder}', and they did not "
@@ -90,10 +91,12 @@ def wait_for(folder: Path, ranks: int, deadline_s: float) -> None:
 
 
 def give_up(folder: Path, rank: int, error: BaseException) -> None:
-    """Leave word for rank 0 that this rank's file will not come."""
+    """Leave word for rank 0 that this rank's file will not come; without a reason on a disk that takes none."""
+    temporary = folder / f".failed-{rank}.tmp"
     with contextlib.suppress(OSError):
-        temporary = folder / f".failed-{rank}.tmp"
-        temporary.write_text(str(error), "utf-8")
+        temporary.touch()
+        with contextlib.suppress(OSError):
+            temporary.write_text(str(error), "utf-8")
         temporary.replace(folder / f"failed-{rank}.txt")
 
 

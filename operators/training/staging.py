@@ -40,7 +40,7 @@ class Background:
     """One piece of work at a time, in a thread.
 
     consumes: a function by `start`
-    produces: its effects; its error, raised by whichever call comes next
+    produces: its effects; its error, raised once, by the next `wait` or `start`
     waits for: in `wait` and `start`, the work under way, with a deadline
     unblocked by: its end
     """
@@ -53,12 +53,8 @@ class Background:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way. Raises what the work raised."""
-        if self._thread is not None and self._thread.is_alive():
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
+        """Whether nothing is under way."""
+        return self._thread is None or not self._thread.is_alive()
 
     def start(self, work: Callable[[], None], deadline_s: float) -> None:
         """Begin; first the work under way is waited for, as in `wait`."""
@@ -75,6 +71,9 @@ class Background:
                 f"{self._what} was not over after {deadline_s:.0f} s; the disk may hang: look at it and its log, "
                 f"then resume from the checkpoint before"
             )
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _run(self, work: Callable[[], None]) -> None:
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow import Graph, GraphError, Model, cli, inline, main, run, scorer
+from dataflow import Graph, GraphError, Model, RunError, cli, inline, main, run, scorer
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 
@@ -121,3 +121,18 @@ def test_a_folder_that_is_no_run_is_an_error_that_says_so(
     assert ended.value.code != 0
     captured = capsys.readouterr()
     assert "nothing" in captured.out + captured.err
+
+
+def test_a_program_goes_on_with_a_run_of_the_same_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(build(size=64), on=inline(), steps=2, runs=tmp_path, quiet=True)
+    assert status_of("--resume", str(result.folder), "--inline", "--size", "48", "--steps", "4") == 1
+    assert "'prompts' was 64 and is 48" in re.sub(r"\s+", " ", capsys.readouterr().err).replace("size of ", "")
+    assert status_of("--resume", str(result.folder), "--inline", "--size", "64") == 1
+    assert "has made its 2 steps" in capsys.readouterr().err
+
+
+def test_a_run_that_nobody_can_start_again_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(build(), on=inline(), steps=2, runs=tmp_path, quiet=True)
+    for command in (cli.resume, cli.replay):
+        with pytest.raises(RunError, match=r"started by a script that calls run\(...\).*call run\(graph, resume="):
+            command(result.folder)

@@ -124,3 +124,56 @@ def test_a_run_that_was_stopped_before_it_began_stays_over() -> None:
     assert c.over
     assert c.start() == []
     assert c.over
+
+
+# Nodes that were started again
+
+
+def test_one_that_was_started_again_hears_what_it_would_have_heard() -> None:
+    c = conductor()
+    assert c.words_for("prompts") == []
+    c.start()
+    assert said(c.words_for("prompts")) == [("prompts", {"pause": True})]
+    assert said(c.words_for("held_out")) == [("held_out", {"evaluate": 0, "again": True})]
+    c.hear("eval", {"round": 0})
+    c.hear("trainer", {"step": 3, "dropped": 2})
+    assert said(c.words_for("prompts")) == [("prompts", {"pause": False}), ("prompts", {"dropped": 2})]
+    assert c.words_for("held_out") == [] and c.words_for("trainer") == [] and c.words_for("reward") == []
+    c.drain()
+    assert said(c.words_for("prompts"))[-1] == ("prompts", {"drain": True})
+    assert said(c.words_for("trainer")) == [("trainer", {"drain": True})]
+
+
+def test_a_trainer_that_catches_up_asks_for_no_round_twice_and_does_not_undo_its_end() -> None:
+    c = conductor()
+    c.start()
+    c.hear("eval", {"round": 0})
+    assert said(c.hear("trainer", {"step": 12})) == [("held_out", {"evaluate": 10})]
+    c.hear("eval", {"round": 10})
+    assert [c.hear("trainer", {"step": step}) for step in (0, 5, 11, 12)] == [[]] * 4
+    assert c.step == 12
+    assert said(c.hear("trainer", {"step": 13, "done": 1})) == [("held_out", {"evaluate": 13})]
+    assert c.hear("trainer", {"step": 10}) == []
+    c.hear("eval", {"round": 13})
+    assert c.over
+
+
+def test_an_evaluation_that_was_started_again_does_not_undo_its_rounds() -> None:
+    c = conductor()
+    c.start()
+    c.hear("eval", {"round": 0})
+    c.hear("trainer", {"step": 10})
+    c.hear("eval", {"round": 10})
+    assert c.hear("eval", {"queue": 0}) == [] and c.hear("eval", {"round": 0}) == []
+    assert said(c.hear("trainer", {"step": 10, "done": 1})) == [] and c.over
+
+
+def test_progress_grows_with_steps_and_rounds_and_never_shrinks() -> None:
+    c = conductor()
+    c.start()
+    seen = [c.progress]
+    events = [("eval", {"round": 0}), ("trainer", {"step": 4}), ("trainer", {"step": 0}), ("trainer", {"step": 10})]
+    for node, status in [*events, ("eval", {"round": 10}), ("eval", {"round": 0})]:
+        c.hear(node, status)
+        seen.append(c.progress)
+    assert seen == sorted(seen) and seen[1:6] == [1, 5, 5, 11, 21]

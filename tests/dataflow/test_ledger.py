@@ -299,3 +299,65 @@ def test_a_forked_process_may_not_use_its_parents_connection(ledger: Ledger, mon
     for use in (lambda: issue(ledger, 1), lambda: ledger.counts("actor"), ledger.flush):
         with pytest.raises(LedgerError, match="open it anew in each process"):
             use()
+
+
+# What a resume and a replay ask
+
+
+def test_committed_steps_are_told_with_their_groups_their_drops_and_their_metrics(ledger: Ledger) -> None:
+    issue(ledger, 8)
+    commit(ledger, 1, [0, 1], dropped={2: "stale"}, metrics={"loss": 0.1})
+    commit(ledger, 2, [4, 3], metrics={"loss": 0.2})
+    commit(ledger, 3, [5])
+    commit(ledger, 1, [0], node="critic")
+    first, second, third = ledger.steps("actor")
+    assert (first.step, first.source, first.trained, first.dropped) == (1, "prompts", (0, 1), {2: "stale"})
+    assert (second.trained, second.metrics, third.dropped) == ((3, 4), {"loss": 0.2}, {})
+    assert [step.step for step in ledger.steps("actor", 1, 2)] == [2]
+    ledger.roll_back_to(1, "actor")
+    assert [step.step for step in ledger.steps("actor")] == [1]
+
+
+def test_drops_of_the_step_under_way_are_known_before_it_is_committed(ledger: Ledger) -> None:
+    issue(ledger, 4)
+    ledger.drop("actor", "prompts", {1: "stale"}, step=1)
+    assert ledger.drops_at("actor", 1) == {1: "stale"}
+    commit(ledger, 1, [0, 2], dropped={3: "failed"})
+    assert ledger.drops_at("actor", 1) == {1: "stale", 3: "failed"}
+    assert ledger.steps("actor")[0].dropped == {1: "stale", 3: "failed"}
+
+
+def test_a_round_of_several_sources_is_recorded_whole_or_not_at_all(ledger: Ledger) -> None:
+    issue(ledger, 3, "held_out")
+    issue(ledger, 2, "other")
+    assert ledger.last_round("evaluate") is None
+    with pytest.raises(LedgerError, match="never issued"):
+        ledger.commit_round("evaluate", 5, {"held_out": range(3), "other": [0, 7]})
+    assert ledger.counts("evaluate").evaluated == 0
+    ledger.commit_round("evaluate", 5, {"held_out": range(3), "other": [0]})
+    assert (ledger.counts("evaluate").evaluated, ledger.last_round("evaluate")) == (4, 5)
+
+
+def test_the_fate_of_a_group_is_told_sink_by_sink(ledger: Ledger) -> None:
+    issue(ledger, 3)
+    commit(ledger, 1, [0], node="actor")
+    ledger.drop("critic", "prompts", {0: "stale"})
+    assert [str(fate) for fate in ledger.fates("prompts", 0)] == [
+        "trained by actor at step 1", "dropped by critic (stale)",
+    ]  # fmt: skip
+    assert ledger.fates("prompts", 1) == []
+    assert ledger.sources("evaluate") == ["held_out"] and ledger.sources() == ["held_out", "prompts"]
+
+
+def test_a_damaged_page_is_found(ledger: Ledger) -> None:
+    issue(ledger, 5000)
+    ledger.flush()
+    ledger.check()
+    content = bytearray(ledger.path.read_bytes())
+    content[-4096:] = os.urandom(4096)
+    ledger.close()
+    for path in ledger.path.parent.glob("ledger.db-*"):
+        path.unlink()
+    ledger.path.write_bytes(content)
+    with Ledger.open(ledger.path) as other, pytest.raises(LedgerError, match="damaged|malformed"):
+        other.check()

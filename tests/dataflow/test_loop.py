@@ -3,12 +3,14 @@
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from dataflow.errors import OperatorError
+from dataflow.finished import Finished
 from dataflow.loop import NodeLoop
 from dataflow.node import Batch, Runtime
 
@@ -56,17 +58,24 @@ class FakeInlet:
 
 
 class FakeOutlet:
-    """Takes as many batches as it has credit for."""
+    """Takes as many batches as it has credit for; with `keeps`, acknowledges none before `acknowledge`."""
 
-    def __init__(self, events: Events, credit: int = 1_000, name: str = "sent") -> None:
+    def __init__(self, events: Events, credit: int = 1_000, name: str = "sent", keeps: bool = False) -> None:
         self.events, self.credit, self.polls, self.name, self.finishes = events, credit, 0, name, 0
+        self.keeps, self.owed = keeps, deque[Callable[[], None]]()
 
-    def send(self, batch: pa.RecordBatch, key: int | None = None) -> bool:
+    def send(self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None) -> bool:
         if not self.credit:
             return False
         self.credit -= 1
         self.events.append((self.name, *ids(batch)))
+        self.owed.append(acked)
+        if not self.keeps:
+            self.acknowledge()
         return True
+
+    def acknowledge(self) -> None:
+        self.owed.popleft()()
 
     def poll(self) -> None:
         self.polls += 1
@@ -348,3 +357,58 @@ def test_an_exception_in_a_runtime_names_the_node_and_what_it_was_doing(method: 
     with pytest.raises(OperatorError, match=f"'node' failed while {doing}: ValueError: boom .*test_loop.py"):
         loop.turn()
     assert events.of("acked") == []
+
+
+def test_rows_are_acknowledged_only_when_the_next_node_has_acknowledged_what_they_led_to() -> None:
+    events = Events()
+    outlet = FakeOutlet(events, keeps=True)
+    loop = loop_of(Script(events), FakeInlet(events, rows(0), rows(1)), outlet)
+    turn_until_still(loop)
+    assert loop.ended and events.of("acked") == []
+    outlet.acknowledge()
+    assert events.of("acked") == [("acked", 0)]
+
+
+def test_a_group_that_comes_again_is_done_once() -> None:
+    events = Events()
+    outlet = FakeOutlet(events, keeps=True)
+    loop = loop_of(Script(events), FakeInlet(events, rows(0, 1), rows(1, 2), rows(0)), outlet)
+    turn_until_still(loop)
+    assert events.of("pushed") == [("pushed", 0, 1), ("pushed", 2)]
+    assert events.of("sent") == [("sent", 0, 1), ("sent", 2)]
+    for _ in range(2):
+        outlet.acknowledge()
+    assert events.of("acked") == [("acked", 0, 1), ("acked", 0), ("acked", 1, 2)]
+
+
+def test_what_was_finished_before_a_restart_leaves_without_being_made_again(tmp_path: Path) -> None:
+    events = Events()
+    before = Finished(tmp_path, "prompts")
+    before.append(rows(1, 1))
+    finished = Finished(tmp_path, "prompts", attempt=1)
+    finished.load([0, 1])
+    outlet = FakeOutlet(events, keeps=True)
+    inlets = [("prompts", "origin", FakeInlet(events, rows(0, 1)))]
+    loop = NodeLoop("node", Script(events), inlets, {"prompts": [outlet]}, finished={"prompts": finished})
+    turn_until_still(loop)
+    assert events.of("pushed") == [("pushed", 0)]
+    assert sorted(events.of("sent")) == [("sent", 0), ("sent", 1, 1)]
+    assert events.of("acked") == []
+    for _ in range(2):
+        outlet.acknowledge()
+    assert events.of("acked") == [("acked", 0, 1)]
+    loop.close()
+    assert list(tmp_path.iterdir()) == [], "all have an outcome"
+
+
+def test_after_the_end_what_a_restarted_node_sends_again_is_acknowledged_like_the_first() -> None:
+    events = Events()
+    inlet, outlet = FakeInlet(events, rows(0)), FakeOutlet(events, keeps=True)
+    loop = loop_of(Script(events), inlet, outlet)
+    turn_until_still(loop)
+    inlet.waiting.extend([rows(0), rows(7)])
+    loop.turn()
+    assert events.of("pushed") == [("pushed", 0)]
+    assert events.of("acked") == [("acked", 0), ("acked", 7)], "the delivery before, and what has an outcome"
+    outlet.acknowledge()
+    assert len(events.of("acked")) == 3

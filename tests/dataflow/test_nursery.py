@@ -85,6 +85,26 @@ def test_a_killed_worker_is_reported_with_its_signal() -> None:
         nursery.close()
 
 
+def test_what_a_worker_started_is_killed_when_it_has_ended_and_before_that_is_told(tmp_path: Path) -> None:
+    def main(settings: dict) -> int:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        (tmp_path / "child").write_text(str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    nursery = Nursery(main, {}, lambda: None)
+    try:
+        nursery.spawn("a", {}, heavy=False)
+        assert Events(nursery).find("exited")["status"] == -signal.SIGKILL
+        child = int((tmp_path / "child").read_text())
+        wait_until(lambda: not alive(child), deadline_s=5.0)
+    finally:
+        nursery.close()
+
+
 def test_no_worker_outlives_the_scheduler(tmp_path: Path) -> None:
     """A scheduler in a process of its own is killed; its forkserver and its worker end by themselves."""
     scheduler = os.fork()

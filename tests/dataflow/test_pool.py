@@ -154,7 +154,8 @@ FAILURES = {
 @pytest.mark.parametrize("word", FAILURES)
 def test_a_call_fails_by_its_own_fault_and_no_other_does(kind: str, word: str) -> None:
     words = ["a", "b", "c", word, "d", "e"]
-    with pool(kind, timeout_s=0.3) as made:
+    timeout_s = 0.3 if word == "hang" else 5.0
+    with pool(kind, timeout_s=timeout_s) as made:
         got = answers(made, words)
         assert got == [*words[:3], FAILURES[word].replace("0.2", "0.3"), *words[4:]]
         assert answers(made, ["after"]) == ["after"]
@@ -300,16 +301,24 @@ with pool("processes", timeout_s=600.0) as made:
 """
 
 
-def test_no_process_outlives_a_worker_that_was_killed() -> None:
+@pytest.mark.parametrize("stopped", [(), (0,), (0, 1, 2)], ids=["none", "the server", "all"])
+def test_no_process_outlives_a_worker_that_was_killed(stopped: tuple[int, ...]) -> None:
+    """Neither those that run nor those that somebody stopped."""
     program = ORPHAN.format(path=[str(Path(__file__).parents[2])])
     worker = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     pids = [int(pid) for pid in worker.stdout.readline().split()]
     assert len(pids) == 3
-    worker.kill()
-    worker.wait()
-    worker.stdout.close()
-    _wait_until_gone(pids)
+    try:
+        for index in stopped:
+            os.kill(pids[index], signal.SIGSTOP)
+        worker.kill()
+        worker.wait()
+        worker.stdout.close()
+        _wait_until_gone(pids)
+    finally:
+        for pid in filter(_lives, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _wait_until_gone(pids: list[int]) -> None:

@@ -249,6 +249,9 @@ class Process:
     ended: bool = False
     drained: bool = False
     gone: bool = False
+    wired: bool = True
+    down: bool = False
+    """It has died and is not started again."""
 
 
 class World:
@@ -279,6 +282,8 @@ class World:
         receiver = self.at(address)
         assert not receiver.gone, f"{sender.name} was told to send to {receiver.name}, which is gone"
         sender.receivers.setdefault(edge, []).append(address)
+        if receiver.down:
+            return  # it finds those that are connected when it is started again
         receiver.peers[sender.name] = sender.ended
         assert len(receiver.peers) <= receiver.expected[edge], f"{receiver.name} did not expect {sender.name}"
 
@@ -286,18 +291,24 @@ class World:
         for order in orders:
             if isinstance(order, Fork):
                 assert order.name not in self.processes
-                made = Process(order.name, order.node, dict(order.senders))
+                made = Process(order.name, order.node, dict(order.senders), wired=False)
                 inlets = dict.fromkeys(order.senders, f"at-{order.name}")
                 made.events.append(("hello", inlets))
                 self.processes[order.name] = made
             elif isinstance(order, Say):
-                assert not self.processes[order.to].gone or order.word["kind"] == "add"
-                self.processes[order.to].words.append(dict(order.word))
+                process = self.processes[order.to]
+                assert not process.gone or order.word["kind"] == "add"
+                process.wired |= order.word["kind"] == "wire"
+                if process.wired:
+                    process.words.append(dict(order.word))
 
     def steps(self) -> Iterator[Any]:
         """All that could happen next."""
         for process in self.processes.values():
             if process.gone:
+                continue
+            if process.down:
+                yield lambda process=process: self.rise(process)
                 continue
             if process.words:
                 yield lambda process=process: self.hear(process)
@@ -310,6 +321,37 @@ class World:
                     yield lambda process=process, word=word: self.part(process, word)
             if process.ended and not process.drained and not self.owing(process):
                 yield lambda process=process: self.drain(process)
+
+    def crash(self, process: Process) -> None:
+        """It dies, and that is noticed; what it was sent and has not passed on is sent to it again."""
+        if self.scaling.leaves(process.name):
+            process.gone = True
+            self.obey(self.scaling.exited(process.name))
+            return
+        process.down, process.wired = True, False
+        process.started = process.ended = process.drained = False
+        process.words.clear()
+        process.events.clear()
+        process.receivers.clear()
+        process.retiring.clear()
+        self.obey(self.scaling.fell(process.name))
+
+    def rise(self, process: Process) -> None:
+        """It is started again, later than what was said before its death needs to arrive."""
+        for other in self.processes.values():
+            while any(kind == "confirmed" for kind, _ in other.events):
+                self.report(other)
+        process.expected = self.scaling.senders(process.name)
+        address, process.peers = f"at-{process.name}", {}
+        for sender in self.processes.values():
+            if self.scaling.leaves(sender.name):
+                continue
+            if any(address in found for found in sender.receivers.values()):
+                process.peers[sender.name] = sender.ended
+            elif any(address in word["receivers"].values() for word in sender.retiring):
+                process.peers[sender.name] = True
+        process.down = False
+        process.events.append(("hello", dict.fromkeys(process.expected, address)))
 
     def owed(self, sender: Process, address: str) -> bool:
         return any(name == sender.name for name, _ in self.at(address).rows)
@@ -416,3 +458,45 @@ def test_whatever_comes_in_whatever_order_every_row_is_trained_once(seed: int) -
     assert sorted(world.trained) == list(range(1, world.issued + 1))
     assert settled(world.scaling)
     assert {node: world.scaling.replicas(node)["live"] for node in wished} == wished
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whoever_dies_while_replicas_come_and_go_every_row_is_trained_once(seed: int) -> None:
+    world = World(1_000 + seed)
+    wished = {"generator": 1, "stage": 1}
+    for _ in range(world.random.randrange(2, 12)):
+        if world.random.random() < 0.5:
+            node, count = world.random.choice(["generator", "stage"]), world.random.randrange(1, 5)
+            wished[node] = count
+            world.obey(world.scaling.scale({node: count}))
+        for _ in range(world.random.randrange(0, 3)):
+            world.crash(world.random.choice([each for each in world.processes.values() if not each.gone]))
+            world.run(world.random.randrange(0, 30))
+        world.run(world.random.randrange(0, 200))
+    world.run(20_000, until=lambda: settled(world.scaling))
+    world.issuing = False
+    world.run(100_000)
+    assert sorted(world.trained) == list(range(1, world.issued + 1))
+    assert settled(world.scaling)
+    assert {node: world.scaling.replicas(node)["live"] for node in wished} == wished
+
+
+def test_nobody_joins_or_leaves_while_one_that_died_is_away() -> None:
+    scaling = begun()
+    joined(scaling, "generator", 2)
+    assert scaling.fell("stage-0") == []
+    assert scaling.scale({"generator": 3}) == [] and scaling.scale({"generator": 1}) == []
+    assert scaling.senders("stage-0") == {"generator>stage:prompts": 2}
+    (wire,) = scaling.hello("stage-0", {"generator>stage:prompts": "at-stage-0"})
+    assert wire == Say("stage-0", {"kind": "wire", "addresses": {"stage>reward:prompts": ["at-reward-0"]}})
+    assert said(scaling.ready("stage-0")) == [("stage-0", "start"), ("prompts-0", "retire")]
+
+
+def test_one_that_died_while_it_let_another_go_lets_it_go_again() -> None:
+    scaling = begun()
+    joined(scaling, "generator", 2)
+    (retire,) = scaling.scale({"generator": 1})
+    scaling.fell("prompts-0")
+    wire, again = scaling.hello("prompts-0", {})
+    assert again == retire and isinstance(wire, Say)
+    assert wire.word["addresses"] == {"prompts>generator:prompts": ["at-generator-0", "at-generator-1"]}

@@ -355,3 +355,45 @@ def test_a_run_under_way_may_be_judged(run: RunFolder) -> None:
     with Ledger.open(run.ledger) as ledger:
         ledger.issue("prompts", [(26, "t26")])
         assert verify(run.path).line.startswith("clean: 27 issued")
+
+
+# Runs that were taken up again
+
+
+def test_a_run_that_went_back_and_on_is_judged_by_the_last_line_of_each_step(run: RunFolder) -> None:
+    with Ledger.open(run.ledger) as ledger:
+        ledger.roll_back_to(3, "trainer")
+        groups = ledger.steps("trainer")[-1].trained
+        following = [group.group_id for group in ledger.in_flight("prompts", "trainer")]
+        assert max(groups) < following[0]
+        commit(run, ledger, 4, following[:3], {following[3]: "failed"})
+    verdict = verify(run.path)
+    assert verdict.clean, verdict.line
+    assert "4 steps" in verdict.summary
+    assert any("steps [5] of 'trainer' that are not on the surviving line" in note for note in verdict.notes)
+    with Ledger.open(run.ledger) as ledger:
+        ledger.roll_back_to(3, "trainer")
+        commit(run, ledger, 4, following[:4], {})
+    metrics(run, lambda line: {**line, "dropped": {"failed": 1}} if line["step"] == 4 and "loss" in line else line)
+    broken(run, "metrics.jsonl tells of drops {'failed': 1} at step 4")
+
+
+def test_what_a_recovery_leaves_in_the_folder_breaks_no_law_and_is_told(run: RunFolder) -> None:
+    run.finished("generator").mkdir(parents=True)
+    (run.finished("generator") / "0-part1-0-0.prompts.arrows").write_bytes(b"torn")
+    config = run.read_json("config.json")
+    run.write_json("config.json", config | {"resumed": [{"at": 1.0, "from": {"trainer": 2, "critic": 1}, "steps": 5}]})
+    lines = [{"worker": "generator-0", "recovered_s": 0.4}, {"worker": "generator-0", "recovered_s": None}]
+    (run.path / "faults.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"worker": "trai')
+    verdict = verify(run.path)
+    assert verdict.clean, verdict.line
+    assert "the run was taken up again after step 2" in verdict.notes
+    assert "worker 'generator-0' ended 2 times when it should not, and came back 1 times" in verdict.notes
+
+
+def test_only_drops_may_stand_at_the_step_under_way(run: RunFolder) -> None:
+    with Ledger.open(run.ledger) as ledger:
+        ledger.drop("trainer", "prompts", {24: "stale"}, step=STEPS + 1)
+        assert verify(run.path).clean, verify(run.path).line
+        ledger.drop("trainer", "prompts", {25: "stale"}, step=STEPS + 2)
+    broken(run, "groups [25] have an outcome at a step that 'trainer' never committed")

@@ -79,3 +79,12 @@ def test_a_node_is_busy_as_its_replicas_are_on_the_mean_however_many_there_were(
     left = {name: beat("left", 0, 2.0, ended=True) for name in ("generator_1", "generator_2")}
     scene.note(4.0, generator_0=beat("live", 0, 4.0), **left)
     assert scene.watch.busy_seconds["generator"] == pytest.approx(4.0)
+
+
+def test_a_node_whose_worker_is_away_is_told_as_restarting(scene: Scene) -> None:
+    scene.note(0.0, generator_0=beat("live", 10, 1.0))
+    scene.note(1.0, generator_0=beat("restarting", 10, 1.0))
+    assert (scene.generator.state, scene.generator.note) == ("restarting", "1 restarting, 4 rollouts")
+    assert scene.watch.snapshot().version is None
+    scene.note(2.0, generator_0=beat("live", 12, 1.5))
+    assert scene.generator.state == "working" and scene.generator.rate == pytest.approx(1.0)

@@ -63,10 +63,11 @@ def test_a_round_is_written_when_its_last_group_has_come_and_not_before(world):
     world.push(_held_out(1, score=0.0))
     assert world.runtime.pending() == 2
     world.run()
-    assert world.events == [("evaluation", 0), ("ledger", 0), ("metrics", 0)]
+    assert world.events == [("evaluation", 0), ("metrics", 0), ("ledger", 0)]
     assert world.folder.metrics == [
         {
             "step": 0,
+            "node": "eval",
             "eval_accuracy": 0.5,
             "eval_n": 2,
             "eval_errors": 0,

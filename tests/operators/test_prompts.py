@@ -4,7 +4,7 @@ import gzip
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.errors import RecordError
+from dataflow.ledger import InFlight
 from dataflow.node import Bound, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, PROMPT_COLUMNS, PROMPT_ID, ROUND_SIZE
 from operators.issuing import permutation
@@ -30,6 +31,7 @@ class Ledger:
 
     def __init__(self, following: int = 0) -> None:
         self.issued: list[tuple[int, str]] = []
+        self.waiting: list[InFlight] = []
         self._following = following
 
     def next_group_id(self, source: str) -> int:
@@ -37,6 +39,9 @@ class Ledger:
 
     def issue(self, source: str, prompts: list[tuple[int, str]]) -> None:
         self.issued += prompts
+
+    def in_flight(self, source: str) -> list[InFlight]:
+        return self.waiting
 
 
 class Log:
@@ -428,6 +433,45 @@ def test_a_source_that_starts_in_the_middle_issues_what_it_would_have_issued(
     for epoch in range(len(whole.issued) // rows):
         ids = [prompt for _, prompt in whole.issued[epoch * rows : (epoch + 1) * rows]]
         assert sorted(ids) == sorted(str(number) for number in range(rows))
+
+
+def waiting(groups: Iterable[int]) -> list[InFlight]:
+    return [InFlight(group_id=group, prompt_id="", state="generated") for group in groups]
+
+
+def test_groups_without_an_outcome_are_issued_again_first_under_their_numbers() -> None:
+    prompts = Prompts([str(number) for number in range(40)], shuffle_seed=3, epochs=3)
+    whole, again = Ledger(), Ledger(100)
+    first = build(prompts, ledger=whole)
+    texts(first)
+    again.waiting = waiting([7, 41, *range(60, 100)])
+    second = build(prompts, ledger=again)
+    texts(second)
+    assert again.issued == [whole.issued[group] for group in [7, 41, *range(60, 120)]]
+    assert second.status()["done"] == 1
+
+
+@pytest.mark.parametrize("known", [0, 5, 32, 40])
+def test_a_round_that_was_cut_off_begins_anew_with_the_numbers_that_it_had(known: int) -> None:
+    ledger = Ledger(10 + known)
+    ledger.waiting = waiting(range(10, 10 + known))
+    runtime = build(Prompts([str(i) for i in range(40)], name="held_out"), on_demand=True, ledger=ledger)
+    assert runtime.work() is None
+    runtime.tell({"evaluate": 50})
+    texts(runtime)
+    assert ledger.issued == [(10 + row, str(row)) for row in range(40)]
+    assert runtime.pending() == 0
+
+
+def test_an_open_round_is_issued_once_more_on_demand() -> None:
+    ledger = Ledger()
+    runtime = build(Prompts([str(i) for i in range(40)], name="held_out"), on_demand=True, ledger=ledger)
+    runtime.tell({"evaluate": 50})
+    runtime.work()
+    ledger.waiting = waiting(range(32))
+    runtime.tell({"evaluate": 50, "again": True})
+    texts(runtime)
+    assert [group for group, _ in ledger.issued] == [*range(32), *range(40)]
 
 
 def test_epochs_end_the_source() -> None:

@@ -84,7 +84,9 @@ def test_stale_groups_are_dropped_at_the_door(tmp_path):
     world.push(*[group(number, version=0) for number in range(6)])
     world.push(group(6, version=1), group(7, version=2))
     world.run()
-    assert world.ledger.steps[3] == ([6, 7], {4: "stale", 5: "stale"})
+    assert world.ledger.steps[3] == ([6, 7], {})
+    assert world.ledger.drops == {4: "stale", 5: "stale"}
+    assert world.folder.metrics[2]["dropped"] == {"stale": 2}
     assert [line["staleness_max"] for line in world.folder.metrics] == [0, 1, 1]
 
 
@@ -104,7 +106,7 @@ def test_the_run_ends_with_the_last_error_when_every_group_fails(tmp_path):
     assert world.folder.metrics == []
 
 
-def test_a_step_is_published_then_recorded_and_only_then_acknowledged(tmp_path):
+def test_a_step_is_recorded_then_published_and_only_then_acknowledged(tmp_path):
     world = rig(tmp_path, tiny_trainer(checkpoint_every=1))
     world.runtime.push(Batch("prompts", group(0), "reward", lambda: world.events.append("ack 0")))
     world.runtime.push(Batch("prompts", group(1), "reward", lambda: world.events.append("ack 1")))
@@ -113,7 +115,7 @@ def test_a_step_is_published_then_recorded_and_only_then_acknowledged(tmp_path):
     beside = [("flush rollouts", 1), ("flush",), ("checkpoint", 1)]
     assert [event for event in world.events if event in beside] == beside
     assert [event for event in world.events if event not in beside] == [
-        ("publish", 0), ("publish", 1), ("rollouts", 1), ("ledger", 1), ("metrics", 1), "ack 0", "ack 1",
+        ("publish", 0), ("rollouts", 1), ("ledger", 1), ("publish", 1), ("metrics", 1), "ack 0", "ack 1",
         ("recorded", 1),
     ]  # fmt: skip
     assert world.events.index(("ledger", 1)) < world.events.index(beside[0])
@@ -218,7 +220,9 @@ def test_a_step_that_is_not_finite_leaves_the_weights_alone_and_drops_its_groups
     assert list(world.plane.published) == [0]
     world.push(group(2), group(3))
     world.run()
-    assert world.ledger.steps == {1: ([2, 3], {0: "non-finite", 1: "non-finite"})}
+    assert world.ledger.steps == {1: ([2, 3], {})}
+    assert world.ledger.drops == {0: "non-finite", 1: "non-finite"}
+    assert world.folder.metrics[0]["dropped"] == {"non-finite": 2}
     assert world.folder.metrics[0]["skipped_steps"] == 1
 
 
@@ -366,7 +370,7 @@ def test_a_schedule_ends_with_the_run_or_with_the_prompts_and_is_refused_where_n
     def rates(**facts):
         context = Context(node="trainer", columns={"prompts": COLUMNS}, **facts)
         runtime = TrainerRuntime(trainer, context, tiny_learner(trainer), None)
-        return runtime._decay_steps
+        return runtime._making._decay_steps
 
     trainer = tiny_trainer(schedule="linear")
     assert (rates(steps=7, prompt_steps=9), rates(prompt_steps=9)) == (7, 9)

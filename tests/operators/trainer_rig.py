@@ -211,6 +211,15 @@ class FakeLedger:
     def last_step(self, node: str) -> int:
         return 0
 
+    def next_group_id(self, source: str) -> int:
+        return 0
+
+    def in_flight(self, source: str, node: str) -> list[Any]:
+        return []
+
+    def drops_at(self, node: str, step: int) -> dict[int, str]:
+        return {}
+
     def commit_step(
         self,
         node: str,
@@ -226,11 +235,12 @@ class FakeLedger:
         self.steps[step] = (list(trained), dict(dropped))
         self.events.append(("ledger", step))
 
-    def drop(self, node: str, source: str, reasons: Mapping[int, str]) -> None:
+    def drop(self, node: str, source: str, reasons: Mapping[int, str], *, step: int | None = None) -> None:
         self.drops |= dict(reasons)
 
-    def evaluated(self, node: str, source: str, ids: list[int], step: int) -> None:
-        self.evaluations.setdefault(step, []).extend(ids)
+    def commit_round(self, node: str, step: int, groups: Mapping[str, list[int]]) -> None:
+        for ids in groups.values():
+            self.evaluations.setdefault(step, []).extend(ids)
         self.events.append(("ledger", step))
 
     def record_checkpoint(self, node: str, step: int, checkpoint: str) -> None:

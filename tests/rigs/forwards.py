@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,8 +117,9 @@ class Versions:
         self.offers[version] = self.tensors if weights is None else weights
         self.note = {"version": version, "dropped": dropped}
 
-    def poll(self) -> object | None:
-        return self.offers if max(self.offers, default=-1) > self.version else None
+    def poll(self) -> SimpleNamespace | None:
+        newest = max(self.offers, default=-1)
+        return SimpleNamespace(version=newest) if newest > self.version else None
 
     def adopt(self) -> int:
         self.version = max(self.offers)

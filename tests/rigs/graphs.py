@@ -29,6 +29,7 @@ def fake_graph(
     trainer: Learn | None = None,
     count: int | None = 64,
     prompts_per_step: int = 8,
+    max_staleness: int = NO_BOUND,
 ) -> Graph:
     """Fakes in processes of their own, scorers between them."""
     g, model = Graph("fakes"), Model("fake-policy")
@@ -39,7 +40,7 @@ def fake_graph(
         stream = each(stream)
     trainer(stream)
     if generator.uses is not None and generator.uses == trainer.uses:
-        g.feedback(trainer.weights, generator, max_staleness=NO_BOUND)
+        g.feedback(trainer.weights, generator, max_staleness=max_staleness)
     return g
 
 

@@ -6,6 +6,7 @@ inside it covers the body. The body is a whole Arrow stream: schema, dictionarie
 schema with every batch costs about 15 us; it spares dictionary columns a protocol of their own.)
 """
 
+import struct
 import typing
 from typing import Any, cast
 
@@ -20,7 +21,11 @@ SEAL_BYTES = 8
 MAX_HEADER_BYTES = 1 << 20
 _ALIGNMENT_BYTES = 8
 _NO_MAP = (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgpack.UnpackException)
-_UNREADABLE = (pa.ArrowException, ValueError, TypeError, KeyError, OSError, MemoryError, StopIteration)
+_UNREADABLE = (
+    pa.ArrowException, ValueError, TypeError, KeyError, IndexError, OSError, MemoryError, StopIteration, struct.error,
+)  # fmt: skip
+_HEADER_KIND, _HEADER, _DICTIONARY_BATCH, _RECORD_BATCH, _DATA, _COMPRESSION = 1, 2, 2, 3, 1, 3
+"""Of Arrow's Message.fbs: fields of Message, its kinds of header, and fields of DictionaryBatch and RecordBatch."""
 
 
 _KINDS: dict[str, type[Message]] = {cls.__name__.lower(): cls for cls in (Hello, Data, Welcome, Ack, Refusal)}
@@ -125,8 +130,9 @@ def checksum(body: Any) -> int:
 def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
     """The batch of a body frame, without a copy where the bytes lie well.
 
-    Length, checksum, schema and every offset are checked before anyone touches the data. Raises FrameError,
-    or SchemaMismatch.
+    Length, checksum, schema and every offset are checked before anyone touches the data; compressed columns are
+    refused, because they would take more memory than the credit that was given for them. Raises FrameError, or
+    SchemaMismatch.
     """
     buffer = body if isinstance(body, pa.Buffer) else pa.py_buffer(body)
     if buffer.size != header.bytes:
@@ -140,6 +146,11 @@ def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
     if buffer.address % _ALIGNMENT_BYTES:
         buffer = pa.py_buffer(buffer.to_pybytes())
     try:
+        if any(_is_compressed(message.metadata) for message in pa.ipc.MessageReader.open_stream(buffer)):
+            raise FrameError(
+                f"batch {header.sequence} of '{header.sender}' is compressed; got {buffer.size} bytes that would take "
+                f"an unknown number; send what Encoder makes of a record batch"
+            )
         reader = pa.ipc.open_stream(buffer)
         check_schema(reader.schema, schema, edge=header.edge)
         batch = reader.read_next_batch()
@@ -148,10 +159,38 @@ def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
     except _UNREADABLE as error:
         raise FrameError(
             f"batch {header.sequence} of '{header.sender}' is no Arrow stream; {error}; "
-            f"send what encode_batch makes of a record batch"
+            f"send what Encoder makes of a record batch"
         ) from error
     check_batch(batch, header)
     return batch
+
+
+def _is_compressed(metadata: Any) -> bool:
+    """Whether the columns of a message are; `metadata` is its flatbuffer, which Arrow has verified."""
+    data = memoryview(metadata)
+    message = _follow(data, 0)
+    kind = _field(data, message, _HEADER_KIND)
+    table = _follow(data, _field(data, message, _HEADER))
+    if data[kind] == _DICTIONARY_BATCH:
+        table = _follow(data, _field(data, table, _DATA))
+    elif data[kind] != _RECORD_BATCH:
+        return False
+    return _field(data, table, _COMPRESSION) > 0
+
+
+def _follow(data: memoryview, at: int) -> int:
+    """Where the offset that stands at a place leads."""
+    return at + cast(int, struct.unpack_from("<I", data, at)[0])
+
+
+def _field(data: memoryview, table: int, number: int) -> int:
+    """Where a field of a flatbuffer's table stands; 0 where it is left out."""
+    layout = table - cast(int, struct.unpack_from("<i", data, table)[0])
+    slot = 4 + 2 * number
+    if slot >= struct.unpack_from("<H", data, layout)[0]:
+        return 0
+    offset = cast(int, struct.unpack_from("<H", data, layout + slot)[0])
+    return table + offset if offset else 0
 
 
 def check_schema(found: pa.Schema, wanted: pa.Schema, *, edge: str) -> None:

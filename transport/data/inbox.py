@@ -29,6 +29,7 @@ class _Peer:
     epoch: int
     expected: int
     gone: frozenset[int]
+    number: int = 0
     end: int | None = None
     held: dict[int, Credit] = field(default_factory=dict)
     used: Credit = NONE
@@ -98,6 +99,8 @@ class Inbox:
         peer = self._peers.get(message.sender)
         if peer is not None and (reason := self._outdated(peer, message)):
             return [(line, Refusal(edge=self._edge, reason=reason))]
+        if peer is not None and message.epoch == peer.epoch and message.number < peer.number:
+            return []  # read late from a connection that broke: what came after it counts
         if peer is None or message.epoch > peer.epoch:
             if peer is not None and peer.held:
                 earlier = self._earlier.setdefault(message.sender, {})
@@ -105,7 +108,7 @@ class Inbox:
             peer = _Peer(line=line, epoch=message.epoch, expected=message.base, gone=frozenset(message.gone))
             self._peers[message.sender] = peer
         self._go_by(peer, line, message)
-        peer.line = line
+        peer.line, peer.number = line, message.number
         peer.end = message.next if message.ended else None
         others = self._announce(but=message.sender)
         return [*others, (line, self._welcome(peer))]
@@ -197,6 +200,8 @@ class Inbox:
     def _go_by(self, peer: _Peer, line: Line, message: Hello) -> None:
         """What a sender says of itself: the window it uses, and what it will not send (again).
 
+        It uses none that it was not told: by a claim beyond that, a liar would take the room of all others.
+
         What it says will not come, although it lies here, it took back: nobody waits for its acknowledgement,
         and until the consumer is done with it, it takes room like a batch of an earlier incarnation.
         """
@@ -204,7 +209,7 @@ class Inbox:
         unheard = [one for one in peer.windows[:-1] if not known or one[0] > message.window_number]
         if line != peer.line or (peer.end is not None and not message.ended):
             unheard = []  # whatever was said over another line, or before it began again, it does not go by
-        stated = Credit(rows=message.window_rows, bytes=message.window_bytes)
+        stated = Credit(rows=message.window_rows, bytes=message.window_bytes).least(peer.promised)
         peer.windows = [(message.window_number, stated), *unheard, peer.windows[-1]]
         peer.gone, peer.expected = frozenset(message.gone), max(peer.expected, message.base)
         peer.skip()
@@ -273,4 +278,5 @@ class Inbox:
             expected=peer.expected,
             held=tuple(peer.held),
             ended=peer.end is not None,
+            answers=peer.number,
         )

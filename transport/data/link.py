@@ -75,6 +75,7 @@ class Link:
     def _handle(self, event: object, now: float) -> bool:
         match event:
             case LineEvent.UP:
+                self.outbox.lost()
                 self.away_since, self._greet = None, True
             case LineEvent.LOST:
                 self.outbox.lost()

@@ -37,6 +37,8 @@ class Hello:
     """Number of that window; 0: it goes by none yet."""
     ended: bool
     """Whether no batch will follow."""
+    number: int = 0
+    """Larger in each later Hello of this sender and epoch: so one read late, from a connection that broke, is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +87,8 @@ class Welcome:
     """Sequence numbers below `expected` that are not acknowledged yet."""
     ended: bool
     """Whether it knows where the stream ends."""
+    answers: int = 0
+    """Number of the newest Hello that it has of this sender, so that an answer read late is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

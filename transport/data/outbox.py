@@ -3,13 +3,17 @@
 Pure: messages in, messages out; no socket, no clock.
 """
 
+import itertools
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from transport.data.credit import NONE, Credit, may_send, room_rows
 from transport.data.messages import Ack, Data, Hello, Welcome
+
+_NUMBERS = itertools.count(1)
+"""Of the Hellos of this process: they rise whatever links come and go."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +28,8 @@ class Parcel:
     """The credit that it takes."""
     payload: Any
     """What the transport made of it."""
+    acked: Callable[[], None] = field(default=lambda: None, compare=False)
+    """Called once the receiver has acknowledged it."""
 
 
 class Outbox:
@@ -38,6 +44,7 @@ class Outbox:
         self._used = NONE
         self._window, self._window_number = NONE, 0
         self._live = False
+        self._lost_at = 0
         self._ended = False
         self._receiver_epoch: int | None = None
         self.limits: Welcome | None = None
@@ -77,9 +84,9 @@ class Outbox:
         rows = room_rows(self._used, self._window)
         return max(1, rows) if cost is not None else rows
 
-    def add(self, *, rows: int, cost: Credit, payload: Any) -> None:
+    def add(self, *, rows: int, cost: Credit, payload: Any, acked: Callable[[], None] = lambda: None) -> None:
         """Take a batch that `room(cost)` allowed; it leaves with the next `due`."""
-        parcel = Parcel(sequence=self._next, rows=rows, cost=cost, payload=payload)
+        parcel = Parcel(sequence=self._next, rows=rows, cost=cost, payload=payload, acked=acked)
         self._parcels[parcel.sequence] = parcel
         self._unsent.append(parcel.sequence)
         self._next += 1
@@ -144,19 +151,22 @@ class Outbox:
             window_bytes=self._window.bytes,
             window_number=self._window_number,
             ended=self._ended,
+            number=next(_NUMBERS),
         )
 
     def lost(self) -> None:
         """The connection broke: nothing leaves before the next Welcome."""
         self._window, self._window_number, self._live = NONE, 0, False
+        self._lost_at = next(_NUMBERS)
 
     def welcome(self, message: Welcome) -> bool:
         """Go by what the receiver has: forget what it acknowledged, send the rest again.
 
         True when the window shrank, and a Hello has to confirm it. One that knows an end where there is none
-        any more was said before the stream began again: it counts for nothing.
+        any more was said before the stream began again: it counts for nothing. Nor does one that was read late, from a
+        connection that broke: the last Hello promised what the receiver would miss then.
         """
-        if message.ended and not self._ended:
+        if message.answers < self._lost_at or (message.ended and not self._ended):
             return False
         if message.epoch != self._receiver_epoch:
             self._receiver_epoch, self._reached = message.epoch, 0
@@ -164,7 +174,7 @@ class Outbox:
         else:
             kept = {n for n in message.held if n < message.expected and n in self._parcels}
             for number in [n for n in self._parcels if n < message.expected and n not in kept]:
-                del self._parcels[number]
+                self._parcels.pop(number).acked()
         self._unsent = deque(number for number in self._parcels if number not in kept)
         self._used = sum((self._parcels[number].cost for number in kept), NONE)
         self._live, self.limits = True, message
@@ -173,7 +183,7 @@ class Outbox:
 
     def ack(self, message: Ack) -> bool:
         """Forget what is acknowledged; True when the window shrank, and a Hello has to confirm it."""
-        if message.epoch != self._receiver_epoch:
+        if message.epoch != self._receiver_epoch or not self._live:
             return False
         for number in message.sequences:
             parcel = self._parcels.pop(number, None)
@@ -183,6 +193,7 @@ class Outbox:
                 self._unsent.remove(number)
             else:
                 self._used -= parcel.cost
+            parcel.acked()
         return self._live and self._go_by(message)
 
     def _go_by(self, message: Welcome | Ack) -> bool:

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _REMEMBERED_PEERS = 1024
 _STEPS_PER_CALL = 1000
+_MOST_QUEUED = 1 << 20
+"""Messages that a socket queues; what is beyond waits with the senders."""
 
 
 def _warn(edge: str, peer: str, reason: str) -> None:
@@ -78,7 +80,7 @@ class Receiver:
         )
         self._max_message_bytes = max_message_bytes
         self._door = (network or SocketNetwork()).door(
-            address, max_message_bytes=max_message_bytes, queue_messages=capacity_rows
+            address, max_message_bytes=max_message_bytes, queue_messages=min(capacity_rows, _MOST_QUEUED)
         )
         self._ready: deque[Delivery] = deque()
         self._on_refused = on_refused

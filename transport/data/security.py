@@ -1,16 +1,22 @@
 """Who may connect: private ipc folders, loopback, and CURVE keys for everything else."""
 
+import dataclasses
 import ipaddress
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import zmq
 
 from transport.errors import AddressError
 
 _MAX_IPC_PATH_BYTES = 107
+_DOMAIN = "run"
+HANDSHAKE_MS = 5_000
+"""For a peer to say who it is; then it is cut off, so that connections that say nothing do not pile up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,12 +33,97 @@ class Keys:
 
 def make_keys() -> tuple[Keys, Keys]:
     """New keys for a run: (for receivers, for senders)."""
-    receiver_public, receiver_secret = zmq.curve_keypair()
-    sender_public, sender_secret = zmq.curve_keypair()
-    return (
-        Keys(receiver_public=receiver_public, sender_public=sender_public, secret=receiver_secret),
-        Keys(receiver_public=receiver_public, sender_public=sender_public, secret=sender_secret),
-    )
+    both = RunKeys.make()
+    return both.receivers, both.senders
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunKeys:
+    """Both key pairs of a run: each of its processes holds them, because it receives on some edges and sends on others.
+
+    They travel only over the socket pair by which a process is started, and are written nowhere.
+    """
+
+    receivers: Keys
+    """For whoever listens: receivers of edges, the scheduler."""
+    senders: Keys
+    """For whoever connects: senders, workers."""
+
+    @classmethod
+    def make(cls) -> "RunKeys":
+        """New ones."""
+        receiver_public, receiver_secret = zmq.curve_keypair()
+        sender_public, sender_secret = zmq.curve_keypair()
+        public = Keys(receiver_public=receiver_public, sender_public=sender_public, secret=b"")
+        return cls(
+            receivers=dataclasses.replace(public, secret=receiver_secret),
+            senders=dataclasses.replace(public, secret=sender_secret),
+        )
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, bytes]) -> "RunKeys | None":
+        """What `to_plain` gave; None for an empty map."""
+        if not plain:
+            return None
+        publics = {"receiver_public": plain["receiver_public"], "sender_public": plain["sender_public"]}
+        return cls(
+            receivers=Keys(secret=plain["receiver_secret"], **publics),
+            senders=Keys(secret=plain["sender_secret"], **publics),
+        )
+
+    def to_plain(self) -> dict[str, bytes]:
+        """For the settings of a process that is started."""
+        return {
+            "receiver_public": self.receivers.receiver_public, "receiver_secret": self.receivers.secret,
+            "sender_public": self.receivers.sender_public, "sender_secret": self.senders.secret,
+        }  # fmt: skip
+
+
+class Guard:
+    """Lets in only peers that hold the senders' key: a context of its own, with ZeroMQ's authenticator in a thread."""
+
+    def __init__(self, keys: Keys) -> None:
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self._keys = keys
+        self.context: zmq.Context[Any] = zmq.Context()
+        """For the sockets that it protects."""
+        self._authenticator = ThreadAuthenticator(self.context)
+        self._authenticator.configure_curve_callback(domain=_DOMAIN, credentials_provider=self)
+        self._authenticator.start()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a peer's public key is the senders' key (called by the authenticator)."""
+        return key == self._keys.sender_public
+
+    def protect(self, socket: "zmq.Socket[bytes]") -> None:
+        """Make a socket of this context demand the key; before it is bound."""
+        socket.curve_server = True
+        socket.curve_publickey = self._keys.receiver_public
+        socket.curve_secretkey = self._keys.secret
+        socket.zap_domain = _DOMAIN.encode()
+
+    def close(self) -> None:
+        """Stop the authenticator, after all sockets were closed; waits at most for their linger."""
+        self._authenticator.stop()
+        self.context.term()
+
+
+def present(socket: "zmq.Socket[bytes]", keys: Keys) -> None:
+    """Make a socket show the senders' key, and speak only with whoever holds the receivers'; before it connects."""
+    socket.curve_serverkey = keys.receiver_public
+    socket.curve_publickey = keys.sender_public
+    socket.curve_secretkey = keys.secret
+
+
+def endpoint(host: str, port: str = "*") -> str:
+    """The tcp address of a host, a name or a number; `*` takes a free port."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def reachable(address: str) -> str:
+    """Where this machine's processes find who listens at an address: one of all interfaces stands for loopback."""
+    return address.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")
 
 
 def check_address(address: str, keys: Keys | None) -> None:

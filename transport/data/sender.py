@@ -159,10 +159,12 @@ class Sender:
         self._forget(link)
         self._place_returned()
 
-    def send(self, batch: pa.RecordBatch, key: int | None = None) -> bool:
+    def send(self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None) -> bool:
         """Take a batch; False when there is no credit: then nothing was taken, and the caller keeps it.
 
-        Raises SchemaMismatch, BatchTooLarge (it would never fit), ValueError without a key on a keyed edge.
+        acked: called once, by `poll`, when everyone that it went to has acknowledged it, or was forgotten on a
+        broadcast edge; it must not call this sender. Raises SchemaMismatch, BatchTooLarge (it would never fit),
+        ValueError without a key on a keyed edge.
         """
         if self._closed:
             raise TransportError(f"edge '{self.edge}' has ended; got one more batch; send before finish")
@@ -174,8 +176,9 @@ class Sender:
         if not chosen:
             return False
         payload = chosen[0].line.pack(batch, self._encoder, size_bytes)
+        acked = acked if len(chosen) == 1 else _last_of(len(chosen), acked)
         for link in chosen:
-            link.outbox.add(rows=batch.num_rows, cost=need, payload=payload)
+            link.outbox.add(rows=batch.num_rows, cost=need, payload=payload, acked=acked)
             link.transmit()
         return True
 
@@ -254,7 +257,7 @@ class Sender:
         while self._returned and (chosen := self._choose(self._returned[0].cost)):
             parcel = self._returned.popleft()
             for link in chosen:
-                link.outbox.add(rows=parcel.rows, cost=parcel.cost, payload=parcel.payload)
+                link.outbox.add(rows=parcel.rows, cost=parcel.cost, payload=parcel.payload, acked=parcel.acked)
                 link.transmit()
 
     def _say_end(self) -> None:
@@ -277,6 +280,8 @@ class Sender:
 
     def _forget(self, link: Link) -> None:
         self._give_back(link, sent=True)
+        for parcel in link.outbox.take_back(sent=True):  # on a broadcast edge the others have it
+            parcel.acked()
         self._part(link)
 
     def _part(self, link: Link) -> None:
@@ -326,3 +331,16 @@ class Sender:
             f"'{self.sender_id}' closed edge '{self.edge}' before everything was acknowledged; waited "
             f"{linger_s:.1f} s for {who}{homeless}; the receiver is stuck or gone: look into its log, or raise linger_s"
         )
+
+
+def _last_of(count: int, acked: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls `acked` when it is called for the last of `count` times."""
+    left = count
+
+    def one() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            acked()
+
+    return one

@@ -6,6 +6,7 @@ from ZeroMQ's own heartbeats, which its I/O thread answers while a worker comput
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 from transport.data import frames
 from transport.data.channel import Arrival, Junk, LineEvent, Packed
 from transport.data.messages import Data, Message
-from transport.data.security import Keys, check_address
+from transport.data.security import HANDSHAKE_MS, Guard, Keys, check_address, present
 from transport.errors import AddressError, FrameError
 
 _HEARTBEAT_MS = 2_000
@@ -27,7 +28,6 @@ _UNBIND_TIMEOUT_S = 2.0
 _SPARE_MESSAGES = 1_000
 _COPY_BELOW_BYTES = 4 << 20
 """Lending memory to ZeroMQ wakes a thread that needs the GIL: below this, one more copy costs less."""
-_DOMAIN = "data"
 _STATE, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 _EVENTS = {
     int(zmq.Event.HANDSHAKE_SUCCEEDED): LineEvent.UP,
@@ -65,13 +65,13 @@ class SocketLine:
         self.address = address
         self._socket = context.socket(zmq.DEALER)
         _prepare(self._socket, address)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.MAXMSGSIZE, frames.MAX_HEADER_BYTES)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         self._socket.set(zmq.LINGER, 0)
         if keys is not None:
-            self._socket.curve_serverkey = keys.receiver_public
-            self._socket.curve_publickey = keys.sender_public
-            self._socket.curve_secretkey = keys.secret
+            present(self._socket, keys)
         self._monitor = self._socket.get_monitor_socket(sum(_EVENTS))
         self._socket.connect(address)
         self.sockets: Sequence[zmq.Socket[bytes]] = (self._socket, self._monitor)
@@ -131,11 +131,13 @@ class SocketDoor:
         queue_messages: int,
     ) -> None:
         self._max_message_bytes = max_message_bytes
-        self._guard = None if keys is None else _Guard(keys)
+        self._deaf: deque[Junk] = deque(maxlen=_SPARE_MESSAGES)
+        self._guard = None if keys is None else Guard(keys)
         self._socket = (context if self._guard is None else self._guard.context).socket(zmq.ROUTER)
         _prepare(self._socket, address)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.RCVHWM, queue_messages + _SPARE_MESSAGES)
+        self._socket.set(zmq.SNDHWM, queue_messages + _SPARE_MESSAGES)
         self._socket.set(zmq.MAXMSGSIZE, 2 * max_message_bytes + frames.MAX_HEADER_BYTES)
         self._socket.set(zmq.LINGER, _REPLY_LINGER_MS)
         if self._guard is not None:
@@ -157,6 +159,8 @@ class SocketDoor:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             if int(event["event"]) & _FAILURES:
                 return Junk(line="a peer without a handshake", reason=str(zmq.Event(event["event"]).name))
+        if self._deaf:
+            return self._deaf.popleft()
         if not _readable(self._socket) and (timeout_s <= 0 or not self._socket.poll(max(1, round(timeout_s * 1000)))):
             return None
         parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -180,10 +184,17 @@ class SocketDoor:
         return _readable(self._socket)
 
     def put(self, line: Hashable, message: Message) -> None:
-        """Answer; a line that is gone is ignored."""
+        """Answer; a line that is gone is ignored.
+
+        More answers than a sender with all its credit can have open only wait for one that asks and never reads.
+        """
         assert isinstance(line, bytes)
-        with contextlib.suppress(zmq.ZMQError):
+        try:
             self._socket.send_multipart([line, frames.encode_message(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            self._deaf.append(Junk(line=line, reason="it does not read what it is answered"))
+        except zmq.ZMQError:
+            return
 
     def open(self, payload: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
         """Decode and check, in the memory of the message."""
@@ -210,37 +221,8 @@ class SocketDoor:
             self._guard.close()
 
 
-class _Guard:
-    """Lets in only peers that hold the senders' key: a context of its own, with ZeroMQ's authenticator."""
-
-    def __init__(self, keys: Keys) -> None:
-        from zmq.auth.thread import ThreadAuthenticator
-
-        self._keys = keys
-        self.context: zmq.Context[Any] = zmq.Context()
-        self._authenticator = ThreadAuthenticator(self.context)
-        self._authenticator.configure_curve_callback(domain=_DOMAIN, credentials_provider=self)
-        self._authenticator.start()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a peer's public key is the senders' key (called by the authenticator)."""
-        return key == self._keys.sender_public
-
-    def protect(self, socket: "zmq.Socket[bytes]") -> None:
-        """Make a socket demand the key."""
-        socket.curve_server = True
-        socket.curve_publickey = self._keys.receiver_public
-        socket.curve_secretkey = self._keys.secret
-        socket.zap_domain = _DOMAIN.encode()
-
-    def close(self) -> None:
-        """Stop the authenticator; waits at most for the replies' linger."""
-        self._authenticator.stop()
-        self.context.term()
-
-
 def _prepare(socket: "zmq.Socket[bytes]", address: str) -> None:
-    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     socket.set(zmq.IPV6, "[" in address)

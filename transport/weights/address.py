@@ -96,7 +96,7 @@ class Address:
         socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.set(zmq.IDENTITY, b"r" + secrets.token_bytes(15))
         socket.set(zmq.RECONNECT_IVL, 20)
-        socket.set(zmq.RECONNECT_IVL_MAX, 500)
+        socket.set(zmq.RECONNECT_IVL_MAX, 200)
         _bounded(socket)
         socket.connect(self.url)
         return socket

@@ -86,6 +86,10 @@ class Attached:
                     )
                 owners[pointer] = spec.name
         self._layout, self._targets = layout, targets
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all segments but the one that the tensors view; that one is closed when it is left."""
         for mapped in self._mapped.values():
             if mapped is not self._inside:
                 mapped.segment.close()

@@ -54,7 +54,7 @@ class ReaderStatus:
     epoch: int
     """The epoch under which it joined."""
     version: int
-    """The version it said it holds, -1 for none."""
+    """The version of this writer that it said it holds, -1 for none."""
     state: str
     """joined | offered | taking | committed | refused | silent."""
     silent_s: float
@@ -64,6 +64,7 @@ class ReaderStatus:
 @dataclass(kw_only=True)
 class _Seat:
     name: str
+    born: int
     attempt: int
     epoch: int
     version: int
@@ -211,12 +212,16 @@ class WriterHandshake:
 
     def _join(self, peer: bytes, seat: _Seat | None, hello: Hello, now: float) -> Outgoing:
         out: Outgoing = []
+        others = [p for p, s in self._seats.items() if s.name == hello.name and p != peer]
+        if any(self._seats[other].born > hello.born for other in others):
+            # Words of a reader that was killed, or has slept, while its successor came in.
+            return [(peer, Fenced(epoch=0, replaced=True))]
         if seat is None or seat.attempt != hello.attempt:
-            for other in [p for p, s in self._seats.items() if s.name == hello.name and p != peer]:
-                out.append((other, Fenced(epoch=self._seats.pop(other).epoch, replaced=True)))
+            out += [(other, Fenced(epoch=self._seats.pop(other).epoch, replaced=True)) for other in others]
             self._epochs += 1
+            held = hello.version if hello.writer == self._writer else -1
             seat = self._seats[peer] = _Seat(
-                name=hello.name, attempt=hello.attempt, epoch=self._epochs, version=hello.version, heard=now
+                name=hello.name, born=hello.born, attempt=hello.attempt, epoch=self._epochs, version=held, heard=now
             )
         seat.heard, seat.unanswered = now, 0
         out.append(
@@ -257,7 +262,8 @@ class WriterHandshake:
 class ReaderHandshake:
     """A reader's side: whether it is in, which version it holds, and which it may take."""
 
-    def __init__(self, name: str, pace: Pace | None = None) -> None:
+    def __init__(self, name: str, pace: Pace | None = None, *, born: int = 0) -> None:
+        """`born`: as in `Hello`."""
         self.name = name
         self.pace = pace or Pace()
         self.version = -1
@@ -278,8 +284,9 @@ class ReaderHandshake:
         """Whether another reader took the name; then this one stays out."""
         self.heard = float("-inf")
         """When the writer was last heard, in seconds."""
-        self._attempt = 1
-        self._writer = 0
+        self._born, self._attempt = born, 1
+        self._writer = self._source = 0
+        """Of this join; and the one that `version` is from, 0 for none."""
         self._floor = -1
         self._sent = float("-inf")
 
@@ -288,7 +295,7 @@ class ReaderHandshake:
         match message:
             case Welcome() if message.attempt == self._attempt and not self.replaced:
                 if message.writer != self._writer:
-                    self._writer, self._floor, self.coming = message.writer, -1, None
+                    self._writer, self._floor, self.offer, self.coming = message.writer, -1, None, None
                 self.joined, self.epoch, self.heard = True, message.epoch, now
                 self.layout, self.note = message.layout, message.note
             case Offer() if self.joined and message.epoch == self.epoch:
@@ -303,7 +310,7 @@ class ReaderHandshake:
                     self.coming = message
             case Told() if self.joined and message.epoch == self.epoch:
                 self.heard, self.note = now, message.note
-            case Fenced() if self.joined and message.epoch == self.epoch:
+            case Fenced() if (message.epoch == self.epoch) if self.joined else message.replaced:
                 self.heard, self.joined, self.offer, self.coming = now, False, None, None
                 self.replaced = message.replaced
                 self._attempt += 1
@@ -317,8 +324,12 @@ class ReaderHandshake:
             return []
         self._sent = now
         if self.joined:
-            return [Beat(epoch=self.epoch, version=self.version)]
-        return [Hello(name=self.name, attempt=self._attempt, version=self.version)]
+            return [Beat(epoch=self.epoch, version=self.version if self._source == self._writer else -1)]
+        return [
+            Hello(
+                name=self.name, born=self._born, attempt=self._attempt, writer=self._source, version=self.version
+            )
+        ]  # fmt: skip
 
     def entered(self, offer: Offer) -> Ready:
         """The reader is in the offer's segment."""
@@ -331,6 +342,7 @@ class ReaderHandshake:
     def committed(self, offer: Offer) -> Committed:
         """The reader computes with the offer's version from now on."""
         self.version = self._floor = offer.version
+        self._source = self._writer
         self._drop(offer)
         return Committed(epoch=self.epoch, version=offer.version)
 

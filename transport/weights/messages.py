@@ -17,8 +17,12 @@ class Hello:
 
     name: str
     """The reader's name, unique among the live readers of one writer."""
+    born: int
+    """When the reader was made, in ns of the machine's monotonic clock: of two with one name the younger is let in."""
     attempt: int
     """Counts the reader's joins; a repeated Hello of one join carries the same number."""
+    writer: int
+    """The writer that `version` is from, 0 for none."""
     version: int
     """The version it holds already, -1 for none."""
 
@@ -32,7 +36,7 @@ class Welcome:
     epoch: int
     """Stands on every later message of this reader; never given twice."""
     writer: int
-    """Names this writer; another number means that it was restarted and versions may go back."""
+    """Names this writer; another number means that it was restarted: its versions are taken whatever their numbers."""
     layout: dict[str, Any]
     """The layout, by `FlatLayout.to_plain`."""
     note: Note = field(default_factory=dict)
@@ -126,7 +130,7 @@ class Fenced:
     """Writer: this epoch is over."""
 
     epoch: int
-    """The epoch that ended."""
+    """The epoch that ended; 0 to a reader that is refused because a younger one has its name."""
     replaced: bool
     """True when another reader took the name: do not come back. False: say Hello again."""
 

@@ -52,6 +52,9 @@ class WeightReader:
     ) -> None:
         """`name` is unique among the writer's live readers; a newcomer of the same name replaces the older.
 
+        A reader whose writer has died keeps its version, finds the next writer at the same address by itself, and
+        takes what that one offers, whatever its number: the restarted trainer's line is the one that counts.
+
         `adopt`: "view" turns parameters into views of the shared buffer, so that an update is a pointer flip;
         "copy" copies into the parameters' own memory, for callers that keep pointers to it (captured graphs,
         fused tensors). Tensors that are no Parameter, or have another dtype or device, are always copied.
@@ -62,7 +65,7 @@ class WeightReader:
         `prove_bytes_per_poll` checks about that much at each poll; None checks it all in `adopt`."""
         self.name = name
         self._port = (SharedMemory(address) if isinstance(address, str) else address).reader()
-        self._handshake = ReaderHandshake(name, pace)
+        self._handshake = ReaderHandshake(name, pace, born=time.monotonic_ns())
         self._plain: Mapping[str, object] | None = None
         self._layout: FlatLayout | None = None
         self._attached = Attached(self._port, f"reader '{name}'", view=adopt == "view", threads=threads)
@@ -136,6 +139,8 @@ class WeightReader:
         plain = self._handshake.layout
         if plain is not None and plain is not self._plain:
             self._plain, layout = plain, FlatLayout.from_plain(plain)
+            self._give_up()
+            self._attached.forget()
             if layout != self._layout:
                 self._layout = layout
                 self._bind()

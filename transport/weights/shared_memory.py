@@ -25,7 +25,7 @@ import torch
 
 from transport.weights.address import Address, Socket, arrived, flock, sent
 from transport.weights.errors import MessageError, SegmentError
-from transport.weights.messages import ReaderMessage, WriterMessage, decode, encode
+from transport.weights.messages import Message, ReaderMessage, WriterMessage, decode, encode
 
 HEADER_BYTES = mmap.PAGESIZE
 """Before the tensors: eight bytes of magic; the version that the segment holds; the one that is written, and the bytes
@@ -142,25 +142,36 @@ class _ReaderSegment:
         os.close(self._file)
 
 
+class _Ear:
+    """Hears messages, and warns once of what is none: junk changes nothing and fills no log."""
+
+    def __init__(self, socket: Socket) -> None:
+        self._socket, self._warned = socket, False
+
+    def hear(self) -> list[tuple[bytes, Message]]:
+        """All that have arrived, each with the frame before it: at a writer, its sender. Never waits."""
+        found: list[tuple[bytes, Message]] = []
+        while frames := arrived(self._socket):
+            try:
+                found.append((frames[0], decode(frames[-1])))
+            except MessageError as error:
+                if not self._warned:
+                    warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+                self._warned = True
+        return found
+
+
 class _WriterPort:
     def __init__(self, place: Address, socket: Socket, lock: int) -> None:
         self.socket: Socket | None = socket
         self._place, self._socket, self._lock = place, socket, lock
+        self._ear = _Ear(socket)
 
     def segment(self, nbytes: int) -> _WriterSegment:
         return _WriterSegment(self._place.folder, self._place.prefix + secrets.token_hex(6), nbytes)
 
     def receive(self) -> list[tuple[bytes, ReaderMessage]]:
-        found: list[tuple[bytes, ReaderMessage]] = []
-        while frames := arrived(self._socket):
-            try:
-                message = decode(frames[-1])
-            except MessageError as error:
-                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
-                continue
-            if isinstance(message, ReaderMessage):
-                found.append((frames[0], message))
-        return found
+        return [(peer, message) for peer, message in self._ear.hear() if isinstance(message, ReaderMessage)]
 
     def send(self, peer: bytes, message: WriterMessage) -> bool:
         return sent(self._socket, peer, encode(message))
@@ -177,6 +188,7 @@ class _ReaderPort:
     def __init__(self, place: Address, socket: Socket) -> None:
         self.socket: Socket | None = socket
         self._place, self._socket = place, socket
+        self._ear = _Ear(socket)
 
     def segment(self, key: str, nbytes: int) -> _ReaderSegment | None:
         if not key.startswith(self._place.prefix) or "/" in key:
@@ -191,12 +203,7 @@ class _ReaderPort:
         return _ReaderSegment(file, nbytes)
 
     def receive(self) -> list[WriterMessage]:
-        found: list[WriterMessage] = []
-        while frames := arrived(self._socket):
-            message = decode(frames[-1])
-            if isinstance(message, WriterMessage):
-                found.append(message)
-        return found
+        return [message for _, message in self._ear.hear() if isinstance(message, WriterMessage)]
 
     def send(self, message: ReaderMessage) -> None:
         sent(self._socket, encode(message))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from dataflow.errors import DeadlineError
-from dataflow.weight_ends import LeadingWeightsIn, OpensWeights
+from dataflow.weight_ends import LeadingWeightsIn, Offered, OpensWeights
 from operators.engine.parallel.shards import plain_pieces
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Leader:
         """What may become readable; None in one process."""
         return getattr(self._end, "socket", None)
 
-    def poll(self) -> object | None:
+    def poll(self) -> Offered | None:
         """An offer that could be adopted now, or None; never waits."""
         return self._end.poll()
 

@@ -39,7 +39,9 @@ TIMEOUT_S = 120.0
 
 def led(trainer: Trainer, model: Model, context: Context) -> tuple[LedLearner, Context]:
     """The learner of several ranks that load `model`, and the context with a weight plane that all of them feed."""
-    learner = lead(trainer, context, lambda: make_learner(trainer, model, node=context.node, device="cpu"))
+    learner = lead(
+        trainer, context, lambda: make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed)
+    )
     if context.writer is None:
         return learner, context
     return learner, dataclasses.replace(context, writer=learner.opener(context.writer))

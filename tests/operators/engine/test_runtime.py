@@ -1,6 +1,7 @@
 """The generator at work: whole groups out, bounds kept, weights taken between steps, bad prompts as rows."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +31,7 @@ class FakePlane:
     def poll(self):
         self.polls += 1
         self.offered = self.at_poll.get(self.polls, self.offered)
-        return self.offered
+        return None if self.offered is None else SimpleNamespace(version=self.offered)
 
     def adopt(self):
         self.version, self.offered = self.offered, None
@@ -215,6 +216,20 @@ def test_a_version_that_the_plane_refuses_does_not_disturb_the_rollouts(build, m
     assert len(rows_of(run_dry(runtime))) == 12
     assert told == [0]
     assert plane.polls > 6
+
+
+def test_after_a_trainers_restart_the_engine_is_told_of_its_version_though_the_number_is_the_same_or_lower(
+    build, make_model, monkeypatch
+):
+    plane = FakePlane({0: make_model(), 1: make_model(seed=1)}, at_poll={0: 1, 5: 1, 9: 0})
+    runtime = build(context={"reader": plane})
+    told = []
+    adopted = runtime.engine.adopted
+    monkeypatch.setattr(runtime.engine, "adopted", lambda version: (told.append(version), adopted(version)))
+    runtime.push(prompts(letters(3)))
+    rows = rows_of(run_dry(runtime))
+    assert told == [1, 1, 0]
+    assert {version for row in rows for version in row["versions"]} == {-1, 0, 1}
 
 
 @pytest.mark.parametrize(("policy", "oracle"), [("keep", replayed), ("recompute", recomputed)])

@@ -142,6 +142,20 @@ def test_a_forged_body_with_a_right_checksum_is_refused_or_sound(batch: pa.Recor
     decoded.to_pylist()
 
 
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_a_compressed_batch_is_refused_because_it_could_grow_beyond_its_credit(compression: str) -> None:
+    zeros = pa.RecordBatch.from_arrays([pa.array(np.zeros(1 << 20, np.int64))], names=["value"])
+    labels = pa.RecordBatch.from_arrays([pa.array(["a", "b"]).dictionary_encode()], names=["label"])
+    for batch in (zeros, labels):
+        sink = pa.BufferOutputStream()
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+            writer.write_batch(batch)
+        body = sink.getvalue().to_pybytes()
+        with pytest.raises(FrameError, match="is compressed"):
+            frames.decode_batch(body, _header(body, batch.num_rows), batch.schema)
+
+
 def test_a_patched_offset_is_refused_before_anyone_reads_it() -> None:
     batch = make_batch(0, rows=3, tokens=4)
     body = bytearray(pack(batch)[1])

@@ -1,4 +1,4 @@
-"""The pure handshake under any order of events: messages lost, readers frozen, killed and late."""
+"""The pure handshake under any order of events: messages lost, readers frozen, killed and late, writers restarted."""
 
 import copy
 
@@ -15,28 +15,32 @@ PACE = Pace(beat_s=1.0, silent_s=3.0, fence_s=5.0, forget_s=50.0)
 class Reader:
     """A reader, the messages on their way to it, and the segments it is inside."""
 
-    def __init__(self, name: str, peer: bytes) -> None:
-        self.handshake = ReaderHandshake(name, PACE)
+    def __init__(self, name: str, peer: bytes, born: int) -> None:
+        self.handshake = ReaderHandshake(name, PACE, born=born)
         self.peer = peer
         self.inbox = []
         self.taking = None
         self.inside = None
         self.adopted = []
-        self.refused = -1
+        """(writer, version) of each."""
+        self.refused = None
 
 
 class World(RuleBasedStateMachine):
-    """One writer, some readers, segments with gates, and a network that may lose what it carries."""
+    """Writers, one after the other, some readers, segments with gates, and a network that may lose what it carries."""
 
     readers = Bundle("readers")
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self.lines = 1
         self.writer = WriterHandshake({}, writer=1, pace=PACE)
         self.inbox = []
         self.alive: dict[bytes, Reader] = {}
         self.content: dict[str, int] = {}
+        self.left: dict[str, int] = {}
+        """What readers are inside of that dead writers wrote."""
         self.made = 0
         self.published = 0
         self.pending = None
@@ -53,8 +57,9 @@ class World(RuleBasedStateMachine):
 
     def new_segment(self) -> str:
         self.made += 1
-        self.content[f"s{self.made}"] = -1
-        return f"s{self.made}"
+        key = f"{self.lines}.{self.made}"
+        self.content[key] = -1
+        return key
 
     def free_segment(self) -> str | None:
         for key in self.writer.order():
@@ -91,14 +96,18 @@ class World(RuleBasedStateMachine):
             self.send(reader, reader.handshake.receive(message, self.now))
         self.send(reader, reader.handshake.tick(self.now))
         coming, offer = reader.handshake.coming, reader.handshake.offer
-        assert coming is None or coming.version > max(reader.handshake.version, offer.version if offer else -1)
+        assert coming is None or coming.version > max(self.own(reader), offer.version if offer else -1)
+
+    def own(self, reader: Reader) -> int:
+        """The newest version that it has of the writer that it thinks it is with."""
+        return max((version for line, version in reader.adopted if line == reader.handshake._writer), default=-1)
 
     def send(self, reader: Reader, messages) -> None:
         self.inbox += [(reader.peer, message) for message in messages]
 
     def enter(self, reader: Reader) -> None:
         offer = reader.handshake.offer
-        if self.content.get(offer.segment) != offer.version:
+        if self.found(offer.segment) != offer.version:
             reader.handshake.withdrawn(offer)
             return
         reader.taking = offer
@@ -106,17 +115,21 @@ class World(RuleBasedStateMachine):
 
     def commit(self, reader: Reader) -> None:
         offer, reader.taking = reader.taking, None
-        assert not reader.adopted or offer.version > reader.adopted[-1]
+        line = int(offer.segment.split(".")[0])
+        assert not reader.adopted or (line, offer.version) > reader.adopted[-1], "a reader went back"
         reader.inside = offer.segment
-        reader.adopted.append(offer.version)
+        reader.adopted.append((line, offer.version))
         self.send(reader, [reader.handshake.committed(offer)])
+
+    def found(self, segment: str) -> int | None:
+        return self.content.get(segment, self.left.get(segment))
 
     # What may happen
 
     @rule(target=readers, name=st.integers(0, 2))
     def join(self, name):
         self.made += 1
-        reader = Reader(f"r{name}-{self.made}", str(self.made).encode())
+        reader = Reader(f"r{name}-{self.made}", str(self.made).encode(), self.made)
         self.alive[reader.peer] = reader
         return reader
 
@@ -129,6 +142,18 @@ class World(RuleBasedStateMachine):
         self.published += 1
         self.pending = self.published
         self.poll_writer()
+
+    @rule(back=st.integers(0, 2), lost=st.booleans())
+    def the_writer_dies_and_is_restarted(self, back, lost):
+        """In the midst of anything; the next one begins with a version that the dead one may have been beyond."""
+        if self.published:
+            self.left |= self.content
+            self.content, self.pending = {}, None
+            self.inbox = [] if lost else self.inbox
+            self.lines += 1
+            self.writer = WriterHandshake({}, writer=self.lines, pace=PACE)
+            self.published = self.pending = max(1, self.published - back)
+            self.poll_writer()
 
     @rule()
     def writer_polls(self):
@@ -149,7 +174,7 @@ class World(RuleBasedStateMachine):
     def reader_finds_damage(self, reader):
         if reader.taking:
             offer, reader.taking = reader.taking, None
-            reader.refused = offer.version
+            reader.refused = offer.segment, offer.version
             self.send(reader, [reader.handshake.refused(offer, "a flipped byte")])
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 20.0]))
@@ -180,7 +205,9 @@ class World(RuleBasedStateMachine):
                     if reader.taking:
                         self.commit(reader)
         assert self.pending is None
-        fine = [reader for reader in self.alive.values() if reader.refused != self.published]
+        front = self.writer.front
+        fine = [reader for reader in self.alive.values() if reader.refused != (front.segment, front.version)]
+        assert all(reader.adopted[-1] == (self.lines, self.published) for reader in fine)
         assert all(reader.handshake.version == self.published for reader in fine)
         known = [status for status in self.writer.status(self.now) if status.silent_s < PACE.silent_s]
         assert {status.name for status in known} == {reader.handshake.name for reader in self.alive.values()}
@@ -198,9 +225,9 @@ class World(RuleBasedStateMachine):
     def what_a_reader_computes_with_stands_still(self):
         for reader in self.alive.values():
             if reader.inside:
-                assert self.content[reader.inside] == reader.adopted[-1]
+                assert self.found(reader.inside) == reader.adopted[-1][1]
             if reader.taking:
-                assert self.content[reader.taking.segment] == reader.taking.version
+                assert self.found(reader.taking.segment) == reader.taking.version
 
     @invariant()
     def two_segments_are_in_use_at_most_and_abandoned_ones_are_not_forgotten(self):
@@ -219,18 +246,25 @@ test_no_order_of_events_breaks_the_handshake = World.TestCase
 
 def pair():
     """A writer that offers version 1 from segment a, and a reader that has joined it."""
-    writer, reader = WriterHandshake({}, writer=1, pace=PACE), ReaderHandshake("r", PACE)
-    writer.writing("a")
-    writer.written("a", 1, b"", b"", 0.0)
+    writer, reader = offering(1, writer=1), ReaderHandshake("r", PACE)
     talk(writer, reader, reader.tick(0.0), 0.0)
     return writer, reader
 
 
-def talk(writer, reader, messages, now):
-    """Carry the reader's messages to the writer and the answers back."""
+def offering(version, writer):
+    """A writer of this name that offers this version from segment a."""
+    handshake = WriterHandshake({}, writer=writer, pace=PACE)
+    handshake.writing("a")
+    handshake.written("a", version, b"", b"", 0.0)
+    return handshake
+
+
+def talk(writer, reader, messages, now, peer=b"r"):
+    """Carry the reader's messages to the writer and the answers back to it."""
     for message in messages:
-        for _, answer in writer.receive(b"r", message, now):
-            talk(writer, reader, reader.receive(answer, now), now)
+        for to, answer in writer.receive(peer, message, now):
+            if to == peer:
+                talk(writer, reader, reader.receive(answer, now), now, peer)
 
 
 def test_an_offer_that_was_lost_is_made_again():
@@ -308,3 +342,61 @@ def test_word_of_a_version_that_is_coming_dies_with_the_epoch_and_with_the_write
             late.receive(coming, 1.0)
         late.receive(end, 1.0)
         assert late.coming is None
+
+
+def test_a_restarted_writers_version_is_taken_though_its_number_is_lower_or_the_same():
+    for version in (5, 9, 12):
+        before, reader = offering(9, writer=1), ReaderHandshake("r", PACE)
+        talk(before, reader, reader.tick(0.0), 0.0)
+        talk(before, reader, [reader.committed(reader.offer)], 1.0)
+        after = offering(version, writer=2)
+        talk(after, reader, reader.tick(2.0), 2.0)
+        assert reader.offer.version == version
+        assert after.status(2.0)[0].version == -1
+        talk(after, reader, [reader.committed(reader.offer)], 2.0)
+        assert after.status(2.0)[0].version == version
+
+
+def test_what_a_dead_writer_offered_is_forgotten_when_the_next_one_lets_the_reader_in():
+    before, reader = offering(9, writer=1), ReaderHandshake("r", PACE)
+    hellos = reader.tick(0.0) + reader.tick(PACE.beat_s)
+    assert len(hellos) == 2
+    talk(before, reader, hellos[:1], 1.0)
+    assert reader.offer.version == 9
+    talk(offering(5, writer=2), reader, hellos[1:], 2.0)
+    assert reader.offer.version == 5
+
+
+def test_an_offer_of_the_version_that_a_dead_writer_had_too_is_made_again_until_it_is_taken():
+    before, reader = offering(9, writer=1), ReaderHandshake("r", PACE)
+    talk(before, reader, reader.tick(0.0), 0.0)
+    talk(before, reader, [reader.committed(reader.offer)], 1.0)
+    after = offering(9, writer=2)
+    talk(after, reader, reader.tick(2.0), 2.0)
+    reader.withdrawn(reader.offer)
+    talk(after, reader, reader.tick(3.0), 3.0)
+    assert reader.offer.version == 9
+
+
+def test_a_reader_that_was_killed_says_nothing_that_fences_its_successor():
+    writer, victim = offering(1, writer=1), ReaderHandshake("r", PACE, born=1)
+    left = victim.tick(0.0) + victim.tick(PACE.beat_s)
+    successor = ReaderHandshake("r", PACE, born=2)
+    assert len(left) == 2
+    talk(writer, victim, left[:1], 2.0, b"victim")
+    talk(writer, successor, successor.tick(2.0), 2.0)
+    assert not [to for to, _ in writer.receive(b"victim", left[1], 2.0) if to == b"r"]
+    assert [status.epoch for status in writer.status(2.0)] == [successor.epoch]
+
+
+def test_a_reader_that_wakes_after_its_successor_has_come_stays_out_for_good():
+    writer, frozen = offering(1, writer=1), ReaderHandshake("r", PACE, born=1)
+    talk(writer, frozen, frozen.tick(0.0), 0.0, b"frozen")
+    writer.tick(PACE.forget_s)
+    successor = ReaderHandshake("r", PACE, born=2)
+    talk(writer, successor, successor.tick(60.0), 60.0)
+    talk(writer, frozen, frozen.tick(61.0), 61.0, b"frozen")
+    assert frozen.replaced
+    assert not frozen.tick(70.0)
+    assert successor.joined
+    assert not successor.replaced

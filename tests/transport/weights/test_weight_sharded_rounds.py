@@ -14,6 +14,8 @@ from transport.weights.sharded.words import BROKEN, DAMAGED, WHOLE, Go, Ready, W
 
 PACE = Deadlines(beat_s=1.0, silent_s=12.0, form_s=8.0, ready_s=5.0, transfer_s=6.0)
 KEY, LAYOUT = b"key", {"shards": []}
+LINE = 1_000_000
+"""Coordinators are named by its multiples, so that an epoch tells which one gave it."""
 
 
 class World:
@@ -22,7 +24,8 @@ class World:
     def __init__(self, seed: int, sources: int, groups: dict[str, int]) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
-        self.coordinator = Coordinator(sources, KEY, LAYOUT, "s", writer=1000, now=0.0, deadlines=PACE)
+        self.sources, self.line = sources, 1
+        self.coordinator = Coordinator(sources, KEY, LAYOUT, "s", writer=LINE, now=0.0, deadlines=PACE)
         self.sizes = groups
         self.ranks: dict[bytes, Source | Destination] = {}
         self.wires: dict[tuple[bytes, bool], deque] = defaultdict(deque)
@@ -33,10 +36,14 @@ class World:
         self.ready: dict[tuple[int, int], set[bytes]] = defaultdict(set)
         self.moved: dict[tuple[int, int], set[bytes]] = defaultdict(set)
         self.open: dict[int, int] = {}
-        self.damage: set[int] = set()
-        self.seen: dict[bytes, list[int]] = defaultdict(list)
+        self.damage: set[tuple[int, int]] = set()
+        """(line, version)"""
+        self.seen: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
         self.latest, self.count = -1, 0
+        self.lines: dict[bytes, int] = {}
+        """Of each trainer's rank."""
         for rank in range(sources):
+            self.lines[b"source%d" % rank] = self.line
             self.ranks[b"source%d" % rank] = Source(rank, sources, KEY, PACE, 0.0)
         for name in groups:
             for rank in range(groups[name]):
@@ -55,15 +62,36 @@ class World:
     def restart_source(self, peer: bytes, *, leave: bool) -> None:
         """A trainer's rank other than the first ends, in order or not, and a new process takes its place."""
         old = self.ranks[peer]
-        rank, ranks = old._enrol.rank, old._enrol.ranks
+        rank = old._enrol.rank
         if rank == 0:
+            self.restart_trainer(linger=leave)
             return
         if leave:
             self.act(peer, old.leaving())
         self.kill(peer)
+        self.start_source(rank)
+
+    def start_source(self, rank: int) -> None:
         self.count += 1
-        new = self.ranks[b"source%d/%d" % (rank, self.count)] = Source(rank, ranks, KEY, PACE, self.now)
-        new.hold({self.latest} - {-1})
+        peer = b"source%d/%d" % (rank, self.count)
+        self.ranks[peer] = Source(rank, self.sources, KEY, PACE, self.now, born=self.count)
+        self.ranks[peer].hold({self.latest} - {-1})
+        self.lines[peer] = self.line
+
+    def restart_trainer(self, *, linger: bool) -> None:
+        """Rank 0 dies, and all others at once or a while later; a new trainer goes on from up to two versions before.
+
+        Ranks of the dead trainer that `linger` still speak, with the new coordinator too."""
+        for peer in [p for p, rank in self.ranks.items() if isinstance(rank, Source)]:
+            if not linger or self.ranks[peer]._enrol.rank == 0:
+                self.kill(peer)
+        self.line += 1
+        self.coordinator = Coordinator(
+            self.sources, KEY, LAYOUT, "s", writer=LINE * self.line, now=self.now, deadlines=PACE
+        )
+        self.latest = max(0, self.latest - self.random.randrange(3))
+        for rank in range(self.sources):
+            self.start_source(rank)
 
     def kill(self, peer: bytes) -> None:
         self.ranks.pop(peer, None)
@@ -103,7 +131,8 @@ class World:
             if isinstance(word, Whole):
                 key = word.epoch, word.round
                 assert self.moved[key] == self.members[word.epoch], "whole before all were done"
-                assert word.version not in self.damage
+                assert (word.epoch // LINE, word.version) not in self.damage
+                assert {self.lines[p] for p in self.members[word.epoch] if p in self.lines} == {self.line}
             if peer in self.ranks:
                 self.wires[peer, True].append(decode(encode(word)))
             elif self.random.random() < 0.5:
@@ -133,7 +162,8 @@ class World:
             return True
         lost = not self.members[work.epoch] <= set(self.ranks)
         state = BROKEN if lost else WHOLE
-        if state == WHOLE and work.version in self.damage and isinstance(rank, Destination):
+        damaged = (work.epoch // LINE, work.version) in self.damage
+        if state == WHOLE and damaged and isinstance(rank, Destination):
             state = DAMAGED
         if state != BROKEN:
             self.moved[work.epoch, work.round].add(peer)
@@ -157,7 +187,7 @@ class World:
     def publish(self, version: int) -> None:
         self.latest = version
         for peer, rank in self.ranks.items():
-            if isinstance(rank, Source):
+            if self.lines.get(peer) == self.line:
                 kept = rank.kept | {version}
                 while len(kept) > 2:
                     kept.discard(min(kept - {version}))
@@ -166,9 +196,10 @@ class World:
     def adopt(self, peer: bytes) -> None:
         rank = self.ranks[peer]
         if isinstance(rank, Destination) and rank.offer >= 0 and peer not in self.frozen:
-            assert not self.seen[peer] or rank.offer >= self.seen[peer][-1], "a reader went back"
-            assert rank.offer not in self.damage
-            self.seen[peer].append(rank.offer)
+            found = rank.epoch // LINE, rank.offer
+            assert not self.seen[peer] or found >= self.seen[peer][-1], "a reader went back"
+            assert found not in self.damage
+            self.seen[peer].append(found)
             self.act(peer, rank.adopted(rank.offer))
 
     def calm(self) -> None:
@@ -184,7 +215,6 @@ class World:
 
 
 def storm(world: World, steps: int, *, faults: bool) -> None:
-    version = 0
     names = list(world.sizes)
     for _ in range(steps):
         dice = world.random.random()
@@ -198,9 +228,9 @@ def storm(world: World, steps: int, *, faults: bool) -> None:
         elif dice < 0.90:
             world.tick(world.random.choice([0.1, 1.0, 2.0]))
         elif dice < 0.95:
-            version += 1
+            version = max(0, world.latest) + 1
             if world.random.random() < 0.2:
-                world.damage.add(version)
+                world.damage.add((world.line, version))
             world.publish(version)
         elif faults:
             name = world.random.choice(names)
@@ -219,11 +249,13 @@ def storm(world: World, steps: int, *, faults: bool) -> None:
                 else:
                     world.act(peer, world.ranks[peer].leaving())
                     world.tick(0.1)
-    world.publish(version + 1)
-    world.publish(version + 2)
+    world.publish(world.latest + 1)
+    world.publish(world.latest + 1)
 
 
 def holds(world: World, name: str) -> set[int]:
+    """Its versions, of the trainer that lives."""
+    assert {seen[-1][0] for peer in world.peers(name) if (seen := world.seen[peer])} <= {world.line}
     return {world.ranks[peer].version for peer in world.peers(name)}
 
 
@@ -274,12 +306,12 @@ def test_a_version_nobody_took_is_skipped():
     for version in range(2, 9):
         world.publish(version)
     world.calm()
-    assert all(world.seen[peer] in ([1, 8], [1, 2, 8]) for peer in world.peers("only"))
+    assert all([version for _, version in world.seen[peer]] in ([1, 8], [1, 2, 8]) for peer in world.peers("only"))
 
 
 def test_a_damaged_version_is_refused_by_the_whole_group_and_the_next_one_taken():
     world = calm_world(only=2)
-    world.damage.add(2)
+    world.damage.add((1, 2))
     world.publish(2)
     world.calm()
     assert holds(world, "only") == {1}
@@ -355,6 +387,66 @@ def test_ranks_that_describe_another_trainer_are_denied():
     world.ranks[b"stranger"] = stranger
     world.calm()
     assert "differ" in stranger.failure
+
+
+def test_a_rank_of_a_dead_trainer_is_denied_and_sends_nothing_to_the_next_ones_readers():
+    world = calm_world(sources=2, only=1)
+    old = world.ranks[b"source1"]
+    world.restart_trainer(linger=True)
+    second = next(peer for peer in world.ranks if peer.startswith(b"source1/"))
+    world.kill(second)
+    world.calm()
+    assert "the trainer that was there before" in old.failure
+    assert not any(line == world.line for peer in world.peers("only") for line, _ in world.seen[peer])
+    world.start_source(1)
+    world.publish(4)
+    world.calm()
+    assert holds(world, "only") == {4}
+
+
+def test_a_group_that_holds_a_dead_trainers_version_has_not_the_new_ones_of_the_same_number():
+    world = calm_world(sources=1, only=2)
+    world.restart_trainer(linger=False)
+    world.ranks[next(peer for peer in world.ranks if b"source" in peer)].hold({1})
+    peers = world.peers("only")
+    while min(world.ranks[peer].offer for peer in peers) < 0:
+        if not (world.deliver() | world.end_of_work()):
+            world.tick(PACE.beat_s)
+    for _ in range(3):
+        world.tick(PACE.beat_s)
+        while world.deliver():
+            pass
+    assert world.coordinator.status(world.now)[0].state == "taking"
+    for peer in peers:
+        world.adopt(peer)
+    while world.deliver():
+        pass
+    assert world.coordinator.status(world.now)[0].state == "committed"
+
+
+def test_a_rank_of_a_dead_trainer_that_had_met_nobody_makes_way_for_its_successor():
+    world = calm_world(sources=2, only=1)
+    world.restart_trainer(linger=False)
+    late = world.ranks[b"late"] = Source(1, 2, KEY, PACE, world.now)
+    world.calm()
+    assert "the trainer that was there before" in late.failure
+    world.publish(4)
+    world.calm()
+    assert holds(world, "only") == {4}
+
+
+def test_a_trainer_that_was_frozen_for_long_calls_nobody_late():
+    world = calm_world(sources=2, only=2)
+    status = world.coordinator.status(world.now)[0]
+    world.now += 10 * PACE.silent_s
+    world.tick(0.0)
+    while world.deliver() | world.end_of_work():
+        pass
+    assert world.coordinator.status(world.now)[0].epoch == status.epoch
+    assert not any(rank.failure for rank in world.ranks.values() if isinstance(rank, Source))
+    world.publish(2)
+    world.calm()
+    assert holds(world, "only") == {2}
 
 
 def test_versions_that_are_kept_for_a_round_are_released_when_the_trainer_gives_up_waiting():

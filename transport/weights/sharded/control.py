@@ -196,7 +196,8 @@ class Control(threading.Thread):
                     self.route(self.coordinator.receive(frames[0], _member(decode(frames[-1])), now))
         if self._socket:
             while frames := arrived(self._socket):
-                self._inbox.append(_coordinator(decode(frames[-1])))
+                with contextlib.suppress(MessageError):
+                    self._inbox.append(_coordinator(decode(frames[-1])))
 
     def _deliver(self) -> None:
         """Hand the coordinator's words to the member, until none is left."""

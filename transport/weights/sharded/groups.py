@@ -23,11 +23,25 @@ class Deadlines:
     """From the start of a transfer until every rank has proved its part."""
 
 
+class Sleep:
+    """Whether the process itself has not run for a while: frozen, or kept from its thread; nobody is late then."""
+
+    def __init__(self, limit_s: float, now: float) -> None:
+        """`limit_s`: what is shorter is no sleep."""
+        self._limit_s, self._awake = limit_s, now
+
+    def slept(self, now: float) -> float:
+        """Seconds since the last call, 0 where they are less than the limit."""
+        passed, self._awake = now - self._awake, now
+        return passed if passed >= self._limit_s else 0.0
+
+
 @dataclass(kw_only=True)
 class SourceSeat:
     """A rank of the trainer."""
 
     peer: bytes
+    born: int
     heard: float
     versions: set[int] = field(default_factory=set)
 

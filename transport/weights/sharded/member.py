@@ -6,10 +6,10 @@ work to begin, in order. Work is done elsewhere, and its end is told by `formed`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transport.weights.messages import Note
-from transport.weights.sharded.groups import Deadlines
+from transport.weights.sharded.groups import Deadlines, Sleep
 from transport.weights.sharded.words import (
     BROKEN,
     WHOLE,
@@ -79,16 +79,17 @@ class _Turn:
 class Source:
     """A trainer's rank: it keeps a version for as long as a round needs it."""
 
-    def __init__(self, rank: int, ranks: int, key: bytes, deadlines: Deadlines, now: float) -> None:
+    def __init__(self, rank: int, ranks: int, key: bytes, deadlines: Deadlines, now: float, *, born: int = 0) -> None:
         self.failure = ""
         """Why nothing can be sent; empty when all is well."""
         self.versions: set[int] = set()
         """Those that rounds may ask for."""
-        self._enrol = Enrol(rank=rank, ranks=ranks, key=key)
+        self._enrol = Enrol(rank=rank, ranks=ranks, key=key, born=born, writer=0)
         self._deadlines = deadlines
         self._enrolled = False
         self._turns: dict[int, _Turn] = {}
         self._sent, self._heard = float("-inf"), now
+        self._sleep = Sleep(deadlines.silent_s / 2, now)
 
     @property
     def kept(self) -> set[int]:
@@ -101,6 +102,7 @@ class Source:
         match word:
             case Enrolled():
                 self._enrolled, self.failure = True, word.failure
+                self._enrol = replace(self._enrol, writer=word.writer)
                 return [Staged(versions=sorted(self.versions))]
             case Denied():
                 self.failure = word.reason
@@ -129,6 +131,7 @@ class Source:
 
     def tick(self, now: float) -> Actions:
         """What is due at this time: a sign of life."""
+        self._heard = min(now, self._heard + self._sleep.slept(now))
         if now - self._heard >= self._deadlines.silent_s and not self.failure:
             self.failure = f"rank 0, which coordinates, has said nothing for {self._deadlines.silent_s:g} s"
         if now - self._sent < self._deadlines.beat_s:
@@ -203,6 +206,7 @@ class Destination:
         self._deadlines = deadlines
         self._attempt = 1
         self._writer = self._forming = 0
+        """The coordinator that `version` is from, and that of this join."""
         self._round, self._moving = Offer(epoch=0, round=0, version=-1), False
         self._proved = False
         self._sent = self._asked = float("-inf")
@@ -244,7 +248,8 @@ class Destination:
             return []
         self._sent = now
         if self.epoch:
-            return [Beat(epoch=self.epoch, version=self.version, whole=self.offer)]
+            held = self.version if self._writer == self._forming else -1
+            return [Beat(epoch=self.epoch, version=held, whole=self.offer)]
         self._asked = now
         group, rank, ranks, born, key, layout = self._join
         return [

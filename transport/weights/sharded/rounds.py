@@ -12,7 +12,7 @@ from typing import Any
 
 from transport.weights.handshake import ReaderStatus
 from transport.weights.messages import Note
-from transport.weights.sharded.groups import Deadlines, Group, Seat, SourceSeat
+from transport.weights.sharded.groups import Deadlines, Group, Seat, Sleep, SourceSeat
 from transport.weights.sharded.words import (
     BROKEN,
     DAMAGED,
@@ -76,6 +76,7 @@ class Coordinator:
         self._groups: dict[str, Group] = {}
         self._note: Note = {}
         self._told_at, self._begun, self._joined = float("-inf"), now, 0
+        self._sleep = Sleep(self.deadlines.silent_s / 2, now)
 
     @property
     def newest(self) -> int:
@@ -137,12 +138,16 @@ class Coordinator:
         """What is due at this time: signs of life, and the end of what has passed its deadline."""
         out: Outgoing = []
         limit = self.deadlines.silent_s
+        slept = self._sleep.slept(now)
+        self._begun += slept
         ends: list[SourceSeat | Seat] = [*self._sources.values()]
         ends += [seat for group in self._groups.values() for seat in group.seats.values()]
         for end in ends:
+            end.heard = min(now, end.heard + slept)
             if now - end.heard >= limit:
                 out += self._strike(end.peer, f"it has said nothing for {limit:g} s")
         for group in list(self._groups.values()):
+            group.deadline += slept
             if now >= group.deadline:
                 found = f"{len(group.waiting)} of {len(self._all(group))} ranks had not answered"
                 self.faults[group.name] = f"the deadline passed while {group.phase}: {found}"
@@ -175,15 +180,18 @@ class Coordinator:
             found = f"rank {word.rank} of {word.ranks} with {same} layout, where rank 0 is one of {self._ranks}"
             return [(peer, Denied(reason=f"the trainer's ranks differ; found {found}; start them all alike"))]
         known, out = self._sources.get(word.rank), Outgoing()
+        if word.writer not in (0, self._writer) or (known and known.peer != peer and word.born < known.born):
+            found = f"rank {word.rank} of the trainer that was there before"
+            return [(peer, Denied(reason=f"a trainer starts with all its ranks; found {found}; end it"))]
         if known is None or known.peer != peer:
             for group in list(self._groups.values()) if known else ():
                 out += self._fence(group)
-            self._sources[word.rank] = SourceSeat(peer=peer, heard=now)
+            self._sources[word.rank] = SourceSeat(peer=peer, born=word.born, heard=now)
             self._left.discard(word.rank)
             if len(self._sources) == self._ranks and self.failure:
                 self.failure = ""
                 out += [(source.peer, Failed(reason="")) for source in self._sources.values()]
-        out.append((peer, Enrolled(failure=self.failure)))
+        out.append((peer, Enrolled(writer=self._writer, failure=self.failure)))
         return out + self._form_all(now)
 
     def _staged(self, peer: bytes, word: Staged, now: float) -> Outgoing:

@@ -21,12 +21,18 @@ class Enrol:
     """Of the trainer."""
     key: bytes
     """Of its layout."""
+    born: int
+    """When this rank's process began, in ns: of two that claim one rank, the younger has it."""
+    writer: int
+    """The coordinator that it belongs to, 0 before the first `Enrolled`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Enrolled:
     """Coordinator: you are known."""
 
+    writer: int
+    """Names the coordinator; a rank that has met one serves no other: the versions of the two may differ."""
     failure: str
     """As in `Failed`."""
 
@@ -187,7 +193,7 @@ class Beat:
 
     epoch: int
     version: int
-    """The version it computes with."""
+    """The version of this coordinator that it computes with, -1 for none."""
     whole: int
     """The version it could adopt, -1 for none."""
 

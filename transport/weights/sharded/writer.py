@@ -89,7 +89,7 @@ class ShardedWriter:
         self._sent: Counter[str] = Counter()
         self._pending: tuple[int, Tensors] | None = None
         self._closed = False
-        member = Source(rank, self.ranks, layout.key, self._deadlines, clock())
+        member = Source(rank, self.ranks, layout.key, self._deadlines, clock(), born=time.time_ns())
         hall = Hall(address) if rank == 0 else None
         coordinator = None if hall is None else Coordinator(
             self.ranks, layout.key, layout.to_plain(), f"{hall.folder}/", backend=backend, bucket_bytes=bucket_bytes,

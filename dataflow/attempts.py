@@ -1,0 +1,117 @@
+"""What the scheduler knows of one worker, over all of its attempts: as plain values."""
+
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dataflow.host import Settings
+
+_COUNTERS = ("tokens", "scored", "failed", "restarts")
+"""What a node's status counts from 0 in each process; all else in it is how things stand."""
+
+Beat = Mapping[str, Any]
+
+
+@dataclass
+class WorkerState:
+    """One worker: the attempt under way, and what those before it did."""
+
+    name: str
+    nodes: list[str]
+    settings: Settings
+    """Of the attempt under way, or of the last one."""
+    forked: float
+    """When it was asked for, on the scheduler's clock."""
+    heard: float
+    """When it last said anything, on the scheduler's clock."""
+    pid: int = 0
+    """0: it has not said hello."""
+    state: str = "forked"
+    """forked | starting | ready | dying | down | stopping | left (in order, while the run goes on) | gone"""
+    wired: bool = False
+    """Whether it was told where to send, so that it may hear what changes."""
+    cause: str = ""
+    """Why it is dying, or down."""
+    dying_since: float = 0.0
+    beat: Beat = field(default_factory=dict)
+    earlier: Beat = field(default_factory=dict)
+    """Of the attempts before this one, together."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its words count: neither waiting for a restart nor at its end."""
+        return self.state not in ("down", "left", "gone")
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it has been at work in this run, and is not now."""
+        return self.state in ("dying", "down") or (self.settings.attempt > 0 and self.state in ("forked", "starting"))
+
+    @property
+    def told(self) -> Beat:
+        """The last beat, with the sums of all attempts."""
+        return together(self.earlier, self.beat)
+
+    def die(self, cause: str, now: float) -> None:
+        """It failed, or is being killed: of what it says from now on only sums count."""
+        self.state, self.cause, self.dying_since = "dying", self.cause or cause, now
+
+    def fall(self, cause: str) -> None:
+        """The attempt under way has ended, and another one may follow."""
+        self.earlier, self.beat = self.told, {}
+        self.state, self.wired, self.pid, self.cause = "down", False, 0, cause
+
+    def fork(self, settings: Settings, now: float) -> None:
+        """An attempt begins."""
+        self.settings, self.state, self.cause, self.forked, self.heard = settings, "forked", "", now, now
+
+
+def together(earlier: Beat, now: Beat) -> Beat:
+    """A beat whose sums are those of both; what is known only of earlier attempts stays as it was."""
+    nodes = dict(earlier.get("nodes", {}))
+    for name, known in nodes.items():
+        nodes[name] = {**known, "blocked": False, "ended": False}
+    for name, report in now.get("nodes", {}).items():
+        nodes[name] = _added(nodes[name], report) if name in nodes else report
+    return {**earlier, **now, "nodes": nodes}
+
+
+def _added(before: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
+    status = dict(report["status"])
+    for key in _COUNTERS:
+        if key in status and key in before["status"]:
+            status[key] += before["status"][key]
+    return {
+        **report, "status": status,
+        "seconds": {key: value + before["seconds"].get(key, 0.0) for key, value in report["seconds"].items()},
+        "rows_in": report["rows_in"] + before["rows_in"], "rows_out": report["rows_out"] + before["rows_out"],
+    }  # fmt: skip
+
+
+def how(status: int | None) -> str:
+    """What a process did that ended with this status, for people; a signal's number is below 0."""
+    if status is None:
+        return "ended for an unknown reason"
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"died ({signal.Signals(-status).name})"
+    except ValueError:
+        return f"died (signal {-status})"
+
+
+def addresses(workers: Iterable[WorkerState]) -> dict[str, list[str]]:
+    """By edge, the addresses of its receivers, replica by replica."""
+    found: dict[str, list[str]] = {}
+    for state in workers:
+        for edge, address in state.addresses.items():
+            found.setdefault(edge, []).append(address)
+    return found
+
+
+def all_ended(node: str, workers: Iterable[WorkerState]) -> bool:
+    """Whether every replica of a node says that its inputs have ended and it has nothing more to do."""
+    reports = [state.beat.get("nodes", {}).get(node) for state in workers if node in state.nodes]
+    return all(report and report["ended"] for report in reports)

@@ -1,0 +1,160 @@
+"""What the scheduler has in its hands: the socket to its workers, the forkserver, the folder of the run's sockets."""
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import zmq
+
+from dataflow.errors import RunError
+from dataflow.nursery import Main, Nursery
+from dataflow.secure import MESSAGE_BYTES, Guard, RunKeys, endpoint, reachable, word
+
+log = logging.getLogger(__name__)
+
+Message = tuple[str, Any]
+"""Who said it, and what."""
+_COMMAND = "?"
+"""Before the name of somebody who gives commands: no worker is called so."""
+_REMEMBERED = 100
+
+
+class Desk:
+    """Messages and processes; decides nothing.
+
+    consumes: messages of workers and of commands; events of the forkserver
+    produces: both as plain values; words to workers, processes, signals
+    waits for: either, so long as it is told to
+    unblocked by: either
+    """
+
+    def __init__(
+        self, main: Main, environment: Mapping[str, str], preload: Callable[[], None], listen: str = "",
+        keys: RunKeys | None = None,
+    ) -> None:  # fmt: skip
+        """Fork the forkserver, which runs `main` in every worker; call this before the process has threads.
+
+        listen: where workers speak to the scheduler, with `keys`; empty: in the folder, as commands always do.
+        """
+        self.folder = folder = _make_folder()
+        self._nursery = Nursery(
+            main, environment, preload, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True)
+        )  # fmt: skip
+        self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._guard = None if keys is None else Guard(keys.receivers)
+        self._router = _router(self._zmq if self._guard is None else self._guard.context)
+        self._router.set(zmq.ROUTER_HANDOVER, 1)  # an attempt takes the name over from the one before it
+        if self._guard is not None:
+            self._guard.protect(self._router)
+        self._commands = _router(self._zmq)
+        self._refused: set[str] = set()
+        self.commands = f"ipc://{folder}/commands"
+        """Where commands are taken."""
+        self._commands.bind(self.commands)
+        self.address = self._listen(endpoint(listen) if listen else f"ipc://{folder}/control")
+        """Where workers speak."""
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._commands, zmq.POLLIN)
+        self._poller.register(self._nursery.fileno(), zmq.POLLIN)
+
+    def wait(self, wait_s: float) -> tuple[list[Message], list[dict[str, Any]]]:
+        """What has been said, and what the forkserver tells (as `Nursery.events`), within `wait_s`."""
+        self._poller.poll(int(wait_s * 1000))
+        said: list[Message] = []
+        while self._router.poll(0):
+            said += self._receive()
+        while self._commands.poll(0):
+            said += self._asked()
+        return said, self._nursery.events()
+
+    def last_words(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
+        """What is said until nobody says anything for `pause_s`, or for `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and self._router.poll(int(pause_s * 1000)):
+            yield from self._receive()
+
+    def send(self, name: str, message: Mapping[str, Any]) -> None:
+        """Say something to a worker or a command; nobody hears it where none of that name is there."""
+        if name.startswith(_COMMAND):
+            self._commands.send_multipart([bytes.fromhex(name.removeprefix(_COMMAND)), msgpack.packb(message)])
+        else:
+            self._router.send_multipart([name.encode(), msgpack.packb(message)])
+
+    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool) -> None:
+        """Ask for a process."""
+        self._nursery.spawn(name, settings, heavy)
+
+    def kill(self, name: str, number: int) -> None:
+        """Send a signal to a worker."""
+        self._nursery.kill(name, number)
+
+    def close(self) -> None:
+        """End all processes; leave none, and no socket."""
+        self._nursery.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._router.close(0)
+        self._commands.close(0)
+        if self._guard is not None:
+            self._guard.close()
+        self._zmq.term()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _listen(self, address: str) -> str:
+        try:
+            self._router.bind(address)
+        except zmq.ZMQError as error:
+            self._nursery.close()
+            self._let_go()
+            raise RunError(
+                f"the scheduler cannot listen at {address}: {error.strerror}; give an address of this machine"
+            ) from None
+        endpoint = self._router.last_endpoint
+        assert isinstance(endpoint, bytes), "what ZeroMQ says of a bound socket"
+        return reachable(endpoint.decode())
+
+    def _receive(self) -> list[Message]:
+        """What a worker said; nothing where it is no word."""
+        frames = self._router.recv_multipart()
+        name = frames[0].decode(errors="backslashreplace")
+        found = word(frames[1]) if len(frames) == 2 else None
+        if found is None:
+            self._refuse(name)
+            return []
+        return [(name, found)]
+
+    def _asked(self) -> list[Message]:
+        """What somebody commands."""
+        frames = self._commands.recv_multipart()
+        found = word(frames[1]) if len(frames) == 2 else None
+        if found is None:
+            self._refuse("a command")
+            return []
+        return [(_COMMAND + frames[0].hex(), found)]
+
+    def _refuse(self, who: str) -> None:
+        """Say once of everybody that what he says is no word, and of so many only."""
+        if who not in self._refused and len(self._refused) < _REMEMBERED:
+            self._refused.add(who)
+            log.warning("refused a message of %s at the scheduler's socket: it is no word of this protocol", who)
+
+
+def _router(context: "zmq.Context[Any]") -> "zmq.Socket[bytes]":
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, MESSAGE_BYTES)
+    return socket
+
+
+def _make_folder() -> Path:
+    """A folder of mode 0700 for the run's sockets and shared memory; it goes when the run ends, however it ends."""
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="dataflow-", dir=memory if os.access(memory, os.W_OK) else None))

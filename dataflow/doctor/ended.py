@@ -1,0 +1,54 @@
+"""The doctor's report on a run that is over, or whose scheduler is dead: what its folder tells."""
+
+import time
+from typing import Any
+
+from dataflow.doctor import processes
+from dataflow.doctor.gather import process_words, read
+from dataflow.doctor.report import ailments
+from dataflow.doctor.waiting import seconds
+from dataflow.files import to_json
+from dataflow.ledger import Ledger, LedgerError
+from dataflow.run_folder import RunFolder
+
+_MOST_COMMAND = 100
+_TOLD = ("step", "node", "version", "loss", "reward_mean", "staleness_max", "rollouts", "dropped")
+
+
+def report(folder: RunFolder, why: str) -> str:
+    """What is left of a run. why: what is known of its scheduler."""
+    holding = processes.holding(folder.path)
+    lines = [f"{folder.path.name}: {_outcome(folder, bool(holding))}", *([f"  {why}"] if why else []), "", "processes"]
+    seen = processes.look([pid for pid, _ in holding], 0.2)
+    for pid, command in holding:
+        lines.append(f"  {process_words(seen[pid])}: {command[:_MOST_COMMAND]}")
+    if not holding:
+        lines.append("  none has a file of this run open")
+    lines += ["", "ledger", *_ledger(folder), "", "last step", f"  {_last_step(folder)}"]
+    return "\n".join([*lines, *(line for part in ailments(folder) for line in part)]) + "\n"
+
+
+def _outcome(folder: RunFolder, alive: bool) -> str:
+    times = read(folder, "times.json")
+    if times:
+        return f"over: {times.get('outcome', 'ended')}, {seconds(float(times.get('seconds') or 0.0))} of training"
+    return "no scheduler answers, but processes of it are alive" if alive else "it did not come to its end"
+
+
+def _ledger(folder: RunFolder) -> list[str]:
+    sinks = [node["name"] for node in read(folder, "graph.json").get("nodes", []) if node.get("kind") == "sink"]
+    try:
+        with Ledger.open(folder.ledger, readonly=True) as ledger:
+            return [f"  {name}: {ledger.verdict(name)}" for name in sinks]
+    except LedgerError as error:
+        return [f"  {error}"]
+
+
+def _last_step(folder: RunFolder) -> str:
+    lines: list[dict[str, Any]] = folder.read_metrics()
+    steps = [line for line in lines if "eval_accuracy" not in line]
+    if not steps:
+        return "none was made"
+    ago = seconds(max(0.0, time.time() - folder.metrics.stat().st_mtime))
+    told = {key: steps[-1][key] for key in _TOLD if key in steps[-1]}
+    return f"{to_json(told)}, written {ago} ago; all of it in {folder.metrics.name}"

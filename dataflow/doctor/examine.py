@@ -1,0 +1,55 @@
+"""`dataflow doctor RUN`: asks the run, or reads what it left."""
+
+import contextlib
+import time
+from pathlib import Path
+
+from dataflow import command
+from dataflow.doctor import ended, processes, report
+from dataflow.doctor.gather import gather, process_words, read
+from dataflow.errors import DeadlineError, RunError
+from dataflow.run_folder import RunFolder
+
+_ANSWER_S = 3.0
+_STACKS_S = 1.5
+
+
+def examine(run: str | Path, *, all_stacks: bool = False) -> str:
+    """The report on a run, whatever state it is in. Errors: RunFolderError when there is no such folder."""
+    folder = RunFolder.open(run)
+    try:
+        said = ask(folder)
+    except RunError as error:
+        return ended.report(folder, _scheduler(folder, error))
+    return report.report(folder, gather(folder, said), all_stacks=all_stacks)
+
+
+def ask(folder: RunFolder, patience_s: float = _STACKS_S) -> command.Said:
+    """What the scheduler says, asked until every worker that answers has told its stacks, or the time is up.
+
+    Errors: RunError when the run is over, DeadlineError when the scheduler does not answer.
+    """
+    began = time.monotonic()
+    said = command.ask_for_facts(folder, _ANSWER_S)
+    while time.monotonic() - began < patience_s and not _all_told(said, time.monotonic() - began):
+        time.sleep(0.1)
+        with contextlib.suppress(DeadlineError):
+            said = command.ask_for_facts(folder, _ANSWER_S)
+    return said
+
+
+def _all_told(said: command.Said, since_s: float) -> bool:
+    """Whether every worker that beats has told its stacks within so many seconds."""
+    live = [w for w in said["workers"].values() if w["state"] in ("starting", "ready") and w["silent_s"] < 1.0]
+    return all(worker["threads"] and worker["threads_s"] <= since_s for worker in live)
+
+
+def _scheduler(folder: RunFolder, error: RunError) -> str:
+    """What is known of a scheduler that does not answer."""
+    pid = read(folder, command.FILE).get("pid")
+    if pid is None:
+        return "" if not isinstance(error, DeadlineError) else str(error)
+    found = processes.look([int(pid)], 0.0)[int(pid)]
+    if not found.state:
+        return f"its scheduler (pid {pid}) has ended without an end of the run: it was killed"
+    return f"its scheduler does not answer: {process_words(found)}"

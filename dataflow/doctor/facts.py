@@ -1,0 +1,158 @@
+"""What the doctor knows of a run at one moment, as plain values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+AWAY = ("forked", "starting", "dying", "down")
+"""States of a worker that is not there yet, or not any more, as the scheduler calls them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A process, as the operating system sees it."""
+
+    pid: int
+    state: str = ""
+    """R running, S sleeping, D in a system call, T stopped, Z ended and not waited for; empty: there is none."""
+    rss_bytes: int = 0
+    cpu: float | None = None
+    """Cores used during the look; None: not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thread:
+    """A thread of a worker and where it is, innermost frame last."""
+
+    name: str
+    frames: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """A process of the run."""
+
+    name: str
+    nodes: tuple[str, ...] = ()
+    state: str = "ready"
+    """forked | starting | ready | dying | down | stopping | left | gone, as the scheduler says."""
+    cause: str = ""
+    """Why it is dying, or was started again."""
+    silent_s: float = 0.0
+    """Since it last said anything."""
+    at: str = ""
+    """The node whose slice of work it is in; empty: it rests."""
+    at_s: float = 0.0
+    """How long it has been in that slice."""
+    restarts: int = 0
+    process: Process | None = None
+    ranks: tuple[Process, ...] = ()
+    """Processes that it has started: other ranks, scorers."""
+    threads: tuple[Thread, ...] = ()
+    dump: str = ""
+    """Its stacks as its log has them, where it did not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """An operator of the graph, its replicas taken together."""
+
+    name: str
+    kind: str = "operator"
+    """source | operator | sink."""
+    state: str = "waiting"
+    """working | waiting | blocked | paused | done."""
+    for_s: float = 0.0
+    """How long it has been in that state, and without a moment of work unless that is `working`."""
+    busy: float | None = None
+    """Share of the last seconds; idle and blocked likewise."""
+    idle: float | None = None
+    blocked: float | None = None
+    pending: int = 0
+    """Rows it holds and owes an answer for."""
+    held_back: int = 0
+    """Prompts or groups that only newer weights would let it begin."""
+    step: int | None = None
+    version: int | None = None
+    """Of the weights it has, or has made."""
+    rows_in: int = 0
+    rows_out: int = 0
+    workers: tuple[Worker, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """A data edge. What its consumer has passed on stays on it until the next nodes are done with it."""
+
+    producer: str
+    consumer: str
+    lane: str = ""
+    depth: int | None = None
+    """Rows that arrived and are not acknowledged; None: not known."""
+    capacity: int | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it takes no more."""
+        return self.depth is not None and self.capacity is not None and self.depth >= self.capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feedback:
+    """Weights that go from a trainer to a reader."""
+
+    trainer: str
+    reader: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Awaited:
+    """The group that a trainer needs next, and where the ledger says it is."""
+
+    group_id: int
+    lane: str
+    state: str
+    """issued | generating | generated | scored."""
+    node: str = ""
+    """The node that has it, where one says so; and the worker."""
+    worker: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A run at one moment."""
+
+    phase: str = "training"
+    """starting | first_evaluation | training | last_evaluation | over."""
+    draining: bool = False
+    step: int = 0
+    steps: int | None = None
+    still_s: float = 0.0
+    """Since anything moved: rows, tokens, steps, versions."""
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    edges: tuple[Edge, ...] = ()
+    feedbacks: tuple[Feedback, ...] = ()
+    awaited: Mapping[str, Awaited] = field(default_factory=dict)
+    """By trainer."""
+    on_demand: tuple[str, ...] = ()
+    """Sources that issue only for evaluations."""
+    leading: tuple[str, ...] = ()
+    """Trainers whose steps are the run's."""
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """All workers, by name."""
+        return {worker.name: worker for node in self.nodes.values() for worker in node.workers}
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether training waits for an evaluation."""
+        return self.phase in ("first_evaluation", "last_evaluation")

@@ -1,0 +1,180 @@
+"""From what a scheduler says of its run, its folder and the operating system to facts."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dataflow.doctor import processes, stacks
+from dataflow.doctor.facts import Awaited, Edge, Facts, Feedback, Node, Process, Worker
+from dataflow.doctor.waiting import SILENT_S
+from dataflow.ledger import Ledger, LedgerError
+from dataflow.run_folder import RunFolder
+
+_LIVE = ("R", "S", "D")
+_ORDER = ("working", "blocked", "paused", "waiting", "done")
+"""Of several replicas the node shows the state that comes first here."""
+
+
+def gather(folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5, wake: bool = True) -> Facts:
+    """Facts of a run under way. during_s: for figures of CPU. wake: let silent workers dump their stacks."""
+    graph, config = read(folder, "graph.json"), read(folder, "config.json")
+    workers = _workers(folder, said, during_s, wake)
+    data = [edge for edge in graph.get("edges", []) if edge.get("plane") == "data"]
+    nodes = {
+        each["name"]: _node(each, said, [w for w in workers if each["name"] in w.nodes])
+        for each in graph.get("nodes", [])
+    }  # fmt: skip
+    return Facts(
+        phase=str(said.get("phase", "")), draining=bool(said.get("draining")), step=int(said.get("step", 0)),
+        steps=said.get("steps"), still_s=float(said.get("still_s", 0.0)), nodes=nodes, edges=_edges(data, said),
+        feedbacks=tuple(
+            Feedback(trainer=edge["from"], reader=edge["to"])
+            for edge in graph.get("edges", []) if edge.get("plane") != "data"
+        ),
+        awaited=_awaited(folder, data, config, said), on_demand=tuple(config.get("on_demand", ())),
+        leading=tuple(config.get("leading", ())),
+    )  # fmt: skip
+
+
+def read(folder: RunFolder, name: str) -> dict[str, Any]:
+    """A JSON map of the folder; empty where it is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((folder.path / name).read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: bool) -> list[Worker]:
+    told: Mapping[str, Mapping[str, Any]] = said.get("workers", {})
+    pids = {name: int(worker["pid"]) for name, worker in told.items() if worker["pid"]}
+    below = {name: processes.below(pid) for name, pid in pids.items()}
+    seen = processes.look([*pids.values(), *(pid for each in below.values() for pid in each)], during_s)
+    ours = set(processes.below(int(said["pid"]))) if said.get("pid") else set()
+    found = []
+    for name, worker in told.items():
+        beat, pid, silent_s = worker["beat"], pids.get(name), float(worker["silent_s"])
+        process = seen[pid] if pid else None
+        dump, threads = "", worker.get("threads") if silent_s < SILENT_S else None
+        if wake and process and silent_s > SILENT_S and process.state in _LIVE and process.pid in ours:
+            dump = processes.dump(process.pid, folder.logs / f"{name}.log")
+        found.append(
+            Worker(
+                name=name,
+                nodes=tuple(worker["nodes"]),
+                state=worker["state"],
+                cause=worker.get("cause", ""),
+                silent_s=silent_s,
+                at=beat.get("at", "") if worker["state"] in ("starting", "ready") else "",
+                at_s=float(beat.get("at_s", 0.0)),
+                restarts=int(worker.get("restarts", 0)),
+                process=process,
+                ranks=tuple(seen[rank] for rank in below.get(name, ())),
+                threads=stacks.read(threads or []),
+                dump=dump,
+            )
+        )
+    return found
+
+
+def _node(declared: Mapping[str, Any], said: Mapping[str, Any], workers: list[Worker]) -> Node:
+    name, kind = str(declared["name"]), str(declared["kind"])
+    reports, pasts = [], []
+    for worker in workers:
+        report = said["workers"][worker.name]["beat"].get("nodes", {}).get(name)
+        if report is not None and worker.state not in ("left", "gone"):
+            reports.append(report)
+            pasts.append(said.get("history", {}).get(worker.name, {}).get(name, {}))
+    statuses = [report["status"] for report in reports]
+    states = [past.get("state", "waiting") for past in pasts]
+    state = min(states, key=_ORDER.index, default="waiting")
+    held_back = 0 if any(status.get("active") for status in statuses) else _sum(statuses, "waiting")
+    return Node(
+        name=name, kind=kind, state=state,
+        for_s=min((float(p.get("for_s", 0.0)) for p in pasts if p.get("state", "waiting") == state), default=0.0),
+        busy=_mean(pasts, "busy"), idle=_mean(pasts, "idle"), blocked=_mean(pasts, "blocked"),
+        pending=sum(int(report.get("pending", report["status"].get("queue", 0))) for report in reports),
+        held_back=held_back, step=_least(statuses, "step"), version=_least(statuses, "version"),
+        rows_in=_sum(reports, "rows_in"), rows_out=_sum(reports, "rows_out"), workers=tuple(workers),
+    )  # fmt: skip
+
+
+def _edges(data: Iterable[Mapping[str, Any]], said: Mapping[str, Any]) -> tuple[Edge, ...]:
+    """Each with the depth of its fullest receiver."""
+    depths: dict[str, tuple[int, int]] = {}
+    for worker in said.get("workers", {}).values():
+        for name, (depth, capacity) in worker["beat"].get("edges", {}).items():
+            depths[name] = max(depths.get(name, (0, capacity)), (depth, capacity))
+    found = []
+    for edge in data:
+        depth, capacity = depths.get(f"{edge['from']}>{edge['to']}:{edge['lane']}", (None, None))
+        found.append(
+            Edge(producer=edge["from"], consumer=edge["to"], lane=edge["lane"], depth=depth, capacity=capacity)
+        )
+    return tuple(found)
+
+
+def _awaited(
+    folder: RunFolder, data: Iterable[Mapping[str, Any]], config: Mapping[str, Any], said: Mapping[str, Any]
+) -> dict[str, Awaited]:
+    """For each trainer the next group in order that has not come to it."""
+    lanes = {edge["to"]: edge["lane"] for edge in data if edge["to"] in config.get("max_staleness", {})}
+    found: dict[str, Awaited] = {}
+    with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
+        for trainer, lane in lanes.items():
+            waiting = {group.group_id: group.state for group in ledger.in_flight(lane, trainer)}
+            wanted = _next(trainer, said)
+            if wanted is None or wanted not in waiting:
+                on_the_way = [number for number, state in waiting.items() if state != "scored"]
+                wanted = min(on_the_way or waiting, default=None)
+            if wanted is not None:
+                node, worker = _holder(trainer, lane, wanted, said)
+                found[trainer] = Awaited(
+                    group_id=wanted, lane=lane, state=waiting[wanted], node=node, worker=worker
+                )  # fmt: skip
+    return found
+
+
+def _next(trainer: str, said: Mapping[str, Any]) -> int | None:
+    """The group that a trainer says it needs next."""
+    for worker in said.get("workers", {}).values():
+        found = worker["beat"].get("nodes", {}).get(trainer, {}).get("status", {}).get("next")
+        if found is not None:
+            return int(found)
+    return None
+
+
+def _holder(trainer: str, lane: str, group: int, said: Mapping[str, Any]) -> tuple[str, str]:
+    """The node and the worker whose oldest group of a lane this is, the last of them on its way."""
+    holders = [
+        (node, name)
+        for name, worker in said.get("workers", {}).items()
+        if worker["state"] == "ready"
+        for node, report in worker["beat"].get("nodes", {}).items()
+        if node != trainer and report.get("oldest", {}).get(lane) == group
+    ]
+    return holders[-1] if holders else ("", "")
+
+
+def _mean(pasts: list[Mapping[str, Any]], key: str) -> float | None:
+    known = [float(past[key]) for past in pasts if past.get(key) is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _sum(reports: Iterable[Mapping[str, Any]], key: str) -> int:
+    return sum(int(report.get(key, 0)) for report in reports)
+
+
+def _least(statuses: Iterable[Mapping[str, Any]], key: str) -> int | None:
+    known = [int(status[key]) for status in statuses if key in status]
+    return min(known) if known else None
+
+
+def process_words(process: Process | None) -> str:
+    """A process for people."""
+    if process is None:
+        return "no process"
+    if not process.state:
+        return f"pid {process.pid}: no such process"
+    cpu = "" if process.cpu is None else f", {process.cpu:.0%} of a core"
+    return f"pid {process.pid}, state {process.state}, {process.rss_bytes / 2**20:,.0f} MiB{cpu}"

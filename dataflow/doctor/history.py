@@ -1,0 +1,98 @@
+"""Since when each node of each worker is in its state: from one report to the next, the clock given."""
+
+import collections
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+WINDOW_S = 3.0
+"""Shares and states are those of so many last seconds."""
+_SUMS = ("busy", "idle", "blocked")
+_STATES = {"busy": "working", "idle": "waiting", "blocked": "blocked"}
+_COUNTS = ("step", "version", "tokens", "round", "issued", "scored")
+
+Reports: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""By worker: {"state", "silent_s", "beat"}; the beat as the worker sent it."""
+
+
+@dataclass
+class _Past:
+    state: str = "waiting"
+    since: float = 0.0
+    worked: float = 0.0
+    """When it was last seen to have worked."""
+    sums: collections.deque[tuple[float, dict[str, float]]] = field(default_factory=collections.deque)
+
+
+class History:
+    """States and how long they have lasted.
+
+    consumes: the beats of all workers, a few times a second
+    produces: by worker and node: state, for how long, shares of the last seconds
+    waits for: nothing
+    unblocked by: -
+    """
+
+    def __init__(self) -> None:
+        self._past: dict[tuple[str, str], _Past] = {}
+
+    def note(self, reports: Reports, now: float) -> None:
+        """Take in the newest beats."""
+        for worker, report in reports.items():
+            beat = report["beat"]
+            for node, said in beat.get("nodes", {}).items():
+                self._note(self._past.setdefault((worker, node), _Past(since=now)), said, beat, node, now)
+
+    def plain(self, now: float) -> dict[str, dict[str, dict[str, Any]]]:
+        """By worker, by node: {"state", "for_s", "busy", "idle", "blocked"}; shares are None where not known.
+
+        for_s: in this state; of one that does not work, since it last did, if only for a moment.
+        """
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for (worker, node), past in self._past.items():
+            spent = _spent(past)
+            whole = sum(spent.values())
+            shares = {key: spent[key] / whole if whole else None for key in _SUMS}
+            since = past.since if past.state == "working" else max(past.since, past.worked)
+            found.setdefault(worker, {})[node] = {"state": past.state, "for_s": now - since, **shares}
+        return found
+
+    def _note(self, past: _Past, said: Mapping[str, Any], beat: Mapping[str, Any], node: str, now: float) -> None:
+        if past.sums and said["seconds"]["busy"] > past.sums[-1][1]["busy"]:
+            past.worked = now
+        past.sums.append((now, {key: float(said["seconds"][key]) for key in _SUMS}))
+        while len(past.sums) > 2 and now - past.sums[1][0] > WINDOW_S:
+            past.sums.popleft()
+        state = _state(said, beat.get("at") == node, _spent(past), past.state)
+        if state != past.state:
+            past.state, past.since = state, now
+
+
+def marks(reports: Reports) -> tuple[tuple[Any, ...], ...]:
+    """What changes when a run moves: rows, tokens, steps, versions, of every node of every worker."""
+    return tuple(
+        (worker, node, said["rows_in"], said["rows_out"], *(said["status"].get(key) for key in _COUNTS))
+        for worker, report in sorted(reports.items()) for node, said in sorted(report["beat"].get("nodes", {}).items())
+    )  # fmt: skip
+
+
+def busy(reports: Reports) -> float:
+    """Seconds that all nodes have been at work."""
+    nodes = [said for report in reports.values() for said in report["beat"].get("nodes", {}).values()]
+    return sum(float(said["seconds"]["busy"]) for said in nodes)
+
+
+def _state(said: Mapping[str, Any], in_slice: bool, spent: Mapping[str, float], before: str) -> str:
+    if said["ended"] or said["status"].get("done"):
+        return "done"
+    if said.get("paused"):
+        return "paused"
+    if not any(spent.values()):
+        return "working" if in_slice else before
+    return _STATES[max(_SUMS, key=lambda key: spent[key])]
+
+
+def _spent(past: _Past) -> dict[str, float]:
+    """By kind, the seconds of the window."""
+    first, last = past.sums[0][1], past.sums[-1][1]
+    return {key: max(0.0, last[key] - first[key]) for key in _SUMS}

@@ -1,0 +1,83 @@
+"""What the operating system says of the processes of a run."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from dataflow.doctor.facts import Process
+from dataflow.doctor.logs import tail
+
+_LETTERS = {
+    psutil.STATUS_RUNNING: "R", psutil.STATUS_SLEEPING: "S", psutil.STATUS_IDLE: "S", psutil.STATUS_DISK_SLEEP: "D",
+    psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_ZOMBIE: "Z", psutil.STATUS_DEAD: "Z",
+}  # fmt: skip
+_DUMP_S = 1.0
+
+
+def look(pids: Iterable[int], during_s: float) -> dict[int, Process]:
+    """Every process as it is, its CPU measured over so many seconds; 0: no figure of CPU."""
+    wanted = list(pids)
+    before, began = {pid: _cpu(pid) for pid in wanted}, time.monotonic()
+    if during_s:
+        time.sleep(during_s)
+    passed = time.monotonic() - began
+    return {pid: _look(pid, before[pid], passed if during_s else 0.0) for pid in wanted}
+
+
+def below(pid: int) -> list[int]:
+    """Every process that one has started, and those that they have."""
+    with contextlib.suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def holding(folder: Path) -> list[tuple[int, str]]:
+    """Processes that have files below a folder open, and their command lines; this one left out."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and any(Path(f.path).is_relative_to(folder) for f in process.open_files()):
+                found.append((process.pid, " ".join(process.cmdline())))
+    return found
+
+
+def dump(pid: int, log: Path) -> str:
+    """What a worker writes into its log when it is asked for its stacks by a signal, which needs no Python to run.
+
+    Empty where it writes nothing: it is stopped, or has not come so far as to listen.
+    """
+    size = log.stat().st_size if log.exists() else 0
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGUSR1)
+    deadline, said = time.monotonic() + _DUMP_S, ""
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        if (now := tail(log, size)) and now == said:
+            break
+        said = now
+    return said
+
+
+def _look(pid: int, before: float | None, passed: float) -> Process:
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            state = _LETTERS.get(process.status(), "S")
+            rss = process.memory_info().rss
+        after = _cpu(pid)
+    except psutil.Error:
+        return Process(pid=pid)
+    cpu = (after - before) / passed if passed and after is not None and before is not None else None
+    return Process(pid=pid, state=state, rss_bytes=rss, cpu=cpu)
+
+
+def _cpu(pid: int) -> float | None:
+    with contextlib.suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return None

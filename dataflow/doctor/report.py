@@ -1,0 +1,189 @@
+"""The doctor's report on a run under way, as text."""
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataflow.doctor import stacks
+from dataflow.doctor.facts import Facts, Node, Process, Thread, Worker
+from dataflow.doctor.logs import Trouble, last_errors
+from dataflow.doctor.verdict import MOVES_S, verdict
+from dataflow.doctor.waiting import seconds, trouble, waits
+from dataflow.run_folder import RunFolder
+
+_FAULTS = 5
+_MOST_TEXT = 160
+_NOW_AND_THEN_S = 2.0
+
+
+def report(folder: RunFolder, facts: Facts, *, all_stacks: bool = False, moves_s: float = MOVES_S) -> str:
+    """All that is known: the root first, as `verdict` has it, then waits, nodes, edges, workers, stacks, errors."""
+    of = f" of {facts.steps}" if facts.steps else ""
+    phase = facts.phase.replace("_", " ") + (", draining" if facts.draining else "")
+    head = f"{folder.path.name}: {phase}, step {facts.step}{of}; last movement {seconds(facts.still_s)} ago"
+    parts = [
+        [head, "", verdict(facts, moves_s=moves_s)],
+        _section("who waits for whom", _waits(facts)),
+        _section("nodes", _nodes(facts)),
+        _section("edges (rows that are not acknowledged yet, of the most there may be)", _edges(facts)),
+        _section("workers", _workers(facts)),
+        _section("stacks" + ("" if all_stacks else " (innermost own frames; all of them: --stacks)"),
+                 [line for worker in facts.workers.values() for line in _stacks(worker, all_stacks)]),
+        *ailments(folder),
+    ]  # fmt: skip
+    return "\n".join(line for part in parts for line in part) + "\n"
+
+
+def ailments(folder: RunFolder) -> list[list[str]]:
+    """The last errors of the logs, and the last faults on record."""
+    errors = [line for found in last_errors(folder.logs) for line in _error(found)]
+    path = folder.path / "faults.jsonl"
+    faults = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    shown = [f"  {_fault(line)}" for line in faults[-_FAULTS:]]
+    if len(faults) > _FAULTS:
+        shown.insert(0, f"  {len(faults) - _FAULTS} before these, in {path.name}")
+    return [
+        _section("last errors of the logs", errors or ["  none"]),
+        _section("workers that ended and were started again", shown),
+    ]
+
+
+def table(rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Columns that stand below each other."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+    ]
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    return ["", title, *lines] if lines else []
+
+
+def _waits(facts: Facts) -> list[str]:
+    lines = []
+    for wait in waits(facts):
+        node = facts.nodes[wait.who]
+        lines.append([wait.who, f"waits for {wait.whom},", f"{_how_long(node)}:", wait.why])
+    return table(lines) if lines else ["  nobody waits"]
+
+
+def _how_long(node: Node) -> str:
+    """Of one that works now and then the share of its time that it waits."""
+    share = node.blocked if node.state == "blocked" else node.idle
+    if node.for_s < _NOW_AND_THEN_S and share is not None:
+        return f"{share:.0%} of the time"
+    return f"{seconds(node.for_s)} now"
+
+
+def _nodes(facts: Facts) -> list[str]:
+    rows = [["node", "state", "since", "busy", "idle", "blocked", "holds", "step", "version", "rows in", "out"]]
+    for node in facts.nodes.values():
+        rows.append([
+            node.name, _state(node), seconds(node.for_s), _share(node.busy), _share(node.idle), _share(node.blocked),
+            str(node.pending), _number(node.step), _number(node.version), f"{node.rows_in:,}", f"{node.rows_out:,}",
+        ])  # fmt: skip
+    return table(rows)
+
+
+def _state(node: Node) -> str:
+    ill = [worker for worker in node.workers if trouble(worker)]
+    if not ill:
+        return node.state
+    word = ill[0].state if ill[0].state != "ready" else "stuck"
+    return word if len(ill) == len(node.workers) else f"{node.state}, {len(ill)} {word}"
+
+
+def _edges(facts: Facts) -> list[str]:
+    known = [edge for edge in facts.edges if edge.depth is not None]
+    rows = [
+        [f"{e.producer} > {e.consumer}", e.lane, _number(e.depth), "of", _number(e.capacity), "full" * e.is_full]
+        for e in known
+    ]
+    return table(rows) if rows else []
+
+
+def _workers(facts: Facts) -> list[str]:
+    rows = [["worker", "state", "pid", "/proc", "memory", "cores", "restarts", "last word", "at", "nodes"]]
+    for worker in facts.workers.values():
+        at = f"{worker.at} for {seconds(worker.at_s)}" if worker.at else "rest"
+        heard = f"{seconds(worker.silent_s)} ago"
+        rows.append([
+            worker.name, worker.state, *_process(worker.process), str(worker.restarts), heard, at,
+            ", ".join(worker.nodes),
+        ])  # fmt: skip
+        rows += [["", "below it", *_process(rank), "", "", "", ""] for rank in worker.ranks]
+    return table(rows)
+
+
+def _process(process: Process | None) -> list[str]:
+    if process is None:
+        return ["-"] * 4
+    cpu = "-" if process.cpu is None else f"{process.cpu:.2f}"
+    return [str(process.pid), process.state or "none", f"{process.rss_bytes / 2**20:,.0f} MiB", cpu]
+
+
+def _stacks(worker: Worker, whole: bool) -> list[str]:
+    if worker.state in ("left", "gone", "down"):
+        return []
+    if not worker.threads:
+        said = trouble(worker) or "has not told its stacks in time"
+        lines = worker.dump.splitlines()
+        shown = lines if whole else _main_thread(lines)
+        return [f"  {worker.name} {said}" + ("; its log now has" if shown else ""), *(f"    {line}" for line in shown)]
+    lines = []
+    for thread in worker.threads:
+        if whole:
+            lines.append(f"  {worker.name} {thread.name}")
+            lines += [f"    {_place(f.file)}:{f.line} {f.function}" for f in thread.frames]
+        else:
+            lines.append(f"  {worker.name} {thread.name}: {_short(thread)}")
+    return lines
+
+
+def _short(thread: Thread) -> str:
+    return " > ".join(f"{f.function} ({_place(f.file)}:{f.line})" for f in stacks.own(thread))
+
+
+def _main_thread(lines: list[str]) -> list[str]:
+    """Of a dump by signal the thread that ran when it came, innermost frames first."""
+    begins = [at for at, line in enumerate(lines) if line.startswith("Current thread")]
+    if not begins:
+        return lines[:6]
+    return lines[begins[-1] : begins[-1] + 5]
+
+
+def _place(file: str) -> str:
+    """The end of a path: the folder and the file."""
+    return "/".join(Path(file).parts[-2:])
+
+
+def _error(found: Trouble) -> list[str]:
+    after = f", {found.lines_ago} lines ago" if found.lines_ago else ""
+    at = f" ({found.where})" if found.where else ""
+    said = found.said if len(found.said) <= _MOST_TEXT else f"{found.said[:_MOST_TEXT]} ..."
+    return [f"  {found.log}{after}: {said}{at}"]
+
+
+def _fault(line: str) -> str:
+    """A line of faults.jsonl for people; one that was torn, as it is."""
+    try:
+        found = json.loads(line)
+        back = found["recovered_s"]
+        again = "not back" if back is None else f"back after {seconds(back)}"
+        at = time.strftime("%H:%M:%S", time.localtime(found["at"]))
+        who = f"{at} {found['worker']} (attempt {found['attempt']}) {found['cause']}"
+        return f"{who}; noticed after {seconds(found['noticed_s'])}, {again}"
+    except (ValueError, KeyError, TypeError):
+        return line
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"

@@ -1,0 +1,40 @@
+"""When a run that does not move is to be warned of, and when it is to end: pure.
+
+Time counts only while somebody looks: a scheduler that was stopped for an hour has seen nothing of that hour. A node
+that is at work (a model that loads, a first compile, a long step) is given `slice_s` to show something for it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+MOST_BETWEEN_S = 5.0
+"""Of a longer time between two looks no more is counted."""
+
+Decision: TypeAlias = Literal["fine", "slow", "stalled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stillness:
+    """For how long nothing has moved, as far as was seen."""
+
+    marks: object = None
+    """What moves: rows, tokens, steps, versions; of any type that can be compared."""
+    looked: float | None = None
+    """Time of the last look."""
+    still_s: float = 0.0
+    """Without a change of marks."""
+    idle_s: float = 0.0
+    """Without a change of marks, and with nobody at work."""
+
+    def look(self, marks: object, at_work: bool, now: float) -> "Stillness":
+        """The stillness after another look. at_work: somebody works, starts, or is started again."""
+        passed = 0.0 if self.looked is None else min(max(0.0, now - self.looked), MOST_BETWEEN_S)
+        if marks != self.marks:
+            return Stillness(marks=marks, looked=now)
+        return replace(self, looked=now, still_s=self.still_s + passed, idle_s=0.0 if at_work else self.idle_s + passed)
+
+
+def decide(found: Stillness, *, stall_s: float, slice_s: float) -> Decision:
+    """slow: to be warned of; stalled: at twice the limit, to be ended."""
+    part = max(found.idle_s / stall_s, found.still_s / slice_s)
+    return "stalled" if part >= 2 else "slow" if part >= 1 else "fine"

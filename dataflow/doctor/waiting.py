@@ -1,0 +1,218 @@
+"""Who waits for whom: a walk over the graph from facts to waits; pure."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from dataflow.doctor.facts import AWAY, Awaited, Edge, Facts, Node, Worker
+
+SILENT_S = 2.0
+"""A worker beats five times a second; one that has said nothing for so long does not answer."""
+LONG_SLICE_S = 2.0
+"""A worker's other nodes wait for a slice that takes longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """One node waits for another."""
+
+    who: str
+    whom: str
+    why: str
+
+
+def trouble(worker: Worker) -> str:
+    """What is the matter with a worker, to follow its name in a sentence; empty: nothing."""
+    process = worker.process
+    if worker.state in ("stopping", "left"):
+        return ""
+    if worker.state == "down":
+        return _away(worker)
+    if worker.state == "gone" or (process is not None and process.state in ("", "Z")):
+        return "has ended"
+    if process is not None and process.state in ("T", "t"):
+        return f"is stopped (state {process.state} in /proc) and does not answer, for {seconds(worker.silent_s)} now"
+    if worker.state in AWAY:
+        return _away(worker)
+    if worker.silent_s > SILENT_S:
+        state = f" (state {process.state} in /proc)" if process is not None else ""
+        return f"does not answer{state}, for {seconds(worker.silent_s)} now"
+    return ""
+
+
+def troubled(node: Node) -> list[Worker]:
+    """The workers of a node with which something is the matter."""
+    return [worker for worker in node.workers if trouble(worker)]
+
+
+def waits(facts: Facts) -> list[Wait]:
+    """Every wait there is, in the graph's order; a node that works, rests or is in trouble waits for nobody."""
+    return [wait for node in facts.nodes.values() for wait in waits_of(facts, node)]
+
+
+def waits_of(facts: Facts, node: Node) -> list[Wait]:
+    """Whom one node waits for."""
+    if troubled(node) or node.state in ("working", "done"):
+        return []
+    if found := _behind(node):
+        return [found]
+    if node.state == "blocked":
+        return _blocked(facts, node)
+    if node.kind == "source":
+        return _paused(facts, node)
+    if node.held_back and (found_weights := _weights(facts, node)):
+        return found_weights
+    awaited = facts.awaited.get(node.name)
+    if awaited is not None and not facts.evaluating:
+        return [_group(facts, node, awaited)]
+    if node.pending and node.kind != "sink" and not node.held_back:
+        return []
+    return [
+        Wait(who=node.name, whom=edge.producer, why=f"nothing comes from '{edge.producer}'")
+        for edge in _live_edges(facts, node)
+    ]
+
+
+def ends(facts: Facts, found: Collection[Wait]) -> dict[str, list[str]]:
+    """By node at which chains of waits end, the nodes that wait for it; a circle ends at each of its nodes."""
+    following: dict[str, list[str]] = {}
+    for wait in found:
+        following.setdefault(wait.who, []).append(wait.whom)
+    reached: dict[str, list[str]] = {}
+    for start in following:
+        for end in sorted(_ends_of(start, following), key=list(facts.nodes).index):
+            reached.setdefault(end, []).append(start)
+    return reached
+
+
+def seconds(value: float) -> str:
+    """For people: 0.4 s, 12 s, 3 min 20 s."""
+    if value < 9.95:
+        return f"{value:.1f} s"
+    if value < 119.5:
+        return f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+
+
+def _away(worker: Worker) -> str:
+    again = f" again (restart {worker.restarts})" if worker.restarts else ""
+    because = f"; it {worker.cause}" if worker.cause else ""
+    if worker.state == "down":
+        return f"has ended, and waits to be started{again}{because}"
+    if worker.state == "dying":
+        return f"is being killed{because}"
+    if worker.state == "forked":
+        return f"has not said hello{again}, {seconds(worker.silent_s)} after it was asked for{because}"
+    doing = f"builds '{worker.at}' for {seconds(worker.at_s)} now" if worker.at else "waits for the others to start"
+    return f"is starting{again}: it {doing}{because}"
+
+
+def _ends_of(start: str, following: dict[str, list[str]]) -> set[str]:
+    seen, todo = {start}, [start]
+    while todo:
+        for name in following.get(todo.pop(), ()):
+            if name not in seen:
+                seen.add(name)
+                todo.append(name)
+    last = {name for name in seen if name not in following}
+    return last or {name for name in seen if name in _reach(name, following)}
+
+
+def _reach(start: str, following: dict[str, list[str]]) -> set[str]:
+    """What can be reached from a node by at least one wait."""
+    seen: set[str] = set()
+    todo = list(following.get(start, ()))
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo += following.get(name, ())
+    return seen
+
+
+def _behind(node: Node) -> Wait | None:
+    """A node cannot work while its worker is in a long slice of another's."""
+    slices = [w for w in node.workers if w.at and w.at != node.name and w.at_s > LONG_SLICE_S]
+    if not slices or len(slices) < len(node.workers):
+        return None
+    worker = slices[0]
+    why = f"they share {worker.name}, which has been in one slice of '{worker.at}' for {seconds(worker.at_s)}"
+    return Wait(who=node.name, whom=worker.at, why=why)
+
+
+def _blocked(facts: Facts, node: Node) -> list[Wait]:
+    edges = [edge for edge in facts.edges if edge.producer == node.name]
+    full = [edge for edge in edges if edge.is_full]
+    if full:
+        room = "the edge to '{}' is full ({} of {} rows)"
+        return [Wait(who=node.name, whom=e.consumer, why=room.format(e.consumer, e.depth, e.capacity)) for e in full]
+    stuck = [edge for edge in edges if troubled(facts.nodes[edge.consumer])] or edges
+    return [Wait(who=node.name, whom=e.consumer, why=f"'{e.consumer}' gives no room for rows") for e in stuck]
+
+
+def _paused(facts: Facts, node: Node) -> list[Wait]:
+    """Sources wait for nobody, but for the evaluation that comes before the first step."""
+    if node.name in facts.on_demand or facts.phase != "first_evaluation":
+        return []
+    sinks = [name for name in facts.nodes if set(_sources(facts, name)) & set(facts.on_demand)]
+    return [
+        Wait(who=node.name, whom=name, why="it is paused until the first evaluation is done")
+        for name in sinks if facts.nodes[name].kind == "sink"
+    ]  # fmt: skip
+
+
+def _weights(facts: Facts, node: Node) -> list[Wait]:
+    found = []
+    for feedback in facts.feedbacks:
+        if feedback.reader == node.name:
+            trainer = facts.nodes[feedback.trainer]
+            made, has = trainer.version, node.version
+            if trainer.state == "done" and made == has:
+                continue
+            if made is not None and has is not None and made > has:
+                why = f"version {made} of '{feedback.trainer}' is made, but it still has {has}"
+            else:
+                why = f"{node.held_back} prompts may start only with weights after version {has}"
+            found.append(Wait(who=node.name, whom=feedback.trainer, why=why))
+    return found
+
+
+def _group(facts: Facts, node: Node, awaited: Awaited) -> Wait:
+    """The trainer takes groups in order: it waits for whoever has the next one."""
+    path = _path(facts, node.name, awaited.lane)
+    idle = [name for name in path if _is_idle(facts.nodes[name])]
+    if awaited.node:
+        whom = awaited.node
+    elif awaited.state in ("issued", "generating") or len(path) < 2:
+        whom = (path or [awaited.lane])[0]
+    else:
+        whom = next((name for name in path[1:] if name not in idle), path[-1])
+    at = f" and {awaited.worker} has" if awaited.worker else ""
+    why = f"it needs group {awaited.group_id} next, which the ledger calls {awaited.state}{at}"
+    return Wait(who=node.name, whom=whom, why=why)
+
+
+def _is_idle(node: Node) -> bool:
+    return node.state == "waiting" and not node.pending and not troubled(node)
+
+
+def _path(facts: Facts, sink: str, lane: str) -> list[str]:
+    """Operators between a lane's source and a sink, in the graph's order."""
+    before = {sink}
+    for name in reversed(list(facts.nodes)):
+        if any(e.producer == name and e.consumer in before and e.lane == lane for e in facts.edges):
+            before.add(name)
+    return [name for name in facts.nodes if name in before and name not in (sink, lane)]
+
+
+def _sources(facts: Facts, name: str) -> list[str]:
+    return [edge.lane for edge in facts.edges if edge.consumer == name]
+
+
+def _live_edges(facts: Facts, node: Node) -> list[Edge]:
+    """Edges on which rows should come now: of the lanes that the run waits for."""
+    ending = [edge for edge in facts.edges if edge.consumer == node.name]
+    wanted = [edge for edge in ending if (edge.lane in facts.on_demand) == facts.evaluating]
+    if facts.phase == "first_evaluation":
+        wanted = wanted or ending
+    return [edge for edge in wanted if facts.nodes[edge.producer].state != "done"]

@@ -1,0 +1,108 @@
+"""Which groups a node answers for: from their arrival until all that they led to is acknowledged by the next node.
+
+So acknowledgements run from end to end: a prompt's comes back to its source only when its rollouts were trained,
+dropped or evaluated. What has no outcome yet stands unacknowledged with every node that it has passed, and comes again
+to a node that restarts. What comes twice is known by its group, and done once.
+
+Pure: calls in, calls of `ack` out; no socket, no clock.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+Group = tuple[str, int]
+"""Lane and group_id."""
+
+
+class _Share:
+    """Acknowledges a delivery once none of its groups needs it any more."""
+
+    def __init__(self, ack: Callable[[], None], groups: int) -> None:
+        self._ack, self._left = ack, groups
+        if not groups:
+            ack()
+
+    def release(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._ack()
+
+
+@dataclass
+class Holding:
+    """The groups that one node holds, or has passed on and not yet heard of again.
+
+    One that comes again is not new. Its latest delivery stands for it from then on, and the one before is
+    acknowledged: whoever sent that is gone, or has given the group to another node to send.
+    """
+
+    released: Callable[[Group], None] = lambda group: None
+    """Told of every group that the next nodes are done with."""
+    _shares: dict[Group, dict[str, _Share]] = field(default_factory=dict)
+    """By group and sending node: the delivery that stands for it."""
+    _inside: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    """Lane, origin, group: those that the runtime is not done with."""
+    _under_way: Counter[Group] = field(default_factory=Counter)
+    """Acknowledgements that next nodes owe."""
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def groups(self, lane: str) -> list[int]:
+        """Those of a lane that this node answers for."""
+        return sorted({number for of, number in [*self._shares, *self._under_way] if of == lane})
+
+    def oldest(self) -> dict[str, int]:
+        """By lane, the first group that the runtime is not done with."""
+        found: dict[str, int] = {}
+        for lane, _, number in self._inside:
+            found[lane] = min(number, found.get(lane, number))
+        return found
+
+    def arrive(self, lane: str, origin: str, groups: Iterable[int], ack: Callable[[], None]) -> list[int]:
+        """Take a delivery's groups in; those that are new, which the runtime is to do."""
+        numbers = list(groups)
+        share = _Share(ack, len(numbers))
+        new = []
+        for number in numbers:
+            known = self._shares.setdefault((lane, number), {})
+            before = known.get(origin)
+            known[origin] = share
+            if before is not None:
+                before.release()
+            else:
+                new.append(number)
+                self._inside[lane, origin, number] += 1
+        return new
+
+    def sent(self, lane: str, groups: Iterable[int], receivers: int) -> None:
+        """Groups leave for so many next nodes."""
+        if receivers:
+            self._under_way.update({(lane, number): receivers for number in groups})
+
+    def acknowledged(self, lane: str, groups: Iterable[int]) -> None:
+        """One of the next nodes is done with these."""
+        for number in groups:
+            group = (lane, number)
+            self._under_way[group] -= 1
+            if not self._under_way[group]:
+                del self._under_way[group]
+                self._settle(group)
+
+    def done(self, lane: str, origin: str, groups: Iterable[int]) -> None:
+        """The runtime has returned all that these groups led to."""
+        for number in groups:
+            del self._inside[lane, origin, number]
+            self._settle((lane, number))
+
+    def _settle(self, group: Group) -> None:
+        """Let go of a group that neither the runtime nor a next node has."""
+        lane, number = group
+        shares = self._shares.get(group, {})
+        if group in self._under_way or any((lane, origin, number) in self._inside for origin in shares):
+            return
+        self._shares.pop(group, None)
+        for share in shares.values():
+            share.release()
+        self.released(group)

@@ -1,0 +1,63 @@
+"""Who runs in a run folder: one scheduler at most, known by locks that the kernel lets go when their holders end."""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from dataflow.errors import RunError
+from dataflow.files import disk
+from dataflow.run_folder import RunFolder
+
+FILE = "lock"
+WORKERS_S = 20.0
+"""For the workers of a scheduler that was killed to end, which they do by themselves."""
+
+
+class UnderWay(RunError):
+    """The run that a folder belongs to has not ended yet."""
+
+
+@contextlib.contextmanager
+def held(
+    folder: RunFolder, *, wait_s: float = WORKERS_S, clock: Callable[[], float] = time.monotonic
+) -> Iterator[None]:
+    """Be the only scheduler in a run folder, for as long as the block lasts; nobody else has a hand in it meanwhile.
+
+    A lock of this process, which no child inherits, says that the scheduler lives; one of the open file, which all
+    that are forked from here inherit, says that some process of the run does. Errors: UnderWay; RunFolderError.
+    """
+    with disk("locking", folder.path / FILE):
+        handle = os.open(folder.path / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if not _try(fcntl.lockf, handle):
+            raise UnderWay(
+                f"'{folder.path.name}' is under way: process {_holder(handle)} runs it; wait until it has ended, "
+                f"or stop it with Ctrl-C there"
+            )
+        deadline = clock() + wait_s
+        while not _try(fcntl.flock, handle):
+            if clock() > deadline:
+                raise UnderWay(
+                    f"'{folder.path.name}' has processes left, which process {_holder(handle)} started, and they have "
+                    f"not ended within {wait_s:.0f} s; look for them with ps, end them, and try again"
+                )
+            time.sleep(0.05)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _try(lock: Callable[[int, int], object], handle: int) -> bool:
+    try:
+        lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _holder(handle: int) -> str:
+    return os.pread(handle, 32, 0).decode(errors="replace") or "of unknown number"

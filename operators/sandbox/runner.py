@@ -1,0 +1,182 @@
+"""One program and its tests in one sandbox: starts it, listens to it, and ends it."""
+
+import contextlib
+import math
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataflow.errors import RunError
+from operators.sandbox.bwrap import command, fault, find
+from operators.sandbox.inside.driver import HEAD, OUTCOME, SCRIPT, TEST
+from operators.sandbox.inside.wire import encode, write_frame
+
+_LOOK_S = 0.05
+_GRACE_S = 10.0
+_OWN_THREADS = 4  # of bubblewrap, the driver, and the test
+_ERROR_BYTES = 1 << 14
+_WALL_FACTOR = 5
+
+
+class SandboxError(RunError):
+    """The sandbox itself failed: nothing is known about the program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a program may use."""
+
+    time_s: float = 4.0
+    """Seconds of CPU time for one test; five times as many on the clock."""
+    total_s: float = 30.0
+    """Seconds on the clock for all tests of a program."""
+    memory_bytes: int = 1 << 30
+    """Address space of its process, Python's own 30 MB included."""
+    output_bytes: int = 1 << 20
+    """What it may print in one test, on both streams together."""
+    file_bytes: int = 64 << 20
+    """All that it may have in files, and at most so much in one."""
+    files: int = 1000
+    threads: int = 64
+
+
+@dataclass(frozen=True)
+class Script:
+    """A test that runs the program as a script."""
+
+    stdin: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """A test in Python, whose names stand for what the program defines; it passes if it ends without an exception."""
+
+    source: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one test went."""
+
+    passed: bool
+    """Whether a `Check` passed; whether a `Script` ended with status 0."""
+    note: str
+    """Why it did not."""
+    output: str = ""
+    """What a `Script` that ended well printed."""
+
+
+def run(source: str, tests: Sequence[Script | Check], limits: Limits) -> Generator[Outcome, None, None]:
+    """Run a program's tests in one sandbox, each in a new process: an outcome for each, as they come.
+
+    Closing the iterator ends the sandbox with all that is in it. Raises SandboxError where there is no sandbox, or
+    where it fails.
+
+    consumes: the program and its tests, handed to the sandbox whole
+    produces: outcomes, in the order of the tests
+    waits for: the sandbox's answers, until `total_s` and 10 s are over
+    unblocked by: an answer, the sandbox's end, or the clock
+    """
+    program = find()
+    if program is None:
+        raise SandboxError(fault() or "bubblewrap was there a moment ago; try again")
+    request = _request(source, tests, limits)
+    try:
+        process = subprocess.Popen(
+            command(program, limits.file_bytes), stdin=request, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}
+        )
+    except OSError as error:
+        raise SandboxError(f"{program} cannot be started ({error}); mend it, or install bubblewrap anew") from error
+    finally:
+        os.close(request)
+    try:
+        yield from _outcomes(process, len(tests), limits)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _outcomes(process: "subprocess.Popen[bytes]", tests: int, limits: Limits) -> Generator[Outcome, None, None]:
+    assert process.stdout is not None and process.stderr is not None
+    deadline = time.monotonic() + limits.total_s + _GRACE_S
+    inbox, errors, left = bytearray(), bytearray(), tests
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ, inbox)
+        selector.register(process.stderr, selectors.EVENT_READ, errors)
+        looked = time.monotonic()
+        while left:
+            for key, _ in selector.select(_LOOK_S):
+                data = os.read(key.fd, 1 << 16)
+                key.data.extend(data)
+                if not data:
+                    selector.unregister(key.fileobj)
+            while left and (outcome := _next_outcome(inbox)) is not None:
+                left -= 1
+                yield outcome
+            if left and not selector.get_map():
+                raise SandboxError(f"a sandbox ended with status {process.wait(_GRACE_S)}; {_told(errors)}")
+            if (now := time.monotonic()) > deadline or len(errors) > _ERROR_BYTES:
+                raise SandboxError(f"a sandbox gave no answer for {limits.total_s + _GRACE_S:g} s; {_told(errors)}")
+            if now > looked + _LOOK_S:
+                looked = now
+                if threads_below(process.pid) > limits.threads + _OWN_THREADS:
+                    yield from [Outcome(False, f"started more than {limits.threads} threads")] * left
+                    return
+
+
+def _request(source: str, tests: Sequence[Script | Check], limits: Limits) -> int:
+    """A file in memory with all that the driver reads, at its beginning."""
+    told = {
+        "cpu_s": limits.time_s, "wall_s": _WALL_FACTOR * limits.time_s, "total_s": limits.total_s,
+        "output_bytes": limits.output_bytes, "files": limits.files,
+        "cage": {
+            "cpu_s": math.ceil(limits.time_s) + 1, "memory_bytes": limits.memory_bytes,
+            "file_bytes": limits.file_bytes, "threads": limits.threads,
+        },
+    }  # fmt: skip
+    fd = os.memfd_create("request")
+    write_frame(fd, encode([told, source, len(tests)], _refuse))
+    with os.fdopen(os.dup(fd), "wb") as file:
+        for test in tests:
+            kind, text = (SCRIPT, test.stdin) if isinstance(test, Script) else (TEST, test.source)
+            data = text.encode("utf-8", "surrogatepass")
+            file.write(HEAD.pack(kind, len(data)) + data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _next_outcome(inbox: bytearray) -> Outcome | None:
+    """Take the next whole outcome out of what has come."""
+    if len(inbox) < OUTCOME.size:
+        return None
+    passed, note, output = OUTCOME.unpack_from(inbox)
+    middle, stop = OUTCOME.size + note, OUTCOME.size + note + output
+    if len(inbox) < stop:
+        return None
+    texts = [bytes(part).decode("utf-8", "replace") for part in (inbox[OUTCOME.size : middle], inbox[middle:stop])]
+    del inbox[:stop]
+    return Outcome(passed, *texts)
+
+
+def threads_below(pid: int) -> int:
+    """Threads of a process and of all that descend from it; as far as they can still be seen."""
+    threads, todo = 0, [pid]
+    while todo:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{todo.pop()}/task").iterdir():
+                threads += 1
+                todo += map(int, (task / "children").read_text().split())
+    return threads
+
+
+def _refuse(value: object) -> int:
+    raise TypeError(f"{value!r} is no plain data")
+
+
+def _told(errors: bytearray) -> str:
+    lines = bytes(errors).decode("utf-8", "replace").strip().splitlines()
+    return f"it said: {' / '.join(lines[-3:])[:500]}" if lines else "it said nothing: look in the system's log"

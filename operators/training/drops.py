@@ -1,0 +1,104 @@
+"""Groups that the trainer gives up: why, which of them the ledger knows, and when they are too many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import pyarrow as pa
+
+from dataflow.errors import OperatorError
+from dataflow.node import Bound
+from dataflow.records import ERROR, VERSIONS
+from dataflow.staleness import oldest_versions, sweep
+from operators.training.buffer import Group
+from operators.training.journal import TOO_FEW, Journal
+from operators.training.rows import drop_reason, usable
+
+OWN_REASONS = ("failed", "skipped", "stale", "non-finite", TOO_FEW)
+"""Why the trainer drops groups by itself; any other reason is the name of a filter."""
+MOST_DROPPED_STEPS = 8
+"""Steps' worth of groups in a row that may be dropped with none trained."""
+
+
+class Drops:
+    """The drops of the step under way.
+
+    They are recorded with the step, in its transaction; but of many, as soon as they are as many groups as a step has:
+    an edge holds no more than two steps' groups that were not acknowledged, and a filter may want to drop more.
+    """
+
+    def __init__(
+        self, node: str, journal: Journal, columns: Collection[str], bound: Bound | None, step_prompts: int
+    ) -> None:
+        """columns: that the loss reads. bound: of the rows' age, if any."""
+        self._node, self._journal, self._step_prompts = node, journal, step_prompts
+        self._columns, self._bound = columns, bound
+        self.reasons: dict[int, str] = {}
+        """By group, of those that the ledger does not know yet."""
+        self.recorded: Counter[str] = Counter()
+        """Of those that it knows, by reason."""
+        self.total = 0
+        """Since the start of the run."""
+        self._groups: list[Group] = []
+        self._in_a_row: Counter[str] = Counter()
+        """By reason, since the last group that could be trained."""
+        self._last_failure = "none"
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many, by reason."""
+        return self.recorded + Counter(self.reasons.values())
+
+    def reason(self, records: pa.RecordBatch, step: int) -> str | None:
+        """Why a group is not to be trained on weights that `step` steps are behind; None where it is."""
+        if (marked := drop_reason(records)) is not None:
+            return marked
+        good = usable(records, self._columns)
+        if not good.any():
+            errors = [error for error in records.column(ERROR).to_pylist() if error]
+            self._last_failure = errors[0] if errors else "no value in a column that the loss reads"
+            return "failed" if errors else "skipped"
+        if self._bound is not None:
+            oldest = oldest_versions(records.column(VERSIONS))[good]
+            if sweep(oldest, step, self._bound.max_staleness).any():
+                return "stale"
+        self._in_a_row.clear()
+        return None
+
+    def add(self, groups: Sequence[Group], reason: str, step: int | None) -> None:
+        """Give groups up while step number `step` is under way; None: outside any step."""
+        self._groups += groups
+        self.reasons |= {group.group_id: reason for group in groups}
+        self.total += len(groups)
+        self._in_a_row[reason] += len(groups)
+        if len(self._groups) >= self._step_prompts:
+            self.record(step)
+
+    def record(self, step: int | None) -> None:
+        """Tell the ledger of those that it does not know, and let go of them. step: under way; None: outside any."""
+        self._journal.drop(self.reasons, step)
+        self.recorded.update(self.reasons.values())
+        self._release()
+
+    def committed(self) -> None:
+        """Let go of all, as their step is in the ledger."""
+        self.recorded.clear()
+        self._release()
+
+    def check(self) -> None:
+        """Raise OperatorError when nothing could be trained for long."""
+        if self._in_a_row.total() > MOST_DROPPED_STEPS * max(8, self._step_prompts):
+            (most, _), *_ = self._in_a_row.most_common(1)
+            do = "mend the operator that it names"
+            if most not in OWN_REASONS:
+                do = f"loosen the filter '{most}', or give it prompts and a policy that it lets through"
+            raise OperatorError(
+                f"'{self._node}' dropped {self._in_a_row.total()} groups in a row and trained none; "
+                f"found {dict(self._in_a_row)}, the last failure: {self._last_failure}; {do}"
+            )
+
+    def _release(self) -> None:
+        groups, self._groups, self.reasons = self._groups, [], {}
+        for group in groups:
+            group.release()

@@ -1,0 +1,252 @@
+"""Light operators of a simulated run: they draw, score and train without a meaning, by the product's rules.
+
+The source, admission, staleness, the reorder buffer and the weight plane are the product's own.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from dataflow.model import Model
+from dataflow.node import Batch, Context, Generate, Runtime, Source, Transform
+from dataflow.records import GROUP_ID, MIN_VERSION, PROMPT, ROLLOUT_COLUMNS, Columns, schema
+from operators.engine.admission import Admission
+from operators.issuing import Issue
+from operators.prompt_rows import Report
+
+PROMPTS, DROPS = 64, 7
+TABLE = pa.table({name: [str(number) for number in range(PROMPTS)] for name in ("prompt_id", "prompt")})
+STOP, NONE = pa.array(["stop"] * 64), pa.nulls(64, pa.string())
+
+
+def digest(*parts: bytes | int) -> int:
+    """A number of 32 bits that any change of the parts changes."""
+    return zlib.crc32(b"|".join(part if isinstance(part, bytes) else str(part).encode() for part in parts))
+
+
+def tensors(version: int, content: int) -> dict[str, torch.Tensor]:
+    """The weights of a model whose only parameter says what it has been trained on."""
+    return {"w": torch.nn.Parameter(torch.tensor([version, content]), requires_grad=False)}
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedPrompts(Source):
+    """`Issue` over a table of numbers."""
+
+    name: str = field(default="prompts", kw_only=True)
+    shuffle_seed: int | None = 1
+    group_size: int | None = None
+    epochs: int | None = None
+
+    def build(self, context: Context) -> Runtime:
+        """The product's own source."""
+        return Issue(self, TABLE, Report(), context)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedGenerator(Generate):
+    """Draws tokens of no meaning, each under the version that it holds at that moment."""
+
+    name: str = field(default="generator", kw_only=True)
+    model: Model | None = None
+    group_size: int = 2
+    slots: int = 4
+    in_flight: int | None = None
+    temperature: float = 1.0
+    max_tokens: int = 6
+
+    @property
+    def rollouts_per_prompt(self) -> int:
+        """`group_size`."""
+        return self.group_size
+
+    def build(self, context: Context) -> Runtime:
+        """With the product's admission and weight plane."""
+        return _Drawing(self, context)
+
+
+@dataclass
+class _Group:
+    """A prompt and its rollouts."""
+
+    group_id: int
+    min_version: int
+    lane: str
+    prompt: pa.RecordBatch
+    done: Callable[[], None]
+    lengths: list[int]
+    unstarted: int
+    drawn: list[list[int]] = field(default_factory=list)
+    """Versions of the tokens of every rollout that has started."""
+
+    @property
+    def finished(self) -> bool:
+        return not self.unstarted and all(
+            len(row) == wanted for row, wanted in zip(self.drawn, self.lengths, strict=True)
+        )
+
+
+class _Drawing(Runtime):
+    def __init__(self, operator: SimulatedGenerator, context: Context) -> None:
+        self._operator, self._context, self._probe = operator, context, context.log
+        self._held = tensors(-1, 0)
+        assert context.reader is not None
+        self._reader = context.reader(self._held)
+        self._admission: Admission[_Group] = Admission(context.bounds, operator.in_flight)
+        self._live: list[_Group] = []
+
+    def room(self) -> int:
+        return max(0, 16 - len(self._admission))
+
+    def push(self, batch: Batch) -> None:
+        rows = batch.records
+        left = [rows.num_rows]
+
+        def done() -> None:
+            left[0] -= 1
+            if not left[0]:
+                batch.ack()
+
+        size = self._operator.group_size
+        for at, (group, least) in enumerate(
+            zip(rows.column(GROUP_ID).to_pylist(), rows.column(MIN_VERSION).to_pylist(), strict=True)
+        ):
+            lengths = lengths_of(group, size, self._operator.max_tokens)
+            self._admission.add(
+                batch.lane, _Group(group, least, batch.lane, rows.slice(at, 1), done, lengths, unstarted=size)
+            )
+
+    def pending(self) -> int:
+        return len(self._admission) + len(self._live)
+
+    def work(self) -> list[Batch] | None:
+        """Adopt what is new, start what may start, draw a token of each rollout."""
+        if self._reader.poll() is not None and self._probe.random.random() < 0.7:
+            before = self._reader.version
+            self._reader.adopt()
+            self._probe.adopted(before, self._reader.version)
+        version = self._reader.version
+        if version < 0:
+            return None
+        dropped = int(self._reader.note.get("dropped", 0))
+        slots = self._operator.slots
+        free = slots - sum(
+            len(row) < wanted for group in self._live for row, wanted in zip(group.drawn, group.lengths, strict=False)
+        )
+        for _, group, count in self._admission.start(
+            free=free, slots=slots, idle=not self._live, version=version, dropped=dropped,
+            fit=lambda group, wanted: wanted,
+        ):  # fmt: skip
+            if not group.drawn:
+                self._probe.starts(group.group_id, version)
+                self._live.append(group)
+            group.unstarted -= count
+            group.drawn += [[] for _ in range(count)]
+        if not self._live:
+            return None
+        held = self._held["w"].tolist()
+        self._probe.reads(version, held)
+        made = []
+        for group in self._live:
+            for row, wanted in zip(group.drawn, group.lengths, strict=False):
+                if len(row) < wanted:
+                    row.append(version)
+            if group.finished:
+                made.append(Batch(group.lane, self._rows(group)))
+        for group in [group for group in self._live if group.finished]:
+            self._live.remove(group)
+            group.done()
+        return made
+
+    def status(self) -> dict[str, float | int | str]:
+        waiting = [group.group_id for queue in self._admission.lanes.values() for group in queue]
+        return {"version": self._reader.version, "live": len(self._live), "waiting": str(waiting)}
+
+    def _rows(self, group: _Group) -> pa.RecordBatch:
+        size = len(group.lengths)
+        rows = group.prompt.take(pa.array(np.zeros(size, np.int64)))
+        offsets = pa.array(np.cumsum([0, *group.lengths]).astype(np.int32))
+        count = sum(group.lengths)
+        versions = np.concatenate([np.asarray(row, np.int32) for row in group.drawn])
+        position = np.arange(size, dtype=np.int32)
+        ragged = {
+            "tokens": np.full(count, group.group_id, np.int32), "mask": np.ones(count, bool),
+            "logprobs": np.zeros(count, np.float32), "versions": versions,
+        }  # fmt: skip
+        made: dict[str, pa.Array] = {
+            "rollout_id": pa.array(group.group_id * size + position.astype(np.int64)), "position": pa.array(position),
+            "completion": rows.column(PROMPT), "finish_reason": STOP.slice(0, size), "error": NONE.slice(0, size),
+            **{name: pa.ListArray.from_arrays(offsets, pa.array(values)) for name, values in ragged.items()},
+        }  # fmt: skip
+        columns = {**self._context.columns[group.lane], **ROLLOUT_COLUMNS}
+        arrays = [made[name] if name in made else rows.column(name) for name in columns]
+        return pa.RecordBatch.from_arrays(arrays, schema=schema(columns))
+
+
+def lengths_of(group: int, size: int, most: int) -> list[int]:
+    """How long the rollouts of a group become."""
+    return [1 + digest(group, position) % most for position in range(size)]
+
+
+def fails(group: int, one_in: int) -> bool:
+    """Whether all rollouts of a group fail."""
+    return digest(group, 7) % one_in == 0
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedScorer(Transform):
+    """Adds a reward after a while, one group before another."""
+
+    name: str = field(default="reward", kw_only=True)
+    light: ClassVar[bool] = True
+    state: ClassVar[str | None] = "scored"
+    slow_s: float = 0.05
+
+    def provides(self, columns: Columns) -> Columns:
+        """A reward for each rollout."""
+        return {**columns, self.name: pa.float64()}
+
+    def build(self, context: Context) -> Runtime:
+        """In the process itself."""
+        return _Scoring(self, context)
+
+
+class _Scoring(Runtime):
+    def __init__(self, operator: SimulatedScorer, context: Context) -> None:
+        self._operator, self._context = operator, context
+        self._inside: list[tuple[float, Batch]] = []
+
+    def room(self) -> int:
+        return max(0, 64 - len(self._inside))
+
+    def push(self, batch: Batch) -> None:
+        due = self._context.clock() + self._operator.slow_s * self._context.log.random.random()
+        self._inside.append((due, batch))
+        self._context.log.call_back(due)
+
+    def pending(self) -> int:
+        return len(self._inside)
+
+    def work(self) -> list[Batch] | None:
+        """What is scored by now."""
+        now = self._context.clock()
+        ready = [batch for due, batch in self._inside if due <= now]
+        if not ready:
+            return None
+        self._inside = [entry for entry in self._inside if entry[0] > now]
+        made = []
+        for batch in ready:
+            rewards = (batch.records.column(GROUP_ID).to_numpy() % 5).astype(np.float64)
+            made.append(Batch(batch.lane, batch.records.append_column(self._operator.name, pa.array(rewards))))
+            batch.ack()
+        return made
+
+    def status(self) -> dict[str, float | int | str]:
+        return {"inside": len(self._inside)}

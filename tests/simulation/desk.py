@@ -1,0 +1,76 @@
+"""The scheduler's desk in a simulated world: what `dataflow.desk.Desk` is over sockets and a forkserver."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from .network import Pipe, SimulatedNetwork
+
+Message = tuple[str, Any]
+
+
+class SimulatedDesk:
+    """Messages and processes of one world; while the scheduler waits, the world goes on.
+
+    spawn, kill: what the world does when the scheduler asks for a process, or ends one.
+    """
+
+    def __init__(
+        self, network: SimulatedNetwork, folder: Path, step: Callable[[], None],
+        spawn: Callable[[str, Mapping[str, Any]], None], kill: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.folder, self.address = folder, "control"
+        self._network, self._step = network, step
+        self._spawn, self._kill = spawn, kill
+        self._said: deque[Message] = deque()
+        self._events: deque[dict[str, Any]] = deque()
+        self._words: dict[str, Pipe] = {}
+
+    def connect(self, name: str, hear: Callable[[Any], None]) -> Pipe:
+        """An incarnation of a worker takes the name over; what it says goes into the pipe."""
+        if name in self._words:
+            self._words[name].cut()
+        self._words[name] = Pipe(self._network, hear)
+        return Pipe(self._network, self._said.append)
+
+    def hang_up(self, name: str) -> None:
+        """The worker is gone: no word reaches it."""
+        if name in self._words:
+            self._words[name].cut()
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """The forkserver has something to tell."""
+        self._events.append(dict(event))
+
+    def wait(self, wait_s: float) -> tuple[list[Message], list[dict[str, Any]]]:
+        """What is said, and what the forkserver tells; the world goes on meanwhile."""
+        deadline = self._network.clock.now + wait_s
+        while not self._said and not self._events and self._network.clock.now < deadline:
+            self._step()
+        said, events = list(self._said), list(self._events)
+        self._said.clear()
+        self._events.clear()
+        return said, events
+
+    def last_words(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
+        """What is said soon."""
+        yield from self.wait(pause_s)[0]
+
+    def send(self, name: str, message: Mapping[str, Any]) -> None:
+        """Say something to a worker."""
+        if name in self._words:
+            self._words[name].send(msgpack.unpackb(msgpack.packb(message)))
+
+    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool) -> None:
+        """Ask for a process."""
+        self._spawn(name, settings)
+
+    def kill(self, name: str, number: int) -> None:
+        """Send a signal to a worker: all of them end it."""
+        self._kill(name)
+
+    def close(self) -> None:
+        """The world is closed by its owner."""

@@ -1,0 +1,277 @@
+"""A seeded network for `transport.data`: delays, connections that break and lose what was under way.
+
+Within one connection nothing is reordered, as with TCP and ipc. Like ZeroMQ's sockets, a line keeps what it is given
+while there is no connection, and what was read from a connection before it broke may be heard after that news.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, cast
+
+import pyarrow as pa
+import zmq
+
+from transport.data import frames
+from transport.data.channel import Arrival, Junk, LineEvent, Packed
+from transport.data.messages import Data, Message
+from transport.errors import AddressError, FrameError
+
+from .clock import Clock
+from .process import Process
+
+DAMAGED = "the bytes are not those that were sent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weather:
+    """How bad the network is."""
+
+    delay_s: float = 0.001
+    """About as long as a message takes."""
+    slow: float = 0.02
+    """Share of messages that take up to 100 times as long."""
+    notice_s: float = 0.05
+    """About as long as it takes to see that a connection broke."""
+    damage: float = 0.01
+    """Share of batches that arrive damaged; none does so twice in a row."""
+
+
+class Pipe:
+    """One direction of one connection: messages arrive in order, each after a delay, until it breaks."""
+
+    def __init__(self, network: "SimulatedNetwork", deliver: Callable[[Any], None]) -> None:
+        self._network, self._deliver = network, deliver
+        self._under_way: deque[Any] = deque()
+        self._last = 0.0
+        self.whole = True
+
+    def send(self, item: Any) -> None:
+        """Put a message on its way; into a broken pipe it is lost."""
+        if not self.whole:
+            return
+        clock = self._network.clock
+        self._last = max(self._last, clock.now + self._network.delay_s())
+        self._under_way.append(item)
+        clock.after(self._last - clock.now, self._arrive)
+
+    def cut(self) -> None:
+        """Break: of what is under way a few messages still arrive, the first ones."""
+        self.whole = False
+        for _ in range(self._network.random.randint(0, len(self._under_way))):
+            self._under_way.pop()
+
+    def _arrive(self) -> None:
+        if self._under_way:
+            self._deliver(self._under_way.popleft())
+
+
+class Connection:
+    """What lies between a line and a door while both are there."""
+
+    def __init__(self, network: "SimulatedNetwork", line: "SimulatedLine", door: "SimulatedDoor", token: int) -> None:
+        self.line, self.door, self.token = line, door, token
+        self.forth = Pipe(network, door.arrive)
+        self.back = Pipe(network, line.hear)
+        self.swallows = network.random.randrange(3)
+        """After it broke, and before the line notices, so many messages go nowhere; later ones are kept."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is not broken."""
+        return self.forth.whole
+
+    def cut(self) -> None:
+        """Break it in both directions."""
+        self.forth.cut()
+        self.back.cut()
+
+
+class SimulatedNetwork:
+    """All addresses and all connections of a simulated machine room."""
+
+    def __init__(self, clock: Clock, random: Random, weather: Weather) -> None:
+        self.clock, self.random, self.weather = clock, random, weather
+        self.doors: dict[str, SimulatedDoor] = {}
+        self.connections: list[Connection] = []
+        self._tokens = 0
+
+    def of(self, process: Process) -> "NetworkOf":
+        """The network as one process sees it."""
+        return NetworkOf(self, process)
+
+    def delay_s(self) -> float:
+        """How long the next message takes."""
+        weather, random = self.weather, self.random
+        slow = 100.0 if random.random() < weather.slow else 2.0
+        return weather.delay_s * slow * random.random()
+
+    def connect(self, line: "SimulatedLine", door: "SimulatedDoor") -> Connection:
+        """A new connection."""
+        self._tokens += 1
+        made = Connection(self, line, door, self._tokens)
+        door.connections[made.token] = made
+        self.connections = [one for one in self.connections if one.whole]
+        self.connections.append(made)
+        return made
+
+    def cut(self, connection: Connection) -> None:
+        """A connection breaks; its line notices later."""
+        if connection.whole:
+            connection.cut()
+            self.clock.after(
+                self.weather.notice_s * 2 * self.random.random(), lambda: connection.line.noticed(connection)
+            )
+
+
+class NetworkOf:
+    """`transport.data.Network` for one incarnation of one process."""
+
+    def __init__(self, network: SimulatedNetwork, process: Process) -> None:
+        self._network, self._process = network, process
+
+    def line(self, address: str) -> "SimulatedLine":
+        """Connect to a receiver, which may appear later."""
+        self._process.point()
+        return SimulatedLine(self._network, self._process, address)
+
+    def door(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "SimulatedDoor":
+        """Listen at an address."""
+        self._process.point()
+        return SimulatedDoor(self._network, self._process, address)
+
+
+class SimulatedLine:
+    """A sender's end of its connections to one address, one after the other."""
+
+    sockets: "Sequence[zmq.Socket[bytes]]" = ()
+
+    def __init__(self, network: SimulatedNetwork, process: Process, address: str) -> None:
+        self.address = address
+        self._network, self._process = network, process
+        self._news: deque[LineEvent] = deque()
+        self._replies: deque[Message] = deque()
+        self._kept: deque[tuple[Message, Any]] = deque()
+        self._connection: Connection | None = None
+        self._open = True
+        process.on_death.append(self.close)
+        network.clock.after(network.delay_s(), self._connect)
+
+    def pack(self, batch: pa.RecordBatch, encoder: frames.Encoder, size_bytes: int) -> Packed:
+        """The batch itself: it is immutable."""
+        return Packed(content=batch, size_bytes=size_bytes, checksum=0)
+
+    def put(self, message: Message, payload: Any = None) -> bool:
+        """Send, or keep for the next connection."""
+        self._process.point()
+        connection = self._connection
+        if connection is not None and connection.whole:
+            self._send(message, payload)
+        elif connection is not None and connection.swallows:
+            connection.swallows -= 1
+        else:
+            self._kept.append((message, payload))
+        return True
+
+    def get(self) -> Message | LineEvent | Junk | None:
+        """What happened to the connection, before what came over it."""
+        if self._news:
+            return self._news.popleft()
+        return self._replies.popleft() if self._replies else None
+
+    def hear(self, message: Message) -> None:
+        """A reply arrives."""
+        if self._open:
+            self._replies.append(message)
+            self._process.wake()
+
+    def noticed(self, connection: Connection) -> None:
+        """The connection turns out to be broken; look for another one."""
+        if self._open and self._connection is connection:
+            self._connection = None
+            self._news.append(LineEvent.LOST)
+            self._process.wake()
+            self._network.clock.after(self._network.weather.notice_s * self._network.random.random(), self._connect)
+
+    def wait(self, timeout_s: float) -> None:
+        """Nobody waits here: time passes between events."""
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._open = False
+        if self._connection is not None:
+            self._connection.cut()
+
+    def _connect(self) -> None:
+        if not self._open:
+            return
+        door = self._network.doors.get(self.address)
+        if door is None:
+            self._network.clock.after(
+                self._network.weather.notice_s * (0.5 + self._network.random.random()), self._connect
+            )
+            return
+        self._connection = self._network.connect(self, door)
+        self._news.append(LineEvent.UP)
+        while self._kept:
+            self._send(*self._kept.popleft())
+        self._process.wake()
+
+    def _send(self, message: Message, payload: Any) -> None:
+        assert self._connection is not None
+        self._connection.forth.send(Arrival(line=self._connection.token, message=message, payload=payload))
+
+
+class SimulatedDoor:
+    """A receiver's end of its connections."""
+
+    sockets: "Sequence[zmq.Socket[bytes]]" = ()
+
+    def __init__(self, network: SimulatedNetwork, process: Process, address: str) -> None:
+        if address in network.doors:
+            raise AddressError(f"'{address}' is taken; got a second receiver; close the first one")
+        self.address = address
+        self.connections: dict[Hashable, Connection] = {}
+        self._network, self._process = network, process
+        self._arrivals: deque[Arrival] = deque()
+        self._spared: set[tuple[str, int, int]] = set()
+        """Batches that were damaged once."""
+        network.doors[address] = self
+        process.on_death.append(self.close)
+
+    def arrive(self, arrival: Arrival) -> None:
+        """A message is here."""
+        self._arrivals.append(arrival)
+        self._process.wake()
+
+    def get(self, timeout_s: float) -> Arrival | Junk | None:
+        """The next arrival; time does not pass here."""
+        return self._arrivals.popleft() if self._arrivals else None
+
+    def waiting(self) -> bool:
+        """Whether something arrived that `get` did not return yet."""
+        return bool(self._arrivals)
+
+    def put(self, line: Hashable, message: Message) -> None:
+        """Answer; over a broken connection it is lost."""
+        self._process.point()
+        self.connections[line].back.send(message)
+
+    def open(self, payload: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
+        """The batch, checked as if it had come from elsewhere."""
+        which = (message.sender, message.epoch, message.sequence)
+        if which not in self._spared and self._network.random.random() < self._network.weather.damage:
+            self._spared.add(which)
+            raise FrameError(DAMAGED)
+        batch = cast(pa.RecordBatch, payload)
+        frames.check_schema(batch.schema, schema, edge=message.edge)
+        frames.check_batch(batch, message)
+        return batch
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._network.doors.get(self.address) is self:
+            del self._network.doors[self.address]
+            for connection in self.connections.values():
+                self._network.cut(connection)

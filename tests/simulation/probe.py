@@ -1,0 +1,112 @@
+"""What operators tell the world of themselves, and the laws that are checked there and then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from dataflow.records import GROUP_ID, POSITION, VERSIONS
+from dataflow.staleness import oldest_versions
+
+from .actors import DROPS, fails
+from .laws import check
+from .process import Process
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+class Probe:
+    """In place of the log of one process."""
+
+    watches_admission = True
+
+    def __init__(self, world: World, process: Process) -> None:
+        self._world, self._process = world, process
+        self.random, self.clock, self.disk = world.random, world.clock, world.disk
+
+    def point(self) -> None:
+        """The process may die here."""
+        self._process.point()
+
+    def call_back(self, due: float) -> None:
+        """Something is ready then."""
+        self.clock.after(max(0.0, due - self.clock.now), self._process.wake)
+
+    def recorded(self, step: int) -> pa.Table | None:
+        """The rows of a step that was made, None where its file is missing."""
+        return self._world.folder.read_rollouts(step) if self._world.folder.step_file(step).exists() else None
+
+    # the generator
+
+    def starts(self, group: int, version: int) -> None:
+        """A group starts to be generated: not again where it is known, and not too far ahead of the trainer."""
+        world, shape = self._world, self._world.shape
+        given_up = sum(earlier in world.given_up or fails(earlier, DROPS) for earlier in range(group))
+        step = (group - given_up) // shape.prompts_per_step
+        ahead = step > version + shape.max_staleness
+        check(
+            not (ahead and self.watches_admission), f"group {group} of step {step + 1} starts under version {version}"
+        )
+        world.say(self._process.name, f"starts group {group}")
+        world.started[group] = world.started.get(group, 0) + 1
+        if world.one_generator:
+            kept = group in world.durable and group not in world.trained and group not in world.given_up
+            check(not kept, f"group {group} is generated again, though it was finished and kept")
+
+    def adopted(self, before: int, after: int) -> None:
+        """A reader took a version: an older one only where a trainer that restarted found no newer one recorded."""
+        self._world.say(self._process.name, f"adopts version {after} after {before}")
+        found = self._world.found
+        check(after >= before or after == found, f"a reader went back from version {before} to {after}")
+
+    def reads(self, version: int, held: Sequence[int]) -> None:
+        """Under weights of a version tokens are drawn: they are what was published."""
+        known = self._world.contents.get(version)
+        check(held[0] == version, f"a reader holds version {held[0]} and calls it {version}")
+        check(known is None or held[1] == known, f"a reader holds another version {version} than was published")
+
+    # the trainer
+
+    def publishes(self, version: int, content: int) -> None:
+        """A version is offered: the same content whenever its number is."""
+        self._world.say(self._process.name, f"publishes version {version}")
+        known = self._world.contents.setdefault(version, content)
+        check(known == content, f"version {version} is published again with another content")
+        if version == self._world.newest_committed:
+            self._world.found = version
+        newest = self._world.newest_committed
+        check(version >= newest, f"version {version} is published after {newest} was recorded")
+
+    def commits(self, step: int, content: int, rows: pa.Table, groups: Sequence[int]) -> None:
+        """A step is about to be recorded: whole groups, none of them for the second time, none too old."""
+        world, size = self._world, self._world.shape.group_size
+        world.say(self._process.name, f"commits step {step} of groups {groups}")
+        check(step == world.newest_committed + 1, f"step {step} is committed after {world.newest_committed}")
+        check(list(groups) == sorted(set(groups)), f"step {step} trains groups {groups} out of order")
+        twice = [group for group in groups if group in world.trained]
+        last = max(world.trained, default=-1)
+        check(not twice, f"groups {twice} are trained again at step {step}")
+        check(groups[0] > last, f"step {step} trains groups {groups} after group {last}")
+        check(rows.column(GROUP_ID).to_pylist() == [g for g in groups for _ in range(size)], "a group has lost rows")
+        check(rows.column(POSITION).to_pylist() == [*range(size)] * len(groups), "a group has lost a rollout")
+        oldest = int(oldest_versions(rows.column(VERSIONS)).min())
+        age = step - 1 - oldest
+        check(age <= world.shape.max_staleness, f"step {step} trains tokens {age} versions old")
+        self._about_to_train = list(groups)
+
+    def committed(self, node: str, step: int, **facts: Any) -> None:
+        """It is recorded."""
+        self._world.newest_committed = step
+        self._world.trained.update(dict.fromkeys(self._about_to_train, step))
+        self._world.given_up.update(dict.fromkeys(facts["dropped"], step))
+
+    def rolled_back(self, step: int) -> None:
+        """Steps after this one are taken back, because their rows are lost."""
+        world = self._world
+        world.newest_committed = step
+        world.trained = {group: at for group, at in world.trained.items() if at <= step}
+        world.given_up = {group: at for group, at in world.given_up.items() if at <= step}
+        world.contents = {version: content for version, content in world.contents.items() if version <= step}

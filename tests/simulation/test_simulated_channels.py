@@ -1,0 +1,142 @@
+"""Senders and receivers among crashes and broken connections: every batch in order, none lost, none twice."""
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from transport.data import inbox, outbox
+from transport.data.frames import encode_schema
+from transport.data.inbox import Inbox
+from transport.data.messages import Hello, Welcome
+from transport.data.outbox import Outbox
+
+from .channels import SCHEMA, ChannelWorld, ReceivingProcess
+from .running import first_broken, hold
+
+JUDGE, HELLO, TURN = Inbox.judge, Inbox.hello, ReceivingProcess.turn
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_no_seed_of_the_first_300_loses_a_batch_or_delivers_one_twice(first: int) -> None:
+    hold(ChannelWorld, range(first, first + 100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(300, 20_300, 2000))
+def test_no_seed_of_20_000_more_does(first: int) -> None:
+    hold(ChannelWorld, range(first, first + 2000))
+
+
+def credit_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "may_send", lambda *_: True)
+
+
+def what_came_before_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(self: Inbox, line: Any, message: Any) -> Any:
+        verdict, replies = JUDGE(self, line, message)
+        return ("new", []) if verdict == "duplicate" else (verdict, replies)
+
+    monkeypatch.setattr(Inbox, "judge", judge)
+
+
+def gaps_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(self: Inbox, line: Any, message: Any) -> Any:
+        verdict, replies = JUDGE(self, line, message)
+        if verdict == "ahead":
+            self._peers[message.sender].expected = message.sequence
+            return "new", []
+        return verdict, replies
+
+    monkeypatch.setattr(Inbox, "judge", judge)
+
+
+def a_restarted_sender_is_taken_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hello(self: Inbox, line: Any, message: Hello) -> Any:
+        known = self._peers.get(message.sender)
+        if known is not None:
+            known.epoch = message.epoch
+        return HELLO(self, line, message)
+
+    monkeypatch.setattr(Inbox, "hello", hello)
+
+
+def nothing_is_sent_again_to_a_restarted_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def welcome(self: Outbox, message: Welcome) -> bool:
+        known, unsent = self._receiver_epoch, list(self._unsent)
+        shrank = before(self, message)
+        if known not in (None, message.epoch):
+            self._unsent.clear()
+            self._unsent.extend(unsent)
+        return shrank
+
+    before = Outbox.welcome
+    monkeypatch.setattr(Outbox, "welcome", welcome)
+
+
+def batches_are_acknowledged_before_they_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def turn(self: ReceivingProcess) -> bool:
+        moved = TURN(self)
+        for _, _, delivery in self.held:
+            delivery.ack()
+        return moved
+
+    monkeypatch.setattr(ReceivingProcess, "turn", turn)
+
+
+WITHOUT: list[tuple[Callable[[pytest.MonkeyPatch], None], int, str]] = [
+    (credit_is_ignored, 100, "without credit"),
+    (what_came_before_is_new, 300, "delivered twice|comes after|another item|without end|not done"),
+    (gaps_are_not_seen, 2000, "left out"),
+    (a_restarted_sender_is_taken_for_the_one_before, 100, "."),
+    (nothing_is_sent_again_to_a_restarted_receiver, 200, "not done"),
+    (batches_are_acknowledged_before_they_are_done, 1000, "left out|not done"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("broken", "within", "found"), WITHOUT, ids=[broken.__name__ for broken, *_ in WITHOUT])
+def test_some_seed_breaks_a_law_where(
+    broken: Callable[[pytest.MonkeyPatch], None], within: int, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    law, seed = first_broken(ChannelWorld, range(within))
+    assert law is not None, f"no seed up to {seed} noticed it"
+    assert re.search(found, law), law
+
+
+def make_inbox(epoch: int) -> Inbox:
+    return Inbox(edge="edge", epoch=epoch, capacity=inbox.Credit(rows=8, bytes=1 << 20), max_message_bytes=1 << 20)
+
+
+def make_outbox() -> Outbox:
+    return Outbox(edge="edge", sender="a", epoch=1, schema=encode_schema(pa.schema(SCHEMA)))
+
+
+def test_a_hello_that_is_read_late_from_a_broken_connection_does_not_take_the_stream_back() -> None:
+    receiver, sender = make_inbox(1), make_outbox()
+    late, new = sender.hello(), sender.hello()
+    receiver.hello("new line", new)
+    assert receiver.hello("old line", late) == []
+    assert receiver._peers["a"].line == "new line"
+
+
+@pytest.mark.parametrize("kind", ["ack", "welcome"])
+def test_words_of_a_dead_receiver_count_no_more_once_its_successor_was_greeted(kind: str) -> None:
+    sender, dead, successor = make_outbox(), make_inbox(1), make_inbox(2)
+    [(_, welcome)] = dead.hello("line", sender.hello())
+    sender.welcome(welcome)
+    sender.add(rows=1, cost=inbox.cost(1, 8), payload=SimpleNamespace(size_bytes=8, checksum=0))
+    for parcel in sender.due():
+        dead.take(sender.header(parcel))
+    dead.acknowledge("a", 1, 0)
+    [(_, late)] = dead.flush() if kind == "ack" else dead.hello("line", sender.hello())
+    sender.lost()
+    hello = sender.hello()
+    sender.ack(late) if kind == "ack" else sender.welcome(late)
+    [(_, answer)] = successor.hello("another line", hello)
+    sender.welcome(answer)
+    assert [parcel.sequence for parcel in sender.due()] == [0], "its successor waits for it"
