@@ -174,8 +174,8 @@ class Scheduler:
             return
         if message.get("attempt", state.settings.attempt) != state.settings.attempt or not state.is_live:
             return  # the last words of an attempt that has ended
-        state.heard = self._clock()
         kind = message["kind"]
+        state.heard = self._clock()
         if state.state == "dying" and kind != "beat":
             return
         if kind == "hello":
@@ -211,6 +211,8 @@ class Scheduler:
         """Let one that has just become ready begin: a newcomer, or one that was started again."""
         for word in [word for node in state.nodes for word in self.conductor.words_for(node)]:
             self._tell(state, word)
+        for node in state.nodes:
+            self._say(self.conductor.returned(node))
         self._obey(self.scaling.ready(state.name))
         self.recovery.recovered(state.name, self._clock())
         with self._writing():

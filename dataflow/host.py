@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +122,8 @@ class Host:
             span = self._trace.add
             self.loops[name] = NodeLoop(
                 name, self.runtimes[name], ends, dict(lanes), most_rows=most_rows, mark=self._marker(name, lanes),
-                finished=self._finished(name, lanes), span=span,
+                finished=self._finished(name, lanes), settled=self._settled(name, {lane for lane, _, _ in ends}),
+                span=span,
             )  # fmt: skip
 
     def tell(self, node: str, message: Mapping[str, Any]) -> None:
@@ -176,6 +177,12 @@ class Host:
                 kept[lane].load([group.group_id for group in self.ledger.in_flight(lane)])
         return kept
 
+    def _settled(self, name: str, lanes: Iterable[str]) -> Callable[[str, list[int]], Collection[int]]:
+        """For a node that was started again: what comes to it once more may have been trained meanwhile."""
+        if self.ledger is None or not self.settings.attempt or self.graph.operators[name].kind == "sink":
+            return lambda lane, groups: ()
+        return settled_since(self.ledger, lanes)
+
     def _enter(self, node: str) -> None:
         """Note whose slice of work begins; "" for nobody's."""
         self.at, self.at_since = node, time.monotonic()
@@ -187,6 +194,7 @@ class Host:
         return Context(
             **facts,
             rank=self.settings.replica,
+            attempt=self.settings.attempt,
             seed=self.settings.seed,
             steps=self.settings.steps,
             device=self._device(name),
@@ -210,3 +218,15 @@ class Host:
                 ledger.advance(lane, group_ids, state)
 
         return mark
+
+
+def settled_since(ledger: Ledger, lanes: Iterable[str]) -> Callable[[str, list[int]], list[int]]:
+    """Which of some groups of a lane have an outcome with every sink; of those alone that were issued before now."""
+    issued = {lane: ledger.next_group_id(lane) for lane in lanes}
+
+    def settled(lane: str, groups: list[int]) -> list[int]:
+        before = [group for group in groups if group < issued[lane]]
+        waiting = {group.group_id for group in ledger.in_flight(lane)} if before else set()
+        return [group for group in before if group not in waiting]
+
+    return settled

@@ -108,7 +108,7 @@ class Link:
                     said = word(dealer.recv_multipart()[0])
                     if said is None:
                         continue
-                    if said["kind"] == "stacks":
+                    if said["kind"] == "ask_stacks":
                         dealer.send(msgpack.packb({"kind": "stacks", "threads": stacks.take()}))
                     elif said["kind"] != "heard":
                         self._words.append(said)

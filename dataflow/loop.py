@@ -85,12 +85,14 @@ class NodeLoop:
         most_rows: Mapping[str, int] | None = None,
         mark: Callable[[str, list[int]], None] | None = None,
         finished: Mapping[str, Finished] | None = None,
+        settled: Callable[[str, list[int]], Collection[int]] = lambda lane, groups: (),
         span: Callable[[str, float, float], None] = lambda node, begin_s, end_s: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """inlets: (lane, sending node, inlet); outlets by lane; most_rows: of a batch on the wire, by lane;
         mark: writes (lane, group ids) into the ledger; finished: by lane, where what leaves is kept until it has an
-        outcome, and found instead of being made again; span: is told of every slice of work.
+        outcome, and found instead of being made again; settled: which of some groups have an outcome already, though
+        their sender has not heard of it; span: is told of every slice of work.
         """
         self.node, self.runtime = node, runtime
         self.paused = False
@@ -106,6 +108,7 @@ class NodeLoop:
         self._mark, self._span, self._clock = mark, span, clock
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, Callable[[], None]]] = collections.deque()
         self._finished = finished or {}
+        self._settled = settled
         self.holding = Holding(released=self._forget)
         self._done: list[tuple[str, str, list[int]]] = []
         """Lane, origin and groups of deliveries that the runtime acknowledged."""
@@ -169,14 +172,15 @@ class NodeLoop:
         return moved
 
     def _take(self, lane: str, origin: str, delivery: Any) -> None:
-        """Push what is new of a delivery; what was finished before leaves at once."""
+        """Push what is new of a delivery; what was finished before leaves at once, what has an outcome is let go."""
         groups = _ids(delivery.batch)
         new = self.holding.arrive(lane, origin, groups, delivery.ack)
-        found = self._found(lane, new)
-        if found:
+        settled = set(self._settled(lane, new))
+        found = self._found(lane, [group for group in new if group not in settled])
+        if settled or found:
             self._send_on(lane, found)
-            self._done.append((lane, origin, list(found)))
-            new = [group for group in new if group not in found]
+            self._done.append((lane, origin, [*settled, *found]))
+            new = [group for group in new if group not in settled and group not in found]
         if new or not groups:
             rows = delivery.batch
             if len(new) < len(groups):

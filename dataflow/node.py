@@ -96,6 +96,8 @@ class Context:
     rank: int = 0
     """Which replica this is."""
     replicas: int = 1
+    attempt: int = 0
+    """How often this process was started before, in a run that went on meanwhile."""
     ranks: int = 1
     """Processes that make up this replica; this one is the first, and starts the others."""
     seed: int = 0

@@ -49,8 +49,8 @@ class Issue(Runtime):
         self._ledger = context.ledger
         self._on_demand = context.on_demand
         self._next = 0 if context.ledger is None else context.ledger.next_group_id(self._lane)
-        self._again = self._in_flight()
-        """Groups to be issued once more, in order."""
+        self._again: deque[int] | None = None
+        """Groups to be issued once more, in order; None: before its first work, when every node is ready."""
         self._last = None if prompts.epochs is None else prompts.epochs * len(table)
         bound = context.bounds.get(self._lane)
         steps = None if bound is None else bound.steps if bound.steps is not None else context.steps
@@ -65,8 +65,10 @@ class Issue(Runtime):
         """The next groups, if any are wanted."""
         if self._is_draining:
             return None
+        if self._again is None:
+            self._again = self._in_flight()
         if self._on_demand:
-            return self._round() if self._rounds else None
+            return self._round(self._again) if self._rounds else None
         if self._again:
             again = [self._again.popleft() for _ in range(min(len(self._again), ROWS_AT_ONCE))]
             return [self._issue(again, self._rows(again), 0, 0)]
@@ -98,7 +100,7 @@ class Issue(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         """Groups issued, prompts of an epoch, rows left out because they are bad, and whether it is done."""
-        is_over = self._last is not None and self._next >= self._last and not self._on_demand and not self._again
+        is_over = self._last is not None and self._next >= self._last and not self._on_demand and self._again == deque()
         return {
             "issued": self._next,
             "rows": len(self._table),
@@ -122,11 +124,11 @@ class Issue(Runtime):
             rows[at] = self._order[1][place]
         return rows
 
-    def _round(self) -> list[Batch]:
+    def _round(self, waiting: deque[int]) -> list[Batch]:
         """The next groups of a round; one that was cut off begins anew, with the numbers that its groups had."""
         stop = min(self._at + ROWS_AT_ONCE, len(self._table))
         count = stop - self._at
-        again = [self._again.popleft() for _ in range(min(len(self._again), count))]
+        again = [waiting.popleft() for _ in range(min(len(waiting), count))]
         groups = [*again, *range(self._next, self._next + count - len(again))]
         batch = self._issue(groups, np.arange(self._at, stop), self._rounds[0], len(self._table))
         self._at = stop

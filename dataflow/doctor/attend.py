@@ -110,7 +110,7 @@ class Attendant:
     def _ask_for_stacks(self) -> None:
         for state in self._workers.values():
             if state.state in ("starting", "ready"):
-                self._send(state.name, {"kind": "stacks"})
+                self._send(state.name, {"kind": "ask_stacks"})
 
     def _note(self, now: float) -> None:
         workers = {name: self._worker(state, now) for name, state in self._workers.items()}

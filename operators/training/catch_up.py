@@ -26,11 +26,12 @@ class CatchUp:
 
     consumes: the rollouts files of the steps between, each compared with the ledger before the first is trained
     produces: the weights and the optimiser's state of the last of them, as they were; checkpoints that are due
-    waits for: nothing; a call of `work` reads one file or does one micro-batch
+    waits for: nothing; a call of `work` does one micro-batch
     unblocked by: -
 
     Nothing is written to the ledger and nothing published. Where a file is missing or damaged, the ledger is taken back
-    to the step before it: what was trained from there on is in flight again.
+    to the step before it: what was trained from there on is in flight again. Only at the start of a run, before sources
+    look what is: in one that goes on meanwhile it is an error.
     """
 
     def __init__(self, context: Context, making: Making, journal: Journal, steps: Sequence[MadeStep]) -> None:
@@ -47,6 +48,11 @@ class CatchUp:
         """Steps to make."""
         return len(self._left)
 
+    def check(self) -> None:
+        """Look at all the files."""
+        while self._unread:
+            self._read(self._unread.popleft())
+
     def work(self) -> bool:
         """Do a slice; False, and nothing was done, once the weights are those of the last committed step.
 
@@ -56,8 +62,6 @@ class CatchUp:
             self._making.micro()
         elif self._making.rows is not None:
             self._end(self._left.popleft())
-        elif self._unread:
-            self._read(self._unread.popleft())
         elif self._left:
             self._begin(self._left[0])
         else:
@@ -103,8 +107,13 @@ class CatchUp:
             self._journal.keep(step.step)
 
     def _take_back(self, to: int, why: str) -> None:
-        """Let the ledger forget the steps after `to`."""
+        """Let the ledger forget the steps after `to`. Raises OperatorError where the run has gone on meanwhile."""
         context = self._context
+        if context.attempt:
+            raise OperatorError(
+                f"'{context.node}' cannot make step {to + 1} again in this run: {why}; stop it and resume it, then its "
+                f"groups are generated and trained again"
+            )
         lost = [step for step in self._left if step.step > to]
         groups = sum(len(step.trained) for step in lost)
         assert context.ledger is not None, "it said which steps there are"

@@ -81,7 +81,9 @@ class TrainerRuntime(Runtime):
         self._began = context.clock() - float(told.get("seconds", 0.0))
         self._weights = {name: weight.detach() for name, weight in learner.parameters.items()}
         self._writer: WeightsOut | None = context.writer(self._weights) if context.writer else None
-        if not missing:
+        self._behind.check()
+        if not self._behind.left:
+            self._taken_back = self._behind.taken_back
             self._open()
 
     @classmethod

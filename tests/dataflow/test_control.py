@@ -253,6 +253,8 @@ def test_a_worker_that_hangs_or_is_stuck_is_killed_and_started_again_when_it_is_
                 run.beat(name)
         run.turn()
     assert run.desk.killed == [("generator-0", signal.SIGKILL)] and run.desk.spawned == []
+    run.beat("generator-0")  # it was on its way, and makes the silence no shorter
+    run.turn()
     run.exits("generator-0")
     run.turn()
     run.restart("generator-0")

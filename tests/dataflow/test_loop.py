@@ -11,6 +11,8 @@ import pytest
 
 from dataflow.errors import OperatorError
 from dataflow.finished import Finished
+from dataflow.host import settled_since
+from dataflow.ledger import Ledger
 from dataflow.loop import NodeLoop
 from dataflow.node import Batch, Runtime
 
@@ -412,3 +414,24 @@ def test_after_the_end_what_a_restarted_node_sends_again_is_acknowledged_like_th
     assert events.of("acked") == [("acked", 0), ("acked", 7)], "the delivery before, and what has an outcome"
     outlet.acknowledge()
     assert len(events.of("acked")) == 3
+
+
+def test_what_has_an_outcome_is_acknowledged_and_not_made_again(tmp_path: Path) -> None:
+    """A generator that was started again: groups 0 and 1 were trained before their source heard of it."""
+    with Ledger.create(tmp_path / "ledger.db", {"trainer": ["lane"]}) as ledger:
+        ledger.issue("lane", [(group, f"prompt {group}") for group in range(3)])
+        settled = settled_since(ledger, ["lane"])
+        ledger.commit_step("trainer", 1, version=1, source="lane", trained=[0, 1])
+        ledger.issue("lane", [(3, "prompt 3")])
+        events = Events()
+        inlet, outlet = FakeInlet(events, rows(0), rows(1, 2), rows(3)), FakeOutlet(events, keeps=True)
+        loop = NodeLoop("node", Script(events), [("lane", "origin", inlet)], {"lane": [outlet]}, settled=settled)
+        loop.turn()
+        assert events.of("pushed", "acked") == [("pushed", 2), ("pushed", 3), ("acked", 0)]
+        while loop.turn():
+            pass
+        assert events.of("sent") == [("sent", 2), ("sent", 3)]
+        outlet.acknowledge()
+        assert events.of("acked") == [("acked", 0), ("acked", 1, 2)]
+        ledger.roll_back_to(0, "trainer")
+        assert settled("lane", [0, 1, 2, 3]) == []

@@ -17,6 +17,7 @@ from lives_rig import GROUPS, Life, declared, policy_folder, run_folder, same
 from ranks_rig import in_a_fork
 from trainer_rig import COLUMNS, group
 
+from dataflow.errors import OperatorError
 from dataflow.files import RunFolderError
 from dataflow.ledger import Ledger, LedgerError
 from dataflow.model import LoRA
@@ -181,6 +182,17 @@ def test_a_rollouts_file_that_is_lost_takes_the_ledger_back_and_its_groups_are_t
     assert same(again.state(), had)
     again.end()
     assert verify(folder.path).clean, verify(folder.path)
+
+
+def test_a_rollouts_file_that_is_lost_takes_nothing_back_in_a_run_that_goes_on_meanwhile(policy, tmp_path):
+    folder = run_folder(tmp_path)
+    first = Life(folder, declared(policy)).run(range(4))
+    first.end()
+    os.truncate(folder.step_file(2), 500)
+    with pytest.raises(OperatorError, match=r"cannot make step 2 again .* stop it and resume it"):
+        Life(folder, declared(policy), attempt=1)
+    with Ledger.open(folder.ledger) as ledger:
+        assert ledger.last_step("trainer") == 2
 
 
 def test_checkpoints_of_steps_that_were_taken_back_are_never_taken_for_those_of_the_new_ones(policy, tmp_path):
