@@ -175,8 +175,9 @@ class Scheduler:
         if message.get("attempt", state.settings.attempt) != state.settings.attempt or not state.is_live:
             return  # the last words of an attempt that has ended
         kind = message["kind"]
-        state.heard = self._clock()
-        if state.state == "dying" and kind != "beat":
+        if state.state != "dying":
+            state.heard = self._clock()
+        elif kind != "beat":
             return
         if kind == "hello":
             state.pid, state.state, state.addresses = message["pid"], "starting", message["addresses"]

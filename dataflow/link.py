@@ -14,6 +14,8 @@ from dataflow.doctor import stacks
 from dataflow.secure import MESSAGE_BYTES, RunKeys, present, word
 
 BEAT_S = 0.2
+_ABSENT_S = 1.0
+"""From one turn to the next: a process that took longer was stopped, or had no core, and could not have heard."""
 
 
 class Link:
@@ -90,12 +92,15 @@ class Link:
         if self._keys is not None:
             present(dealer, self._keys.senders)
         dealer.connect(self._address)
-        heard = beaten = time.monotonic()
+        heard = beaten = turned = time.monotonic()
         alone = False
         try:
             while True:
                 stopping = self._stop.is_set()
-                now = time.monotonic()
+                now, before = time.monotonic(), turned
+                turned = now
+                if now - before > _ABSENT_S:
+                    heard += now - before
                 while self._events:
                     dealer.send(msgpack.packb(self._events.popleft()))
                 if now - beaten >= BEAT_S:

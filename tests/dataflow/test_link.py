@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -146,6 +147,24 @@ def test_a_worker_whose_scheduler_is_gone_learns_it(link_to: Callable[..., Link]
     orphaned = threading.Event()
     link_to(orphaned=orphaned.set, patience_s=0.05).start(dict)
     assert orphaned.wait(DEADLINE_S)
+
+
+def test_time_in_which_a_worker_was_stopped_itself_is_no_silence_of_the_scheduler(
+    desk: Desk, link_to: Callable[..., Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler may have been stopped with it, and answers the next beat."""
+    slept = [0.0]
+    played = SimpleNamespace(monotonic=lambda: time.monotonic() + slept[0])
+    monkeypatch.setattr("dataflow.link.time", played)
+    orphaned = threading.Event()
+    link = link_to(orphaned=orphaned.set)
+    link.start(dict)
+    desk.hear("beat")
+    slept[0] = 1_000.0
+    for _ in range(3):
+        desk.hear("beat")
+    desk.say("generator-0", kind="tell")
+    assert words_of(link, 1) == [{"kind": "tell"}] and not orphaned.is_set()
 
 
 def test_a_worker_learns_it_also_when_the_scheduler_falls_silent_later(
