@@ -76,6 +76,12 @@ class Ports:
         for edge, count in senders.items():
             self.inlets[edge].expect(count)
 
+    def over(self, senders: Mapping[str, int]) -> None:
+        """By edge that ends here, a replica whose stream the attempt before this one had to its end."""
+        for edge in self._edges:
+            if edge.name in senders:
+                self.inlets[edge.name].over(f"{edge.producer}-{senders[edge.name]}")
+
     def add(self, receivers: Mapping[str, str]) -> None:
         """Send to another receiver too, by edge."""
         for edge, address in receivers.items():

@@ -71,6 +71,8 @@ class _Member:
     unconfirmed: dict[int, str] = field(default_factory=dict)
     """Tickets of words about it, and who is to confirm them."""
     wired: bool = False
+    wired_again: bool = False
+    """Whether the attempt that runs is not the first."""
     drained: bool = False
 
 
@@ -160,7 +162,7 @@ class Scaling:
         """A member died that was not told to stop, and is going to be started again."""
         member = self._members[name]
         self._away.add(name)
-        member.drained = member.wired = False
+        member.drained = member.wired = member.wired_again = False
         member.senders = {sender for sender in member.senders if not self.leaves(sender)}
         for other in self._members.values():
             if other.state == "joining" and other is not member:
@@ -173,9 +175,8 @@ class Scaling:
     def senders(self, name: str) -> dict[str, int]:
         """By edge that ends at a member which died: how many senders its next attempt is to expect."""
         member = self._members[name]
-        telling = set(member.unconfirmed.values()) if member.state == "leaving" else member.senders
         return {
-            edge: sum(self._members[sender].worker == producer for sender in telling)
+            edge: sum(self._members[sender].worker == producer for sender in member.senders)
             for edge, producer, consumer in self._edges if consumer == member.worker
         }  # fmt: skip
 
@@ -187,9 +188,12 @@ class Scaling:
 
     def confirmed(self, ticket: int) -> list[Order]:
         """A worker has done what the word with this ticket said."""
+        orders: list[Order] = []
         for member in self._members.values():
-            member.unconfirmed.pop(ticket, None)
-        return self._wire() + self._stop()
+            sender = member.unconfirmed.pop(ticket, None)
+            if sender is not None and member.state == "leaving" and member.wired_again:
+                orders.append(self._over(member, sender))
+        return orders + self._wire() + self._stop()
 
     def ready(self, name: str) -> list[Order]:
         """One is built and wired: it starts, and a newcomer gets its share of the rows from now on."""
@@ -279,7 +283,7 @@ class Scaling:
 
     def _wire_again(self, member: _Member) -> list[Order]:
         """Where one that died sends to; of a leaver only one that it had not let go, which it does at once."""
-        member.wired = True
+        member.wired = member.wired_again = True
         addresses: dict[str, list[str]] = {}
         orders: list[Order] = []
         for receiver in self._members.values():
@@ -290,7 +294,18 @@ class Scaling:
                     addresses.setdefault(edge, []).append(address)
                 if leaving:
                     orders.append(self._about(member.name, receiver, "retire", ticket=tickets[0]))
+        if member.state == "leaving":
+            told = sorted(member.senders - set(member.unconfirmed.values()))
+            orders += [self._over(member, sender) for sender in told]
         return [Say(member.name, {"kind": "wire", "addresses": addresses}), *orders]
+
+    def _over(self, member: _Member, sender: str) -> Say:
+        """Tell a leaver that a sender has told it the end, be it the attempt before: it need not wait for that."""
+        own = self._members[sender]
+        edges = [
+            edge for edge, producer, consumer in self._edges if (producer, consumer) == (own.worker, member.worker)
+        ]
+        return Say(member.name, {"kind": "over", "senders": dict.fromkeys(edges, own.replica)})
 
     def _leave(self, member: _Member) -> list[Order]:
         member.state = "leaving"

@@ -144,6 +144,8 @@ class Worker:
                 case "expect":
                     self._ports.expect(word["senders"])
                     self._confirm(word)
+                case "over":
+                    self._ports.over(word["senders"])
                 case "add":
                     self._ports.add(word["receivers"])
                 case "retire":

@@ -248,7 +248,7 @@ def test_a_worker_that_never_gets_ready_is_named_when_the_start_is_overdue(light
 def test_what_a_scorer_does_wrong_is_recorded_and_never_a_reward(policy: Path, machine: None, tmp_path: Path) -> None:
     """Prompt by prompt, the scorer raises, loops, exits, eats memory, or gives none, for all or for some."""
 
-    @scorer(timeout_s=0.8, memory_mb=64)
+    @scorer(timeout_s=0.4, memory_mb=64)
     def judge(completion: str, answer: str, position: int) -> float | None:
         kind, _, some = answer.partition("/")
         if some and position % 2:
@@ -282,7 +282,7 @@ def test_what_a_scorer_does_wrong_is_recorded_and_never_a_reward(policy: Path, m
         fails = bool(some) and row["position"] % 2 == 0
         assert (row["reward"] is None, row["advantage"] is None) == (fails, fails)
         assert row["reward"] != 0
-        said = {"raise": "cannot judge", "loop": "0.8 s", "exit": "status 5", "fine": ""}[kind]
+        said = {"raise": "cannot judge", "loop": "0.4 s", "exit": "status 5", "fine": ""}[kind]
         assert (said in row["error"]) if fails else row["error"] is None
 
 

@@ -337,10 +337,7 @@ class World:
         self.obey(self.scaling.fell(process.name))
 
     def rise(self, process: Process) -> None:
-        """It is started again, later than what was said before its death needs to arrive."""
-        for other in self.processes.values():
-            while any(kind == "confirmed" for kind, _ in other.events):
-                self.report(other)
+        """It is started again, whatever was said before its death and has not arrived yet."""
         process.expected = self.scaling.senders(process.name)
         address, process.peers = f"at-{process.name}", {}
         for sender in self.processes.values():
@@ -368,6 +365,9 @@ class World:
             case "expect":
                 process.expected |= word["senders"]
                 process.events.append(("confirmed", word["ticket"]))
+            case "over":
+                for edge, replica in word["senders"].items():
+                    process.peers.setdefault(f"{edge.partition('>')[0]}-{replica}", True)
             case "wire":
                 for edge, found in word["addresses"].items():
                     for address in found:

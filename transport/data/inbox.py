@@ -69,6 +69,7 @@ class Inbox:
         self._edge, self._epoch, self.capacity = edge, epoch, capacity
         self._senders, self._max_message_bytes = senders, max_message_bytes
         self._peers: dict[str, _Peer] = {}
+        self._over: set[str] = set()
         self._earlier: dict[str, dict[tuple[int, int], Credit]] = {}
         self._settled = True
         self._said = epoch
@@ -83,11 +84,16 @@ class Inbox:
     @property
     def ended(self) -> bool:
         """Whether as many senders as were expected came, and all of them ended."""
-        return len(self._peers) >= self._senders and all(peer.ended for peer in self._peers.values())
+        come = len(self._peers.keys() | self._over)
+        return come >= self._senders and all(peer.ended for peer in self._peers.values())
 
     def awaited(self, senders: int) -> int:
         """How many may still send when so many are expected: not come yet, or come and not ended."""
         return max(senders, len(self._peers)) - sum(peer.ended for peer in self._peers.values())
+
+    def over(self, sender: str) -> None:
+        """A sender that ended its stream towards an earlier incarnation of this receiver need not come."""
+        self._over.add(sender)
 
     def expect(self, senders: int) -> Replies:
         """So many senders in all: those that ended or were forgotten included."""

@@ -157,6 +157,13 @@ class Receiver:
             )
         self._reply(self._inbox.expect(senders))
 
+    def over(self, sender: str) -> None:
+        """A sender whose stream an earlier incarnation of this receiver had to its end counts as ended here.
+
+        If it comes all the same, it is served like any other.
+        """
+        self._inbox.over(sender)
+
     def forget(self, sender: str) -> None:
         """A sender that will not come back counts as ended, and its share goes to the others.
 

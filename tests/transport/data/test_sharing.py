@@ -80,3 +80,16 @@ def test_broadcast_reaches_all_or_none(rig: Rig) -> None:
     assert sender.room() == 2
     assert [sender.send(make_batch(number)) for number in range(3)] == [True, True, False]
     assert firsts(take(receivers[0], 2, sender)) == firsts(take(receivers[1], 2, sender)) == [0, 1]
+
+
+def test_a_sender_whose_end_an_earlier_incarnation_had_need_not_come_again(rig: Rig) -> None:
+    receiver = rig.receiver(senders=2)
+    sender = rig.sender(receiver, sender_id="second")
+    connect(sender, to=receiver)
+    sender.finish()
+    drain(sender, receiver)
+    assert not receiver.finished
+    receiver.over("second")
+    assert not receiver.finished, "it has come itself"
+    receiver.over("first")
+    assert receiver.finished
