@@ -418,6 +418,7 @@ def test_a_killed_scheduler_leaves_no_sockets_and_no_memory(program: Callable[[s
     wait_until(lambda: not any(made.exists() for made in running.made()), 5.0, "the end of its sockets")
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_scheduler_that_is_killed_while_the_forkserver_loads(
     program: Callable[[str], Program],
 ) -> None:

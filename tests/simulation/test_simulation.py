@@ -38,6 +38,7 @@ def test_all_laws_hold_in_each_of_20_000_seeds(first: int) -> None:
     hold(World, range(first, first + 500))
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_event_by_event_in_another_process() -> None:
     def log(hashing: str) -> str:
         command = [sys.executable, "-m", "tests.simulation", "--seed", "11"]
