@@ -37,6 +37,9 @@ from dataflow.trace import merge
 from dataflow.verify import Verdict, verify
 from dataflow.watch import Watch
 
+TIMES_S = 5.0
+"""Between two times that the seconds so far are written: so many a run that is killed does not know of."""
+
 
 @dataclass(frozen=True)
 class Inline:
@@ -189,6 +192,30 @@ class _Outcome:
     busy_seconds: Mapping[str, float]
 
 
+class _Times:
+    """times.json, of all parts of the run together; written on the way too, as a run that is killed says nothing."""
+
+    def __init__(self, folder: RunFolder, begun: Begun) -> None:
+        self._folder, self._begun = folder, begun
+        self._looked = time.monotonic()
+
+    def look(self, watch: Watch) -> None:
+        """Write how far it is, now and then."""
+        if time.monotonic() - self._looked > TIMES_S:
+            self._looked = time.monotonic()
+            self.write("not finished", watch.seconds, watch.busy_seconds, flush=False)
+
+    def write(self, outcome: str, seconds: float, busy_seconds: Mapping[str, float], *, flush: bool = True) -> None:
+        """Seconds and, by node, seconds at work, of this part."""
+        before = self._begun
+        busy = {
+            node: before.busy_seconds.get(node, 0.0) + busy_seconds.get(node, 0.0)
+            for node in {**before.busy_seconds, **busy_seconds}
+        }
+        found = {"outcome": outcome, "seconds": before.seconds + seconds, "busy_seconds": busy}
+        self._folder.write_json("times.json", found, flush=flush)
+
+
 def _carry_out(
     graph: Graph,
     planned: Plan,
@@ -201,11 +228,12 @@ def _carry_out(
     """Run it, and leave its times, its curve and its trace in the folder."""
     folder = RunFolder.open(settings.folder)
     watch = Watch(graph, planned, folder, settings.steps)
+    times = _Times(folder, begun)
     if on is None:
-        outcome = _run_processes(graph, planned, settings, begun, watch, quiet, limits)
+        outcome = _run_processes(graph, planned, settings, begun, watch, times, quiet, limits)
     else:
-        outcome = _run_inline(graph, planned, settings, begun, watch, quiet)
-    _write_times(folder, begun, "stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
+        outcome = _run_inline(graph, planned, settings, begun, watch, times, quiet)
+    times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
     (folder.path / "curve.svg").write_text(reward_curve_svg(watch.lines, title=graph.name), encoding="utf-8")
     merge(folder)
     return outcome
@@ -217,6 +245,7 @@ def _run_processes(
     settings: Settings,
     begun: Begun,
     watch: Watch,
+    times: _Times,
     quiet: bool,
     limits: Limits | None,
 ) -> _Outcome:
@@ -227,6 +256,7 @@ def _run_processes(
 
     def look() -> None:
         watch.note(scheduler.conductor, scheduler.beats)
+        times.look(watch)
         view.update(watch.snapshot())
         while scheduler.said:
             view.message(scheduler.said.pop(0))
@@ -246,13 +276,16 @@ def _run_processes(
     return _outcome(watch, scheduler.conductor)
 
 
-def _run_inline(graph: Graph, planned: Plan, settings: Settings, begun: Begun, watch: Watch, quiet: bool) -> _Outcome:
+def _run_inline(
+    graph: Graph, planned: Plan, settings: Settings, begun: Begun, watch: Watch, times: _Times, quiet: bool
+) -> _Outcome:
     running = InlineRun(graph, planned, settings)
     if begun.steps:
         running.conductor.go_on(begun.steps, begun.rounds)
 
     def look() -> bool:
         watch.note(running.conductor, {"inline-0": running.snapshot()})
+        times.look(watch)
         view.update(watch.snapshot())
         return False
 
@@ -318,16 +351,5 @@ def _describe_again(
     config = {**recorded.config, "steps": settings.steps, "resumed": resumed, **plan_facts(graph, planned)}
     folder.write_json("config.json", config)
     graph.draw(folder.graph_svg, planned)
-    _write_times(folder, begun, "not finished", 0.0, {})
+    _Times(folder, begun).write("not finished", 0.0, {})
     folder.make_latest()
-
-
-def _write_times(
-    folder: RunFolder, begun: Begun, outcome: str, seconds: float, busy_seconds: Mapping[str, float]
-) -> None:
-    """Of all parts of the run together."""
-    busy = {
-        node: begun.busy_seconds.get(node, 0.0) + busy_seconds.get(node, 0.0)
-        for node in {**begun.busy_seconds, **busy_seconds}
-    }
-    folder.write_json("times.json", {"outcome": outcome, "seconds": begun.seconds + seconds, "busy_seconds": busy})

@@ -129,10 +129,12 @@ class RunFolder:
         step = checkpoints.latest(at_most)
         return None if step is None else checkpoints.folder(step)
 
-    def write_json(self, name: str, value: Any) -> None:
-        """Put `value` as strict JSON at `name` in the folder, whole or not at all. Errors: RunFolderError."""
+    def write_json(self, name: str, value: Any, *, flush: bool = True) -> None:
+        """Put `value` as strict JSON at `name` in the folder, whole or not at all; `flush`: wait for the disk.
+
+        Errors: RunFolderError."""
         content = to_json(value, indent=1).encode() + b"\n"
-        write_atomically(self.path / name, lambda file: _put(file, content))
+        write_atomically(self.path / name, lambda file: _put(file, content), flush=flush)
 
     def read_json(self, name: str) -> Any:
         """The JSON value at `name`. Errors: RunFolderError when it is missing or not JSON."""

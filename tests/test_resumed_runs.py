@@ -81,7 +81,11 @@ def test_groups_in_flight_when_a_run_ended_are_trained_when_it_goes_on(policy: P
     assert set(waiting) <= {*trained, *(group for step in made for group in step.dropped)} and set(dropped) <= {"stale"}
 
 
-def test_a_run_that_failed_goes_on_from_what_was_committed(undisturbed: Result, policy: Path, tmp_path: Path) -> None:
+def test_a_run_that_failed_goes_on_from_what_was_committed_and_its_seconds_count(
+    undisturbed: Result, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["dataflow.run"], "TIMES_S", 0.0)
+
     def boom() -> None:
         raise ValueError("boom")
 
@@ -94,9 +98,13 @@ def test_a_run_that_failed_goes_on_from_what_was_committed(undisturbed: Result, 
     with pytest.raises(OperatorError, match="boom"):
         run(failing, steps=STEPS, on=inline(), runs=tmp_path, quiet=True)
     assert 1 < len(steps_told(tmp_path / "latest")) < STEPS
+    before = RunFolder.open(tmp_path / "latest").read_json("times.json")
+    assert before["outcome"] == "not finished" and before["seconds"] > before["busy_seconds"]["trainer"] > 0
     whole = run(graph(), on=inline(), resume=tmp_path / "latest", quiet=True)
     assert whole.verdict.clean and whole.steps == STEPS, whole.verdict.line
     assert losses(whole.folder) == losses(undisturbed.folder)
+    after = RunFolder.open(whole.folder).read_json("times.json")
+    assert after["seconds"] == pytest.approx(before["seconds"] + whole.seconds)
 
 
 # As a user types it

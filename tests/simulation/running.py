@@ -1,5 +1,6 @@
 """Runs seeds one after the other; a broken law says how to repeat it."""
 
+import re
 from collections.abc import Iterable
 
 from .channels import ChannelWorld
@@ -23,3 +24,10 @@ def first_broken(kind: type[World] | type[ChannelWorld], seeds: Iterable[int]) -
         except Broken as law:
             return str(law), seed
     return None, seed
+
+
+def notice(kind: type[World] | type[ChannelWorld], within: int, found: str) -> None:
+    """One of so many seeds breaks a law, and says so in words that `found` matches."""
+    law, seed = first_broken(kind, range(within))
+    assert law is not None, f"no seed up to {seed} noticed it"
+    assert re.search(found, law), law

@@ -18,14 +18,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+_OF_MORE_THAN_A_TEXT = (UnicodeError, ExceptionGroup)
 _RAISED_AGAIN: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (
-        ArithmeticError, AssertionError, AttributeError, Exception, IndexError, KeyError, LookupError, MemoryError,
-        NameError, NotImplementedError, OSError, OverflowError, RecursionError, RuntimeError, StopIteration, TypeError,
-        ValueError, ZeroDivisionError,
-    )
-}  # fmt: skip
+    for kind in vars(builtins).values()
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _OF_MORE_THAN_A_TEXT)
+}
 
 
 FIND, SAME = "__candidate__", "__same__"
