@@ -17,8 +17,10 @@ CAPACITY_BYTES = 16 << 30
 _CAPACITY_ROWS = 4096
 _PROMPTS = 512
 _MOST_PROMPTS = 1 << 16
-_TOGETHER = 4
-"""Groups that travel, and are acknowledged, together."""
+_TOGETHER = 16
+"""Most groups that travel, and are acknowledged, together."""
+_PARTS = 8
+"""A step's prompts travel in at least so many parts, so that so many replicas share in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +57,15 @@ def _prompts(graph: Graph, stream: Stream[Any], generator: Operator, bound: Boun
     """Prompts are few and cheap to hold back.
 
     A prompt is acknowledged when its rollouts have an outcome, so a replica gets no more of them than may be in flight,
-    and a step's worth to go on with. Each travels alone, so that no other's outcome holds its credit back, all replicas
-    share in every step, and one that joins soon does.
+    and a step's worth to go on with. A few neighbours travel together: a trainer takes groups in order, so they have
+    their outcomes one after the other, and none keeps the credit of the others for long.
     """
-    in_flight = _PROMPTS if bound is None else (bound.max_staleness + 2) * bound.prompts_per_step
+    step = _PROMPTS if bound is None else bound.prompts_per_step
+    together = max(1, min(_TOGETHER, step // _PARTS))
+    in_flight = _PROMPTS if bound is None else (bound.max_staleness + 2) * step + together
     return Edge(
         producer=stream.node, consumer=generator.name, lane=stream.lane, columns=stream.columns,
-        capacity_rows=min(in_flight, _MOST_PROMPTS), batch_rows=1,
+        capacity_rows=min(in_flight, _MOST_PROMPTS), batch_rows=together,
     )  # fmt: skip
 
 

@@ -181,7 +181,7 @@ def _texts(rows: Sequence[Ended], tokenizer: Any, ends: frozenset[int]) -> list[
     unsaid = [i for i, row in enumerate(rows) if row.text is None]
     wanted = []
     for i in unsaid:
-        ids = rows[i].tokens[rows[i].start :].tolist()
+        ids = rows[i].tokens[rows[i].start :]
         wanted.append(ids[:-1] if rows[i].reason == STOPPED and ids[-1] in ends else ids)
     texts = [row.text or "" for row in rows]
     if wanted:

@@ -257,6 +257,13 @@ class Learner:
         return tensor.to(like.device, like.dtype if tensor.is_floating_point() or tensor.dtype == torch.bool else None)
 
 
+def _seed(number: int) -> None:
+    """For dropout. Not torch.manual_seed: without a GPU that keeps the stack of every call, for a GPU to come."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(number)
+
+
 def vanishes_without_advantage(loss: LossFunction) -> bool:
     """Whether rollouts of advantage 0 can be left out: they add exactly nothing to the loss and its gradient,
     and the other rollouts' part does not depend on them. Found by trying.

@@ -49,6 +49,15 @@ def test_the_order_of_arrival_changes_no_bit_of_the_weights(tmp_path):
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU its seeds are set at once")
+def test_the_seed_of_a_step_leaves_nothing_for_a_gpu_that_is_not_there(tmp_path):
+    before = len(torch.cuda._queued_calls)
+    world = rig(tmp_path)
+    world.push(*map(group, range(4)))
+    world.run()
+    assert len(world.ledger.steps) == 2 and len(torch.cuda._queued_calls) == before
+
+
 def test_a_group_that_comes_twice_is_trained_once(tmp_path):
     world = rig(tmp_path)
     world.push(group(0), group(1))
