@@ -61,16 +61,19 @@ class Diagnostics:
         self,
         new_T: Tensor,
         old_T: Tensor,
-        versions_T: Tensor,
+        oldest_T: Tensor,
         *,
         entropy_T: Tensor | None = None,
         reference_T: Tensor | None = None,
     ) -> None:
-        """Add a micro-batch of a policy: log-probabilities of trainer, generator, reference; no gradients."""
+        """Add a micro-batch of a policy: log-probabilities of trainer, generator, reference; no gradients.
+
+        oldest_T: of each token's rollout the oldest version that drew any of it.
+        """
         log_ratio = new_T - old_T
         ratio = log_ratio.exp()
         low, high = self.bounds or (0.0, math.inf)
-        same = versions_T == self.version
+        same = oldest_T == self.version
         found = [
             torch.full_like(ratio[:1], len(ratio)).sum(), ratio.sum(), (ratio * ratio).sum(),
             (ratio - 1 - log_ratio).sum(), ((ratio > high) | (ratio < low)).sum(), same.sum(),
@@ -103,7 +106,8 @@ class Diagnostics:
 
         ratio_mean, ratio_max: pi / mu. ess: effective share of the tokens, (sum r)^2 / (n sum r^2). kl: estimate of
         KL(generator || trainer), kl_reference: of KL(trainer || reference), both nats per token (k3). mismatch: mean
-        |log pi - log mu| of tokens drawn from the weights that are trained, which should be rounding alone.
+        |log pi - log mu| of rollouts drawn whole from the weights that are trained, which should be rounding alone: a
+        token drawn from them after others of older weights has seen a KV-cache that the older ones left.
         explained_variance: 1 - Var(target - value) / Var(target).
         """
         found = dict(zip(self.names, sums, strict=True))

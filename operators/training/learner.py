@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dataflow.errors import OperatorError
 from dataflow.records import ADVANTAGE, REF_LOGPROBS, VALUES
+from dataflow.staleness import NO_TOKEN
 from operators.packing import Array, Kept, Packed, gather, pack, split
 from operators.training.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.findings import Findings, not_finite
@@ -170,7 +171,7 @@ class Learner:
         total = (losses * self._tensor(self._scale_R[row_T], new_T)).sum()
         torch.autograd.backward(total)
         self._totals.append(total.detach().to(torch.float64))
-        self._measure(losses, computed, given, rows.versions_S[flat_T], row_T)
+        self._measure(losses, computed, given, rows.oldest_R[row_T], row_T)
 
     def end(self, learning_rate: float) -> Outcome:
         """Clip, update the weights and report; the weights stay as they were when anything was not finite."""
@@ -219,16 +220,16 @@ class Learner:
         return losses.expand(new_T.shape)
 
     def _measure(
-        self, losses: Tensor, computed: dict[str, Tensor], given: dict[str, Tensor], versions_T: Array, row_T: Array
+        self, losses: Tensor, computed: dict[str, Tensor], given: dict[str, Tensor], oldest_T: Array, row_T: Array
     ) -> None:
         assert self._diagnostics is not None
         with torch.no_grad():
             self._bad.append((~torch.isfinite(losses), row_T))
             now = {name: values.detach() for name, values in computed.items()}
-            if "new_values" not in now and (versions_T >= 0).any():  # demonstrations were drawn from no weights
+            if "new_values" not in now and (oldest_T != NO_TOKEN).any():  # demonstrations were drawn from no weights
                 new_T = now["new_logprobs"]
                 self._diagnostics.policy(
-                    new_T, given["logprobs"], self._tensor(versions_T, new_T), entropy_T=now.get("entropy"),
+                    new_T, given["logprobs"], self._tensor(oldest_T, new_T), entropy_T=now.get("entropy"),
                     reference_T=given.get(REF_LOGPROBS),
                 )  # fmt: skip
             elif VALUES in given and ADVANTAGE in given:

@@ -31,8 +31,6 @@ class StepRows:
     """rollout_id of each."""
     oldest_R: AnyArray
     """Version behind its oldest token; staleness.NO_TOKEN where the policy chose none."""
-    versions_S: AnyArray
-    """Version behind each token; -1 where the mask is false."""
     columns_R: dict[str, AnyArray]
     """Columns of the loss with one number per rollout."""
     columns_S: dict[str, AnyArray]
@@ -123,7 +121,6 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
         groups_R=_column(table, records.GROUP_ID).to_numpy(),
         rollout_ids_R=_column(table, records.ROLLOUT_ID).to_numpy(),
         oldest_R=oldest_versions(_column(table, records.VERSIONS)),
-        versions_S=_per_token(_column(table, records.VERSIONS), records.VERSIONS, table, offsets),
         columns_R=columns_R,
         columns_S=columns_S,
         kept_S=_kept(table, tokens_S, offsets) if records.SAMPLING_MASK in table.column_names else None,

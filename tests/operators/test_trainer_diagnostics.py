@@ -30,18 +30,18 @@ def measured(*parts: Diagnostics) -> dict[str, float | None]:
 @pytest.mark.parametrize("cuts", [(40,), (13, 27), (1, 38, 39)])
 def test_a_policys_figures_are_those_of_all_its_tokens_however_they_were_cut(cuts: tuple[int, ...]) -> None:
     new, old, reference, entropy = tokens(40, 0)
-    versions = torch.arange(40) % 3
+    oldest = torch.arange(40) % 3
     names = sums_of(("new_logprobs", "entropy"), ("logprobs", "ref_logprobs"))
     parts, begin = [], 0
     for end in (*cuts, 40):
         part = Diagnostics((0.0, 1.5), 2, names)
         cut = slice(begin, end)
         if end > begin:
-            part.policy(new[cut], old[cut], versions[cut], entropy_T=entropy[cut], reference_T=reference[cut])
+            part.policy(new[cut], old[cut], oldest[cut], entropy_T=entropy[cut], reference_T=reference[cut])
         parts.append(part)
         begin = end
     n, o, r, e = (each.double().numpy() for each in (new, old, reference, entropy))
-    ratio, same = np.exp(n - o), versions.numpy() == 2
+    ratio, same = np.exp(n - o), oldest.numpy() == 2
     wanted = {
         "ratio_mean": ratio.mean(), "ratio_max": ratio.max(), "ess": ratio.sum() ** 2 / (40 * (ratio**2).sum()),
         "kl": (ratio - 1 - np.log(ratio)).mean(), "truncated_share": (ratio > 1.5).mean(),

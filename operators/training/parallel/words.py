@@ -21,7 +21,6 @@ def chosen(rows: StepRows, rollouts: Array) -> StepRows:
         rows,
         tokens_S=rows.tokens_S[positions],
         mask_S=rows.mask_S[positions],
-        versions_S=rows.versions_S[positions],
         offsets=offsets,
         groups_R=rows.groups_R[rollouts],
         rollout_ids_R=rows.rollout_ids_R[rollouts],
@@ -38,7 +37,7 @@ def plain_rows(rows: StepRows) -> dict[str, Any]:
     return {
         "arrays": {
             name: plain_array(getattr(rows, name))
-            for name in ("tokens_S", "mask_S", "versions_S", "offsets", "groups_R", "rollout_ids_R", "oldest_R")
+            for name in ("tokens_S", "mask_S", "offsets", "groups_R", "rollout_ids_R", "oldest_R")
         },
         "columns_R": {name: plain_array(values) for name, values in rows.columns_R.items()},
         "columns_S": {name: plain_array(values) for name, values in rows.columns_S.items()},
