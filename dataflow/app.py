@@ -71,6 +71,7 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "listen": (str, "", "address of this machine for edges and control, over tcp with keys; ipc alone if left out"),
     "runs": (Path, Path("runs"), "where the run folder goes"),
     "resume": (Path | None, None, "a run folder in which to go on, with the same flags; or use dataflow resume"),
+    "standby": (bool, False, "another process takes the scheduler's place should it die"),
     "inline": (bool, False, "one process, one thread, bit-exact"),
     "explain": (bool, False, "print the plan and stop"),
     "draw": (Path | None, None, "draw the graph (.svg, .dot, .mmd or .html) and stop"),
@@ -94,7 +95,8 @@ def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None) -> None:
         return
     run(
         graph, **how, on=inline() if flags["inline"] else None, seed=flags["seed"], runs=flags["runs"],
-        quiet=flags["quiet"], resume=flags["resume"], launch=launch,
+        quiet=flags["quiet"], resume=flags["resume"],
+        standby=flags["standby"], launch=launch,
     )  # fmt: skip
 
 

@@ -39,6 +39,10 @@ class WorkerState:
     """Of the attempts before this one, together."""
     addresses: Mapping[str, str] = field(default_factory=dict)
 
+    def to_plain(self) -> dict[str, Any]:
+        """What a successor of the scheduler cannot learn from the forkserver or from beats."""
+        return {"state": self.state, "addresses": dict(self.addresses), "earlier": dict(self.earlier)}
+
     @property
     def is_live(self) -> bool:
         """Whether its words count: neither waiting for a restart nor at its end."""
@@ -100,6 +104,14 @@ def how(status: int | None) -> str:
         return f"died ({signal.Signals(-status).name})"
     except ValueError:
         return f"died (signal {-status})"
+
+
+def obituary(state: WorkerState) -> str:
+    """What became of a worker that was needed, for people."""
+    return (
+        f"worker '{state.name}' ({', '.join(state.nodes)}) {state.cause} while the run needed it; "
+        f"see {state.settings.folder}/logs/{state.name}.log"
+    )
 
 
 def addresses(workers: Iterable[WorkerState]) -> dict[str, list[str]]:

@@ -83,6 +83,24 @@ class Conductor:
         """Whether the run has done what it was for."""
         return self.phase == "over"
 
+    def to_plain(self) -> dict[str, Any]:
+        """All that it knows, for a successor; `take_up` gives it back."""
+        return {
+            "phase": self.phase, "draining": self.draining, "dropped": dict(self._dropped),
+            "trainers": {name: {key: status.get(key, 0) for key in ("step", "done")} for name, status in
+                         self._trainers.items()},
+            "evaluations": {name: [each.asked, each.finished] for name, each in self._evaluations.items()},
+            "open_sinks": sorted(self._open_sinks),
+        }  # fmt: skip
+
+    def take_up(self, plain: Mapping[str, Any]) -> None:
+        """Be where the scheduler was that wrote this."""
+        self.phase, self.draining, self._dropped = plain["phase"], plain["draining"], dict(plain["dropped"])
+        self._trainers = dict(plain["trainers"])
+        for name, (asked, finished) in plain["evaluations"].items():
+            self._evaluations[name].asked, self._evaluations[name].finished = asked, finished
+        self._open_sinks = set(plain["open_sinks"])
+
     def go_on(self, steps: Mapping[str, int], rounds: Mapping[str, int]) -> None:
         """Before `start`: a run goes on whose trainers have made these steps, and evaluations these last rounds."""
         for trainer, step in steps.items():
@@ -124,8 +142,10 @@ class Conductor:
         self._open_sinks.discard(node)
         return self._advance()
 
-    def words_for(self, node: str) -> list[Word]:
-        """What a node that was started again has to hear before it begins: as if it had heard all words so far."""
+    def words_for(self, node: str, *, again: bool = True) -> list[Word]:
+        """What a node that was started again has to hear before it begins: as if it had heard all words so far.
+
+        again: it does not know what it had done in an open round. False: it goes on, and may have missed a word."""
         if self.phase == "starting":
             return []
         words: list[Word] = []
@@ -135,7 +155,7 @@ class Conductor:
             words.append(Word(node, {"dropped": self._dropped[node]}))
         for evaluation in self._evaluations.values():
             if evaluation.open and node in evaluation.sources:
-                words.append(Word(node, {"evaluate": evaluation.asked, "again": True}))
+                words.append(Word(node, {"evaluate": evaluation.asked} | ({"again": True} if again else {})))
         if self.draining and (node in self._trainers or node in self._training_sources()):
             words.append(Word(node, {"drain": True}))
         return words

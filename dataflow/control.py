@@ -3,23 +3,23 @@
 No rollout and no weight passes through it.
 """
 
-import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dataflow import worker
-from dataflow.attempts import WorkerState, addresses, all_ended, how
+from dataflow.attempts import WorkerState, addresses, all_ended, how, obituary
 from dataflow.command import answer
 from dataflow.conductor import Conductor, Word
 from dataflow.desk import Desk
 from dataflow.doctor.attend import Attendant
 from dataflow.errors import DeadlineError, GraphError, RunError, WorkerDied
 from dataflow.faults import Faults
-from dataflow.files import RunFolderError
+from dataflow.files import only_told
 from dataflow.graph import Graph
+from dataflow.handover import Handover
 from dataflow.host import Settings
 from dataflow.limits import Limits as Limits
 from dataflow.limits import overdue
@@ -44,9 +44,10 @@ class Scheduler:
 
     def __init__(
         self, graph: Graph, plan: Plan, settings: Settings, *, limits: Limits | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, desk: Desk | None = None,
+        successor: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
-        """Fork the forkserver; call this before the process has threads."""
+        """Without a desk, fork the forkserver: call this before there are threads. successor: as `Desk` has it."""
         self.graph, self.plan, self.limits = graph, plan, limits or Limits()
         self._settings = settings
         self._clock = clock
@@ -68,14 +69,20 @@ class Scheduler:
         self._watched = clock()
         """When it last looked whether anybody hangs."""
         self._wish = False
-        threads = max((p.threads for p in plan.placements.values()), default=1)
-        environment = worker.environment(threads)
-        keys = RunKeys.make() if settings.listen else None
-        if keys is not None:
-            self._settings = dataclasses.replace(settings, keys=keys.to_plain())
-        self._desk = Desk(
-            lambda plain: worker.main(graph, plan, plain), environment, worker.preload, settings.listen, keys
-        )
+        if desk is None:
+            keys = RunKeys.make() if settings.listen else None
+            self._settings = dataclasses.replace(settings, keys=keys.to_plain() if keys else {})
+            environment = worker.environment(max((p.threads for p in plan.placements.values()), default=1))
+            desk = Desk(
+                lambda plain: worker.main(graph, plan, plain), environment, worker.preload, settings.listen, keys,
+                successor,
+            )  # fmt: skip
+        self._desk = desk
+        self.handover = Handover(self._desk.folder, parts={
+            "conductor": self.conductor.to_plain, "scaling": self.scaling.to_plain, "schedule": lambda: self._schedule,
+            "workers": lambda: {name: state.to_plain() for name, state in self.workers.items()},
+            "ended": lambda: sorted(self._ended),
+        })  # fmt: skip
         self.attendant = Attendant(self.conductor, self.workers, self._desk.send, settings, self.limits, clock)
 
     @property
@@ -107,6 +114,8 @@ class Scheduler:
         self._say(self.conductor.start())
         self._broadcast({"kind": "start"})
         self._obey(self.scaling.begin({state.name: state.addresses for state in self.workers.values()}))
+        self._leave_handover()
+        self._desk.stay(self.limits.adopt_s, self.limits.drain_s)
 
     def scale(self, node: str, replicas: int) -> None:
         """Let processes of a node join, or leave when they have done what they have, until it has so many.
@@ -138,6 +147,7 @@ class Scheduler:
         for restart in self.recovery.due(self._clock()):
             self._restart(restart)
         self.said += self.attendant.look()
+        self._leave_handover()
 
     def wish_drain(self) -> None:
         """Ask to finish the step under way, write a checkpoint and end; may be called from a signal handler."""
@@ -159,7 +169,7 @@ class Scheduler:
         while self._clock() < deadline and any(self._may_wind_down(state) for state in self.workers.values()):
             for event in self._desk.wait(0.05)[1]:
                 self._count(event)
-        with contextlib.suppress(RunFolderError):
+        with only_told(self.said):
             self._faults.close()
         self._desk.close()
 
@@ -216,7 +226,7 @@ class Scheduler:
             self._say(self.conductor.returned(node))
         self._obey(self.scaling.ready(state.name))
         self.recovery.recovered(state.name, self._clock())
-        with self._writing():
+        with only_told(self.said):
             if (told := self._faults.recovered(state.name)) is not None:
                 self.said.append(told)
 
@@ -252,8 +262,8 @@ class Scheduler:
         heard, attempt = state.heard, state.settings.attempt
         state.fall(cause)
         if not self._begun:
-            raise WorkerDied(self._died(state))
-        with self._writing():
+            raise WorkerDied(obituary(state))
+        with only_told(self.said):
             self._faults.noticed(state.name, cause, attempt, heard)
         if self._ending:
             self._give_up(state)
@@ -266,7 +276,7 @@ class Scheduler:
     def _give_up(self, state: WorkerState) -> None:
         """A worker is down while the run is ending: without a trainer it cannot end as it should."""
         if any(self.graph.operators[node].trains for node in state.nodes):
-            raise WorkerDied(f"{self._died(state)}; the run was ending, and its last checkpoint is good")
+            raise WorkerDied(f"{obituary(state)}; the run was ending, and its last checkpoint is good")
         state.state = "gone"
 
     def _restart(self, restart: Restart) -> None:
@@ -282,7 +292,7 @@ class Scheduler:
         """End a worker that does not go on by itself."""
         if not self._begun:
             state.cause = cause
-            raise WorkerDied(self._died(state))
+            raise WorkerDied(obituary(state))
         state.die(cause, self._clock())
         self._desk.kill(state.name, signal.SIGKILL)
 
@@ -314,17 +324,21 @@ class Scheduler:
     def _spawn(self, worker: str, replica: int, **more: Any) -> None:
         """Ask the forkserver for the first process of a worker."""
         name, now = f"{worker}-{replica}", self._clock()
-        settings = dataclasses.replace(
-            self._settings, worker=worker, replica=replica, control=self._desk.address, sockets=str(self._desk.folder),
-            **more,
-        )  # fmt: skip
+        settings = self._settings_of(worker, replica, **more)
         self.workers[name] = state = WorkerState(name, self.plan.workers[worker], settings, forked=now, heard=now)
         self._fork(state, settings)
 
+    def _settings_of(self, worker: str, replica: int, **more: Any) -> Settings:
+        return dataclasses.replace(
+            self._settings, worker=worker, replica=replica, control=self._desk.address, sockets=str(self._desk.folder),
+            adopt_s=self.limits.adopt_s, drain_s=self.limits.drain_s, **more,
+        )  # fmt: skip
+
     def _fork(self, state: WorkerState, settings: Settings) -> None:
         state.fork(settings, self._clock())
-        heavy = not all(self.graph.operators[node].light for node in state.nodes)
-        self._desk.spawn(state.name, settings.to_plain(), heavy)
+        operators = [self.graph.operators[node] for node in state.nodes]
+        heavy, trains = not all(op.light for op in operators), any(op.trains for op in operators)
+        self._desk.spawn(state.name, settings.to_plain(), heavy, trains)
 
     def _scale(self, wishes: Mapping[str, int]) -> None:
         if self._ending:
@@ -365,20 +379,11 @@ class Scheduler:
     def _may_wind_down(self, state: WorkerState) -> bool:
         return state.name in self._running and state.pid > 0 and state.state != "dying"
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """The book of faults is no reason to end a run."""
-        try:
-            yield
-        except RunFolderError as error:
-            self.said.append(str(error))
-
-    def _died(self, state: WorkerState) -> str:
-        """What became of a worker, for people."""
-        return (
-            f"worker '{state.name}' ({', '.join(state.nodes)}) {state.cause} while the run needed it; "
-            f"see {self._settings.folder}/logs/{state.name}.log"
-        )
+    def _leave_handover(self) -> None:
+        """Before what was decided is said, which the next `wait` of the desk does."""
+        if self._begun:
+            with only_told(self.said):
+                self.handover.write()
 
     def _say(self, words: list[Word]) -> None:
         for word in words:

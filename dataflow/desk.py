@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import msgpack
 import zmq
 
 from dataflow.errors import RunError
-from dataflow.nursery import Main, Nursery
+from dataflow.forkserver import Main
+from dataflow.nursery import Nursery, TakenOver
 from dataflow.secure import MESSAGE_BYTES, Guard, RunKeys, endpoint, reachable, word
 
 log = logging.getLogger(__name__)
@@ -23,29 +25,38 @@ Message = tuple[str, Any]
 _COMMAND = "?"
 """Before the name of somebody who gives commands: no worker is called so."""
 _REMEMBERED = 100
+_DOOR = "door"
+"""In the folder: where a successor of the scheduler asks for the workers."""
 
 
 class Desk:
     """Messages and processes; decides nothing.
 
     consumes: messages of workers and of commands; events of the forkserver
-    produces: both as plain values; words to workers, processes, signals
+    produces: both as plain values; words to workers, processes, signals: what it is given leaves with the next `wait`
     waits for: either, so long as it is told to
     unblocked by: either
     """
 
     def __init__(
         self, main: Main, environment: Mapping[str, str], preload: Callable[[], None], listen: str = "",
-        keys: RunKeys | None = None,
+        keys: RunKeys | None = None, successor: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
         """Fork the forkserver, which runs `main` in every worker; call this before the process has threads.
 
         listen: where workers speak to the scheduler, with `keys`; empty: in the folder, as commands always do.
+        successor: runs a scheduler in the place of this process when it has died.
         """
-        self.folder = folder = _make_folder()
-        self._nursery = Nursery(
-            main, environment, preload, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True)
+        folder = _make_folder()
+        nursery = Nursery(
+            main, environment, preload, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True),
+            door=str(folder / _DOOR), successor=successor,
         )  # fmt: skip
+        self._open(folder, nursery, endpoint(listen) if listen else f"ipc://{folder}/control", keys)
+
+    def _open(self, folder: Path, nursery: Nursery, address: str, keys: RunKeys | None) -> None:
+        self.folder, self._nursery = folder, nursery
+        self._outgoing: deque[Callable[[], object]] = deque()
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = None if keys is None else Guard(keys.receivers)
         self._router = _router(self._zmq if self._guard is None else self._guard.context)
@@ -57,7 +68,7 @@ class Desk:
         self.commands = f"ipc://{folder}/commands"
         """Where commands are taken."""
         self._commands.bind(self.commands)
-        self.address = self._listen(endpoint(listen) if listen else f"ipc://{folder}/control")
+        self.address = self._listen(address)
         """Where workers speak."""
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
@@ -66,6 +77,8 @@ class Desk:
 
     def wait(self, wait_s: float) -> tuple[list[Message], list[dict[str, Any]]]:
         """What has been said, and what the forkserver tells (as `Nursery.events`), within `wait_s`."""
+        while self._outgoing:
+            self._outgoing.popleft()()
         self._poller.poll(int(wait_s * 1000))
         said: list[Message] = []
         while self._router.poll(0):
@@ -83,17 +96,23 @@ class Desk:
     def send(self, name: str, message: Mapping[str, Any]) -> None:
         """Say something to a worker or a command; nobody hears it where none of that name is there."""
         if name.startswith(_COMMAND):
-            self._commands.send_multipart([bytes.fromhex(name.removeprefix(_COMMAND)), msgpack.packb(message)])
+            socket, to = self._commands, bytes.fromhex(name.removeprefix(_COMMAND))
         else:
-            self._router.send_multipart([name.encode(), msgpack.packb(message)])
+            socket, to = self._router, name.encode()
+        frames = [to, msgpack.packb(message)]
+        self._outgoing.append(lambda: socket.send_multipart(frames))
 
-    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool) -> None:
-        """Ask for a process."""
-        self._nursery.spawn(name, settings, heavy)
+    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
+        """Ask for a process; as `Nursery.spawn`."""
+        self._outgoing.append(lambda: self._nursery.spawn(name, settings, heavy, keeps))
 
     def kill(self, name: str, number: int) -> None:
         """Send a signal to a worker."""
-        self._nursery.kill(name, number)
+        self._outgoing.append(lambda: self._nursery.kill(name, number))
+
+    def stay(self, wait_s: float, end_s: float) -> None:
+        """From now on workers outlive this process; as `Nursery.stay`."""
+        self._outgoing.append(lambda: self._nursery.stay(wait_s, end_s))
 
     def close(self) -> None:
         """End all processes; leave none, and no socket."""
@@ -145,6 +164,19 @@ class Desk:
         if who not in self._refused and len(self._refused) < _REMEMBERED:
             self._refused.add(who)
             log.warning("refused a message of %s at the scheduler's socket: it is no word of this protocol", who)
+
+
+class TakenDesk(Desk):
+    """The desk of a scheduler that has ended, with its workers."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the workers over that have their sockets in `folder`. Errors: RunError when there are none any more."""
+        nursery = TakenOver(str(folder / _DOOR))
+        self.handed, self.alone_s = nursery.handed, nursery.alone_s
+        """As `TakenOver` says."""
+        settings = self.handed[0]["settings"] if self.handed else {}
+        address = settings.get("control", f"ipc://{folder}/control")
+        self._open(folder, nursery, address, RunKeys.from_plain(settings.get("keys", {})))
 
 
 def _router(context: "zmq.Context[Any]") -> "zmq.Socket[bytes]":

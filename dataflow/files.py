@@ -65,6 +65,15 @@ def write_atomically(
             flush_to_disk(path.parent)
 
 
+@contextlib.contextmanager
+def only_told(said: list[str]) -> Iterator[None]:
+    """For what is no reason to end a run when the disk refuses it: the error is told, and that is all."""
+    try:
+        yield
+    except RunFolderError as error:
+        said.append(str(error))
+
+
 def flush_to_disk(path: Path) -> None:
     """Make the content of a file, or the names inside a folder, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)

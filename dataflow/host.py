@@ -50,6 +50,10 @@ class Settings:
     """Those of the run, where it listens at an address (as `RunKeys.to_plain`); they are written nowhere."""
     at: Mapping[str, str] = field(default_factory=dict)
     """By edge that ends here, where the attempt before this one listened."""
+    adopt_s: float = 60.0
+    """Without a word from any scheduler, it brings its work to an end after so long."""
+    drain_s: float = 120.0
+    """For that."""
 
     def to_plain(self) -> dict[str, Any]:
         """For msgpack."""

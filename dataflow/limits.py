@@ -24,8 +24,11 @@ class Limits:
     """In one slice of work, a worker counts as stuck, though it has a heartbeat."""
     stop_s: float = 10.0
     """For workers to wind down before they are killed."""
+    adopt_s: float = 60.0
+    """When the scheduler has died, workers go on for so long and wait for another one; then they finish the step under
+    way, write a checkpoint and end."""
     drain_s: float = 120.0
-    """For the step under way and its checkpoint, after the user asked to stop."""
+    """For the step under way and its checkpoint, after the user asked to stop, or nobody took the workers over."""
     stall_s: float = 300.0
     """With nothing moving (rows, tokens, steps) and nobody at work, before a warning; twice that ends the run."""
     slice_s: float = 1800.0

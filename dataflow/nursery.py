@@ -1,37 +1,33 @@
-"""A forkserver: holds the graph in memory, imports torch once, and forks a worker in milliseconds.
+"""The scheduler's handle on its forkserver, which holds the graph in memory and forks a worker in milliseconds.
 
-The scheduler forks the nursery before it has threads or sockets, so the user's functions reach the workers by
-inheritance: nothing is pickled, and a graph built in a notebook runs like one built in a file.
+The scheduler forks it before it has threads or sockets, so the user's functions reach the workers by inheritance:
+nothing is pickled, and a graph built in a notebook runs like one built in a file.
 """
 
 import contextlib
-import ctypes
 import os
-import select
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import msgpack
 
 from dataflow.errors import RunError
+from dataflow.forkserver import MESSAGE_BYTES, Forkserver, Main, open_door, run_forever
 
-_MESSAGE_BYTES = 1 << 16
-_PR_SET_PDEATHSIG = 1
-
-Main = Callable[[Mapping[str, Any]], int]
-"""What a worker runs: takes its settings, returns the exit status."""
+Event = dict[str, Any]
+"""{"event": "started" | "exited" | "gone", "name", "pid", "status"}."""
 
 
 class Nursery:
-    """The scheduler's handle on the forkserver.
+    """A forkserver in the hands of its scheduler.
 
     consumes: spawn requests
-    produces: ("started" | "exited", name, pid, status) events from `events`
+    produces: events of the workers
     waits for: nothing; `events` returns what has happened
     unblocked by: the forkserver's answers on its socket
     """
@@ -42,38 +38,54 @@ class Nursery:
         environment: Mapping[str, str],
         preload: Callable[[], None],
         clean_up: Callable[[], None] = lambda: None,
+        door: str = "",
+        successor: Callable[[], int] | None = None,
     ) -> None:
         """Fork it.
 
-        main: run by each worker; environment: set before anything heavy is imported; preload: imports it;
-        clean_up: run once all workers have ended, also where the scheduler was killed.
+        main: run by each worker; environment: set before anything heavy is imported; preload: imports it; clean_up:
+        run once all workers have ended, also where the scheduler was killed; door: path at which a successor of the
+        scheduler takes the workers over; successor: what one runs that the forkserver is to fork itself.
         """
         _refuse_used_cuda()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
+        pid = os.fork()
+        if pid == 0:
             ours.close()
-            run_forever(lambda: _serve(theirs, main, environment, preload, clean_up))
+            os.environ.update(environment)
+            run_forever(
+                lambda: Forkserver(theirs, open_door(door) if door else None, main, preload, clean_up, successor).run()
+            )
         theirs.close()
-        self._socket = ours
+        self._hold(ours, pid)
+
+    def _hold(self, connection: socket.socket, pid: int) -> None:
+        self.pid = pid
+        self._socket = connection
         self._socket.setblocking(False)
 
-    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool) -> None:
-        """Ask for a worker; heavy ones are forked after torch has been imported."""
-        self._send({"spawn": name, "settings": dict(settings), "heavy": heavy})
+    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
+        """Ask for a worker; heavy ones are forked after torch has been imported.
+
+        keeps: the others wait for its end when the scheduler has ended and nobody took its place."""
+        self._send({"spawn": name, "settings": dict(settings), "heavy": heavy, "keeps": keeps})
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker."""
         self._send({"kill": name, "signal": int(number)})
 
-    def events(self) -> list[dict[str, Any]]:
-        """What has happened since the last call: {"event": "started" | "exited" | "gone", "name", "pid", "status"}."""
-        found: list[dict[str, Any]] = []
+    def stay(self, wait_s: float, end_s: float) -> None:
+        """From now on the workers outlive a scheduler that dies: so long they wait for another, then to end."""
+        self._send({"stay": wait_s, "end": end_s})
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call."""
+        found: list[Event] = []
         while True:
             try:
-                data = self._socket.recv(_MESSAGE_BYTES)
+                data = self._socket.recv(MESSAGE_BYTES)
             except BlockingIOError:
                 return found
             except OSError:
@@ -89,18 +101,19 @@ class Nursery:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End it and all of its workers; returns within the time-out, by SIGKILL if need be."""
-        with contextlib.suppress(OSError):
-            self._socket.close()
+        with contextlib.suppress(RunError):
+            self._send({"end": True})
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(self.pid, os.WNOHANG)[0] == 0:
-                    time.sleep(0.01)
-                    continue
-            return
+        while not self._has_ended() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._socket.close()
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self.pid, signal.SIGKILL)
+            if time.monotonic() >= deadline:
+                os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
+
+    def _has_ended(self) -> bool:
+        return any(event["event"] == "gone" for event in self.events())
 
     def _send(self, message: Mapping[str, Any]) -> None:
         try:
@@ -111,116 +124,31 @@ class Nursery:
             ) from error
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process a signal when its parent ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+class TakenOver(Nursery):
+    """The forkserver of a scheduler that has ended."""
 
-
-def run_forever(body: Callable[[], int]) -> NoReturn:
-    """Run in a forked child and never return into the parent's code."""
-    status = 1
-    try:
-        status = body()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
-
-
-def _serve(
-    control: socket.socket,
-    main: Main,
-    environment: Mapping[str, str],
-    preload: Callable[[], None],
-    clean_up: Callable[[], None],
-) -> int:
-    names: dict[int, str] = {}
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: _end(names, clean_up))
-    die_with_parent(signal.SIGTERM)
-    os.environ.update(environment)
-    waiting: list[dict[str, Any]] = []
-    loaded = False
-    while True:
-        ready, _, _ = select.select([control], [], [], 0.0 if waiting else 0.05)
-        if ready:
-            data = control.recv(_MESSAGE_BYTES)
-            if not data:
-                break
-            message = msgpack.unpackb(data)
-            if "kill" in message:
-                _signal([pid for pid, name in names.items() if name == message["kill"]], message["signal"])
-            elif message["heavy"] and not loaded:
-                waiting.append(message)
-            else:
-                _fork(control, message, main, names)
-        elif waiting:
-            if not loaded:
-                preload()
-                loaded = True
-            _fork(control, waiting.pop(0), main, names)
-        _reap(control, names)
-    _end(names, clean_up)
-
-
-def _end(names: Mapping[int, str], clean_up: Callable[[], None]) -> NoReturn:
-    """Kill the workers and what they started, then clean up; also in the midst of `preload`."""
-    _signal(list(names), signal.SIGKILL)
-    for pid in list(names):
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            _kill_group(pid)
-            os.waitpid(pid, 0)
-    clean_up()
-    os._exit(0)
-
-
-def _fork(control: socket.socket, message: Mapping[str, Any], main: Main, names: dict[int, str]) -> None:
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        os.setpgid(0, 0)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        control.close()
-        die_with_parent()
-        if os.getppid() != parent:
-            os._exit(1)
-        run_forever(lambda: main(message["settings"]))
-    names[pid] = message["spawn"]
-    _tell(control, {"event": "started", "name": message["spawn"], "pid": pid, "status": None})
-
-
-def _reap(control: socket.socket, names: dict[int, str]) -> None:
-    """Tell of the workers that have ended; what they had started ends with them, before another takes their place."""
-    while names:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return
-        _kill_group(ended.si_pid)
-        pid, status = os.waitpid(ended.si_pid, 0)
-        name = names.pop(pid, "unknown")
-        _tell(control, {"event": "exited", "name": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)})
-
-
-def _tell(control: socket.socket, event: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):
-        control.send(msgpack.packb(event))
-
-
-def _kill_group(leader: int) -> None:
-    """Kill what a worker that has ended, and is not reaped, leaves: until then its number is nobody else's."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _signal(pids: list[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+    def __init__(self, door: str, timeout_s: float = 10.0) -> None:
+        """Take the workers over. Errors: RunError when there is no such forkserver, or it does not answer."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(timeout_s)
+        self.handed: list[Event] = []
+        """Every worker, as it was when its scheduler had ended: "name", "pid", "settings", "alive", "status"."""
+        try:
+            connection.connect(door)
+            while (event := msgpack.unpackb(connection.recv(MESSAGE_BYTES) or b"\xc0")) is not None:
+                if event["event"] == "all_handed":
+                    self._hold(connection, event["pid"])
+                    self.alone_s: float = event["alone_s"]
+                    """Seconds that the workers had no scheduler."""
+                    return
+                self.handed.append(event)
+            raise ConnectionResetError("it ended in the midst of its answer")
+        except OSError as error:
+            connection.close()
+            raise RunError(
+                f"nobody keeps workers at '{Path(door).parent.name}' ({error}): they have ended, or their scheduler "
+                f"lives; look with ps"
+            ) from error
 
 
 def _refuse_used_cuda() -> None:

@@ -83,9 +83,10 @@ class Ports:
                 self.inlets[edge.name].over(f"{edge.producer}-{senders[edge.name]}")
 
     def add(self, receivers: Mapping[str, str]) -> None:
-        """Send to another receiver too, by edge."""
+        """Send to another receiver too, by edge; one that is known is known."""
         for edge, address in receivers.items():
-            self._outlets[edge].add_receiver(address)
+            if address not in self._outlets[edge].receivers:
+                self._outlets[edge].add_receiver(address)
 
     def retire(self, receivers: Mapping[str, str]) -> None:
         """Send nothing new to a receiver, by edge; it hears that its stream has ended."""

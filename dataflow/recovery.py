@@ -1,7 +1,7 @@
 """When a worker that died is started again, and when the run gives up: a state machine without sockets or clocks."""
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -77,6 +77,10 @@ class Recovery:
     _progressed: float = float("-inf")
     """When the run last made progress."""
     _over: bool = False
+
+    def take_up(self, attempts: Mapping[str, int]) -> None:
+        """By worker the attempt that is under way, in a run that another scheduler has begun."""
+        self._workers = {name: _Worker(attempt=attempt) for name, attempt in attempts.items()}
 
     def attempt(self, worker: str) -> int:
         """How often a worker has been started again."""

@@ -1,5 +1,6 @@
 """Takes up a run in its own folder: whether it may go on, how far it had come, and what is put in order before."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from dataflow.describe import consumers
 from dataflow.errors import GraphError, RunError
+from dataflow.files import to_json
 from dataflow.graph import Graph
 from dataflow.ledger import Ledger
 from dataflow.run_folder import RunFolder
@@ -53,6 +55,10 @@ class Recorded:
     def seed(self) -> int:
         """Its seed."""
         return int(self.config["seed"])
+
+    def has(self, facts: Mapping[str, Any]) -> bool:
+        """Whether its configuration says all of this."""
+        return all(self.config.get(name) == value for name, value in json.loads(to_json(facts)).items())
 
     @property
     def is_finished(self) -> bool:

@@ -1,30 +1,27 @@
 """`run(graph)`: plans it, runs it on this machine or inline, and returns what came of it."""
 
-import contextlib
 import dataclasses
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from dataflow import command
-from dataflow.conductor import Conductor
-from dataflow.control import Limits, Scheduler
+from dataflow.carry_out import Run, Times, carry_out, take
+from dataflow.control import Limits
 from dataflow.describe import consumers, graph_facts, plan_facts
-from dataflow.display import SafeView, make_view
-from dataflow.draw import reward_curve_svg
+from dataflow.display import make_view
 from dataflow.errors import GraphError
 from dataflow.graph import Graph
 from dataflow.host import Settings
-from dataflow.inline import InlineRun
 from dataflow.launch import KEY, Launch
 from dataflow.ledger import Ledger
+from dataflow.log import log_to
 from dataflow.model_size import measure_models
 from dataflow.plan import Devices, Plan, plan
 from dataflow.resume import Begun, Recorded, check_same, go_on_with, take_up
@@ -33,12 +30,7 @@ from dataflow.run_lock import held
 from dataflow.scaling import Scaling
 from dataflow.secure import check_listen
 from dataflow.summary import summarize
-from dataflow.trace import merge
 from dataflow.verify import Verdict, verify
-from dataflow.watch import Watch
-
-TIMES_S = 5.0
-"""Between two times that the seconds so far are written: so many a run that is killed does not know of."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +121,7 @@ def run(
     weights: str | None = None,
     listen: str = "",
     resume: str | Path | None = None,
+    standby: bool = False,
     launch: Launch | None = None,
 ) -> Result:
     """Run a graph to its end, or for so many steps.
@@ -140,6 +133,8 @@ def run(
     empty: over sockets that only this user's processes can open.
     seed: of prompts' order, sampling and scorers; 0 when None. runs: where the run folder goes.
     resume: the folder of a run of this graph that is to go on; it has its seed and, where None is given, its steps.
+    Where its scheduler has died a moment ago, its workers are still at work, and are taken over.
+    standby: should this process die, another one takes over by itself, and writes logs/scheduler.log.
     launch: how `dataflow resume` starts this program again; `main` knows it.
     Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
     way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once. What is raised in the midst
@@ -160,16 +155,25 @@ def run(
     )  # fmt: skip
     folder = before or RunFolder.create(runs, graph.name)
     settings = Settings(folder=str(folder.path), seed=seed or 0, steps=steps, listen=listen)
-    with held(folder):
-        if recorded is None:
+    may_take = (
+        recorded is not None and on is None and steps == recorded.steps and recorded.has(plan_facts(graph, planned))
+    )
+    with held(folder, take=lambda: take(folder, may_take)) as taken:
+        if taken is not None:
+            begun = taken.begun
+        elif recorded is None:
             begun = Begun()
             _describe(folder, graph, planned, settings, launch)
         else:
             recorded = Recorded.read(folder)
             begun = take_up(folder, graph, recorded, steps)
             _describe_again(folder, graph, planned, settings, recorded, begun)
+        what = Run(
+            graph=graph, plan=planned, settings=settings, begun=begun, quiet=quiet, limits=limits,
+            in_one_process=on is not None, taken=taken,
+        )  # fmt: skip
         try:
-            outcome = _carry_out(graph, planned, settings, begun, on, quiet, limits)
+            outcome = carry_out(dataclasses.replace(what, successor=partial(_stand_in, what)) if standby else what)
         except BaseException as error:
             error.add_note(go_on_with(folder, recorded.config.get(KEY) if recorded else launch))
             raise
@@ -183,155 +187,21 @@ def run(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    seconds: float
-    steps: int
-    stopped: bool
-    """Whether the user ended it early."""
-    busy_seconds: Mapping[str, float]
-
-
-class _Times:
-    """times.json, of all parts of the run together; written on the way too, as a run that is killed says nothing."""
-
-    def __init__(self, folder: RunFolder, begun: Begun) -> None:
-        self._folder, self._begun = folder, begun
-        self._looked = time.monotonic()
-
-    def look(self, watch: Watch) -> None:
-        """Write how far it is, now and then."""
-        if time.monotonic() - self._looked > TIMES_S:
-            self._looked = time.monotonic()
-            self.write("not finished", watch.seconds, watch.busy_seconds, flush=False)
-
-    def write(self, outcome: str, seconds: float, busy_seconds: Mapping[str, float], *, flush: bool = True) -> None:
-        """Seconds and, by node, seconds at work, of this part."""
-        before = self._begun
-        busy = {
-            node: before.busy_seconds.get(node, 0.0) + busy_seconds.get(node, 0.0)
-            for node in {**before.busy_seconds, **busy_seconds}
-        }
-        found = {"outcome": outcome, "seconds": before.seconds + seconds, "busy_seconds": busy}
-        self._folder.write_json("times.json", found, flush=flush)
-
-
-def _carry_out(
-    graph: Graph,
-    planned: Plan,
-    settings: Settings,
-    begun: Begun,
-    on: Inline | None,
-    quiet: bool,
-    limits: Limits | None,
-) -> _Outcome:
-    """Run it, and leave its times, its curve and its trace in the folder."""
-    folder = RunFolder.open(settings.folder)
-    watch = Watch(graph, planned, folder, settings.steps)
-    times = _Times(folder, begun)
-    if on is None:
-        outcome = _run_processes(graph, planned, settings, begun, watch, times, quiet, limits)
-    else:
-        outcome = _run_inline(graph, planned, settings, begun, watch, times, quiet)
-    times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
-    (folder.path / "curve.svg").write_text(reward_curve_svg(watch.lines, title=graph.name), encoding="utf-8")
-    merge(folder)
-    return outcome
-
-
-def _run_processes(
-    graph: Graph,
-    planned: Plan,
-    settings: Settings,
-    begun: Begun,
-    watch: Watch,
-    times: _Times,
-    quiet: bool,
-    limits: Limits | None,
-) -> _Outcome:
-    scheduler = Scheduler(graph, planned, settings, limits=limits)
-    if begun.steps:
-        scheduler.conductor.go_on(begun.steps, begun.rounds)
-    open_for_commands = RunFolder.open(settings.folder).path / command.FILE
-
-    def look() -> None:
-        watch.note(scheduler.conductor, scheduler.beats)
-        times.look(watch)
-        view.update(watch.snapshot())
-        while scheduler.said:
-            view.message(scheduler.said.pop(0))
-
-    try:
-        with _view(quiet) as view, _interrupts(scheduler, view):
-            asked_at = {"address": scheduler.address, "pid": os.getpid()}
-            RunFolder.open(settings.folder).write_json(command.FILE, asked_at)
-            scheduler.start(progress=lambda late: view.update(watch.starting(late)))
-            while not scheduler.conductor.over:
-                scheduler.turn(0.1)
-                look()
-            look()
-    finally:
-        open_for_commands.unlink(missing_ok=True)
-        scheduler.close()
-    return _outcome(watch, scheduler.conductor)
-
-
-def _run_inline(
-    graph: Graph, planned: Plan, settings: Settings, begun: Begun, watch: Watch, times: _Times, quiet: bool
-) -> _Outcome:
-    running = InlineRun(graph, planned, settings)
-    if begun.steps:
-        running.conductor.go_on(begun.steps, begun.rounds)
-
-    def look() -> bool:
-        watch.note(running.conductor, {"inline-0": running.snapshot()})
-        times.look(watch)
-        view.update(watch.snapshot())
-        return False
-
-    try:
-        with _view(quiet) as view:
-            running.start()
-            running.run(until=look)
-            look()
-    finally:
-        running.close()
-    return _outcome(watch, running.conductor)
-
-
-def _outcome(watch: Watch, conductor: Conductor) -> _Outcome:
-    return _Outcome(
-        seconds=watch.seconds, steps=conductor.step, stopped=conductor.draining, busy_seconds=watch.busy_seconds
-    )
-
-
-def _view(quiet: bool) -> SafeView:
-    return SafeView([]) if quiet else make_view(sys.stdout)
-
-
-@contextlib.contextmanager
-def _interrupts(scheduler: Scheduler, view: Any) -> Iterator[None]:
-    """The first Ctrl-C drains, the second one raises."""
-    pressed: list[float] = []
-
-    def press(number: int, frame: object) -> None:
-        pressed.append(time.monotonic())
-        if len(pressed) > 1 or number == signal.SIGTERM:
-            raise KeyboardInterrupt
-        view.message("stopping after the step under way; press Ctrl-C again to stop at once")
-        scheduler.wish_drain()
-
-    try:
-        before = {number: signal.signal(number, press) for number in (signal.SIGINT, signal.SIGTERM)}
-        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: scheduler.attendant.wish())
-    except ValueError:  # not in the main thread: the caller handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _stand_in(what: Run) -> int:
+    """In a process of its own: go on with a run whose scheduler has died."""
+    folder = RunFolder.open(what.settings.folder)
+    log = folder.logs / "scheduler.log"
+    print(f"the scheduler of {folder.path.name} died; process {os.getpid()} goes on, see {log}", file=sys.stderr)
+    log_to(log)
+    with held(folder, take=partial(take, folder)) as taken:
+        if taken is None:
+            return 1
+        carry_out(dataclasses.replace(what, begun=taken.begun, taken=taken))
+    verdict = verify(folder.path)
+    if not what.quiet:
+        with make_view(sys.stdout) as view:
+            view.summary(summarize(folder, verdict.line, verdict.clean))
+    return verdict.exit_status
 
 
 def _describe(folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, launch: Launch | None) -> None:
@@ -351,5 +221,5 @@ def _describe_again(
     config = {**recorded.config, "steps": settings.steps, "resumed": resumed, **plan_facts(graph, planned)}
     folder.write_json("config.json", config)
     graph.draw(folder.graph_svg, planned)
-    _Times(folder, begun).write("not finished", 0.0, {})
+    Times(folder, begun).write("not finished", 0.0, {})
     folder.make_latest()

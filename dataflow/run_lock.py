@@ -5,6 +5,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from dataflow.errors import RunError
 from dataflow.files import disk
@@ -19,11 +20,16 @@ class UnderWay(RunError):
     """The run that a folder belongs to has not ended yet."""
 
 
+T = TypeVar("T")
+
+
 @contextlib.contextmanager
 def held(
-    folder: RunFolder, *, wait_s: float = WORKERS_S, clock: Callable[[], float] = time.monotonic
-) -> Iterator[None]:
-    """Be the only scheduler in a run folder, for as long as the block lasts; nobody else has a hand in it meanwhile.
+    folder: RunFolder, *, take: Callable[[], T | None] = lambda: None, wait_s: float = WORKERS_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[T | None]:  # fmt: skip
+    """Be the only scheduler in a run folder, for as long as the block lasts; nobody else has a hand in it meanwhile,
+    but the workers of one that has died, where `take` could take them over: what it returned is given.
 
     A lock of this process, which no child inherits, says that the scheduler lives; one of the open file, which all
     that are forked from here inherit, says that some process of the run does. Errors: UnderWay; RunFolderError.
@@ -37,7 +43,10 @@ def held(
                 f"or stop it with Ctrl-C there"
             )
         deadline = clock() + wait_s
+        taken = None
         while not _try(fcntl.flock, handle):
+            if (taken := take()) is not None:
+                break
             if clock() > deadline:
                 raise UnderWay(
                     f"'{folder.path.name}' has processes left, which process {_holder(handle)} started, and they have "
@@ -46,7 +55,7 @@ def held(
             time.sleep(0.05)
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
-        yield
+        yield taken
     finally:
         os.close(handle)
 

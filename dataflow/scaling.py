@@ -11,13 +11,13 @@ A member that died is started again in the state it was in. Its senders send aga
 leaves once it has that; and while somebody is away, no join and no leave begins.
 """
 
-import itertools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from dataflow.errors import GraphError
 from dataflow.graph import Graph, nearest
+from dataflow.members import Member
 from dataflow.plan import Plan, check_replicas
 from dataflow.wiring import edges
 
@@ -54,28 +54,6 @@ class Tell:
 Order: TypeAlias = Fork | Say | Tell
 
 
-@dataclass
-class _Member:
-    """One process of the run."""
-
-    name: str
-    worker: str
-    replica: int
-    state: str = "live"
-    """joining | live | leaving | stopping | left"""
-    gpus: tuple[int, ...] = ()
-    addresses: Mapping[str, str] | None = None
-    """Where it receives, by edge, once it has said hello."""
-    senders: set[str] = field(default_factory=set)
-    """Members that send to it, or have."""
-    unconfirmed: dict[int, str] = field(default_factory=dict)
-    """Tickets of words about it, and who is to confirm them."""
-    wired: bool = False
-    wired_again: bool = False
-    """Whether the attempt that runs is not the first."""
-    drained: bool = False
-
-
 class Scaling:
     """The replicas of every node, as they are and as they are wished.
 
@@ -95,7 +73,7 @@ class Scaling:
             for edge in edges(graph) if worker[edge.producer] != worker[edge.consumer]
         ]  # fmt: skip
         self._members = {
-            f"{name}-{replica}": _Member(
+            f"{name}-{replica}": Member(
                 f"{name}-{replica}", name, replica, gpus=plan.placements[nodes[0]].gpus_of(replica)
             )
             for name, replica, nodes in plan.processes()
@@ -103,10 +81,41 @@ class Scaling:
         for member in self._members.values():
             member.senders = {other.name for other in self._members.values() if other.worker in self._upstream(member)}
         self._wishes: dict[str, int] = {}
-        self._tickets = itertools.count(1)
+        self._last_ticket = 0
         self._begun = False
         self._away: set[str] = set()
         """Members that died and are not ready again."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """All that it knows, for a successor; `take_up` gives it back."""
+        members = [member.to_plain() for member in self._members.values()]
+        return {
+            "members": members,
+            "wishes": self._wishes,
+            "last_ticket": self._last_ticket,
+            "away": sorted(self._away),
+        }
+
+    def take_up(self, plain: Mapping[str, Any]) -> list[Order]:
+        """Be where the scheduler was that wrote this; the words again that may have been lost: twice does no harm."""
+        self._members = {member.name: member for member in map(Member.from_plain, plain["members"])}
+        self._wishes, self._last_ticket = dict(plain["wishes"]), plain["last_ticket"]
+        self._away, self._begun = set(plain["away"]), True
+        orders: list[Order] = []
+        for member in self._members.values():
+            for ticket, who in member.unconfirmed.items():
+                if member.state == "joining":
+                    orders.append(self._expect(member, self._members[who], ticket))
+                else:
+                    orders.append(self._about(who, member, "retire", ticket=ticket))
+            if member.state == "live":
+                orders += [self._about(sender, member, "add") for sender in sorted(member.senders)]
+            if member.state == "leaving" and member.wired_again:
+                told = sorted(member.senders - set(member.unconfirmed.values()))
+                orders += [self._over(member, sender) for sender in told]
+            if member.state == "stopping":
+                orders.append(Say(member.name, {"kind": "stop"}))
+        return orders
 
     @property
     def joining(self) -> str | None:
@@ -247,7 +256,7 @@ class Scaling:
 
     def _join(self, node: str, gpus: tuple[int, ...]) -> list[Order]:
         replica = 1 + max(m.replica for m in self._members.values() if m.worker == node)
-        member = _Member(f"{node}-{replica}", node, replica, state="joining", gpus=gpus)
+        member = Member(f"{node}-{replica}", node, replica, state="joining", gpus=gpus)
         live = [m for m in self._members.values() if m.state == "live"]
         member.senders = {m.name for m in live if m.worker in self._upstream(member)}
         self._members[member.name] = member
@@ -257,13 +266,9 @@ class Scaling:
         }  # fmt: skip
         orders: list[Order] = [Fork(name=member.name, node=node, replica=replica, senders=senders, gpus=gpus)]
         for receiver in live:
-            own = [edge for edge, producer, consumer in self._edges if (producer, consumer) == (node, receiver.worker)]
-            if own:
+            if any((producer, consumer) == (node, receiver.worker) for _, producer, consumer in self._edges):
                 receiver.senders.add(member.name)
-                ever = sum(self._members[sender].worker == node for sender in receiver.senders)
-                ticket = self._ticket(member, receiver.name)
-                senders = dict.fromkeys(own, ever)
-                orders.append(Say(receiver.name, {"kind": "expect", "senders": senders, "ticket": ticket}))
+                orders.append(self._expect(member, receiver, self._ticket(member, receiver.name)))
         return orders
 
     def _wire(self) -> list[Order]:
@@ -281,7 +286,7 @@ class Scaling:
                     addresses.setdefault(edge, []).append(address)
         return [Say(name, {"kind": "wire", "addresses": addresses})]
 
-    def _wire_again(self, member: _Member) -> list[Order]:
+    def _wire_again(self, member: Member) -> list[Order]:
         """Where one that died sends to; of a leaver only one that it had not let go, which it does at once."""
         member.wired = member.wired_again = True
         addresses: dict[str, list[str]] = {}
@@ -299,7 +304,7 @@ class Scaling:
             orders += [self._over(member, sender) for sender in told]
         return [Say(member.name, {"kind": "wire", "addresses": addresses}), *orders]
 
-    def _over(self, member: _Member, sender: str) -> Say:
+    def _over(self, member: Member, sender: str) -> Say:
         """Tell a leaver that a sender has told it the end, be it the attempt before: it need not wait for that."""
         own = self._members[sender]
         edges = [
@@ -307,7 +312,7 @@ class Scaling:
         ]
         return Say(member.name, {"kind": "over", "senders": dict.fromkeys(edges, own.replica)})
 
-    def _leave(self, member: _Member) -> list[Order]:
+    def _leave(self, member: Member) -> list[Order]:
         member.state = "leaving"
         orders: list[Order] = []
         for sender in sorted(member.senders):
@@ -325,11 +330,18 @@ class Scaling:
                 orders.append(Say(member.name, {"kind": "stop"}))
         return orders
 
-    def _about(self, sender: str, member: _Member, kind: str, **more: Any) -> Say:
+    def _about(self, sender: str, member: Member, kind: str, **more: Any) -> Say:
         """A word to a sender about one of its receivers."""
         return Say(sender, {"kind": kind, "receivers": self._inlets(member, self._members[sender]), **more})
 
-    def _inlets(self, member: _Member, sender: _Member) -> dict[str, str]:
+    def _expect(self, newcomer: Member, receiver: Member, ticket: int) -> Say:
+        """Tell a receiver how many senders it has had in all, with a newcomer."""
+        ever = sum(self._members[sender].worker == newcomer.worker for sender in receiver.senders)
+        ends = (newcomer.worker, receiver.worker)
+        own = [edge for edge, producer, consumer in self._edges if (producer, consumer) == ends]
+        return Say(receiver.name, {"kind": "expect", "senders": dict.fromkeys(own, ever), "ticket": ticket})
+
+    def _inlets(self, member: Member, sender: Member) -> dict[str, str]:
         """Where a member receives what a sender sends, by edge."""
         assert member.addresses is not None, "whoever is wired has said hello"
         return {
@@ -337,12 +349,12 @@ class Scaling:
             if (producer, consumer) == (sender.worker, member.worker)
         }  # fmt: skip
 
-    def _ticket(self, member: _Member, confirms: str) -> int:
-        ticket = next(self._tickets)
-        member.unconfirmed[ticket] = confirms
-        return ticket
+    def _ticket(self, member: Member, confirms: str) -> int:
+        self._last_ticket += 1
+        member.unconfirmed[self._last_ticket] = confirms
+        return self._last_ticket
 
-    def _upstream(self, member: _Member) -> set[str]:
+    def _upstream(self, member: Member) -> set[str]:
         return {producer for _, producer, consumer in self._edges if consumer == member.worker}
 
     def _most(self, node: str) -> int | None:

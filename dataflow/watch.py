@@ -67,6 +67,14 @@ class Watch:
         end = self._trained[1] if self._trained else self._busy()
         return {node: end.get(node, 0.0) - self._training[1].get(node, 0.0) for node in end}
 
+    def to_plain(self) -> dict[str, Any]:
+        """What a successor cannot find out, times on the machine's clock; `take_up` gives it back."""
+        return {"began": self._began, "training": self._training, "trained": self._trained}
+
+    def take_up(self, plain: Mapping[str, Any]) -> None:
+        """Be where the watch was that wrote this."""
+        self._began, self._training, self._trained = plain["began"], plain["training"], plain["trained"]
+
     def note(self, conductor: Conductor, beats: Mapping[str, Mapping[str, Any]]) -> None:
         """Take in the newest beats."""
         now = self._clock()

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import logging
 import os
 import signal
 import sys
@@ -28,6 +27,8 @@ from dataflow.secure import RunKeys
 
 _NAP_MS = 100
 _BLOCKED_NAP_MS = 5
+ALONE = 3
+"""Exit status of a worker that had no scheduler any more."""
 
 
 def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
@@ -41,9 +42,13 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         print(f"---- {name}, attempt {settings.attempt} ----")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    link = Link(settings.control, name, orphaned=_orphaned, keys=RunKeys.from_plain(settings.keys))
+    left_alone = threading.Event()
+    link = Link(
+        settings.control, name, orphaned=left_alone.set, patience_s=settings.adopt_s,
+        keys=RunKeys.from_plain(settings.keys),
+    )  # fmt: skip
     who = {"name": name, "attempt": settings.attempt}
-    worker = Worker(graph, plan, settings, link)
+    worker = Worker(graph, plan, settings, link, left_alone)
     link.start(worker.snapshot)
     try:
         worker.run()
@@ -52,6 +57,8 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         link.send("failed", **who, error=type(error).__name__, message=str(error), traceback=traceback.format_exc())
         link.close()
         return 1
+    if left_alone.is_set():
+        return ALONE
     link.send("bye", **who)
     link.close()
     return 0
@@ -66,8 +73,13 @@ class Worker:
     unblocked by: a word, a delivery, a grant, a weight message, or the nap's end
     """
 
-    def __init__(self, graph: Graph, plan: Plan, settings: Settings, link: Link) -> None:
+    def __init__(
+        self, graph: Graph, plan: Plan, settings: Settings, link: Link, left_alone: threading.Event | None = None
+    ) -> None:
+        """left_alone: set when no scheduler is there any more."""
         self._settings, self._link = settings, link
+        self._left_alone = left_alone or threading.Event()
+        self._ends_at: float | None = None
         self._nodes = plan.workers[settings.worker]
         self._ports = Ports(graph, plan, self._nodes, settings)
         self._host = Host(
@@ -111,6 +123,8 @@ class Worker:
                 self._rest()
             self._part()
             self._refresh()
+            if self._left_alone.is_set():
+                self._end_alone()
         self._state = "stopping"
         self._host.close()
         self._ports.close()
@@ -149,14 +163,32 @@ class Worker:
                 case "add":
                     self._ports.add(word["receivers"])
                 case "retire":
-                    self._ports.retire(word["receivers"])
-                    self._retiring.append(word)
+                    if word["ticket"] not in [known["ticket"] for known in self._retiring]:
+                        self._ports.retire(word["receivers"])
+                        self._retiring.append(word)
 
     def _part(self) -> None:
         """Confirm that receivers have gone, once they have."""
         for word in [word for word in self._retiring if self._ports.gone(word["receivers"])]:
             self._retiring.remove(word)
             self._confirm(word)
+
+    def _end_alone(self) -> None:
+        """No scheduler has come back: let trainers finish the step under way and write a checkpoint, then end.
+
+        Where there is no trainer, the forkserver says when all others have ended."""
+        operators = self._host.graph.operators
+        if self._ends_at is None:
+            structlog.get_logger(worker=self._name).warning("no scheduler is there any more: coming to an end")
+            self._ends_at = time.monotonic() + self._settings.drain_s
+            for node in self._nodes:
+                if operators[node].trains or operators[node].kind == "source":
+                    self._host.tell(node, {"drain": True})
+        trainers = [self._host.runtimes[node] for node in self._nodes if operators[node].trains]
+        if trainers and all(runtime.status().get("done") for runtime in trainers):
+            self._running = False
+        elif time.monotonic() > self._ends_at:
+            os._exit(ALONE)
 
     def _confirm(self, word: Mapping[str, Any]) -> None:
         self._link.send("done", **self._who, ticket=word["ticket"])
@@ -216,10 +248,3 @@ def _set_threads(threads: int) -> None:
 
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
-
-
-def _orphaned() -> None:
-    logging.getLogger(__name__).error("no word from the scheduler; ending")
-    for thread in threading.enumerate():
-        print(thread, file=sys.stderr)
-    os._exit(3)

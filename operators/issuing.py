@@ -59,6 +59,8 @@ class Issue(Runtime):
         self._is_draining = False
         self._order: tuple[int, AnyArray] = (-1, np.arange(0))
         self._rounds: deque[int] = deque()
+        self._asked = -1
+        """Step of the last round that was asked for."""
         self._at = 0
 
     def work(self) -> list[Batch] | None:
@@ -86,13 +88,16 @@ class Issue(Runtime):
         return len(self._rounds) * len(self._table) - self._at
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """{"evaluate": step}: a round, with "again": all of the open one; {"dropped": n}: n groups more are needed;
-        {"drain": True}: no more."""
+        """{"evaluate": step}: a round, once however often it is said, but with "again": all of the open one;
+        {"dropped": n}: n groups more are needed; {"drain": True}: no more."""
         if "evaluate" in message and self._on_demand:
-            if message.get("again"):
+            step, again = int(message["evaluate"]), bool(message.get("again"))
+            if again:
                 self._rounds.clear()
                 self._at, self._again = 0, self._in_flight()
-            self._rounds.append(int(message["evaluate"]))
+            if again or step > self._asked:
+                self._asked = step
+                self._rounds.append(step)
         if "dropped" in message:
             self._dropped_groups = max(self._dropped_groups, int(message["dropped"]))
         if message.get("drain"):

@@ -4,22 +4,20 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 import pytest
 from rigs.graphs import fake_graph, reward, tiny_graph, words
-from rigs.machine import alive, descendants, wait_until
+from rigs.machine import alive, wait_until
 from rigs.operators import Around, Keep, built_by, signalled, slow, struck
 from rigs.policy import CONTEXT_TOKENS
+from rigs.programs import Program, program, under_way
 
 from dataflow import DataflowError, Graph, GraphError, Model, RunError, collect, inline, run, scorer, verify
 from dataflow.control import Limits
@@ -34,7 +32,8 @@ from operators import Prompts
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
-PROGRAM = Path(__file__).parent / "rigs" / "program.py"
+__all__ = ["program"]
+
 MODEL = Model("fake-policy")
 QUICK = Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=2))
 AT_ONCE = Limits(stop_s=2.0, patience=Patience(of_one=1))
@@ -327,95 +326,6 @@ def test_a_scorer_that_always_fails_ends_the_run_with_its_reason(
 
 
 # The scheduler and the user
-
-
-@dataclass
-class Program:
-    """rigs/program.py under way, in a process group of its own, as in a terminal."""
-
-    process: subprocess.Popen[str]
-    folder: Path
-
-    @property
-    def runs(self) -> Path:
-        return self.folder / "runs"
-
-    def steps(self) -> int:
-        latest = self.runs / "latest"
-        return (
-            sum("loss" in line or "dropped" in line for line in RunFolder.open(latest).read_metrics())
-            if latest.exists()
-            else 0
-        )
-
-    def family(self) -> set[int]:
-        return {self.process.pid, *descendants(self.process.pid)}
-
-    def ended_by_itself(self) -> bool:
-        return self.process.poll() not in (None, -signal.SIGKILL)
-
-    def made(self) -> list[Path]:
-        """Folders for sockets and shared memory."""
-        return [Path(line) for line in (self.folder / "made").read_text().splitlines()]
-
-    def press_control_c(self) -> None:
-        """What a terminal does: everyone in the group gets it."""
-        os.killpg(self.process.pid, signal.SIGINT)
-
-    def outcome(self) -> str:
-        return str(the_folder(self.runs).read_json("times.json")["outcome"])
-
-
-@pytest.fixture
-def program(machine: None, tmp_path: Path, policy: Path) -> Iterator[Callable[[str], Program]]:
-    started: list[Program] = []
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def start(kind: str) -> Program:
-        command = [sys.executable, str(PROGRAM), kind, str(tmp_path), str(policy)]
-        with (tmp_path / "output").open("w") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=output, text=True, env=environment, start_new_session=True
-            )
-        started.append(Program(process, tmp_path))
-        return started[-1]
-
-    yield start
-    left = [made for each in started if each.ended_by_itself() for made in each.made() if made.exists()]
-    for each in started:
-        each.process.kill()
-        each.process.wait(10)
-        for made in each.made():
-            shutil.rmtree(made, ignore_errors=True)
-    assert left == []
-
-
-def under_way(each: Program, steps: int = 2) -> None:
-    def is_under_way() -> bool:
-        assert each.process.poll() is None, (each.folder / "output").read_text()
-        return each.steps() >= steps
-
-    wait_until(is_under_way, 90.0, f"step {steps}")
-
-
-def test_no_process_outlives_a_killed_scheduler(program: Callable[[str], Program]) -> None:
-    running = program("endless")
-    under_way(running)
-    family = running.family()
-    assert len(family) >= 1 + 1 + 4 + 1 + 2  # itself, forkserver, workers, the scorer's server and processes
-    running.process.kill()
-    running.process.wait(10)
-    wait_until(lambda: not alive(family), 5.0, "the end of all processes")
-    clean_as_far_as_it_came(running.runs)
-
-
-def test_a_killed_scheduler_leaves_no_sockets_and_no_memory(program: Callable[[str], Program]) -> None:
-    running = program("endless")
-    under_way(running)
-    assert all(made.is_dir() for made in running.made()) and running.made()
-    running.process.kill()
-    running.process.wait(10)
-    wait_until(lambda: not any(made.exists() for made in running.made()), 5.0, "the end of its sockets")
 
 
 @pytest.mark.slow

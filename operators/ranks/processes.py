@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from dataflow.errors import RunError
-from dataflow.nursery import die_with_parent, run_forever
+from dataflow.forkserver import die_with_parent, run_forever
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LOOK_S = 0.005

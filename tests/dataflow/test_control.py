@@ -23,8 +23,10 @@ BEAT = {"kind": "beat", "drained": False, "turned_s": 0.0, "edges": {}}
 class PlayedDesk:
     """Takes down what the scheduler does; says what the test has put in."""
 
+    FOLDER: ClassVar = Path()
+
     def __init__(self, *args: Any) -> None:
-        self.folder, self.address = Path("/sockets"), "ipc:///sockets/control"
+        self.folder, self.address = self.FOLDER, "ipc:///sockets/control"
         self.said: list[tuple[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.sent: list[tuple[str, Any]] = []
@@ -47,7 +49,10 @@ class PlayedDesk:
     def send(self, name: str, message: Any) -> None:
         self.sent.append((name, message))
 
-    def spawn(self, name: str, settings: Any, heavy: bool) -> None:
+    def stay(self, wait_s: float, end_s: float) -> None:
+        self.stays = (wait_s, end_s)
+
+    def spawn(self, name: str, settings: Any, heavy: bool, keeps: bool) -> None:
         self.spawned.append((name, settings["attempt"]))
         self.settings[name] = settings
         self.events.append({"event": "started", "name": name, "pid": 1, "status": None})
@@ -68,6 +73,7 @@ class Play:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
         monkeypatch.setattr(control, "Desk", PlayedDesk)
+        monkeypatch.setattr(PlayedDesk, "FOLDER", folder)
         graph, model = Graph("test"), Model("policy")
         generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model)
         trainer(generator(graph.source(FakePrompts())))

@@ -106,6 +106,7 @@ def test_the_scheduler_hears_workers_and_commands_through_junk_and_tells_of_it_o
     assert asked == {"kind": "scale", "wishes": {}}
     assert len(caplog.records) <= len(strangers) + 1
     desk.send(name, {"replicas": {}})
+    desk.wait(0.0)
     assert command.poll(int(DEADLINE_S * 1000))
     assert msgpack.unpackb(command.recv()) == {"replicas": {}}
     assert not worker.poll(0), "an answer to a command went to the worker whose name it bears"

@@ -1,5 +1,9 @@
-"""A program that runs a graph until a test ends it: python program.py KIND FOLDER [POLICY]."""
+"""A program that runs a graph until a test ends it: python program.py KIND FOLDER [POLICY].
 
+The environment's HOW is JSON: {"steps", "standby", "adopt_s", "resume": whether to go on with the latest run}.
+"""
+
+import json
 import os
 import sys
 import tempfile
@@ -11,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT.parent), str(ROOT)]
 
 from dataflow import Graph, Model, run, scorer, worker  # noqa: E402
+from dataflow.limits import Limits  # noqa: E402
 from dataflow.node import Context, Runtime  # noqa: E402
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer  # noqa: E402
 from rigs.graphs import fake_graph, reward, tiny_graph  # noqa: E402
@@ -82,14 +87,19 @@ def main() -> None:
     if kind != "learning":
         worker.preload = lambda: None
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    with (folder / "made").open("w", buffering=1) as made:
+    with (folder / "made").open("a", buffering=1) as made:
         tempfile.mkdtemp = folders_made(lambda path: made.write(f"{path}\n"))
         go(kind, folder)
 
 
 def go(kind: str, folder: Path) -> None:
     """Run, and say what came of it."""
-    result = run(KINDS[kind](folder), runs=folder / "runs", quiet=True)
+    how = json.loads(os.environ.get("HOW", "{}"))
+    latest = (folder / "runs" / "latest").resolve() if how.get("resume") else None
+    result = run(
+        KINDS[kind](folder), runs=folder / "runs", quiet=True, steps=how.get("steps"), resume=latest,
+        standby=how.get("standby", False), limits=Limits(adopt_s=how.get("adopt_s", 60.0)),
+    )  # fmt: skip
     print(f"ended after {result.steps} steps: {result.verdict.line}")
 
 

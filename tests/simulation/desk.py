@@ -15,15 +15,20 @@ Message = tuple[str, Any]
 class SimulatedDesk:
     """Messages and processes of one world; while the scheduler waits, the world goes on.
 
-    spawn, kill: what the world does when the scheduler asks for a process, or ends one.
+    step: lets the next event of the world happen. point: called wherever the scheduler touches the outside; it may die
+    there. spawn, kill: what the world does when the scheduler asks for a process, or ends one. told: hears every word
+    to a worker.
     """
 
+    commands = "commands"
+
     def __init__(
-        self, network: SimulatedNetwork, folder: Path, step: Callable[[], None],
+        self, network: SimulatedNetwork, folder: Path, step: Callable[[], None], point: Callable[[], None],
         spawn: Callable[[str, Mapping[str, Any]], None], kill: Callable[[str], None],
+        told: Callable[[Mapping[str, Any]], None] = lambda word: None,
     ) -> None:  # fmt: skip
         self.folder, self.address = folder, "control"
-        self._network, self._step = network, step
+        self._network, self._step, self._point, self._told = network, step, point, told
         self._spawn, self._kill = spawn, kill
         self._said: deque[Message] = deque()
         self._events: deque[dict[str, Any]] = deque()
@@ -45,6 +50,10 @@ class SimulatedDesk:
         """The forkserver has something to tell."""
         self._events.append(dict(event))
 
+    def ask(self, command: Mapping[str, Any]) -> None:
+        """Somebody gives a command; the answer goes nowhere."""
+        self._said.append(("?somebody", dict(command)))
+
     def wait(self, wait_s: float) -> tuple[list[Message], list[dict[str, Any]]]:
         """What is said, and what the forkserver tells; the world goes on meanwhile."""
         deadline = self._network.clock.now + wait_s
@@ -61,15 +70,22 @@ class SimulatedDesk:
 
     def send(self, name: str, message: Mapping[str, Any]) -> None:
         """Say something to a worker."""
+        self._point()
+        self._told(message)
         if name in self._words:
             self._words[name].send(msgpack.unpackb(msgpack.packb(message)))
 
-    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool) -> None:
+    def stay(self, wait_s: float, end_s: float) -> None:
+        """Workers outlive the scheduler; this world's end with it."""
+
+    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """Ask for a process."""
+        self._point()
         self._spawn(name, settings)
 
     def kill(self, name: str, number: int) -> None:
         """Send a signal to a worker: all of them end it."""
+        self._point()
         self._kill(name)
 
     def close(self) -> None:

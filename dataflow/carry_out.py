@@ -1,0 +1,216 @@
+"""Carries a planned run out, in processes or in one, and leaves its times, its curve and its trace in the folder."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dataflow import command
+from dataflow.conductor import Conductor
+from dataflow.control import Limits, Scheduler
+from dataflow.desk import TakenDesk
+from dataflow.display import SafeView, make_view
+from dataflow.draw import reward_curve_svg
+from dataflow.errors import RunError
+from dataflow.graph import Graph
+from dataflow.handover import read
+from dataflow.host import Settings
+from dataflow.inline import InlineRun
+from dataflow.plan import Plan
+from dataflow.resume import Begun
+from dataflow.run_folder import RunFolder
+from dataflow.successor import Successor
+from dataflow.trace import merge
+from dataflow.watch import Watch
+
+TIMES_S = 5.0
+"""Between two times that the seconds so far are written: so many a run that is killed does not know of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How the training phase went."""
+
+    seconds: float
+    steps: int
+    stopped: bool
+    """Whether the user ended it early."""
+    busy_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """The workers of a scheduler that has died, and what it left."""
+
+    desk: TakenDesk
+    left: Mapping[str, Any]
+
+    @property
+    def begun(self) -> Begun:
+        """How far the run had come when that scheduler took it up."""
+        return Begun(**self.left["begun"])
+
+
+def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
+    """The workers of a run whose scheduler has died; None where there are none, or none that could be gone on with:
+    those are ended. may_go_on: whether the run is to go on as it was."""
+    try:
+        address = Path(str(folder.read_json(command.FILE)["address"]).removeprefix("ipc://"))
+        desk = TakenDesk(address.parent)
+    except (RunError, KeyError):
+        return None
+    with contextlib.suppress(RunError):
+        if may_go_on:
+            return Taken(desk=desk, left=read(desk.folder))
+    desk.close()
+    return None
+
+
+class Times:
+    """times.json, of all parts of the run together; written on the way too, as a run that is killed says nothing."""
+
+    def __init__(self, folder: RunFolder, begun: Begun) -> None:
+        self._folder, self._begun = folder, begun
+        self._looked = time.monotonic()
+
+    def look(self, watch: Watch) -> None:
+        """Write how far it is, now and then."""
+        if time.monotonic() - self._looked > TIMES_S:
+            self._looked = time.monotonic()
+            self.write("not finished", watch.seconds, watch.busy_seconds, flush=False)
+
+    def write(self, outcome: str, seconds: float, busy_seconds: Mapping[str, float], *, flush: bool = True) -> None:
+        """Seconds and, by node, seconds at work, of this part."""
+        before = self._begun
+        busy = {
+            node: before.busy_seconds.get(node, 0.0) + busy_seconds.get(node, 0.0)
+            for node in {**before.busy_seconds, **busy_seconds}
+        }
+        found = {"outcome": outcome, "seconds": before.seconds + seconds, "busy_seconds": busy}
+        self._folder.write_json("times.json", found, flush=flush)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is to be carried out."""
+
+    graph: Graph
+    plan: Plan
+    settings: Settings
+    begun: Begun
+    quiet: bool = False
+    limits: Limits | None = None
+    in_one_process: bool = False
+    taken: Taken | None = None
+    """The workers that do it already."""
+    successor: Callable[[], int] | None = None
+    """What takes the scheduler's place when it dies; as `Desk` has it."""
+
+
+def carry_out(run: Run) -> Outcome:
+    """Run it to its end. Errors: as `dataflow.run.run`."""
+    folder = RunFolder.open(run.settings.folder)
+    watch, times = Watch(run.graph, run.plan, folder, run.settings.steps), Times(folder, run.begun)
+    outcome = _inline(run, watch, times) if run.in_one_process else _processes(run, watch, times)
+    times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
+    (folder.path / "curve.svg").write_text(reward_curve_svg(watch.lines, title=run.graph.name), encoding="utf-8")
+    merge(folder)
+    return outcome
+
+
+def _processes(run: Run, watch: Watch, times: Times) -> Outcome:
+    scheduler = _scheduler(run, watch)
+    scheduler.handover.parts |= {"begun": lambda: asdict(run.begun), "watch": watch.to_plain}
+    open_for_commands = RunFolder.open(run.settings.folder).path / command.FILE
+
+    def look() -> None:
+        watch.note(scheduler.conductor, scheduler.beats)
+        times.look(watch)
+        view.update(watch.snapshot())
+        while scheduler.said:
+            view.message(scheduler.said.pop(0))
+
+    try:
+        with _view(run.quiet) as view, _interrupts(scheduler, view):
+            asked_at = {"address": scheduler.address, "pid": os.getpid()}
+            RunFolder.open(run.settings.folder).write_json(command.FILE, asked_at)
+            scheduler.start(progress=lambda late: view.update(watch.starting(late)))
+            while not scheduler.conductor.over:
+                scheduler.turn(0.1)
+                look()
+            look()
+    finally:
+        scheduler.close()
+        open_for_commands.unlink(missing_ok=True)
+    return _outcome(watch, scheduler.conductor)
+
+
+def _scheduler(run: Run, watch: Watch) -> Scheduler:
+    if run.taken is not None:
+        watch.take_up(run.taken.left["watch"])
+        return Successor(run.graph, run.plan, run.settings, run.taken.desk, run.taken.left, limits=run.limits)
+    made = Scheduler(run.graph, run.plan, run.settings, limits=run.limits, successor=run.successor)
+    if run.begun.steps:
+        made.conductor.go_on(run.begun.steps, run.begun.rounds)
+    return made
+
+
+def _inline(run: Run, watch: Watch, times: Times) -> Outcome:
+    running = InlineRun(run.graph, run.plan, run.settings)
+    if run.begun.steps:
+        running.conductor.go_on(run.begun.steps, run.begun.rounds)
+
+    def look() -> bool:
+        watch.note(running.conductor, {"inline-0": running.snapshot()})
+        times.look(watch)
+        view.update(watch.snapshot())
+        return False
+
+    try:
+        with _view(run.quiet) as view:
+            running.start()
+            running.run(until=look)
+            look()
+    finally:
+        running.close()
+    return _outcome(watch, running.conductor)
+
+
+def _outcome(watch: Watch, conductor: Conductor) -> Outcome:
+    return Outcome(
+        seconds=watch.seconds, steps=conductor.step, stopped=conductor.draining, busy_seconds=watch.busy_seconds
+    )
+
+
+def _view(quiet: bool) -> SafeView:
+    return SafeView([]) if quiet else make_view(sys.stdout)
+
+
+@contextlib.contextmanager
+def _interrupts(scheduler: Scheduler, view: Any) -> Iterator[None]:
+    """The first Ctrl-C drains, the second one raises."""
+    pressed: list[float] = []
+
+    def press(number: int, frame: object) -> None:
+        pressed.append(time.monotonic())
+        if len(pressed) > 1 or number == signal.SIGTERM:
+            raise KeyboardInterrupt
+        view.message("stopping after the step under way; press Ctrl-C again to stop at once")
+        scheduler.wish_drain()
+
+    try:
+        before = {number: signal.signal(number, press) for number in (signal.SIGINT, signal.SIGTERM)}
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: scheduler.attendant.wish())
+    except ValueError:  # not in the main thread: the caller handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,51 @@
+"""What a scheduler leaves for the one that takes its place: written before anything that follows from it is said."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dataflow.errors import RunError
+from dataflow.files import to_json, write_atomically
+
+FILE = "scheduler.json"
+"""In the folder of the run's sockets, which is in memory and goes with the run."""
+
+
+@dataclass
+class Handover:
+    """One file, of parts that are known by name; each is asked for its plain values.
+
+    consumes: what the parts say of themselves
+    produces: the file, whenever that has changed
+    waits for: memory
+    unblocked by: -
+    """
+
+    folder: Path
+    parts: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    _written: bytes = b""
+
+    def write(self) -> None:
+        """Write what has changed; nothing is flushed, as no machine's end is outlived. Errors: RunFolderError, once
+        for each time that something changed."""
+        content = to_json({name: part() for name, part in self.parts.items()}).encode()
+        if content != self._written:
+            self._written = content
+            write_atomically(self.folder / FILE, lambda file: _fill(file, content), flush=False)
+
+
+def _fill(file: BinaryIO, content: bytes) -> None:
+    file.write(content)
+
+
+def read(folder: Path) -> Mapping[str, Any]:
+    """What the last scheduler left in the folder of the run's sockets. Errors: RunError when it is no whole file."""
+    try:
+        found: Mapping[str, Any] = json.loads((folder / FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"the scheduler that has ended left nothing to go on with in '{folder.name}': {error}"
+        ) from error
+    return found
