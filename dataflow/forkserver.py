@@ -129,6 +129,7 @@ class Forkserver:
     def _hand_over(self) -> None:
         """A successor has come: it gets every worker as it is."""
         assert self.door is not None, "it came there"
+        self._reap()
         self.control, _ = self.door.accept()
         for child in self._children.values():
             facts = {"name": child.name, "pid": child.pid, "settings": child.settings, "status": child.status}

@@ -24,7 +24,8 @@ class Member:
     """Tickets of words about it, and who is to confirm them."""
     wired: bool = False
     wired_again: bool = False
-    """Whether the attempt that runs is not the first."""
+    """Whether it may not have heard every sender's end: the attempt that runs is not the first, or its leave was begun
+    by an earlier scheduler, and a sender that never heard of it has none to tell."""
     drained: bool = False
 
     def to_plain(self) -> dict[str, Any]:

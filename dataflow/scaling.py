@@ -110,7 +110,8 @@ class Scaling:
                     orders.append(self._about(who, member, "retire", ticket=ticket))
             if member.state == "live":
                 orders += [self._about(sender, member, "add") for sender in sorted(member.senders)]
-            if member.state == "leaving" and member.wired_again:
+            if member.state == "leaving":
+                member.wired_again = True
                 told = sorted(member.senders - set(member.unconfirmed.values()))
                 orders += [self._over(member, sender) for sender in told]
             if member.state == "stopping":

@@ -1,5 +1,10 @@
 """The conductor's decisions, heard and answered as plain values."""
 
+import json
+import random
+
+import pytest
+
 from dataflow import Graph, Model, scorer
 from dataflow.conductor import Conductor, Word
 from dataflow.plan import Devices, plan
@@ -186,3 +191,28 @@ def test_progress_grows_with_steps_and_rounds_and_never_shrinks() -> None:
         c.hear(node, status)
         seen.append(c.progress)
     assert seen == sorted(seen) and seen[1:6] == [1, 5, 5, 11, 21]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_that_takes_up_what_another_left_says_from_then_on_what_that_would_have_said(seed: int) -> None:
+    draw = random.Random(seed)
+    first, events = conductor(), []
+    words = first.start()
+    for step in range(0, 40, draw.choice((1, 3, 7))):
+        events.append(("trainer", {"step": step, "dropped": step // 5, "done": int(step >= 36)}))
+        events += [("eval", {"round": draw.choice((0, step, step - step % 10))})] * draw.randrange(2)
+    cut = draw.randrange(len(events) + 1)
+    for node, status in events[:cut]:
+        words += first.hear(node, status)
+    second = conductor()
+    second.take_up(json.loads(json.dumps(first.to_plain())))
+    assert (second.phase, second.step, second.over) == (first.phase, first.step, first.over)
+    again = [word for node in ("prompts", "held_out", "trainer") for word in second.words_for(node, again=False)]
+    assert not any("again" in word.message for word in again)
+    heard = [said([word]) for word in words]
+    assert all(said([word]) in heard for word in again), "what it says again was said before"
+    for node, status in events[cut:]:
+        assert second.hear(node, status) == first.hear(node, status)
+    if draw.random() < 0.5:
+        assert second.drain() == first.drain()
+    assert second.to_plain() == first.to_plain()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.errors import RunError
-from dataflow.nursery import Nursery
+from dataflow.nursery import Nursery, TakenOver
 
 
 def wait_until(holds: Callable[[], bool], deadline_s: float = 10.0) -> None:
@@ -137,3 +137,69 @@ def test_closing_ends_a_worker_that_does_not_listen() -> None:
     wait_until(lambda: not alive(pid))
     with pytest.raises(RunError, match="forkserver .* is gone.*start the run again"):
         nursery.spawn("b", {}, heavy=False)
+
+
+def left_behind(tmp_path: Path, stay_s: float, end_s: float = 30.0, keeps: bool = False, **more: object) -> list[int]:
+    """Numbers of a forkserver and two workers whose scheduler was killed after it had let them stay."""
+    scheduler = os.fork()
+    if scheduler == 0:
+        nursery = Nursery(
+            lambda settings: time.sleep(settings["s"]) or 5, {}, lambda: None, door=str(tmp_path / "door"), **more
+        )
+        pids = []
+        for name, seconds in (("a", 60), ("b", 0.5)):
+            nursery.spawn(name, {"s": seconds}, heavy=False, keeps=keeps and name == "b")
+        events = Events(nursery)
+        wait_until(lambda: events.seen.extend(nursery.events()) or len(events.seen) >= 2)
+        pids = [each["pid"] for each in events.seen]
+        nursery.stay(stay_s, end_s)
+        (tmp_path / "pids.part").write_text(" ".join(map(str, [nursery.pid, *pids])))
+        (tmp_path / "pids.part").rename(tmp_path / "pids")
+        time.sleep(60)
+        os._exit(0)
+    wait_until((tmp_path / "pids").exists)
+    os.kill(scheduler, signal.SIGKILL)
+    os.waitpid(scheduler, 0)
+    return [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+
+
+def test_a_successor_gets_every_worker_as_it_is_and_may_use_them(tmp_path: Path) -> None:
+    forkserver, sleeper, short = left_behind(tmp_path, 30.0)
+    wait_until(lambda: not alive(short))
+    taken = TakenOver(str(tmp_path / "door"))
+    assert taken.pid == forkserver and 0 < taken.alone_s < 10
+    assert [(e["name"], e["pid"], e["alive"], e["status"], e["settings"]) for e in taken.handed] == [
+        ("a", sleeper, True, None, {"s": 60}), ("b", short, False, 5, {"s": 0.5}),
+    ]  # fmt: skip
+    taken.spawn("b", {"s": 0}, heavy=True)
+    events = Events(taken)
+    assert events.find("exited")["status"] == 5
+    taken.kill("a")
+    wait_until(lambda: not alive(sleeper))
+    taken.close()
+    wait_until(lambda: not alive(forkserver))
+
+
+def test_workers_whose_scheduler_nobody_replaces_end_after_the_limit(tmp_path: Path) -> None:
+    pids = left_behind(tmp_path, 0.4)
+    assert alive(pids[1])
+    wait_until(lambda: not any(map(alive, pids)), deadline_s=5.0)
+    with pytest.raises(RunError, match="nobody keeps workers"):
+        TakenOver(str(tmp_path / "door"))
+
+
+def test_after_the_limit_workers_that_others_wait_for_have_time_to_end(tmp_path: Path) -> None:
+    forkserver, sleeper, short = left_behind(tmp_path, 0.1, 30.0, keeps=True)
+    wait_until(lambda: not alive(short))
+    wait_until(lambda: not alive(sleeper) and not alive(forkserver), deadline_s=5.0)
+
+
+def test_a_successor_that_is_forked_is_replaced_when_it_ends_and_not_for_ever(tmp_path: Path) -> None:
+    def succeed() -> int:
+        with (tmp_path / "tries").open("a") as tries:
+            tries.write("x")
+        return 1
+
+    pids = left_behind(tmp_path, 1.0, successor=succeed)
+    wait_until(lambda: not any(map(alive, pids)), deadline_s=10.0)
+    assert (tmp_path / "tries").read_text() == "xxx"

@@ -1,5 +1,6 @@
 """Who joins and leaves, told as plain values: by hand, and in a small world where everything comes in any order."""
 
+import json
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -245,6 +246,8 @@ class Process:
     """Who has sent here, and whether it has ended."""
     rows: deque[tuple[str, int]] = field(default_factory=deque)
     """(sender, row) of what is not sent on, and so not acknowledged."""
+    ready: bool = False
+    """Whether the scheduler knows that it is."""
     started: bool = False
     ended: bool = False
     drained: bool = False
@@ -269,7 +272,7 @@ class World:
         self.trained: list[int] = []
         for name in self.order:
             before = self.order[self.order.index(name) - 1] if name != "prompts" else None
-            process = Process(f"{name}-0", name, {self.edges[before]: 1} if before else {}, started=True)
+            process = Process(f"{name}-0", name, {self.edges[before]: 1} if before else {}, started=True, ready=True)
             self.processes[process.name] = process
         for a, b in zip(self.order, self.order[1:], strict=False):
             self.connect(self.processes[f"{a}-0"], self.edges[a], f"at-{b}-0")
@@ -329,7 +332,7 @@ class World:
             self.obey(self.scaling.exited(process.name))
             return
         process.down, process.wired = True, False
-        process.started = process.ended = process.drained = False
+        process.ready = process.started = process.ended = process.drained = False
         process.words.clear()
         process.events.clear()
         process.receivers.clear()
@@ -377,19 +380,41 @@ class World:
                 process.started = True
             case "add":
                 for edge, address in word["receivers"].items():
-                    self.connect(process, edge, address)
-            case "retire":
+                    if address not in process.receivers.get(edge, []):
+                        self.connect(process, edge, address)
+            case "retire" if word["ticket"] not in [known["ticket"] for known in process.retiring]:
                 for edge, address in word["receivers"].items():
-                    process.receivers[edge].remove(address)
-                    self.at(address).peers[process.name] = True
+                    if address in process.receivers[edge]:
+                        process.receivers[edge].remove(address)
+                        self.at(address).peers[process.name] = True
                 process.retiring.append(word)
             case "stop":
                 assert process.drained and not process.rows, f"{process.name} is stopped with rows in its hands"
                 process.gone = True
                 self.obey(self.scaling.exited(process.name))
 
+    def succeed(self) -> None:
+        """The scheduler dies, some of what was on its way is lost; another takes over, and ends who was not ready."""
+        left = json.loads(json.dumps(self.scaling.to_plain()))
+        self.scaling = Scaling(*planned())
+        orders = self.scaling.take_up(left)
+        here = [process for process in self.processes.values() if not process.gone and not process.down]
+        for process in here:
+            for queue in (process.words, process.events):
+                if self.random.random() < 0.5:
+                    queue.clear()
+            if not process.ready:
+                self.crash(process)
+        self.obey(orders)
+        for process in here:
+            if process.ready:
+                process.words.append({"kind": "start"})
+            if process.drained:
+                process.events.append(("drained", None))  # as each of its beats says
+
     def report(self, process: Process) -> None:
         kind, value = process.events.popleft()
+        process.ready |= kind == "ready"
         if kind == "confirmed":
             self.obey(self.scaling.confirmed(value))
         else:
@@ -431,6 +456,15 @@ class World:
         for found in process.receivers.values():
             for address in found:
                 self.at(address).peers[process.name] = True
+
+    def without_senders(self) -> list[tuple[str, str]]:
+        """(sender, receiver) that are both at work, and the sender does not send there."""
+        live = [each for each in self.processes.values() if self.scaling.state(each.name) == "live"]
+        return [
+            (sender.name, receiver.name) for sender in live for receiver in live
+            if sender.worker in self.edges and self.edges[sender.worker] in receiver.expected
+            and f"at-{receiver.name}" not in sender.receivers[self.edges[sender.worker]]
+        ]  # fmt: skip
 
     def run(self, most: int, until: Any = lambda: False) -> None:
         for _ in range(most):
@@ -477,6 +511,30 @@ def test_whoever_dies_while_replicas_come_and_go_every_row_is_trained_once(seed:
     world.issuing = False
     world.run(100_000)
     assert sorted(world.trained) == list(range(1, world.issued + 1))
+    assert settled(world.scaling)
+    assert {node: world.scaling.replicas(node)["live"] for node in wished} == wished
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_whenever_the_scheduler_dies_the_next_one_goes_on_and_every_row_is_trained_once(seed: int) -> None:
+    world = World(2_000 + seed)
+    wished = {"generator": 1, "stage": 1}
+    for _ in range(world.random.randrange(2, 12)):
+        if world.random.random() < 0.5:
+            node, count = world.random.choice(["generator", "stage"]), world.random.randrange(1, 5)
+            wished[node] = count
+            world.obey(world.scaling.scale({node: count}))
+        if world.random.random() < 0.3:
+            world.crash(world.random.choice([each for each in world.processes.values() if not each.gone]))
+        world.run(world.random.randrange(0, 30))
+        if world.random.random() < 0.6:
+            world.succeed()
+        world.run(world.random.randrange(0, 200))
+    world.run(20_000, until=lambda: settled(world.scaling))
+    world.issuing = False
+    world.run(100_000)
+    assert sorted(world.trained) == list(range(1, world.issued + 1))
+    assert world.without_senders() == []
     assert settled(world.scaling)
     assert {node: world.scaling.replicas(node)["live"] for node in wished} == wished
 
