@@ -14,6 +14,8 @@ import xxhash
 from dataflow.files import RunFolderError, disk, flush_to_disk, to_json, write_atomically
 
 MARKER = "commit.json"
+TEMPORARY = "temporary"
+"""A true fact of this name in the marker: the checkpoint goes when a newer one is committed."""
 _NAME = re.compile(r"step-(\d{6,})")
 _CHUNK_BYTES = 1 << 22
 
@@ -82,9 +84,43 @@ class Checkpoints:
                 return step
         return None
 
+    def keep(self, step: int) -> bool:
+        """Let the checkpoint of `step` stay; True if it was a temporary one until now. Errors: RunFolderError."""
+        if not self._is_temporary(step):
+            return False
+        path = self.folder(step) / MARKER
+        facts = {name: fact for name, fact in json.loads(path.read_text()).items() if name != TEMPORARY}
+        marker = to_json(facts, indent=1).encode()
+        write_atomically(path, lambda file: _write(file, marker), what="committing checkpoint")
+        return True
+
+    def clear(self, before: int) -> None:
+        """Remove the temporary checkpoints of steps below `before`, each from sight first, and what crashes left there:
+        checkpoints that were never marked, half-done removals. Only while none of these steps is being written.
+
+        Errors: RunFolderError; all others stay as they were.
+        """
+        for rest in self.path.glob(".step-*.*"):
+            match = _NAME.search(rest.name)
+            is_rest = rest.suffix == ".removed" or (rest.suffix == ".partial" and not (rest / MARKER).exists())
+            if match and int(match[1]) < before and is_rest:
+                _remove(rest)
+        for step in self.steps():
+            if step < before and self._is_temporary(step):
+                removed = self.path / f".step-{step:06d}.removed"
+                with disk("removing checkpoint", self.folder(step)):
+                    self.folder(step).replace(removed)
+                _remove(removed)
+
     def damage(self, step: int) -> str | None:
         """What is wrong with the checkpoint of `step`; None when every file is as the marker says."""
         return _damage(self.folder(step), step)
+
+    def _is_temporary(self, step: int) -> bool:
+        """Whether the marker says so; one that cannot be read does not."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            return json.loads((self.folder(step) / MARKER).read_text()).get(TEMPORARY) is True
+        return False
 
     def _partial(self, step: int) -> Path:
         return self.path / f".step-{step:06d}.partial"
@@ -143,6 +179,11 @@ def _facts(path: Path) -> dict[str, Any]:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
         return {"bytes": file.tell(), "xxh3_64": digest.hexdigest()}
+
+
+def _remove(folder: Path) -> None:
+    with disk("removing checkpoint", folder):
+        shutil.rmtree(folder)
 
 
 def _write(file: Any, content: bytes) -> None:

@@ -229,6 +229,7 @@ class NodeLoop:
         lane, number = group
         if lane in self._finished:
             self._finished[lane].forget(number)
+        self.runtime.forget(lane, number)
 
     def _flush(self) -> bool:
         moved = False

@@ -64,6 +64,9 @@ class Runtime:
         """File descriptors and ZeroMQ sockets on which something may arrive that lets `work` go on."""
         return ()
 
+    def forget(self, lane: str, group: int) -> None:
+        """A group that went through it has an outcome: what it keeps of it beside the rows is needed no more."""
+
     def tell(self, message: Mapping[str, Any]) -> None:
         """A word from the control: {"evaluate": step}, {"dropped": n}, {"drain": True}, {"end": True} when its
         inputs have ended; unknown words are ignored."""

@@ -183,8 +183,9 @@ def _number_trace(folder: RunFolder) -> None:
 
 
 def _number_finished(folder: RunFolder, part: int) -> None:
-    """Give files of finished rollouts names that no later process gives its own: 0-part1-0-0.lane.arrows."""
-    for path in (folder.path / "finished").rglob("*.arrows"):
+    """Give files of finished rollouts, and of parts, names that no later process gives: 0-part1-0-0.lane.arrows."""
+    files = folder.path / "finished"
+    for path in [*files.rglob("*.arrows"), *files.rglob("*.parts")]:
         replica, _, rest = path.name.partition("-")
         if not rest.startswith("part"):
             path.replace(path.with_name(f"{replica}-part{part}-{rest}"))

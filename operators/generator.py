@@ -31,7 +31,8 @@ class Generator(Generate):
     max_tokens: int = 256
     """Most tokens of a completion."""
     segment_tokens: int = 32
-    """Decode steps between two returns to the worker's loop."""
+    """Decode steps between two returns to the worker's loop; a rollout that has grown by so many tokens is kept in the
+    run folder, and goes on from there after a crash."""
     temperature: float = 1.0
     """Divides the logits; 0: always the likeliest token."""
     top_k: int = 0

@@ -78,7 +78,10 @@ class Trainer(Learn):
     offload: bool = False
     """Between steps, keep the optimiser's state and the gradients in main memory: for devices that are shared."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; the last step is always kept."""
+    """Steps between checkpoints that stay; the last step is always kept."""
+    recover_within_s: float = 60.0
+    """Seconds of steps after which a checkpoint to recover from is left, beside those of `checkpoint_every`; it goes
+    when the next one is committed. At least 20 times as long as a checkpoint takes; inf: never."""
     queue_prompts: int | None = None
     """Groups it holds beside those of the step under way; None: as many as the feedback lets be in flight."""
 
@@ -129,8 +132,10 @@ class Trainer(Learn):
             value = getattr(self, knob)
             if not (_is_number(value) and math.isfinite(value) and (value > 0 or (zero_is_fine and value == 0))):
                 found.append(f"'{self.name}' has {knob}={value!r}; give a number above 0{' or 0' * zero_is_fine}")
-        if not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
-            found.append(f"'{self.name}' has max_grad_norm={self.max_grad_norm!r}; give a number above 0, or inf")
+        for knob in ("max_grad_norm", "recover_within_s"):
+            value = getattr(self, knob)
+            if not (_is_number(value) and value > 0):
+                found.append(f"'{self.name}' has {knob}={value!r}; give a number above 0, or inf")
         if not (
             isinstance(self.betas, tuple | list)
             and len(self.betas) == 2

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from dataflow.node import Bound
+from dataflow.records import AnyArray
 from dataflow.staleness import admit
 
 
@@ -62,21 +63,38 @@ class Admission(Generic[G]):
             return False
         return admit(group.group_id, dropped, version, bound.prompts_per_step, bound.max_staleness, self.in_flight)
 
+    def may_go_on(self, lane: str, group: G, versions: AnyArray, newest: int, dropped: int) -> bool:
+        """Whether one of its rollouts may go on that earlier processes began, its tokens drawn by these versions [n].
+
+        Its age counts from its oldest token: it has to be trained within the bound as if it were started under that
+        version. newest: no later version was there before this process; tokens of one are of a line of weights that
+        was taken back.
+        """
+        if not len(versions):
+            return True
+        oldest, bound = int(versions.min()), self.bounds.get(lane)
+        if int(versions.max()) > newest or group.min_version > oldest:
+            return False
+        return bound is None or admit(group.group_id, dropped, oldest, bound.prompts_per_step, bound.max_staleness)
+
     def start(
-        self, *, free: int, slots: int, idle: bool, version: int, dropped: int, fit: Callable[[G, int], int]
-    ) -> Iterator[tuple[str, G, int]]:
+        self, *, free: int, slots: int, idle: bool, version: int, dropped: int, fit: Callable[[G, int], int],
+        prepare: Callable[[G], None] = lambda group: None,
+    ) -> Iterator[tuple[str, G, int]]:  # fmt: skip
         """Lane, group and how many of its rollouts start now; a group leaves its queue once all have started.
 
         A group waits until all its rollouts fit, unless it is larger than a quarter of the slots or nothing else
         is at work: then it starts in parts.
 
         free: slots that rollouts may start in. idle: nothing is at work. fit: how many of so many rollouts of a
-        group fit into memory beside what this call has yielded; at least 1 when idle.
+        group fit into memory beside what this call has yielded; at least 1 when idle. prepare: called before a group
+        is looked at, each time; a group may have no rollout left to start after it, and then leaves too.
         """
         for lane in sorted(self.lanes, key=lambda lane: lane in self.bounds):
             queue = self.lanes[lane]
             while queue and free and self.may_start(lane, queue[0], version, dropped):
                 group = queue[0]
+                prepare(group)
                 wanted = group.unstarted
                 count = fit(group, min(wanted, free))
                 if count < wanted and not (count and (idle or wanted * 4 > slots)):

@@ -13,17 +13,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from dataflow.parts import Stretch
 from dataflow.records import AnyArray
 from operators.engine.attention import Kernel, Layout
 from operators.engine.cuda.available import drawing
 from operators.engine.cuda.graphs import GraphedDecode
 from operators.engine.cuda.late import LateFlags
 from operators.engine.ending import ended_of
+from operators.engine.growth import grown
 from operators.engine.kv_cache import KVCache, default_budget, page_count
 from operators.engine.pages import PAGE, Pages, fitting, pages_for, youngest
 from operators.engine.prefill import Fused, NewRow, Prefix, lay_out
 from operators.engine.reasons import ABORTED, BROKEN
-from operators.engine.results import Finished, Row, Start, finished_of, merged
+from operators.engine.results import Finished, Row, Start, begun, finished_of, merged
 from operators.engine.rows import Rows, put
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
@@ -218,6 +220,11 @@ class Engine:
         return self.rows.taken(rows)[0] if len(rows) else None
 
     @torch.inference_mode()
+    def grown(self, since: Callable[[int], int], least: int) -> list[tuple[int, Stretch]]:
+        """By ticket, what live rollouts have drawn beyond their first `since(ticket)` tokens, if `least` or more."""
+        return grown(self.rows, self.parked, self._late.lag, since, least)
+
+    @torch.inference_mode()
     def adopted(self, version: int) -> None:
         """New weights of this version are in `tensors`: tokens drawn from now on come from them."""
         if self._on_adopt is not None:
@@ -278,24 +285,17 @@ class Engine:
         return new, rows, tables
 
     def _begin(self, start: Start, new: list[Prefix], rows: list[Row], tables: list[list[int]]) -> None:
-        """A prompt's rollouts join the step."""
+        """A prompt's rollouts join the step; those that have drawn before join the next, as parked ones do."""
         self._watch(start.stop)
-        length = len(start.prompt)
-        sampling = start.sampling or self.sampling
-        prefix = self._prefix(np.asarray(start.prompt, np.int64), len(start.tickets))
-        new.append(prefix)
-        tables += [list(table) for table in prefix.tables]
-        tokens = start.prompt.astype(np.int32)
-        logprobs, versions = np.zeros(length, np.float32), np.full(length, -1, np.int32)
-        for ticket, seed in zip(start.tickets, start.seeds, strict=True):
-            rows.append(
-                Row(
-                    ticket=ticket, age=self._born, tokens=tokens, logprobs=logprobs, versions=versions, start=length,
-                    limit=start.limit, seed=seed, sampling=sampling, stop=start.stop or self._stop,
-                    kept=[] if self._record_mask else None,
-                )
-            )  # fmt: skip
-            self._born += 1
+        every = begun(start, self._born, self.sampling, self._stop, masks=self._record_mask)
+        self._born += len(every)
+        fresh = [row for row in every if len(row.tokens) == row.start]
+        self.parked += [row for row in every if len(row.tokens) > row.start]
+        if fresh:
+            prefix = self._prefix(np.asarray(start.prompt, np.int64), len(fresh))
+            new.append(prefix)
+            rows += fresh
+            tables += [list(table) for table in prefix.tables]
 
     def _prefix(self, tokens: AnyArray, rows: int) -> Prefix:
         """Pages for the rows that begin with these tokens: known ones, shared new ones, each row's own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.node import Batch
+from dataflow.parts import Stretch
 from dataflow.records import (
     COMPLETION,
     ERROR,
@@ -50,6 +51,17 @@ class Ended:
     error: str | None = None
     kept: list[AnyArray] | None = None
     """By token of the completion, the ids that truncation left, where that is recorded."""
+    is_written: bool = False
+    """Whether its end is among the parts on the disk."""
+
+    def beyond(self, tokens: int) -> Stretch:
+        """All that it drew after so many tokens, and why it ended."""
+        new = slice(self.start + tokens, None)
+        return Stretch(
+            begin=tokens, tokens=self.tokens[new], logprobs=self.logprobs[new], versions=self.versions[new],
+            masks=None if self.kept is None else self.kept[tokens : len(self.tokens) - self.start],
+            finish_reason=REASONS[self.reason], text=self.text,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -79,6 +91,52 @@ class Group:
     left: int
     """Rollouts that have not ended."""
     rows: list[Ended | None] = field(default_factory=list)
+    mark: int | None = None
+    """Of its parts on the disk; None where none are kept."""
+    written: list[int] = field(default_factory=list)
+    """Tokens of each completion that are on the disk."""
+    parts: dict[int, Stretch] = field(default_factory=dict)
+    """By position, what rollouts that have no slot yet drew in an earlier process."""
+    order: list[int] = field(default_factory=list)
+    """Positions that this process starts, the first ones first; none: all of them."""
+
+    def start(self, count: int) -> list[int]:
+        """Positions of the next rollouts that start."""
+        order = self.order or list(range(self.size))
+        first = len(order) - self.unstarted
+        self.unstarted -= count
+        return order[first : first + count]
+
+    def go_on(self, found: Mapping[int, Stretch]) -> None:
+        """Take over rollouts that an earlier process began, by position: ended ones have ended, the others go on from
+        there, and before those that begin."""
+        none = np.zeros(len(self.prompt), np.float32)
+        for position, part in found.items():
+            if part.finish_reason is None:
+                self.parts[position] = part
+                continue
+            self.rows[position] = Ended(
+                np.concatenate([self.prompt.astype(np.int32), part.tokens]), np.concatenate([none, part.logprobs]),
+                np.concatenate([np.full(len(none), -1, np.int32), part.versions]), len(none),
+                REASONS.index(part.finish_reason), part.text,
+                kept=None if part.masks is None else list(part.masks), is_written=True,
+            )  # fmt: skip
+            self.left -= 1
+            self.unstarted -= 1
+        left = [position for position, row in enumerate(self.rows) if row is None]
+        self.order = sorted(left, key=lambda position: position not in self.parts)
+
+    def unwritten_ends(self, least: int) -> list[tuple[int, Stretch]]:
+        """By position, the rest of rollouts that ended; nothing as long as none of the group's has `least` tokens."""
+        ended = [row for row in self.rows if row is not None]
+        if not any(self.written) and all(len(row.tokens) - row.start < least for row in ended):
+            return []
+        found = []
+        for position, row in enumerate(self.rows):
+            if row is not None and not row.is_written and row.reason != BROKEN:
+                row.is_written = True
+                found.append((position, row.beyond(self.written[position])))
+        return found
 
     def fail(self, error: str) -> None:
         """End all its rollouts with this error, before any token."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from dataflow.parts import Stretch
     from operators.engine.results import Finished, Row, Start
 
 
@@ -56,6 +57,9 @@ class DecodingEngine(Protocol):
 
     def progress(self, ticket: int) -> Row | None:
         """A live rollout as it is now."""
+
+    def grown(self, since: Callable[[int], int], least: int) -> list[tuple[int, Stretch]]:
+        """By ticket, what live rollouts have drawn lately, for `Start.parts` of an engine after this one."""
 
     def adopted(self, version: int) -> None:
         """New weights of this version are in `tensors`."""

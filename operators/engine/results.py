@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dataflow.parts import Stretch
 from dataflow.records import AnyArray
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
@@ -28,6 +29,8 @@ class Start:
     """How its tokens are drawn; None: as the engine draws them."""
     stop: StopStrings | None = None
     """Strings at which it ends; None: the engine's."""
+    parts: Sequence[Stretch | None] = ()
+    """Of each rollout, what it had drawn before, from its first token; None, or nothing at all, where that is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,28 @@ class Finished:
     """By ticket: the completion before its stop string, for those that ended at one."""
     kept: dict[int, list[AnyArray]] = field(default_factory=dict)
     """By ticket: for each token of the completion the ids that truncation left, where that is recorded."""
+
+
+def begun(start: Start, age: int, sampling: Sampling, stop: StopStrings | None, *, masks: bool) -> list[Row]:
+    """The rows of a prompt's rollouts, the first of this age. masks: it is recorded what truncation left.
+
+    sampling, stop: the engine's, where `start` says nothing.
+    """
+    prompt, before = start.prompt.astype(np.int32), len(start.prompt)
+    none = Stretch(begin=0, tokens=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), versions=prompt[:0])
+    logprobs, versions = np.zeros(before, np.float32), np.full(before, -1, np.int32)
+    found = []
+    for i, part in enumerate(part or none for part in start.parts or [None] * len(start.tickets)):
+        found.append(
+            Row(
+                ticket=start.tickets[i], age=age + i, tokens=np.concatenate([prompt, part.tokens]),
+                logprobs=np.concatenate([logprobs, part.logprobs]),
+                versions=np.concatenate([versions, part.versions]), start=before, limit=start.limit,
+                seed=start.seeds[i], sampling=start.sampling or sampling, stop=start.stop or stop,
+                kept=list(part.masks or ()) if masks else None,
+            )
+        )  # fmt: skip
+    return found
 
 
 def finished_of(rows: Sequence[Row], reason: int) -> Finished:

@@ -232,6 +232,14 @@ class Rows:
         at = self._put(self._host[_SLOT, rows])
         return tuple(table[at, :longest].cpu().numpy() for table in (self._tokens, self._logprobs, self._versions))  # type: ignore[return-value]
 
+    def between(self, rows: AnyArray, first: AnyArray, end: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
+        """What `drawn` gives, from `first` [k] to before `end` [k] of these rows only, one after the other, flat."""
+        counts = end - first
+        places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        at = self._put(np.repeat(self._host[_SLOT, rows], counts) * self._tokens_wide + places)
+        tables = self._tokens, self._logprobs, self._versions
+        return tuple(table.view(-1)[at].cpu().numpy() for table in tables)  # type: ignore[return-value]
+
     def taken(self, rows: AnyArray) -> list[Row]:
         """Copies of these rows, complete."""
         tables = self.drawn(rows)

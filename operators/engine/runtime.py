@@ -9,6 +9,7 @@ import numpy as np
 import xxhash
 
 from dataflow.node import Batch, Context, Runtime
+from dataflow.parts import Stretch
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
 from dataflow.weight_ends import WeightsIn
 from operators.engine import groups
@@ -16,6 +17,7 @@ from operators.engine.admission import Admission
 from operators.engine.build import make_engine
 from operators.engine.decode import PREFILL_TOKENS
 from operators.engine.groups import Arrival, Group
+from operators.engine.keeping import keeping_of
 from operators.engine.prompts import encode
 from operators.engine.results import Start
 
@@ -51,6 +53,9 @@ class GeneratorRuntime(Runtime):
         self._tickets: dict[int, tuple[Group, int]] = {}
         self._next_ticket = 0
         self._complete: list[Group] = []
+        self._keeping = keeping_of(declaration, context)
+        self._first_version = -1 if self._reader is not None else 0
+        """The first that it took."""
         self._started: dict[str, list[int]] = {}
         self._owed = 0
         self._seen = (context.clock(), 0, 0)
@@ -96,8 +101,8 @@ class GeneratorRuntime(Runtime):
     def work(self) -> list[Batch] | None:
         """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be done."""
         since = 0
-        worked = bool(self._complete)
         enough = max(1, self._declaration.slots // (4 * self._declaration.group_size))
+        worked = False
         for _ in range(self._declaration.segment_tokens):
             self._listen()
             starts = self._starts()
@@ -110,7 +115,9 @@ class GeneratorRuntime(Runtime):
             since += bool(self._complete)
             if since > LINGER_STEPS or len(self._complete) >= enough:
                 break
-        return self._out() if worked else None
+        if self._keeping is not None:
+            self._keeping.write(self.engine, self._tickets)
+        return self._out() if worked or self._complete else None
 
     def pending(self) -> int:
         """Rollouts that it still owes."""
@@ -121,12 +128,18 @@ class GeneratorRuntime(Runtime):
         socket = getattr(self._reader, "socket", None)
         return () if socket is None else (socket,)
 
+    def forget(self, lane: str, group: int) -> None:
+        """Let go of the parts of a group that has an outcome."""
+        if self._keeping is not None:
+            self._keeping.forget(lane, group)
+
     def tell(self, message: Mapping[str, Any]) -> None:
         """Hears {"dropped": groups that the trainer gave up}."""
         self._told_dropped = max(self._told_dropped, int(message.get("dropped", 0)))
 
     def status(self) -> dict[str, float | int | str]:
-        """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the last call."""
+        """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the last call; `recalled`:
+        tokens that an earlier process had drawn."""
         now, drawn, steps = self._context.clock(), self.engine.drawn, self.engine.steps
         then, drawn_then, steps_then = self._seen
         self._seen = (now, drawn, steps)
@@ -138,18 +151,22 @@ class GeneratorRuntime(Runtime):
             "tokens": drawn,
             "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
             "parked": self.engine.waiting,
+            "recalled": 0 if self._keeping is None else self._keeping.recalled,
             "slot_share": (drawn - drawn_then) / slot_steps if slot_steps else 0.0,
         }
 
     def close(self) -> None:
-        """Give up the rollouts that are under way."""
+        """Give up the rollouts that are under way; parts of them stay on the disk."""
         self.engine.close()
+        if self._keeping is not None:
+            self._keeping.close()
 
     def _listen(self) -> None:
         """A safe point: take the newest weights that are offered; a restarted trainer's may have the same number."""
         offer = self._reader.poll() if self._reader is not None else None
         if self._reader is not None and offer is not None and self._reader.adopt() == offer.version:
             self.engine.adopted(offer.version)
+            self._first_version = offer.version if self._first_version < 0 else self._first_version
 
     def _starts(self) -> list[Start]:
         """Groups that start in the next step."""
@@ -159,23 +176,35 @@ class GeneratorRuntime(Runtime):
         tokens = 0
         note = self._reader.note if self._reader is not None else {}
         left = self.engine.spare_pages
+        dropped = max(self._told_dropped, int(note.get("dropped", 0)))
+
+        def prepare(group: Group) -> None:
+            if self._keeping is not None and group.mark is None:
+                self._keeping.recall(group, lambda part: self._may_go_on(group, part, dropped))
 
         def fit(group: Group, wanted: int) -> int:
             nonlocal left
+            going_on = min(wanted, len(group.parts))  # they wait for pages as parked ones do
+            if going_on == wanted:
+                return wanted
             idle = not starts and not self.engine.live
-            count, pages = self.engine.fitting(len(group.prompt), wanted, left, idle=idle)
+            count, pages = self.engine.fitting(len(group.prompt), wanted - going_on, left, idle=idle)
             left -= pages
-            return count
+            return going_on + count
 
         chosen = self._admission.start(
             free=self.engine.free,
             slots=self._declaration.slots,
             idle=not self.engine.live,
             version=self.engine.version,
-            dropped=max(self._told_dropped, int(note.get("dropped", 0))),
+            dropped=dropped,
             fit=fit,
+            prepare=prepare,
         )
         for _, group, count in chosen:
+            if not count:
+                self._complete.append(group)
+                continue
             starts.append(self._start(group, count))
             tokens += len(group.prompt)
             if tokens >= PREFILL_TOKENS:
@@ -184,22 +213,32 @@ class GeneratorRuntime(Runtime):
 
     def _start(self, group: Group, count: int) -> Start:
         """Begin `count` more rollouts of a group."""
-        first = group.size - group.unstarted
-        if first == 0:
+        if group.unstarted == len(group.order or group.rows):
             self._started.setdefault(group.lane, []).append(group.group_id)
-        group.unstarted -= count
         tickets = range(self._next_ticket, self._next_ticket + count)
         self._next_ticket += count
-        positions = range(first, first + count)
+        positions = group.start(count)
         for ticket, position in zip(tickets, positions, strict=True):
             self._tickets[ticket] = (group, position)
         key = f"{self._context.seed}/{group.lane}/{group.group_id}"
         return Start(
             prompt=group.prompt,
-            limit=min(self._context_tokens, len(group.prompt) + self._declaration.max_tokens),
+            limit=self._limit(group),
             tickets=tickets,
             seeds=[_seed(key, position) for position in positions],
+            parts=[group.parts.pop(position, None) for position in positions],
         )
+
+    def _may_go_on(self, group: Group, part: Stretch, dropped: int) -> bool:
+        """Whether a rollout may be gone on with that an earlier process began."""
+        left = self._limit(group) - len(group.prompt) - len(part.tokens)
+        if left < (0 if part.finish_reason else 1):
+            return False
+        return self._admission.may_go_on(group.lane, group, part.versions, self._first_version, dropped)
+
+    def _limit(self, group: Group) -> int:
+        """Most tokens of prompt and completion."""
+        return min(self._context_tokens, len(group.prompt) + self._declaration.max_tokens)
 
     def _out(self) -> list[Batch]:
         """One batch for each lane that has complete groups; acknowledges arrivals that are done with."""

@@ -102,9 +102,10 @@ class CatchUp:
                 "a step made again is not what it was", node=node, step=step.step, grad_norm=outcome.grad_norm,
                 grad_norm_was=was, loss=outcome.loss, loss_was=step.metrics.get("loss"),
             )  # fmt: skip
-        self._making.rest(weights=False)
+        self._journal.made(self._making.seconds)
         if self._journal.is_due(step.step):
             self._journal.keep(step.step)
+        self._making.rest(weights=False)
 
     def _take_back(self, to: int, why: str) -> None:
         """Let the ledger forget the steps after `to`. Raises OperatorError where the run has gone on meanwhile."""

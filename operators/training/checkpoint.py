@@ -83,6 +83,11 @@ _DESKS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Desk] = weakref.WeakKe
 """By optimiser, of which each learner of this process has one."""
 
 
+def nbytes(learner: Learner) -> int:
+    """About how many bytes a checkpoint takes: what is trained, and AdamW's two moments of it."""
+    return sum(3 * int(weight.nbytes) for weight in learner.parameters.values())
+
+
 def prepare(folder: Path) -> None:
     """Make an empty folder ready for `stage`. RunFolderError where the disk refuses."""
     with shards.explained(folder / OPTIMIZER_FOLDER):

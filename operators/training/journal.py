@@ -12,6 +12,7 @@ The order after an update, and what a crash between two of its points leaves:
 | its acknowledgements | m + 1 | m + 1 | the same; groups that come again have an outcome, and are acknowledged |
 | half a checkpoint | m + 1 | m + 1 | takes the newest one with a commit marker and undamaged files |
 | a checkpoint's marker | m + 1 | m + 1 | takes it, whether the ledger knows of it or not |
+| a checkpoint's marker, before the temporary one is removed | m + 1 | m + 1 | the same; both go with the next |
 | half of a return to an earlier step | m + 1, or that one | m + 1 | begins it again; it is one transaction |
 
 So no reader ever has a version that the ledger does not know. Drops are recorded with the step, or before it where they
@@ -21,24 +22,39 @@ are many, as those of the step under way.
 from __future__ import annotations
 
 import contextlib
+import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataflow.checkpoints import TEMPORARY, Checkpoints
 from dataflow.errors import RunError
-from dataflow.files import RunFolderError
+from dataflow.files import RunFolderError, disk
 from dataflow.ledger import LedgerError
 from dataflow.node import Context
 from operators.training import checkpoint
 from operators.training.buffer import Group
 from operators.training.learner import Learner
+from operators.training.saving import Debt
 from operators.training.staging import Background
 
 CLOSE_S = 5.0
 """For a checkpoint that is being written when the run ends otherwise than it should."""
+SPARE_BYTES = 1 << 30
+"""That a temporary checkpoint leaves free on its disk, for what must be written."""
 TOO_FEW = "too few for a step"
 """Why groups are dropped at the end of the rows."""
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """A checkpoint being written."""
+
+    step: int
+    place: Path
+    is_temporary: bool
 
 
 @dataclass
@@ -51,11 +67,12 @@ class Journal:
     tokenizer: Any
     kept_step: int
     """Step of the newest good checkpoint; 0 before the first."""
+    debt: Debt
+    """What it is that makes a temporary checkpoint due."""
     every: int | None = None
-    """Steps between checkpoints."""
+    """Steps between those that stay."""
     _background: Background = field(default_factory=lambda: Background("the checkpoint being written"))
-    _writing: tuple[int, Path] | None = None
-    """Step and place of the checkpoint being written."""
+    _writing: _Writing | None = None
 
     def commit(
         self, step: int, trained: Sequence[Group], dropped: Mapping[int, str], metrics: Mapping[str, Any]
@@ -84,26 +101,34 @@ class Journal:
         if self.context.folder is not None:
             self.context.folder.append_metrics(metrics)
 
+    def made(self, seconds: float) -> None:
+        """Account for a committed step, new or made again, that took so many seconds of work."""
+        self.debt.seconds += seconds
+
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint of this step is wanted."""
-        return step == self.context.steps or bool(self.every and step % self.every == 0)
+        """Whether a checkpoint of this step is wanted: one that stays, or a temporary one that nothing waits for."""
+        return self._stays(step) or (self._writing is None and self.debt.is_due)
 
     def keep(self, step: int) -> None:
         """Begin the checkpoint of a committed step, unless there is one; the one before is waited for.
 
-        Here its tensors are copied; they are written in the background. Where the disk refuses, a warning says so, the
-        one before stays the newest, and the next is tried when it is due.
+        Here its tensors are copied; they are written in the background. Where the disk refuses, or has too little room
+        for a temporary one, a warning says so, the one before stays the newest, and the next is tried when it is due.
         """
         try:
-            self._begin(step)
+            self._begin(step, is_temporary=not self._stays(step))
         except (RunFolderError, LedgerError) as error:
             self._warn(step, error)
 
     def finish(self, step: int) -> None:
         """Keep the last step and wait until all is written. Raises what went wrong with it."""
-        if self._writing is None or self._writing[0] != step:
-            self._begin(step)
+        if self._writing is None or self._writing.step != step:
+            self._begin(step, is_temporary=False)
         self._written(checkpoint.DEADLINE_S)
+        if self.context.folder is not None and step:
+            checkpoints = self.context.folder.checkpoints_of(self.context.own_folder)
+            if checkpoints.keep(step):
+                self._record(step, checkpoints.folder(step))
 
     def note(self) -> None:
         """Tell the ledger of a checkpoint that is written by now, or warn of one that could not be."""
@@ -122,16 +147,24 @@ class Journal:
         if reasons and self.context.ledger is not None:
             self.context.ledger.drop(self.context.node, self.lane, reasons, step=step)
 
-    def _begin(self, step: int) -> None:
+    def _stays(self, step: int) -> bool:
+        """Whether the checkpoint of a step is one that was asked for, or that of the last step."""
+        return step == self.context.steps or bool(self.every and step % self.every == 0)
+
+    def _begin(self, step: int, *, is_temporary: bool) -> None:
         context, name = self.context, self.context.own_folder
         if context.folder is None or step in (0, self.kept_step):
             return
         self._settle(checkpoint.DEADLINE_S)
+        self.debt.seconds, began = 0.0, time.monotonic()
+        if is_temporary:
+            _check_room(context.folder.path, checkpoint.nbytes(self.learner))
         checkpoints = context.folder.checkpoints_of(name)
         trained = range(self.kept_step + 1, step + 1)
         facts = {"step": step, "version": step, "node": context.node}
+        mark = {TEMPORARY: True} if is_temporary else {}
         with contextlib.ExitStack() as opened:
-            folder = opened.enter_context(checkpoints.writing(step, node=context.node, version=step))
+            folder = opened.enter_context(checkpoints.writing(step, node=context.node, version=step, **mark))
             checkpoint.prepare(folder)
             staged = self.learner.everywhere(checkpoint.stage, folder=folder)[0]
             committed = opened.pop_all()
@@ -139,18 +172,22 @@ class Journal:
         def write() -> None:
             """The rollouts are on the disk before the ledger is, both before the checkpoint is marked."""
             assert context.folder is not None
-            with committed:
-                context.folder.flush_rollouts(trained, node=name)
-                if context.ledger is not None:
-                    context.ledger.flush()
-                staged.write(folder, self.tokenizer, facts)
+            try:
+                with committed:
+                    context.folder.flush_rollouts(trained, node=name)
+                    if context.ledger is not None:
+                        context.ledger.flush()
+                    staged.write(folder, self.tokenizer, facts)
+            finally:
+                self.debt.cost_s = time.monotonic() - began
+            self._clear(checkpoints, step)
 
-        self._writing = (step, checkpoints.folder(step))
+        self._writing = _Writing(step, checkpoints.folder(step), is_temporary)
         self._background.start(write, checkpoint.DEADLINE_S)
 
     def _settle(self, deadline_s: float) -> None:
         """Wait for the checkpoint being written, and warn of one that the disk refused."""
-        step = self._writing[0] if self._writing is not None else 0
+        step = self._writing.step if self._writing is not None else 0
         try:
             self._written(deadline_s)
         except (RunFolderError, LedgerError) as error:
@@ -160,17 +197,40 @@ class Journal:
         """Wait for the checkpoint being written, and tell the ledger of it. Raises what went wrong with it."""
         if self._writing is None:
             return
-        (step, place), self._writing = self._writing, None
+        written, self._writing = self._writing, None
         self._background.wait(deadline_s)
-        self.kept_step = step
+        self.kept_step = written.step
+        if not written.is_temporary:
+            self._record(written.step, written.place)
+
+    def _record(self, step: int, place: Path) -> None:
         if self.context.ledger is not None:
             self.context.ledger.record_checkpoint(self.context.node, step, str(place))
+
+    def _clear(self, checkpoints: Checkpoints, step: int) -> None:
+        """Remove the temporary checkpoints before one that is committed."""
+        try:
+            checkpoints.clear(step)
+        except RunFolderError as error:
+            self.context.log.warning("temporary checkpoint not removed", node=self.context.node, error=str(error))
 
     def _warn(self, step: int, error: RunError) -> None:
         self.context.log.warning(
             "checkpoint not written; training goes on", node=self.context.node, step=step, error=str(error),
             newest=self.kept_step or "none",
         )  # fmt: skip
+
+
+def _check_room(place: Path, needed: int) -> None:
+    """RunFolderError where a temporary checkpoint would leave too little room for rollouts and ledger."""
+    with disk("looking at", place):
+        free = shutil.disk_usage(place).free
+    if free < needed + SPARE_BYTES:
+        raise RunFolderError(
+            f"a checkpoint to recover from takes about {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free "
+            f"on the disk of '{place}': none is begun unless {SPARE_BYTES / 2**20:,.0f} MiB stay for rollouts and "
+            f"ledger; make room there, or set recover_within_s=inf"
+        )
 
 
 def expected(context: Context, lane: str) -> tuple[int, list[int], int]:

@@ -34,6 +34,8 @@ class Making:
         self._trainer, self._clock = trainer, context.clock
         self._decay_steps = _decay_steps(trainer, context)
         self._parts: list[Array] = []
+        self.seconds = 0.0
+        """Of work for the step under way, or for the last one."""
         now = context.clock()
         self.pace = Pace(now, now)
         """Of the step under way, or of the wait for it."""
@@ -58,13 +60,14 @@ class Making:
         self.rows = step_rows(groups, self.learner.loss.columns)
         self.bring()
         self._parts = self.learner.begin(self.rows, self.step)
-        self.pace.add("forward_backward", self._clock() - began)
+        self.seconds = 0.0
+        self._add("forward_backward", began)
 
     def micro(self) -> None:
         """The next micro-batch."""
         began = self._clock()
         self.learner.micro(self._parts.pop(0))
-        self.pace.add("forward_backward", self._clock() - began)
+        self._add("forward_backward", began)
 
     def end(self, rate: float) -> Outcome:
         """The update, with this learning rate; the weights and `step` stay where anything was not finite."""
@@ -74,7 +77,7 @@ class Making:
         self.rows = None
         if outcome.culprit is None:
             self.step += 1
-        self.pace.add("optimizer", self._clock() - began)
+        self._add("optimizer", began)
         return outcome
 
     def bring(self, *, moments: bool = False) -> None:
@@ -86,6 +89,11 @@ class Making:
         """Give the devices' memory back after an update; `weights`: theirs too, as nobody reads them now."""
         if self._trainer.offload:
             self.learner.everywhere(memory.rest, weights=weights)
+
+    def _add(self, stage: str, began: float) -> None:
+        seconds = self._clock() - began
+        self.seconds += seconds
+        self.pace.add(stage, seconds)
 
 
 def _decay_steps(trainer: Trainer, context: Context) -> int | None:

@@ -25,6 +25,7 @@ from operators.training.learner import Learner
 from operators.training.making import Making
 from operators.training.metrics import Pace, step_metrics
 from operators.training.resuming import find_start
+from operators.training.saving import Debt
 
 if TYPE_CHECKING:
     from operators.trainer import Trainer
@@ -59,7 +60,8 @@ class TrainerRuntime(Runtime):
         self._trainer, self._context, self._learner = trainer, context, learner
         self._lane = _only_lane(context)
         self._making = Making(trainer, context, learner, start)
-        self._journal = Journal(context, self._lane, learner, tokenizer, start, trainer.checkpoint_every)
+        debt = Debt(trainer.recover_within_s)
+        self._journal = Journal(context, self._lane, learner, tokenizer, start, debt, trainer.checkpoint_every)
         self._behind: CatchUp | None = CatchUp(context, self._making, self._journal, missing)
         self._buffer = ReorderBuffer()
         self._early: list[Batch] = []
@@ -224,6 +226,7 @@ class TrainerRuntime(Runtime):
             self._writer.publish(step, self._weights)
             self._note()
         if context.steps is not None and step >= context.steps:
+            self._making.bring(moments=True)
             self._journal.finish(step)
             self._done = True
         early, self._early = self._early, []
@@ -288,6 +291,7 @@ class TrainerRuntime(Runtime):
             skipped_steps=self._skipped_steps,
         )
         journal.commit(step, groups, self._drops.reasons, metrics)
+        journal.made(making.seconds)
         recorded = clock()
         if self._writer is not None:
             self._writer.publish(step, self._weights)

@@ -133,3 +133,60 @@ def test_nothing_is_no_checkpoint(saved: Checkpoints) -> None:
 def test_large_files_are_read_in_pieces(saved: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "_CHUNK_BYTES", 5)
     assert saved.latest() == 200
+
+
+# Temporary ones
+
+
+def save_temporary(made: Checkpoints, step: int) -> None:
+    with made.writing(step, temporary=True) as folder:
+        (folder / "model.safetensors").write_text(f"weights of {step}")
+
+
+def test_a_temporary_checkpoint_is_chosen_as_any_other_and_goes_when_a_newer_one_stands(saved: Checkpoints) -> None:
+    for step in (150, 250):
+        save_temporary(saved, step)
+    assert saved.latest() == 250 and saved.latest(at_most=199) == 150
+    saved.clear(before=250)
+    assert saved.steps() == [100, 200, 250]
+    saved.clear(before=251)
+    assert sorted(path.name for path in saved.path.iterdir()) == ["step-000100", "step-000200"]
+    Checkpoints(saved.path / "absent").clear(before=9)
+
+
+def test_a_temporary_checkpoint_that_is_to_stay_stays_undamaged(saved: Checkpoints) -> None:
+    save_temporary(saved, 300)
+    assert saved.keep(300) and not saved.keep(300) and not saved.keep(200) and not saved.keep(999)
+    saved.clear(before=1000)
+    assert saved.steps() == [100, 200, 300] and saved.damage(300) is None
+    assert json.loads((saved.folder(300) / MARKER).read_text()).keys() == {"step", "files"}
+
+
+def test_a_checkpoint_whose_marker_cannot_be_read_is_not_taken_for_temporary(saved: Checkpoints) -> None:
+    save_temporary(saved, 150)
+    (saved.folder(150) / MARKER).write_text('{"temporary": true')
+    saved.clear(before=1000)
+    assert saved.steps() == [100, 150, 200]
+
+
+def test_a_removal_that_a_crash_cut_off_is_ended_by_the_next_and_its_rest_is_never_chosen(
+    saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_temporary(saved, 300)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "rmtree", lambda path: (path / "model.safetensors").unlink() or exit())
+        with pytest.raises(SystemExit):
+            saved.clear(before=301)
+    assert saved.steps() == [100, 200] and saved.latest() == 200
+    save_temporary(saved, 300)
+    saved.clear(before=301)
+    assert sorted(path.name for path in saved.path.iterdir()) == ["step-000100", "step-000200"]
+
+
+def test_rests_of_writes_that_crashed_go_with_the_next_and_a_marked_one_is_no_rest(saved: Checkpoints) -> None:
+    for step in (110, 120, 900):
+        (saved.begin(step) / "model.safetensors").write_text("half")
+    (saved.path / ".step-000120.partial" / MARKER).write_text("{}")
+    saved.clear(before=300)
+    assert sorted(path.name for path in saved.path.glob(".*")) == [".step-000120.partial", ".step-000900.partial"]
+    assert saved.steps() == [100, 200]

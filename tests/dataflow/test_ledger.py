@@ -361,3 +361,12 @@ def test_a_damaged_page_is_found(ledger: Ledger) -> None:
     ledger.path.write_bytes(content)
     with Ledger.open(ledger.path) as other, pytest.raises(LedgerError, match="damaged|malformed"):
         other.check()
+
+
+def test_a_late_word_of_an_earlier_state_takes_no_group_back(ledger: Ledger) -> None:
+    issue(ledger, 1)
+    for at, reached in enumerate(STATES[1:], start=1):
+        ledger.advance("prompts", [0], reached)
+        for earlier in STATES[1:at]:
+            ledger.advance("prompts", [0], earlier)
+            assert ledger.counts("actor").in_flight == {reached: 1}

@@ -435,3 +435,47 @@ def test_what_has_an_outcome_is_acknowledged_and_not_made_again(tmp_path: Path) 
         assert events.of("acked") == [("acked", 0), ("acked", 1, 2)]
         ledger.roll_back_to(0, "trainer")
         assert settled("lane", [0, 1, 2, 3]) == []
+
+
+def test_what_a_node_finished_is_kept_before_it_is_sent(tmp_path: Path) -> None:
+    """Whoever comes after a crash right behind the sending finds it and need not make it again."""
+    events = Events()
+
+    class Successor(FakeOutlet):
+        def send(self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None) -> bool:
+            later = Finished(tmp_path, "prompts", attempt=1)
+            later.load(ids(batch))
+            events.append(("found", *(group for group in ids(batch) if later.find(group) is not None)))
+            return super().send(batch, key, acked)
+
+    inlets = [("prompts", "before", FakeInlet(events, rows(0, 1), rows(2)))]
+    kept = Finished(tmp_path, "prompts")
+    loop = NodeLoop(
+        "node", Script(events), inlets, {"prompts": [Successor(events, keeps=True)]}, finished={"prompts": kept}
+    )
+    turn_until_still(loop)
+    assert events.of("found", "sent") == [("found", 0, 1), ("sent", 0, 1), ("found", 2), ("sent", 2)]
+
+
+def test_a_runtime_hears_of_every_group_that_has_an_outcome_and_of_no_other(tmp_path: Path) -> None:
+    events = Events()
+
+    class Keeps(Script):
+        def forget(self, lane: str, group: int) -> None:
+            events.append(("forgot", lane, group))
+
+    earlier = Finished(tmp_path, "lane")
+    earlier.append(rows(1, 1))
+    kept = Finished(tmp_path, "lane", attempt=1)
+    kept.load([0, 1, 2])
+    outlet = FakeOutlet(events, keeps=True)
+    loop = NodeLoop(
+        "node", Keeps(events), [("lane", "origin", FakeInlet(events, rows(0, 1, 2), rows(3)))], {"lane": [outlet]},
+        finished={"lane": kept}, settled=lambda lane, groups: {2} & set(groups),
+    )  # fmt: skip
+    turn_until_still(loop)
+    assert events.of("pushed") == [("pushed", 0), ("pushed", 3)]
+    assert events.of("forgot") == [("forgot", "lane", 2)], "the others are on their way"
+    while outlet.owed:
+        outlet.acknowledge()
+    assert sorted(events.of("forgot")) == [("forgot", "lane", group) for group in range(4)]

@@ -163,3 +163,10 @@ def test_an_evaluation_reads_the_column_it_averages():
     assert Evaluate(of="exact").reads()["exact"] is float
     assert Evaluate().name == "eval"
     assert Evaluate().faults() == []
+
+
+def test_a_row_that_failed_after_it_had_its_score_is_not_averaged_in(world):
+    world.push(_held_out(0, score=0.0, error="length: no answer within 1 s"), _held_out(1, score=1.0))
+    world.run()
+    (line,) = world.folder.metrics
+    assert (line["eval_accuracy"], line["eval_n"], line["eval_errors"]) == (1.0, 1, 1)

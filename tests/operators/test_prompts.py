@@ -532,3 +532,29 @@ def test_prompts_of_training_belong_to_no_round() -> None:
 def test_a_declaration_shows_its_knobs() -> None:
     prompts = Prompts(ROWS, columns=("answer",), shuffle_seed=1, rows=str)
     assert prompts.knobs() == {"source": "list", "columns": ("answer",), "shuffle_seed": 1, "rows": "str"}
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_what_got_an_outcome_while_the_other_nodes_were_built_is_not_issued_again(on_demand: bool) -> None:
+    """Issued again without end, it would never be acknowledged: whoever ended it waits for it no more."""
+    ledger = Ledger(40)
+    ledger.waiting = waiting(range(40))
+    runtime = build(Prompts([str(i) for i in range(40)], epochs=1), on_demand=on_demand, ledger=ledger)
+    ledger.waiting = waiting([7, 9])
+    runtime.tell({"evaluate": 50})
+    texts(runtime)
+    assert [group for group, _ in ledger.issued] == ([7, 9, *range(40, 78)] if on_demand else [7, 9])
+
+
+def test_a_round_that_is_asked_for_again_and_again_is_issued_once_until_it_is_asked_for_as_new() -> None:
+    runtime = build(Prompts(["a", "b"]), on_demand=True)
+    for _ in range(3):
+        runtime.tell({"evaluate": 10})
+    assert texts(runtime) == ["a", "b"]
+    runtime.tell({"evaluate": 10})
+    runtime.tell({"evaluate": 5})
+    assert runtime.work() is None
+    runtime.tell({"evaluate": 10, "again": True})
+    assert texts(runtime) == ["a", "b"]
+    runtime.tell({"evaluate": 20})
+    assert texts(runtime) == ["a", "b"]

@@ -340,6 +340,7 @@ def test_a_trainer_of_two_sources_is_refused():
         ({"normalize": "words"}, "normalize='words'"),
         ({"micro_batch_tokens": 1.5}, "micro_batch_tokens=1.5"),
         ({"checkpoint_every": 0}, "checkpoint_every=0"),
+        ({"recover_within_s": 0.0}, "recover_within_s=0.0; give a number above 0, or inf"),
         ({"queue_prompts": 1}, "would deadlock"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"loss": "aipo"}, "loss is 'aipo'"),

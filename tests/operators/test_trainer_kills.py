@@ -1,6 +1,7 @@
 """A trainer that is killed at random moments and started again trains what an undisturbed one trains, to the bit."""
 
 import contextlib
+import math
 import os
 import random
 import select
@@ -20,6 +21,7 @@ from trainer_rig import group
 from dataflow.ledger import Ledger
 from dataflow.run_folder import RunFolder
 from dataflow.verify import verify
+from operators.training import saving
 from operators.training.checkpoint import OPTIMIZER_FOLDER
 
 STEPS, GROUPS = 7, 21
@@ -57,7 +59,7 @@ def groups() -> list[pa.RecordBatch]:
     return [group(number, error="scorer timed out" if number % 5 == 1 else None) for number in range(GROUPS)]
 
 
-def live(policy: Path, folder: RunFolder, moment: int, late_s: float) -> bool:
+def live(policy: Path, folder: RunFolder, moment: int, late_s: float, within_s: float) -> bool:
     """A life in a process of its own, killed a little after so many slices of work; whether it came to its end."""
     hears, tells = os.pipe()
     child = os.fork()
@@ -66,7 +68,9 @@ def live(policy: Path, folder: RunFolder, moment: int, late_s: float) -> bool:
         try:
             os.close(hears)
             writer = lambda tensors: Witness(folder.path / "published.txt")  # noqa: E731
-            life = Life(folder, declared(policy, checkpoint_every=3), steps=STEPS, writer=writer)
+            saving.DEAR = 0.0
+            trainer = declared(policy, checkpoint_every=3, recover_within_s=within_s)
+            life = Life(folder, trainer, steps=STEPS, writer=writer)
             life.push(*groups())
             for _ in life.work():
                 with contextlib.suppress(BrokenPipeError):
@@ -114,24 +118,29 @@ def left(folder: RunFolder) -> tuple[object, ...]:
     )
 
 
-def killed_at(policy: Path, place: Path, kills: int, seed: int) -> tuple[RunFolder, int]:
+def killed_at(policy: Path, place: Path, kills: int, seed: int, within_s: float = math.inf) -> tuple[RunFolder, int]:
     """A run whose trainer was killed at most so often, until it was over; and how often it was."""
     draw, folder = random.Random(seed), run_folder(place, GROUPS)
     for number in range(kills):
-        if live(policy, folder, draw.randrange(0, 24), draw.random() * 0.02):
+        if live(policy, folder, draw.randrange(0, 24), draw.random() * 0.02, within_s):
             return folder, number
-    assert live(policy, folder, 10**9, 0.0)
+    assert live(policy, folder, 10**9, 0.0, within_s)
     return folder, kills
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_it_trains_nothing_twice_and_what_an_undisturbed_one_trains(tmp_path, kills):
+@pytest.mark.parametrize(
+    ("kills", "within_s"),
+    [(5, 1e-9), *(pytest.param(50, within_s, marks=pytest.mark.slow) for within_s in (1e-9, math.inf))],
+)
+def test_killed_at_random_moments_it_trains_nothing_twice_and_what_an_undisturbed_one_trains(tmp_path, kills, within_s):
     torch.set_num_threads(1)
     policy = policy_folder(tmp_path / "policy")
     undisturbed, _ = killed_at(policy, tmp_path, 0, 0)
     wanted, done, seed = left(undisturbed), 0, 0
     while done < kills:
-        folder, killed = killed_at(policy, tmp_path, min(10, kills - done), seed)
+        folder, killed = killed_at(policy, tmp_path, min(10, kills - done), seed, within_s)
         assert left(folder) == wanted, f"seed {seed}"
+        names = {path.name for path in folder.checkpoints.path.iterdir()}
+        assert names == {"step-000003", "step-000006", "step-000007"}, "those left by itself, and rests, are gone"
         done, seed = done + killed, seed + 1

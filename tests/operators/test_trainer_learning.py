@@ -284,3 +284,11 @@ def test_rows_with_an_error_or_without_a_value_are_not_trained():
     batch = batch.set_column(advantages, "advantage", pa.array([None, 0.5, None], pa.float64()))
     assert usable(batch, ["advantage"]).tolist() == [False, True, False]
     assert step_rows([batch], ["advantage"]).rollout_ids_R.tolist() == [1]
+
+
+def test_a_row_that_failed_after_it_had_its_reward_is_not_trained():
+    batch = group(0, size=3)
+    errors = batch.schema.get_field_index("error")
+    batch = batch.set_column(errors, "error", pa.array([None, "length: no answer within 1 s", None]))
+    assert batch.column("advantage").null_count == 0
+    assert step_rows([batch], ["advantage"]).rollout_ids_R.tolist() == [0, 2]

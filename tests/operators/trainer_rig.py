@@ -169,6 +169,12 @@ class FakeCheckpoints:
         yield self.folder(step)
         self.events.append(("checkpoint", step))
 
+    def keep(self, step: int) -> bool:
+        return False
+
+    def clear(self, before: int) -> None:
+        pass
+
 
 @dataclass
 class FakeFolder:

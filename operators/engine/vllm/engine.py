@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ import torch
 
 from dataflow.errors import WorkerDied
 from dataflow.model import Model
+from dataflow.parts import Stretch
 from dataflow.records import AnyArray
 from operators.engine.reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import Finished, Row, Start, finished_of, merged
@@ -36,7 +37,10 @@ AHEAD = 1
 
 
 class VllmEngine:
-    """Drives one vLLM process; the methods are those of `decode.Engine`, and one thread calls them."""
+    """Drives one vLLM process; the methods are those of `decode.Engine`, and one thread calls them.
+
+    It keeps no parts of unfinished rollouts (`grown`): a process that comes after it generates them anew.
+    """
 
     def __init__(
         self,
@@ -192,6 +196,10 @@ class VllmEngine:
     def progress(self, ticket: int) -> Row | None:
         """A live rollout as it is now; None when it has ended or never started."""
         return self._rows[ticket].row() if ticket in self._rows else None
+
+    def grown(self, since: Callable[[int], int], least: int) -> list[tuple[int, Stretch]]:
+        """Nothing: rollouts begin anew after a crash, as vLLM starts requests from a prompt alone."""
+        return []
 
     def adopted(self, version: int) -> None:
         """New weights of this version are in `tensors`: returns once vLLM has taken them.

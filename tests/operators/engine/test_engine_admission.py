@@ -90,3 +90,8 @@ def test_a_group_waits_for_memory_unless_nothing_else_is_at_work():
     assert started(policy, memory=3, idle=True) == [("train", 1, 3)]
     assert started(policy, memory=3) == [("train", 1, 1)]
     assert len(policy) == 0
+
+
+def test_a_group_that_is_issued_again_starts_before_later_ones():
+    policy = admission({"train": [Waiting(3), Waiting(5), Waiting(1), Waiting(4)]}, staleness=50)
+    assert [group for _, group, _ in started(policy)] == [1, 3, 4, 5]

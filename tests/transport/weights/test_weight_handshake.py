@@ -1,6 +1,7 @@
 """The pure handshake under any order of events: messages lost, readers frozen, killed and late, writers restarted."""
 
 import copy
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -400,3 +401,24 @@ def test_a_reader_that_wakes_after_its_successor_has_come_stays_out_for_good():
     assert not frozen.tick(70.0)
     assert successor.joined
     assert not successor.replaced
+
+
+def test_two_versions_are_in_memory_at_most():
+    writer = WriterHandshake({}, writer=1, pace=PACE)
+    assert writer.order() == [None]
+    writer.writing("a")
+    writer.written("a", 1, b"", b"", 0.0)
+    assert writer.order() == [None, "a"], "the newest version stays as long as there is another place"
+    writer.writing("b")
+    writer.written("b", 2, b"", b"", 0.0)
+    assert writer.order() == ["a", "b"], "no third"
+    assert writer.blocked(0.0) is None, "whoever publishes waits for the readers"
+
+
+def test_an_offer_of_another_epoch_counts_for_nothing():
+    _, reader = pair()
+    offer = reader.offer
+    reader.receive(replace(offer, epoch=offer.epoch + 1, version=2), 0.0)
+    assert reader.offer == offer
+    reader.receive(replace(offer, version=2), 0.0)
+    assert reader.offer.version == 2

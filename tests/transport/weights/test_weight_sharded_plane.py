@@ -10,8 +10,12 @@ import torch
 
 from transport.errors import PeerGone, WaitTimeout
 from transport.weights import AddressTaken, Layout, LayoutMismatch, ShardedReader, ShardedWriter, WeightError
+from transport.weights.sharded.epoch_thread import EpochThread
+from transport.weights.sharded.member import Move
 from transport.weights.sharded.process_group import ProcessGroup
 from transport.weights.sharded.steps import Step
+from transport.weights.sharded.transfer import Outcome
+from transport.weights.sharded.words import BROKEN
 
 from .sharded_rig import DEADLINE_S, FAST, Group, Trainer, full, parameters, plane, shards, until
 
@@ -379,3 +383,29 @@ def test_a_process_group_whose_peers_never_come_is_given_up_at_once(tmp_path):
     stop.set()
     thread.join(20)
     assert not thread.is_alive() and "have not come" in ended[0]
+
+
+def test_a_collective_never_holds_the_thread_that_keeps_the_deadline():
+    stuck, over, ended = threading.Event(), threading.Event(), threading.Event()
+    loop, outcomes = threading.current_thread(), []
+
+    class Stuck:
+        def move(self, version: int, deadline: float) -> Outcome:
+            assert threading.current_thread() is not loop, "the loop itself is in the collective"
+            stuck.set()
+            over.wait(DEADLINE_S)
+            return Outcome(BROKEN, "aborted")
+
+        def abort(self) -> None:
+            over.set()
+
+    def moved(move: Move, outcome: Outcome) -> None:
+        outcomes.append((move.version, outcome.fault))
+        ended.set()
+
+    thread = EpochThread(lambda stop: Stuck(), lambda fault, mismatch: None, moved)
+    thread.move(Move(epoch=1, round=1, version=7), time.monotonic() + DEADLINE_S)
+    assert stuck.wait(DEADLINE_S) and outcomes == []
+    thread.abort()
+    assert ended.wait(DEADLINE_S) and thread.ended(DEADLINE_S)
+    assert outcomes == [(7, "aborted")]

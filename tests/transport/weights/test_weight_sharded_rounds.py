@@ -467,3 +467,26 @@ def test_damaged_words_are_an_error_with_three_parts(payload):
 
     with pytest.raises(MessageError, match="cannot be read; found .*; writer and readers"):
         decode(payload)
+
+
+def test_no_rank_enters_a_transfer_before_all_have_said_ready():
+    world = calm_world(only=2)
+    before = set(world.begun)
+    world.publish(2)
+    world.frozen.add(b"source1")
+    while world.deliver() | world.end_of_work():
+        pass
+    assert set(world.begun) == before, "a collective would have waited for the one that is not there"
+    world.calm()
+    assert holds(world, "only") == {2}
+
+
+def test_a_round_that_a_rank_does_not_answer_ends_at_its_deadline_and_says_in_what():
+    world = calm_world(only=2)
+    world.publish(2)
+    world.frozen.add(b"source1")
+    for _ in range(int(PACE.ready_s) + 2):
+        while world.deliver() | world.end_of_work():
+            pass
+        world.tick(1.0)
+    assert "the deadline passed while offered: 1 of 4 ranks" in world.coordinator.faults["only"]

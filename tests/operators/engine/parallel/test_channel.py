@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dataflow.model import Model
+from dataflow.parts import Stretch
 from operators.engine.parallel.words import declaration_of, plain_declaration, plain_start, start_of
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
@@ -52,12 +53,23 @@ def test_a_start_and_a_declaration_come_through_as_they_were(tokenizer, ends):
     start = Start(
         prompt=np.array([3, 4, 5]), limit=9, tickets=range(2), seeds=[-7, 1 << 62],
         sampling=Sampling(temperature=0.5, top_p=0.9), stop=stop,
+        parts=[
+            None,
+            Stretch(
+                begin=0, tokens=np.array([7, 8], np.int32), logprobs=np.array([-1.5, -2.5], np.float32),
+                versions=np.array([3, 4], np.int32), masks=[np.array([7], np.int32), np.array([], np.int32)],
+            ),
+        ],
     )  # fmt: skip
     ends[0].send(plain_start(start))
     found = start_of(ends[1].receive(5.0), lambda strings: stop if strings == ["ab", "c"] else None)
     assert found.prompt.tolist() == [3, 4, 5] and found.prompt.dtype == np.int64
     assert list(found.tickets) == [0, 1] and list(found.seeds) == [-7, 1 << 62]
     assert (found.limit, found.sampling, found.stop) == (9, start.sampling, stop)
+    none, part = found.parts
+    assert none is None and part is not None
+    assert (part.tokens.tolist(), part.logprobs.tolist(), part.versions.tolist()) == ([7, 8], [-1.5, -2.5], [3, 4])
+    assert [mask.tolist() for mask in part.masks or ()] == [[7], []]
     declaration = Generator(Model("somewhere", dtype="bfloat16"), stop=("a", "b"), top_k=3, name="sampler")
     ends[0].send(plain_declaration(declaration))
     again = declaration_of(ends[1].receive(5.0))
