@@ -2,6 +2,7 @@
 
     python -m bench.chaos --minutes 10 --prompts train.jsonl --eval test.jsonl --json FILE
     python -m bench.chaos --trainer-kills 50 --json FILE
+    python -m bench.chaos --scheduler-kills 5 --prompts train.jsonl --eval test.jsonl --json FILE
 
 The first runs the calculator task (bench.chaos_run) for so many minutes while every --every seconds SIGKILL or SIGSTOP
 goes to a process chosen at random: a worker, or one of a scorer's pool, which counts as one worker; a share of the
@@ -21,6 +22,11 @@ The second kills small runs of a tiny policy at random moments, five each: `tree
 `dataflow resume` goes on; `worker`, the trainer's process, which the scheduler starts again. Half of them are
 synchronous, and their losses are compared with those of a run that nobody kills. at_stake: groups that were finished
 and not trained at a kill, all kills together; again, dropped, kept: what became of them.
+
+The third kills the scheduler of a run that has a standby: without_s, the workers' time without a scheduler; taken_up_s,
+what the next one took to begin; steps_before and steps_after, those of the 5 s before a kill and after it; dip, what
+share fewer they are; others_restarted, workers that had to be started again. Then that of a run without one: gone_s,
+until no process was left; steps_alone, those that were made meanwhile.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ from bench.chaos_figures import Ended, accuracies, drawn, faults_of, pace, repea
 from bench.chaos_kills import kill_trainers
 from bench.chaos_nemesis import Blow, Nemesis
 from bench.chaos_program import END_S, START_S, Failed, judged, left_behind, started, steps_made
+from bench.chaos_scheduler import kill_schedulers
 from bench.report import Figure, Report
 from dataflow.run_folder import RunFolder
 
@@ -56,8 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         runs = options.runs or Path(temporary)
         try:
-            act = kill_trainers if options.trainer_kills else disturb
-            clean = act(options, runs.absolute(), report)
+            if options.scheduler_kills:
+                clean = kill_schedulers(options, runs.absolute(), report, _flags(options))
+            else:
+                act = kill_trainers if options.trainer_kills else disturb
+                clean = act(options, runs.absolute(), report)
         except Failed as failure:
             print(failure, flush=True)
             clean = False
@@ -82,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--crash", type=float, default=1 / 2_000, help="share of rollouts that end its process")
     found.add_argument("--eval-every", type=int, default=50, help="steps between evaluations (default 50)")
     found.add_argument("--trainer-kills", type=int, default=0, help="kill the trainer so often, of small runs")
+    found.add_argument("--scheduler-kills", type=int, default=0, help="kill the scheduler so often, of one run")
     found.add_argument("--quick", action="store_true", help="a tiny policy, half a minute: to try the code")
     return found
 

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from bench.chaos_figures import DRAWN
 from dataflow.ledger import Ledger
@@ -41,6 +41,9 @@ class _Told:
         groups = list(group_ids)
         self._book.write("begun", source, groups)
         self._inner.advance(source, groups, state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 class Counting(GeneratorRuntime):

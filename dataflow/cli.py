@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from dataflow.command import ask_to_scale
+from dataflow.command import ask_to_scale, ask_to_stop
 from dataflow.display import Summary, make_view
 from dataflow.doctor.examine import examine
 from dataflow.errors import DataflowError, GraphError
@@ -28,7 +28,15 @@ def main() -> None:
     status = 0
     try:
         status = tyro.extras.subcommand_cli_from_dict(
-            {"verify": check, "show": show, "scale": scale, "resume": resume, "replay": replay, "doctor": doctor},
+            {
+                "verify": check,
+                "show": show,
+                "scale": scale,
+                "stop": stop,
+                "resume": resume,
+                "replay": replay,
+                "doctor": doctor,
+            },
             prog="dataflow",
             description="Look at the folders of runs, and speak to a run that is under way.",
         )
@@ -70,6 +78,18 @@ def scale(run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional]) ->
     for node, counts in ask_to_scale(RunFolder.open(run), dict(map(_wish, wishes))).items():
         told = [f"{count} {state}" for state, count in counts.items() if count]
         print(f"{node}: {', '.join(told)}")
+    return 0
+
+
+def stop(run: Run = Path("runs/latest")) -> int:
+    """Let a run that is under way finish its step, write a checkpoint and end, as Ctrl-C does where it was started.
+
+    Args:
+        run: the run folder.
+    """
+    folder = RunFolder.open(run)
+    ask_to_stop(folder)
+    print(f"{folder.path.name} ends after the step under way; dataflow resume goes on with it")
     return 0
 
 

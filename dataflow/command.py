@@ -23,11 +23,16 @@ Said = dict[str, Any]
 """What a scheduler knows of its run, in plain values: `dataflow.doctor.gather` makes facts of it."""
 
 
-def answer(message: Any, scale: Callable[[Mapping[str, int]], Replicas], facts: Callable[[], Said]) -> dict[str, Any]:
+def answer(
+    message: Any, scale: Callable[[Mapping[str, int]], Replicas], facts: Callable[[], Said], stop: Callable[[], None]
+) -> dict[str, Any]:
     """What the scheduler says to somebody who is no worker: its answer, or why there is none."""
     kind = message.get("kind") if isinstance(message, dict) else None
     if kind == "facts":
         return {"facts": facts()}
+    if kind == "stop":
+        stop()
+        return {"stops": True}
     wishes = message.get("wishes") if kind == "scale" else None
     if not isinstance(wishes, dict) or not all(_is_wish(node, count) for node, count in wishes.items()):
         return {"error": f"a command is a map of nodes and whole numbers, but the run got {message!r:.200}; see --help"}
@@ -45,6 +50,14 @@ def ask_to_scale(folder: RunFolder, wishes: Mapping[str, int], timeout_s: float 
     said = _exchange(folder, {"kind": "scale", "wishes": dict(wishes)}, timeout_s)
     found: Replicas = said["replicas"]
     return found
+
+
+def ask_to_stop(folder: RunFolder, timeout_s: float = ANSWER_S) -> None:
+    """Ask the run in a folder to finish the step under way, write a checkpoint and end; returns when it will.
+
+    Raises RunError when the run is over, DeadlineError when it does not answer in time.
+    """
+    _exchange(folder, {"kind": "stop"}, timeout_s)
 
 
 def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Said:

@@ -180,7 +180,7 @@ class Scheduler:
     def _take(self, name: str, message: Mapping[str, Any]) -> None:
         state = self.workers.get(name)
         if state is None:
-            self._desk.send(name, answer(message, self._command, self.attendant.answer))
+            self._desk.send(name, answer(message, self._command, self.attendant.answer, self.wish_drain))
             return
         if message.get("attempt", state.settings.attempt) != state.settings.attempt or not state.is_live:
             return  # the last words of an attempt that has ended

@@ -5,7 +5,10 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rigs.machine import alive, wait_until
@@ -21,6 +24,7 @@ __all__ = ["program"]
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
 STEPS = 24
+ROOT = Path(__file__).parent.parent
 Start = Callable[..., Program]
 
 
@@ -90,6 +94,22 @@ def test_a_standby_takes_over_by_itself_as_often_as_a_scheduler_dies(program: St
     ended(first, family, 10.0)
     is_done(first)
     assert log.exists()
+
+
+def test_a_run_whose_program_is_gone_ends_in_order_when_it_is_told_to(program: Start) -> None:
+    first = program("endless", standby=True)
+    under_way(first)
+    family = first.family()
+    first.kill()
+    wait_until(lambda: faults(first) == ["scheduler"], 60.0, "the standby")
+    command = [sys.executable, "-m", "dataflow", "stop", str(first.runs / "latest")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "ends after the step under way" in done.stdout, done.stderr
+    wait_until(lambda: first.outcome() == "stopped", 60.0, "the end of the run")
+    ended(first, family, 10.0)
+    is_clean(first)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 2 and "takes no commands: it is over" in again.stderr
 
 
 def test_a_worker_that_dies_while_there_is_no_scheduler_is_started_by_the_next_one(program: Start) -> None:

@@ -28,6 +28,7 @@ from bench.chaos_figures import (
 from bench.chaos_kills import summed
 from bench.chaos_nemesis import Blow, Nemesis, targets, workers
 from bench.chaos_run import CRASH_STATUS, reward
+from bench.chaos_scheduler import paces_around
 from dataflow.run_folder import write_arrow
 
 
@@ -186,3 +187,21 @@ def test_trainers_that_are_killed_train_nothing_twice(tmp_path: Path) -> None:
     assert chaos.main(["--trainer-kills", "2", *common]) == 0
     (run, total) = (json.loads(text) for text in path.read_text().splitlines())
     assert run["trained_twice"] == 0 and run["same"] == run["compared"] > 0 and total["kills"] == 2
+
+
+def test_the_pace_around_a_moment_counts_the_steps_on_both_sides() -> None:
+    times = [1.0, 4.0, 9.0, 9.5, 10.0, 12.0, 14.9, 15.0]
+    assert paces_around(times, 10.0, 5.0) == (2, 3)
+    assert paces_around([], 10.0, 5.0) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_schedulers_that_are_killed_are_replaced_and_one_that_is_not_leaves_nothing(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    arguments = ["--scheduler-kills", "2", "--quick", "--policies", str(tmp_path), "--json", str(report)]
+    assert chaos.main(arguments) == 0
+    lines = [json.loads(text) for text in report.read_text().splitlines()]
+    standby, alone = (line for line in lines if line["case"] == "schedulers")
+    assert (standby["kills"], standby["replaced"], standby["others_restarted"], standby["left_behind"]) == (2, 2, 0, 0)
+    assert alone["clean"] == "yes" and alone["steps_alone"] > 0 and alone["left_behind"] == 0

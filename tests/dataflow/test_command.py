@@ -8,18 +8,23 @@ from dataflow.command import answer
 from dataflow.errors import GraphError
 
 
-def said(message: Any) -> dict[str, Any]:
+def said(message: Any, stopped: list[bool] | None = None) -> dict[str, Any]:
     def scale(wishes: Any) -> dict[str, dict[str, int]]:
         if "nobody" in wishes:
             raise GraphError("no such node")
         return {node: {"live": count} for node, count in wishes.items()}
 
-    return answer(message, scale, lambda: {"step": 7})
+    return answer(message, scale, lambda: {"step": 7}, lambda: ([] if stopped is None else stopped).append(True))
 
 
 def test_a_wish_is_passed_on_and_facts_are_told() -> None:
     assert said({"kind": "scale", "wishes": {"generator": 2}}) == {"replicas": {"generator": {"live": 2}}}
     assert said({"kind": "facts"}) == {"facts": {"step": 7}}
+
+
+def test_who_asks_a_run_to_stop_is_told_that_it_will() -> None:
+    stopped: list[bool] = []
+    assert said({"kind": "stop"}, stopped) == {"stops": True} and stopped == [True]
 
 
 def test_a_refusal_is_answered_with_its_reason() -> None:

@@ -337,3 +337,18 @@ def _data(raw: RawLine, sequence: int, sender: str = "raw") -> tuple[Data, objec
         checksum=packed.checksum,
     )
     return header, packed.content
+
+
+def test_batches_that_wait_to_be_delivered_leave_in_order(rig: Rig) -> None:
+    receiver = rig.receiver()
+    sender = rig.sender(receiver)
+    connect(sender, to=receiver)
+    assert all(sender.send(make_batch(number)) for number in range(5))
+
+    def all_came() -> bool:
+        sender.poll()
+        receiver.poll()
+        return receiver.depth[0] == 5
+
+    until(all_came)
+    assert firsts(take(receiver, 5, sender)) == [0, 1, 2, 3, 4]

@@ -1,0 +1,20 @@
+"""All laws, by the part of the design that has them."""
+
+from .language import LANGUAGE, STRUCTURE
+from .planes import DATA_PLANE, WEIGHT_PLANE
+from .records import RECORDS
+from .runs import LEDGER, SCHEDULER, STALENESS
+from .security import SECURITY
+
+ROOMS = {
+    "Rooms": STRUCTURE,
+    "The language": LANGUAGE,
+    "Records and the run folder": RECORDS,
+    "The data plane": DATA_PLANE,
+    "The weight plane": WEIGHT_PLANE,
+    "Security": SECURITY,
+    "The scheduler": SCHEDULER,
+    "Staleness": STALENESS,
+    "The ledger, resume": LEDGER,
+}
+LAWS = tuple(law for laws in ROOMS.values() for law in laws)
