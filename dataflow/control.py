@@ -83,6 +83,7 @@ class Scheduler:
             "workers": lambda: {name: state.to_plain() for name, state in self.workers.items()},
             "ended": lambda: sorted(self._ended),
         })  # fmt: skip
+        desk.ahead = self._leave_handover
         self.attendant = Attendant(self.conductor, self.workers, self._desk.send, settings, self.limits, clock)
 
     @property
@@ -114,7 +115,6 @@ class Scheduler:
         self._say(self.conductor.start())
         self._broadcast({"kind": "start"})
         self._obey(self.scaling.begin({state.name: state.addresses for state in self.workers.values()}))
-        self._leave_handover()
         self._desk.stay(self.limits.adopt_s, self.limits.drain_s)
 
     def scale(self, node: str, replicas: int) -> None:
@@ -147,7 +147,6 @@ class Scheduler:
         for restart in self.recovery.due(self._clock()):
             self._restart(restart)
         self.said += self.attendant.look()
-        self._leave_handover()
 
     def wish_drain(self) -> None:
         """Ask to finish the step under way, write a checkpoint and end; may be called from a signal handler."""
@@ -380,7 +379,7 @@ class Scheduler:
         return state.name in self._running and state.pid > 0 and state.state != "dying"
 
     def _leave_handover(self) -> None:
-        """Before what was decided is said, which the next `wait` of the desk does."""
+        """For a successor, before what was decided is said."""
         if self._begun:
             with only_told(self.said):
                 self.handover.write()

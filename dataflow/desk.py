@@ -25,6 +25,7 @@ Message = tuple[str, Any]
 _COMMAND = "?"
 """Before the name of somebody who gives commands: no worker is called so."""
 _REMEMBERED = 100
+_DECIDE_NOTHING = ("heard", "ask_stacks")
 _DOOR = "door"
 """In the folder: where a successor of the scheduler asks for the workers."""
 
@@ -33,7 +34,7 @@ class Desk:
     """Messages and processes; decides nothing.
 
     consumes: messages of workers and of commands; events of the forkserver
-    produces: both as plain values; words to workers, processes, signals: what it is given leaves with the next `wait`
+    produces: both as plain values; words to workers, processes, signals: what was decided leaves with the next `wait`
     waits for: either, so long as it is told to
     unblocked by: either
     """
@@ -57,6 +58,8 @@ class Desk:
     def _open(self, folder: Path, nursery: Nursery, address: str, keys: RunKeys | None) -> None:
         self.folder, self._nursery = folder, nursery
         self._outgoing: deque[Callable[[], object]] = deque()
+        self.ahead: Callable[[], None] = lambda: None
+        """Called before anything leaves that somebody decided."""
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = None if keys is None else Guard(keys.receivers)
         self._router = _router(self._zmq if self._guard is None else self._guard.context)
@@ -77,6 +80,8 @@ class Desk:
 
     def wait(self, wait_s: float) -> tuple[list[Message], list[dict[str, Any]]]:
         """What has been said, and what the forkserver tells (as `Nursery.events`), within `wait_s`."""
+        if self._outgoing:
+            self.ahead()
         while self._outgoing:
             self._outgoing.popleft()()
         self._poller.poll(int(wait_s * 1000))
@@ -100,7 +105,10 @@ class Desk:
         else:
             socket, to = self._router, name.encode()
         frames = [to, msgpack.packb(message)]
-        self._outgoing.append(lambda: socket.send_multipart(frames))
+        if message.get("kind") in _DECIDE_NOTHING:
+            socket.send_multipart(frames)
+        else:
+            self._outgoing.append(lambda: socket.send_multipart(frames))
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """Ask for a process; as `Nursery.spawn`."""

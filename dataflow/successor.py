@@ -56,7 +56,6 @@ class Successor(Scheduler):
             self._desk.send(state.name, {"kind": "start"})
             for word in [word for node in state.nodes for word in self.conductor.words_for(node, again=False)]:
                 self._tell(state, word)
-        self._leave_handover()
         self._desk.stay(self.limits.adopt_s, self.limits.drain_s)
         with only_told(self.said):
             self._faults.recovered(NAME)
@@ -85,7 +84,7 @@ class Successor(Scheduler):
         elif self.scaling.leaves(state.name):
             state.state = "left"
             self._obey(self.scaling.exited(state.name))
-        elif was == "stopping":
+        elif was == "stopping" or self.conductor.over:
             state.state = "gone"
         else:
             state.state = "ready"

@@ -27,6 +27,8 @@ from dataflow.secure import RunKeys
 
 _NAP_MS = 100
 _BLOCKED_NAP_MS = 5
+_LEAST_PATIENCE_S = 5.0
+"""Between two words of a scheduler that lives there may be so much."""
 ALONE = 3
 """Exit status of a worker that had no scheduler any more."""
 
@@ -44,7 +46,7 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     left_alone = threading.Event()
     link = Link(
-        settings.control, name, orphaned=left_alone.set, patience_s=settings.adopt_s,
+        settings.control, name, orphaned=left_alone.set, patience_s=max(_LEAST_PATIENCE_S, settings.adopt_s),
         keys=RunKeys.from_plain(settings.keys),
     )  # fmt: skip
     who = {"name": name, "attempt": settings.attempt}

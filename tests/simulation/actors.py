@@ -16,13 +16,12 @@ import torch
 
 from dataflow.model import Model
 from dataflow.node import Batch, Context, Generate, Runtime, Source, Transform
-from dataflow.records import GROUP_ID, MIN_VERSION, PROMPT, ROLLOUT_COLUMNS, Columns, schema
+from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, ROLLOUT_COLUMNS, Columns, schema
 from operators.engine.admission import Admission
 from operators.issuing import Issue
 from operators.prompt_rows import Report
 
-PROMPTS, DROPS = 64, 7
-TABLE = pa.table({name: [str(number) for number in range(PROMPTS)] for name in ("prompt_id", "prompt")})
+PROMPTS, DROPS, TRAINED = 64, 7, "prompts"
 STOP, NONE = pa.array(["stop"] * 64), pa.nulls(64, pa.string())
 
 
@@ -40,14 +39,17 @@ def tensors(version: int, content: int) -> dict[str, torch.Tensor]:
 class SimulatedPrompts(Source):
     """`Issue` over a table of numbers."""
 
-    name: str = field(default="prompts", kw_only=True)
+    name: str = field(default=TRAINED, kw_only=True)
+    rows: int = PROMPTS
     shuffle_seed: int | None = 1
     group_size: int | None = None
     epochs: int | None = None
 
     def build(self, context: Context) -> Runtime:
         """The product's own source."""
-        return Issue(self, TABLE, Report(), context)  # type: ignore[arg-type]
+        numbers = [str(number) for number in range(self.rows)]
+        table = pa.table({"prompt_id": numbers, "prompt": numbers})
+        return Issue(self, table, Report(), context)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +105,9 @@ class _Drawing(Runtime):
         self._live: list[_Group] = []
 
     def room(self) -> int:
-        return max(0, 16 - len(self._admission))
+        """Room while any lane that may arrive has none waiting, as in the product: no lane keeps another out."""
+        lanes = self._admission.lanes
+        return max(0, 16 - min(len(lanes.get(lane, ())) for lane in self._context.columns))
 
     def push(self, batch: Batch) -> None:
         rows = batch.records
@@ -114,10 +118,9 @@ class _Drawing(Runtime):
             if not left[0]:
                 batch.ack()
 
-        size = self._operator.group_size
-        for at, (group, least) in enumerate(
-            zip(rows.column(GROUP_ID).to_pylist(), rows.column(MIN_VERSION).to_pylist(), strict=True)
-        ):
+        numbers = (rows.column(name).to_pylist() for name in (GROUP_ID, MIN_VERSION, GROUP_SIZE))
+        for at, (group, least, asked) in enumerate(zip(*numbers, strict=True)):
+            size = asked or self._operator.group_size
             lengths = lengths_of(group, size, self._operator.max_tokens)
             self._admission.add(
                 batch.lane, _Group(group, least, batch.lane, rows.slice(at, 1), done, lengths, unstarted=size)
@@ -145,7 +148,7 @@ class _Drawing(Runtime):
             fit=lambda group, wanted: wanted,
         ):  # fmt: skip
             if not group.drawn:
-                self._probe.starts(group.group_id, version)
+                self._probe.starts(group.lane, group.group_id, group.min_version, version)
                 self._live.append(group)
             group.unstarted -= count
             group.drawn += [[] for _ in range(count)]
@@ -216,6 +219,13 @@ class SimulatedScorer(Transform):
     def build(self, context: Context) -> Runtime:
         """In the process itself."""
         return _Scoring(self, context)
+
+
+@dataclass(frozen=True, eq=False)
+class HeavyScorer(SimulatedScorer):
+    """The same in workers of its own, of which there may be several."""
+
+    light: ClassVar[bool] = False
 
 
 class _Scoring(Runtime):

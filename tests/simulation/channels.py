@@ -49,7 +49,7 @@ class ChannelWorld:
         self.receiving = [ReceivingProcess(self, way) for way in self.ways]
         self.processes = [*(one.process for one in self.sending), *(one.process for one in self.receiving)]
         self._begin()
-        Nemesis(self.clock, random, self.network, self.processes, Trouble(points=20), self.say)
+        Nemesis(self.clock, random, lambda: self.network, lambda: self.processes, Trouble(points=20), self.say)
 
     def say(self, who: str, what: str) -> None:
         """A line of the log."""

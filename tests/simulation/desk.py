@@ -33,6 +33,8 @@ class SimulatedDesk:
         self._said: deque[Message] = deque()
         self._events: deque[dict[str, Any]] = deque()
         self._words: dict[str, Pipe] = {}
+        self._outgoing: deque[Callable[[], None]] = deque()
+        """What the scheduler decided; it happens when it waits next."""
 
     def connect(self, name: str, hear: Callable[[Any], None]) -> Pipe:
         """An incarnation of a worker takes the name over; what it says goes into the pipe."""
@@ -56,6 +58,9 @@ class SimulatedDesk:
 
     def wait(self, wait_s: float) -> tuple[list[Message], list[dict[str, Any]]]:
         """What is said, and what the forkserver tells; the world goes on meanwhile."""
+        while self._outgoing:
+            self._point()
+            self._outgoing.popleft()()
         deadline = self._network.clock.now + wait_s
         while not self._said and not self._events and self._network.clock.now < deadline:
             self._step()
@@ -70,23 +75,24 @@ class SimulatedDesk:
 
     def send(self, name: str, message: Mapping[str, Any]) -> None:
         """Say something to a worker."""
-        self._point()
-        self._told(message)
-        if name in self._words:
-            self._words[name].send(msgpack.unpackb(msgpack.packb(message)))
+        packed = msgpack.packb(message)
+        self._outgoing.append(lambda: self._pass_on(name, msgpack.unpackb(packed)))
 
     def stay(self, wait_s: float, end_s: float) -> None:
         """Workers outlive the scheduler; this world's end with it."""
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """Ask for a process."""
-        self._point()
-        self._spawn(name, settings)
+        self._outgoing.append(lambda: self._spawn(name, settings))
 
     def kill(self, name: str, number: int) -> None:
         """Send a signal to a worker: all of them end it."""
-        self._point()
-        self._kill(name)
+        self._outgoing.append(lambda: self._kill(name))
 
     def close(self) -> None:
         """The world is closed by its owner."""
+
+    def _pass_on(self, name: str, message: Mapping[str, Any]) -> None:
+        self._told(message)
+        if name in self._words:
+            self._words[name].send(message)

@@ -1,4 +1,5 @@
-"""What goes wrong, and when: crashes at any point, processes that hang, connections that break; all from the seed."""
+"""What goes wrong, and when: crashes at any point, processes that hang, connections that break, and the end of them
+all at once; all from the seed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,23 +28,32 @@ class Nemesis:
     """Plans the faults of one seed and carries them out."""
 
     def __init__(
-        self, clock: Clock, random: Random, network: SimulatedNetwork, victims: Sequence[Process], trouble: Trouble,
-        say: Callable[[str, str], None],
+        self, clock: Clock, random: Random, network: Callable[[], SimulatedNetwork],
+        victims: Callable[[], Sequence[Process]], trouble: Trouble, say: Callable[[str, str], None],
     ) -> None:  # fmt: skip
+        """network, victims: those of the moment; where there are no victims, nothing happens."""
         self._random, self._network, self._victims, self._trouble = random, network, victims, trouble
         self._clock, self._say = clock, say
         for _ in range(random.randint(0, trouble.faults)):
             clock.after(random.random() * trouble.over_s, self._strike)
 
-    def _strike(self) -> None:
-        random = self._random
+    def strike_soon(self, within_s: float, favourites: Callable[[], Sequence[Process]]) -> None:
+        """One fault more, as something has begun that it may come in the midst of; most often to one of those."""
+        of = self._victims if self._random.random() < 0.3 else favourites
+        self._clock.after(self._random.random() * within_s, lambda: self._strike(of() if self._victims() else ()))
+
+    def _strike(self, of: Sequence[Process] | None = None) -> None:
+        random, victims = self._random, self._victims() if of is None else of
+        if not victims:
+            return
         kind = random.choices(("crash", "now", "cut", "hang"), (5, 2, 3, 2))[0]
-        victim = random.choice(self._victims)
+        victim = random.choice(victims)
         if kind == "cut":
-            if self._network.connections:
-                connection = random.choice(self._network.connections)
+            connections = self._network().connections
+            if connections:
+                connection = random.choice(connections)
                 self._say("network", f"the connection to {connection.door.address} breaks")
-                self._network.cut(connection)
+                self._network().cut(connection)
         elif kind == "hang":
             victim.stopped_until = self._clock.now + random.random() * self._trouble.hang_s
             self._say(victim.name, f"hangs until {victim.stopped_until:.3f}")
@@ -54,3 +64,28 @@ class Nemesis:
             points = random.randint(0, self._trouble.points)
             self._say(victim.name, f"will die at its touch {points} of the outside")
             victim.light(points)
+
+
+class Blackouts:
+    """Plans the moments at which the scheduler and all workers die at once: between two turns, or at a touch of one."""
+
+    def __init__(
+        self, clock: Clock, random: Random, everybody: Callable[[], Sequence[Process]], go_dark: Callable[[], None],
+        say: Callable[[str, str], None], *, over_s: float, points: int = 40,
+    ) -> None:  # fmt: skip
+        """everybody: the processes of the moment, the scheduler's first. go_dark: ends them all."""
+        self._random, self._everybody, self._go_dark, self._say, self._points = random, everybody, go_dark, say, points
+        for _ in range(random.choice((1, 1, 2))):
+            clock.after(random.random() ** 2 * over_s, self._strike)
+
+    def _strike(self) -> None:
+        random, everybody = self._random, self._everybody()
+        kind = random.choice(("now", "scheduler", "worker"))
+        if kind == "now":
+            self._go_dark()
+        else:
+            first = random.choice(everybody) if kind == "worker" else everybody[0]
+            points = random.randint(0, self._points)
+            self._say(first.name, f"will die at its touch {points} of the outside, and all the others with it")
+            first.on_death.append(self._go_dark)
+            first.light(points)

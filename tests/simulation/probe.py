@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -10,7 +10,7 @@ import pyarrow as pa
 from dataflow.records import GROUP_ID, POSITION, VERSIONS
 from dataflow.staleness import oldest_versions
 
-from .actors import DROPS, fails
+from .actors import DROPS, TRAINED, fails
 from .laws import check
 from .process import Process
 
@@ -41,9 +41,13 @@ class Probe:
 
     # the generator
 
-    def starts(self, group: int, version: int) -> None:
-        """A group starts to be generated: not again where it is known, and not too far ahead of the trainer."""
+    def starts(self, lane: str, group: int, least: int, version: int) -> None:
+        """A group starts to be generated: not again where it is kept, and not too far ahead of the trainer."""
         world, shape = self._world, self._world.shape
+        check(version >= least, f"group {group} of '{lane}' starts under version {version} instead of {least}")
+        if lane != TRAINED:
+            world.say(self._process.name, f"starts group {group} of {lane}")
+            return
         given_up = sum(earlier in world.given_up or fails(earlier, DROPS) for earlier in range(group))
         step = (group - given_up) // shape.prompts_per_step
         ahead = step > version + shape.max_staleness
@@ -52,15 +56,14 @@ class Probe:
         )
         world.say(self._process.name, f"starts group {group}")
         world.started[group] = world.started.get(group, 0) + 1
-        if world.one_generator:
-            kept = group in world.durable and group not in world.trained and group not in world.given_up
-            check(not kept, f"group {group} is generated again, though it was finished and kept")
+        ended = group in world.trained or group in world.given_up
+        kept = group in world.kept
+        check(not kept, f"group {group} is generated again, though it was finished and kept")
 
     def adopted(self, before: int, after: int) -> None:
-        """A reader took a version: an older one only where a trainer that restarted found no newer one recorded."""
+        """A reader took a version that is recorded, and none older than it had."""
         self._world.say(self._process.name, f"adopts version {after} after {before}")
-        found = self._world.found
-        check(after >= before or after == found, f"a reader went back from version {before} to {after}")
+        check(after >= before, f"a reader went back from version {before} to {after}")
 
     def reads(self, version: int, held: Sequence[int]) -> None:
         """Under weights of a version tokens are drawn: they are what was published."""
@@ -68,17 +71,30 @@ class Probe:
         check(held[0] == version, f"a reader holds version {held[0]} and calls it {version}")
         check(known is None or held[1] == known, f"a reader holds another version {version} than was published")
 
+    # the evaluation
+
+    def judges(self, step: int, rows: pa.Table) -> None:
+        """A round is complete, and about to be recorded."""
+        self._world.say(self._process.name, f"judges the round of step {step}")
+        self._world.rounds.judge(step, rows)
+
+    def recorded_round(self, node: str, step: int, groups: Mapping[str, Iterable[int]]) -> None:
+        """It is recorded."""
+        self._world.rounds.record((self._world.part, self._process.attempt), step, groups)
+
     # the trainer
+
+    def may_end(self) -> bool:
+        """Whether a trainer that has made its steps may say so."""
+        return self._world.may_end()
 
     def publishes(self, version: int, content: int) -> None:
         """A version is offered: the same content whenever its number is."""
         self._world.say(self._process.name, f"publishes version {version}")
         known = self._world.contents.setdefault(version, content)
         check(known == content, f"version {version} is published again with another content")
-        if version == self._world.newest_committed:
-            self._world.found = version
         newest = self._world.newest_committed
-        check(version >= newest, f"version {version} is published after {newest} was recorded")
+        check(version == newest, f"version {version} is published after {newest} was recorded")
 
     def commits(self, step: int, content: int, rows: pa.Table, groups: Sequence[int]) -> None:
         """A step is about to be recorded: whole groups, none of them for the second time, none too old."""

@@ -17,6 +17,7 @@ from operators.training.buffer import Group, ReorderBuffer
 from operators.training.journal import expected
 
 from .actors import DROPS, digest, fails, tensors
+from .laws import check
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ class SimulatedTrainer(Learn):
 
 
 class _Training(Runtime):
-    """Order of a step as in operators/training: publish, rollouts, ledger, checkpoint, acknowledgements."""
+    """Order of a step as in operators/training: rollouts, ledger, publish, checkpoint, acknowledgements."""
 
     def __init__(self, operator: SimulatedTrainer, context: Context) -> None:
         self._operator, self._context, self._probe = operator, context, context.log
@@ -116,14 +117,15 @@ class _Training(Runtime):
         return []
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """The end of the rows does not come before the last step in these runs."""
+        """The end of the rows does not come before the last step."""
+        check(self._done or not message.get("end"), f"the trainer hears the end of its rows at step {self._step}")
 
     def status(self) -> dict[str, float | int | str]:
         following = self._buffer.following
         found: dict[str, float | int | str] = {
             "step": self._step, "dropped": self._told_dropped, "waits_for": following, "queue": len(self._buffer),
         }  # fmt: skip
-        return found | ({"done": 1} if self._done else {})
+        return found | ({"done": 1} if self._done and self._probe.may_end() else {})
 
     def _reason_to_drop(self, group: Group) -> str | None:
         if fails(group.group_id, self._operator.drops):
@@ -144,7 +146,6 @@ class _Training(Runtime):
         rows = [group.records for group in groups]
         table = pa.Table.from_batches(rows)
         self._step, self._content = self._step + 1, trained(self._content, table)
-        self._publish()
         assert context.folder is not None and context.ledger is not None
         context.folder.write_rollouts(self._step, table)
         self._probe.commits(self._step, self._content, table, [group.group_id for group in groups])
@@ -152,6 +153,7 @@ class _Training(Runtime):
             context.node, self._step, version=self._step, source=self._lane,
             trained=[group.group_id for group in groups], dropped=self._reasons, metrics={},
         )  # fmt: skip
+        self._publish()
         is_last = self._step == context.steps
         if is_last or self._step % self._operator.checkpoint_every == 0:
             self._probe.point()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dataflow.host import Host, Settings
 from dataflow.node import Context
 from dataflow.ports import Ports
+from dataflow.worker import Worker
 from transport.weights.flat import FlatLayout
 from transport.weights.reader import WeightReader
 from transport.weights.writer import WeightWriter
@@ -46,6 +47,35 @@ class Touching:
 
         return call
 
+    def __enter__(self) -> Touching:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inner.close()
+
+
+class Hearing(Worker):
+    """The product's worker as far as it hears words and answers them; when it takes turns is the world's to say."""
+
+    def __init__(self, host: Host, ports: Ports, link: Any, who: Mapping[str, Any]) -> None:
+        self._host, self._ports, self._link, self._who = host, ports, link, who
+        self._early: list[dict[str, Any]] = []
+        self._retiring: list[dict[str, Any]] = []
+        self._running = True
+
+    @property
+    def runs(self) -> bool:
+        """Whether it was not told to stop."""
+        return self._running
+
+    def hear(self) -> None:
+        """Do what the scheduler said."""
+        self._hear()
+
+    def part(self) -> None:
+        """Say which receivers have gone."""
+        self._part()
+
 
 class SimulatedHost(Host):
     """The host, with a virtual clock, a probe in place of the log, and crashes around ledger and folder."""
@@ -55,8 +85,9 @@ class SimulatedHost(Host):
         self.probe = probe
         if self.ledger is not None:
             process.on_death.append(self.ledger._db.close)
-        self.ledger = Touching(self.ledger, process, {"commit_step": probe.committed})  # type: ignore[assignment]
-        self.folder = Touching(self.folder, process)  # type: ignore[assignment]
+        told = {"commit_step": probe.committed, "commit_round": probe.recorded_round}
+        self.ledger = Touching(self.ledger, process, told)  # type: ignore[assignment]
+        self.folder = Touching(self.folder, process, {"write_evaluation": probe.judges})  # type: ignore[assignment]
 
     def _context(self, name: str) -> Context:
         return dataclasses.replace(super()._context(name), clock=self.probe.clock, log=self.probe)
@@ -66,7 +97,7 @@ class SimulatedWorker:
     """One name, over all its attempts."""
 
     def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+        self.world, self.name, self.desk = world, name, world.desk
         pace_s = world.random.choice((2e-4, 2e-3, 1e-2))
         self.process = Process(name, world.clock, world.random, pace_s=pace_s)
         self.host: SimulatedHost | None = None
@@ -78,13 +109,12 @@ class SimulatedWorker:
         settings = Settings(**{**plain, "sockets": ""})
         check(settings.attempt == self.process.attempt + 1, f"'{self.name}' restarts as attempt {settings.attempt}")
         self.host = self.ports = None
-        self.words: deque[dict[str, Any]] = deque()
-        self.retiring: list[dict[str, Any]] = []
+        self._words: deque[dict[str, Any]] = deque()
         self.weights: list[Any] = []
         self.state = "starting"
         life = self._life(settings)
         self.process.start(lambda: self._turn(life))
-        self.out = self.world.desk.connect(self.name, self._hear)
+        self.out = self.desk.connect(self.name, self._hear)
         self.process.on_death.append(self._ended)
         self._beat(self.process.attempt)
 
@@ -94,7 +124,7 @@ class SimulatedWorker:
         try:
             moved = next(life)
         except StopIteration:
-            self.say("bye")
+            self.send("bye")
             self.process.die()
             return False
         except Exception as error:  # nothing in this world should fail
@@ -136,40 +166,27 @@ class SimulatedWorker:
             world.graph, world.plan, nodes, settings, writer_of=writer_of, reader_of=reader_of,
             process=process, probe=Probe(world, process),
         )  # fmt: skip
-        self.say("hello", pid=1, addresses=ports.open_inlets(host))
+        self.send("hello", pid=1, addresses=ports.open_inlets(host))
         yield True
         host.build()
         while (word := self._take("wire")) is None:
             yield False
         host.wire(ports.inlets, ports.open_outlets(host, word["addresses"]))
-        self.say("ready")
+        worker = Hearing(host, ports, self, {})
+        self.send("ready")
         while self._take("start") is None:
             yield False
         self.state = "running"
         while True:
-            while self.words:
-                word = self.words.popleft()
-                match word["kind"]:
-                    case "tell":
-                        host.tell(word["node"], word["message"])
-                    case "stop":
-                        host.close()
-                        ports.close()
-                        return
-                    case "expect":
-                        ports.expect(word["senders"])
-                        self.say("done", ticket=word["ticket"])
-                    case "add":
-                        ports.add(word["receivers"])
-                    case "retire":
-                        ports.retire(word["receivers"])
-                        self.retiring.append(word)
+            worker.hear()
+            if not worker.runs:
+                host.close()
+                ports.close()
+                return
             for end in self.weights:
                 end.poll()
             moved = host.turn()
-            for word in [word for word in self.retiring if ports.gone(word["receivers"])]:
-                self.retiring.remove(word)
-                self.say("done", ticket=word["ticket"])
+            worker.part()
             yield moved
 
     def _snapshot(self) -> dict[str, Any]:
@@ -180,36 +197,43 @@ class SimulatedWorker:
         return {"nodes": host.report(), "edges": ports.depths(), "drained": drained}
 
     def _take(self, kind: str) -> dict[str, Any] | None:
-        found = next((word for word in self.words if word["kind"] in (kind, "stop")), None)
+        found = next((word for word in self._words if word["kind"] in (kind, "stop")), None)
         if found is not None and found["kind"] == "stop":
             self.process.die()
             raise Crash(self.name)
         if found is not None:
-            self.words.remove(found)
+            self._words.remove(found)
         return found
 
     def _hear(self, word: dict[str, Any]) -> None:
         if word["kind"] != "heard":
-            self.words.append(word)
+            self._words.append(word)
             self.process.wake()
 
-    def say(self, kind: str, **values: Any) -> None:
+    # As dataflow.link.Link
+
+    def words(self) -> list[dict[str, Any]]:
+        """What was said since the last call."""
+        heard, self._words = list(self._words), deque()
+        return heard
+
+    def send(self, kind: str, **values: Any) -> None:
         """Tell the scheduler something."""
         self.out.send((self.name, {"kind": kind, "name": self.name, "attempt": self.process.attempt, **values}))
 
     def _beat(self, attempt: int) -> None:
         if self.process.alive and self.process.attempt == attempt:
             if self.world.clock.now >= self.process.stopped_until:
-                self.say("beat", state=self.state, turned_s=0.0, rss_bytes=0, **self._snapshot())
+                self.send("beat", state=self.state, turned_s=0.0, rss_bytes=0, **self._snapshot())
             self.world.clock.after(BEAT_S, lambda: self._beat(attempt))
 
     def _ended(self) -> None:
         self.world.say(self.name, f"ends as attempt {self.process.attempt}")
         self.state = "none"
-        self.world.desk.hang_up(self.name)
+        self.desk.hang_up(self.name)
         self.out.cut()
         event = {"event": "exited", "name": self.name, "pid": 1, "status": -9}
-        self.world.clock.after(0.1 * self.world.random.random(), lambda: self.world.desk.note(event))
+        self.world.clock.after(0.1 * self.world.random.random(), lambda: self.desk.note(event))
 
     def waits(self) -> str:
         """What it says of itself."""

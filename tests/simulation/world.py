@@ -3,121 +3,108 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
-from dataflow import control, finished, ports
+from dataflow import control, finished, ports, resume
 from dataflow.control import Limits, Scheduler
-from dataflow.graph import Graph
 from dataflow.host import Settings
 from dataflow.ledger import Ledger
-from dataflow.model import Model
-from dataflow.plan import Devices, Plan, plan
 from dataflow.records import GROUP_ID
 from dataflow.recovery import Patience
 from dataflow.run_folder import RunFolder
+from operators import issuing
 
-from .actors import SimulatedGenerator, SimulatedPrompts, SimulatedScorer
 from .clock import Clock
 from .desk import SimulatedDesk
+from .guests import Guests
 from .laws import check
-from .nemesis import Nemesis, Trouble
+from .nemesis import Blackouts, Nemesis, Trouble
 from .network import SimulatedNetwork, Weather
-from .process import Process
-from .trainer import SimulatedTrainer
+from .process import Crash, Process
+from .rounds import Rounds
+from .shape import MEMORY, Shape, made
 from .weights import Site
-from .worker import SimulatedWorker
+from .worker import SimulatedWorker, Touching
 
 LONGEST_S = 120.0
 """Virtual seconds within which a run must be over."""
-MOST_EVENTS = 100_000
-MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What kind of run it is."""
-
-    group_size: int
-    prompts_per_step: int
-    max_staleness: int
-    steps: int
-    generators: int
-    checkpoint_every: int
-
-    @classmethod
-    def drawn(cls, random: Random) -> Shape:
-        """One of many."""
-        return cls(
-            group_size=random.choice((1, 2, 3)), prompts_per_step=random.choice((1, 2, 3)),
-            max_staleness=random.choice((0, 1, 2)), steps=random.randint(2, 5), generators=random.choice((1, 1, 2)),
-            checkpoint_every=random.choice((1, 2, 3)),
-        )  # fmt: skip
-
-
-@functools.cache
-def made(shape: Shape) -> tuple[Graph, Plan, bytes]:
-    """Graph, plan and an empty ledger for runs of this shape."""
-    graph, model = Graph("simulated"), Model("model")
-    generator = SimulatedGenerator(model=model, group_size=shape.group_size)
-    trainer = SimulatedTrainer(
-        model=model, prompts_per_step=shape.prompts_per_step, checkpoint_every=shape.checkpoint_every
-    )
-    trainer(SimulatedScorer()(generator(graph.source(SimulatedPrompts()))))
-    graph.feedback(trainer.weights, generator, max_staleness=shape.max_staleness)
-    planned = plan(graph, Devices(cpus=4), replicas={"generator": shape.generators}, steps=shape.steps)
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        path = Path(folder) / "ledger.db"
-        Ledger.create(path, {"trainer": ["prompts"]}).close()
-        return graph, planned, path.read_bytes()
+MOST_EVENTS = 200_000
 
 
 class World:
     """One run of one seed."""
 
-    def __init__(self, seed: int, *, keep_log: bool = False) -> None:
+    def __init__(self, seed: int, *, having: Collection[str] | None = None, keep_log: bool = False) -> None:
+        """having: the features (see `shape`) of the run; None: those that the seed draws."""
         self.seed, self.random, self.clock = seed, Random(seed), Clock()
         self.log: list[str] | None = [] if keep_log else None
         random = self.random
-        self.shape = Shape.drawn(random)
-        self.one_generator = self.shape.generators == 1
-        self.graph, self.plan, self._ledger = made(self.shape)
-        weather = Weather(delay_s=random.choice((1e-4, 1e-3, 1e-2)), slow=random.choice((0.0, 0.02, 0.1)), damage=0.0)
-        self.network = SimulatedNetwork(self.clock, random, weather)
-        self.site = Site(self.network)
+        self.shape = Shape.drawn(random, having)
+        self._weather = Weather(
+            delay_s=random.choice((1e-4, 1e-3, 1e-2)), slow=random.choice((0.0, 0.02, 0.1)), damage=0.0
+        )
+        self._over_s = random.choice((0.4, 1.0, 3.0))
+        self._at_once = random.choice((2, issuing.ROWS_AT_ONCE, issuing.ROWS_AT_ONCE))
+        """Prompts that a source issues at once."""
+        self._waits_for_guests = random.random() < 0.7
+        self.rounds = Rounds(self.shape)
         self.disk: dict[int, int] = {0: 1}
         """Checkpoints: what the weights of a step are; no crash takes them."""
         self.contents: dict[int, int] = {}
         """Of every version that was published."""
         self.newest_committed = 0
-        self.found = 0
-        """Version that the last trainer found recorded when it started."""
         self.trained: dict[int, int] = {}
         """Step by group, on the line that survives."""
         self.given_up: dict[int, int] = {}
         """The same of groups that were given up."""
         self.started: dict[int, int] = {}
-        self.durable: set[int] = set()
-        """Groups whose rollouts were finished and written down."""
-        self.workers: dict[str, SimulatedWorker] = {}
-        self.folder: RunFolder
-        self.desk: SimulatedDesk
+        self.one_generator = True
+        """Whether there is only one, always: no other can have a group that comes to it again."""
+        self.part = -1
+        """How often the run was taken up again."""
         self.current: Process | None = None
         """Whose turn it is."""
+        self._durable: set[int] = set()
+        """Groups whose rollouts were finished and written down."""
+        self._durable_before: set[int] = set()
+        """Those of them that were it when the run was last taken up, so that everybody found them."""
+        self._guests: Guests | None = None
         self._checked = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        """A machine room with nobody in it."""
+        self.network = SimulatedNetwork(self.clock, self.random, self._weather)
+        self.site = Site(self.network)
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.scheduler: Scheduler | None = None
+        self._begun = self._dark = False
+        self.chair = Process("scheduler", self.clock, self.random, pace_s=0.0)
+        """Of the scheduler: it takes no turns by itself, but may die."""
+        self.chair.alive = True
 
     def say(self, who: str, what: str) -> None:
         """A line of the log."""
         if self.log is not None:
             self.log.append(f"{self.clock.now:10.5f}  {who}: {what}")
+
+    @property
+    def kept(self) -> set[int]:
+        """Finished groups that whoever is asked for them must find."""
+        return self._durable if self.one_generator else self._durable_before
+
+    def may_end(self) -> bool:
+        """Whether nothing is left to see when the trainer is done: joins and leaves that are under way."""
+        assert self.scheduler is not None
+        return not self._waits_for_guests or self._guests is None or self._guests.fulfilled(self.scheduler.scaling)
 
     def run(self) -> None:
         """From the scheduler's start to its end; raises Broken."""
@@ -126,39 +113,110 @@ class World:
         try:
             for below in ("logs", "rollouts", "checkpoints"):
                 (path / below).mkdir()
-            (path / "ledger.db").write_bytes(self._ledger)
+            begin = made(self.shape)
+            (path / "ledger.db").write_bytes(begin.ledger)
+            for name, content in begin.files.items():
+                (path / name).write_text(content)
             self.folder = RunFolder.open(path)
             self.ledger = Ledger.open(self.folder.ledger)
             with self._product():
-                self._run(str(path))
+                self._trouble()
+                while not self._part():
+                    self._end_all()
+            self._final_laws()
         finally:
-            for worker in self.workers.values():
-                worker.process.die()
+            self._end_all()
             self.ledger.close()
             shutil.rmtree(path, ignore_errors=True)
 
-    def _run(self, folder: str) -> None:
-        random = self.random
-        settings = Settings(folder=folder, seed=self.seed, steps=self.shape.steps)
-        limits = Limits(hang_s=4.0, patience=Patience(of_one=50))
-        self.desk = SimulatedDesk(self.network, Path(folder), self._step, self._spawn, self._kill)
-        scheduler = Scheduler(self.graph, self.plan, settings, limits=limits, clock=self.clock)
-        scheduler.start()
-        self.say("scheduler", "all are ready")
-        processes = [worker.process for worker in self.workers.values()]
-        Nemesis(
-            self.clock,
-            random,
-            self.network,
-            processes,
-            Trouble(hang_s=8.0, over_s=random.choice((0.4, 1.0, 3.0))),
-            self.say,
+    def _trouble(self) -> None:
+        clock, random, shape = self.clock, self.random, self.shape
+        self.nemesis = Nemesis(
+            clock, random, lambda: self.network, self._victims, Trouble(hang_s=8.0, over_s=self._over_s), self.say
         )
+        nodes = {"generator": shape.generators} | ({"reward": shape.scorers} if shape.scorers else {})
+        if shape.scales:
+            self._guests = Guests(clock, random, nodes, self._command, over_s=self._over_s)
+        if shape.resumes:
+            Blackouts(clock, random, self._everybody, self._go_dark, self.say, over_s=2.0)
+
+    def _victims(self) -> list[Process]:
+        """Who may die alone: nobody before all are ready."""
+        return [worker.process for worker in self.workers.values()] if self._begun else []
+
+    def _everybody(self) -> list[Process]:
+        return [self.chair, *(worker.process for worker in self.workers.values())]
+
+    def _of(self, *nodes: str) -> list[Process]:
+        """The processes of some nodes."""
+        return [each.process for name, each in self.workers.items() if name.rpartition("-")[0] in nodes]
+
+    def _on_the_way(self) -> list[Process]:
+        """Those that join or leave."""
+        assert self.scheduler is not None
+        state = self.scheduler.scaling.state
+        return [
+            each.process for name, each in self.workers.items() if state(name) in ("joining", "leaving", "stopping")
+        ]
+
+    def _go_dark(self) -> None:
+        self._dark = True
+
+    def _part(self) -> bool:
+        """The run from its start, or from where it is taken up, to its end; False: all of it died before that."""
+        self._clear()
+        self.part += 1
+        try:
+            self._run()
+        except Crash:
+            return False
+        return True
+
+    def _run(self) -> None:
+        shape, random = self.shape, self.random
+        begun = self._take_up() if self.part else None
+        if self.part:
+            shape = dataclasses.replace(shape, generators=random.choice((1, 2)))
+        begin = made(shape)
+        self.graph, self.plan = begin.graph, begin.plan
+        self.one_generator = shape.generators == 1 and not shape.scales
+        settings = Settings(folder=str(self.folder.path), seed=self.seed, steps=shape.steps)
+        limits = Limits(hang_s=4.0, patience=Patience(of_one=50))
+        self.desk = SimulatedDesk(
+            self.network, self.folder.path, self._step, self.chair.point, self._spawn, self._kill, self._told
+        )
+        self.scheduler = scheduler = Scheduler(self.graph, self.plan, settings, limits=limits, clock=self.clock)
+        if begun is not None:
+            scheduler.conductor.go_on(begun.steps, begun.rounds)
+        scheduler.start()
+        self._begun = True
+        self.say("scheduler", "all are ready")
         while not scheduler.conductor.over:
             scheduler.turn(0.25)
+            while scheduler.said:
+                self.say("scheduler", scheduler.said.pop(0))
         self.say("scheduler", "the run is over")
         scheduler.close()
-        self._final_laws()
+
+    def _take_up(self) -> resume.Begun:
+        """What `dataflow.run.run` does before it starts a run again."""
+        self.say("scheduler", "takes the run up")
+        recorded = resume.Recorded.read(self.folder)
+        begun = resume.take_up(self.folder, self.graph, recorded, self.shape.steps)
+        self.chair.point()
+        resumed = [*recorded.config.get("resumed", []), {"from": begun.steps}]
+        self.folder.write_json("config.json", {**recorded.config, "resumed": resumed}, flush=False)
+        return begun
+
+    def _end_all(self) -> None:
+        """All die; what they hold in memory is gone, what is on the disk stays."""
+        for worker in self.workers.values():
+            worker.process.die()
+        self.chair.die()
+        self._durable_before = set(self._durable)
+        self.rounds.cut_off()
+        if self._guests is not None:
+            self._guests.forget()
 
     def _step(self) -> None:
         check(self.clock.step(), "the world stands still", self.who_waits)
@@ -167,6 +225,9 @@ class World:
         if self.newest_committed != self._checked:
             self._checked = self.newest_committed
             self._ledger_laws()
+        if self._dark:
+            self.say("scheduler", "all die at once")
+            raise Crash("all")
 
     def _ledger_laws(self) -> None:
         counts = self.ledger.counts("trainer")
@@ -183,20 +244,43 @@ class World:
         check(counts.trained == shape.steps * shape.prompts_per_step, f"not all was trained: {counts}")
         left = self.ledger.in_flight("prompts")
         check(not left, f"groups {left} have no outcome at the end")
+        if shape.every_steps:
+            self.rounds.at_end(self.ledger, self.folder.read_metrics())
 
     def _spawn(self, name: str, settings: Mapping[str, Any]) -> None:
         worker = self.workers.setdefault(name, SimulatedWorker(self, name))
+        desk = self.desk
 
         def fork() -> None:
-            self.desk.note({"event": "started", "name": name, "pid": 1, "status": None})
-            self.say(name, f"starts as attempt {settings['attempt']}")
-            worker.start(settings)
+            if self.desk is desk and self.chair.alive:
+                desk.note({"event": "started", "name": name, "pid": 1, "status": None})
+                self.say(name, f"starts as attempt {settings['attempt']}")
+                worker.start(settings)
 
         self.clock.after(0.02 * self.random.random(), fork)
 
     def _kill(self, name: str) -> None:
         self.say(name, "is killed by the scheduler")
         self.workers[name].process.die()
+
+    def _told(self, word: Mapping[str, Any]) -> None:
+        """The scheduler says something to a worker."""
+        step = word.get("message", {}).get("evaluate")
+        if step is not None and self.rounds.ask(step):
+            self.say("scheduler", f"asks for the round of step {step}")
+            if self.random.random() < 0.4:
+                self.nemesis.strike_soon(0.2, lambda: self._of("questions", "eval", "reward", "generator"))
+
+    def _command(self, command: Mapping[str, Any]) -> None:
+        """Somebody asks for replicas."""
+        if not self._begun or self.scheduler is None or self.scheduler.conductor.over:
+            return
+        assert self._guests is not None
+        self.say("somebody", f"wishes for {command['wishes']}")
+        self._guests.wished |= command["wishes"]
+        self.desk.ask(command)
+        if self.random.random() < 0.6:
+            self.nemesis.strike_soon(0.3, self._on_the_way)
 
     @contextlib.contextmanager
     def _product(self) -> Iterator[None]:
@@ -205,7 +289,7 @@ class World:
 
         def appended(self_: finished.Finished, rows: Any) -> None:
             append(self_, rows)
-            self.durable.update(rows.column(GROUP_ID).to_pylist())
+            self._durable.update(rows.column(GROUP_ID).to_pylist())
             assert self.current is not None
             self.current.point()
 
@@ -213,9 +297,14 @@ class World:
             assert self.current is not None
             return self.network.of(self.current)
 
+        def opened(*values: Any) -> Any:
+            return Touching(Ledger.open(*values), self.chair)
+
         with _replaced(
             (ports, "SocketNetwork", network),
             (control, "Desk", lambda *_, **__: self.desk), (finished.Finished, "append", appended),
+            (control.Scheduler, "_leave_handover", lambda _: None),  # nobody takes over here from a scheduler alone
+            (resume, "_ledger", lambda folder, _: opened(folder.ledger)), (issuing, "ROWS_AT_ONCE", self._at_once),
         ):  # fmt: skip
             yield
 
@@ -225,7 +314,7 @@ class World:
 
 
 @contextlib.contextmanager
-def _replaced(*places: tuple[Any, str, Callable[..., Any]]) -> Iterator[None]:
+def _replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
     for owner, name, new in places:
         setattr(owner, name, new)
