@@ -114,6 +114,8 @@ class Conductor:
             return []
         self.phase = "first_evaluation"
         words = [Word(source, {"pause": bool(self._evaluations)}) for source in self._training_sources()]
+        # A trainer that goes on may have said this before its source could hear it.
+        words += [Word(source, {"dropped": dropped}) for source, dropped in self._dropped.items()]
         for evaluation in self._evaluations.values():
             if evaluation.asked is None:
                 evaluation.asked = self.step

@@ -33,14 +33,15 @@ class _Share:
 class Holding:
     """The groups that one node holds, or has passed on and not yet heard of again.
 
-    One that comes again is not new. Its latest delivery stands for it from then on, and the one before is
-    acknowledged: whoever sent that is gone, or has given the group to another node to send.
+    One that comes again is not new. Of each sender the latest delivery stands for it from then on, and the one before
+    is acknowledged: the sender that sent that is gone. Those of several senders all stand: any of them may be the only
+    one that is asked for the group again.
     """
 
     released: Callable[[Group], None] = lambda group: None
     """Told of every group that the next nodes are done with."""
-    _shares: dict[Group, dict[str, _Share]] = field(default_factory=dict)
-    """By group and sending node: the delivery that stands for it."""
+    _shares: dict[Group, dict[tuple[str, str], _Share]] = field(default_factory=dict)
+    """By group, sending node and sender, which is one of its replicas: the delivery that stands for it."""
     _inside: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     """Lane, origin, group: those that the runtime is not done with."""
     _under_way: Counter[Group] = field(default_factory=Counter)
@@ -60,20 +61,22 @@ class Holding:
             found[lane] = min(number, found.get(lane, number))
         return found
 
-    def arrive(self, lane: str, origin: str, groups: Iterable[int], ack: Callable[[], None]) -> list[int]:
+    def arrive(
+        self, lane: str, origin: str, groups: Iterable[int], ack: Callable[[], None], sender: str = ""
+    ) -> list[int]:
         """Take a delivery's groups in; those that are new, which the runtime is to do."""
         numbers = list(groups)
         share = _Share(ack, len(numbers))
         new = []
         for number in numbers:
             known = self._shares.setdefault((lane, number), {})
-            before = known.get(origin)
-            known[origin] = share
-            if before is not None:
-                before.release()
-            else:
+            if not any(node == origin for node, _ in known):
                 new.append(number)
                 self._inside[lane, origin, number] += 1
+            before = known.get((origin, sender))
+            known[origin, sender] = share
+            if before is not None:
+                before.release()
         return new
 
     def sent(self, lane: str, groups: Iterable[int], receivers: int) -> None:
@@ -100,7 +103,7 @@ class Holding:
         """Let go of a group that neither the runtime nor a next node has."""
         lane, number = group
         shares = self._shares.get(group, {})
-        if group in self._under_way or any((lane, origin, number) in self._inside for origin in shares):
+        if group in self._under_way or any((lane, origin, number) in self._inside for origin, _ in shares):
             return
         self._shares.pop(group, None)
         for share in shares.values():

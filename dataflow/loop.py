@@ -24,7 +24,7 @@ class Inlet(Protocol):
     """The receiving end of an edge (transport.data.Receiver)."""
 
     def receive(self, timeout_s: float = 0.0) -> Any | None:
-        """A delivery with `batch` and `ack`, or None."""
+        """A delivery with `batch`, `sender` and `ack`, or None."""
 
     def poll(self) -> None:
         """Take in what arrived, answer the senders."""
@@ -174,7 +174,7 @@ class NodeLoop:
     def _take(self, lane: str, origin: str, delivery: Any) -> None:
         """Push what is new of a delivery; what was finished before leaves at once, what has an outcome is let go."""
         groups = _ids(delivery.batch)
-        new = self.holding.arrive(lane, origin, groups, delivery.ack)
+        new = self.holding.arrive(lane, origin, groups, delivery.ack, delivery.sender)
         settled = set(self._settled(lane, new))
         found = self._found(lane, [group for group in new if group not in settled])
         if settled or found:
@@ -253,7 +253,7 @@ class NodeLoop:
         for lane, origin, inlet in self._inlets:
             while (delivery := inlet.receive()) is not None:
                 moved = True
-                new = self.holding.arrive(lane, origin, _ids(delivery.batch), delivery.ack)
+                new = self.holding.arrive(lane, origin, _ids(delivery.batch), delivery.ack, delivery.sender)
                 self.holding.done(lane, origin, new)
         return moved
 

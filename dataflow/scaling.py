@@ -173,7 +173,7 @@ class Scaling:
         member = self._members[name]
         self._away.add(name)
         member.drained = member.wired = member.wired_again = False
-        member.senders = {sender for sender in member.senders if not self.leaves(sender)}
+        member.senders = {sender for sender in member.senders if self._members[sender].state != "left"}
         for other in self._members.values():
             if other.state == "joining" and other is not member:
                 # The next attempt is started with the right number of senders.
@@ -303,6 +303,9 @@ class Scaling:
         if member.state == "leaving":
             told = sorted(member.senders - set(member.unconfirmed.values()))
             orders += [self._over(member, sender) for sender in told]
+        for sender in sorted(member.senders):
+            if self.leaves(sender):  # it may come once more, or not: so it counts by its name
+                orders.append(self._over(member, sender))
         return [Say(member.name, {"kind": "wire", "addresses": addresses}), *orders]
 
     def _over(self, member: Member, sender: str) -> Say:
@@ -328,6 +331,10 @@ class Scaling:
         for member in self._members.values():
             if member.state == "leaving" and member.drained and not member.unconfirmed:
                 member.state = "stopping"
+                orders += [
+                    self._over(other, member.name) for other in self._members.values()
+                    if member.name in other.senders and other.wired_again and other.state != "left"
+                ]  # fmt: skip
                 orders.append(Say(member.name, {"kind": "stop"}))
         return orders
 

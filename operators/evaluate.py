@@ -61,7 +61,8 @@ class EvaluateRuntime(Runtime):
 
     consumes: whole groups that carry min_version (the step evaluated) and round_size
     produces: per round a rollouts file, a line of metrics and, last, ledger entries: a crash before these costs a
-    round, which is made again and whose line supersedes the one that is there
+    round, which is made again and whose line supersedes the one that is there; after them it is closed, for later
+    attempts too
     waits for: the last group of a round
     unblocked by: its arrival
     """
@@ -69,8 +70,11 @@ class EvaluateRuntime(Runtime):
     def __init__(self, evaluate: Evaluate, context: Context) -> None:
         self._evaluate, self._context = evaluate, context
         self._rounds: dict[int, dict[str, _Round]] = {}
+        recorded = None if context.ledger is None else context.ledger.last_round(context.node)
+        self._recorded = -1 if recorded is None else recorded
+        """Step of the last round of an earlier attempt."""
         self._closed: set[int] = set()
-        self._last: dict[str, float | int | str] = {}
+        self._last: dict[str, float | int | str] = {} if recorded is None else {"round": recorded}
 
     def room(self) -> int:
         """As much as comes: a round is held whole."""
@@ -96,7 +100,7 @@ class EvaluateRuntime(Runtime):
                     f"'{self._context.node}' evaluates rounds, but group {group_id} of '{batch.lane}' is "
                     f"in none (round_size {size}); give it prompts of their own, in a source of another name"
                 )
-            if step in self._closed:
+            if step <= self._recorded or step in self._closed:
                 continue
             found = self._rounds.setdefault(step, {}).setdefault(batch.lane, _Round(size, {}))
             found.groups.setdefault(group_id, rows.slice(start, end - start))

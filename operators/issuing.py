@@ -88,16 +88,18 @@ class Issue(Runtime):
         return len(self._rounds) * len(self._table) - self._at
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """{"evaluate": step}: a round, once however often it is said, but with "again": all of the open one;
+        """{"evaluate": step}: a round, once however often it is said, but with "again": all of the open one, unless
+        it is recorded, which whoever says this has not heard;
         {"dropped": n}: n groups more are needed; {"drain": True}: no more."""
         if "evaluate" in message and self._on_demand:
             step, again = int(message["evaluate"]), bool(message.get("again"))
             if again:
                 self._rounds.clear()
                 self._at, self._again = 0, self._in_flight()
-            if again or step > self._asked:
-                self._asked = step
+            # Asked after what is in flight, so that of a round that is recorded in between only its own groups remain.
+            if not self._is_judged(step) if again else step > self._asked:
                 self._rounds.append(step)
+            self._asked = max(self._asked, step)
         if "dropped" in message:
             self._dropped_groups = max(self._dropped_groups, int(message["dropped"]))
         if message.get("drain"):
@@ -112,6 +114,10 @@ class Issue(Runtime):
             "bad_rows": self._dropped_rows,
             "done": int(is_over or self._is_draining),
         }
+
+    def _is_judged(self, step: int) -> bool:
+        """Whether the round of a step is recorded."""
+        return self._ledger is not None and self._ledger.is_judged(self._lane, step)
 
     def _in_flight(self) -> deque[int]:
         """Groups without an outcome, in order."""

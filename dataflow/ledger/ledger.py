@@ -190,6 +190,11 @@ class Ledger:
         with self._snapshot("read the last round"):
             return reads.last_round(self._db, node)
 
+    def is_judged(self, source: str, step: int) -> bool:
+        """Whether every sink of `source` has recorded its round of this step, or a later one."""
+        with self._snapshot("look a round up"):
+            return reads.is_judged(self._db, source, step)
+
     def sources(self, node: str | None = None) -> list[str]:
         """The sources whose groups `node` consumes; those of all sinks for None."""
         with self._snapshot("list the sources"):

@@ -173,6 +173,16 @@ def drops_at(db: sqlite3.Connection, node: str, step: int) -> dict[int, str]:
     )
 
 
+def is_judged(db: sqlite3.Connection, source: str, step: int) -> bool:
+    """Whether every sink of a source has evaluated groups of it at this step, or later."""
+    waiting = db.execute(
+        "SELECT count(*) FROM consumers WHERE source = ? AND node NOT IN "
+        "(SELECT node FROM outcomes WHERE source = ? AND outcome = 'evaluated' AND step >= ?)",
+        (source, source, step),
+    ).fetchone()
+    return not waiting[0]
+
+
 def last_round(db: sqlite3.Connection, node: str) -> int | None:
     """Step of the last round that an evaluation has recorded; None before the first."""
     found = db.execute("SELECT max(step) FROM outcomes WHERE node = ? AND outcome = 'evaluated'", (node,)).fetchone()[0]

@@ -47,6 +47,12 @@ def test_what_workers_say_before_the_start_does_not_skip_the_first_evaluation() 
     assert said(c.start()) == [("prompts", {"pause": True}), ("held_out", {"evaluate": 0})]
 
 
+def test_groups_that_were_dropped_before_the_start_are_told_to_the_source_at_the_start() -> None:
+    c = conductor(every_steps=None)
+    c.hear("trainer", {"step": 3, "dropped": 2})  # a run that goes on; the source is not ready, and does not hear it
+    assert ("prompts", {"dropped": 2}) in said(c.start())
+
+
 def test_rounds_come_when_their_step_comes_and_one_at_a_time() -> None:
     c = conductor()
     c.start()

@@ -52,6 +52,17 @@ def test_a_group_that_comes_again_is_not_new_and_its_latest_delivery_stands_for_
     assert acks == ["old", "new"]
 
 
+def test_what_several_replicas_sent_is_acknowledged_to_each_of_them_when_it_has_an_outcome() -> None:
+    holding, acks = Holding(), Acks()
+    assert holding.arrive("a", "generator", [1], acks.of("first of 0"), "generator-0") == [1]
+    assert holding.arrive("a", "generator", [1], acks.of("of 1"), "generator-1") == []
+    assert not acks, "the second one may be the only one that is asked for it again"
+    holding.arrive("a", "generator", [1], acks.of("second of 0"), "generator-0")
+    assert acks == ["first of 0"]
+    holding.done("a", "generator", [1])
+    assert sorted(acks) == ["first of 0", "of 1", "second of 0"]
+
+
 def test_branches_and_lanes_are_told_apart() -> None:
     holding, acks = Holding(), Acks()
     for origin in ("left", "right"):

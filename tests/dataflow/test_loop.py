@@ -36,6 +36,7 @@ class Events(list[tuple[Any, ...]]):
 class Delivery:
     batch: pa.RecordBatch
     ack: Callable[[], None]
+    sender: str = "before-0"
 
 
 class FakeInlet:

@@ -34,7 +34,7 @@ class World:
         self.events: list[Any] = []
         self.acks: list[int] = []
         self.folder, self.ledger = FakeFolder(tmp_path, self.events), FakeLedger(self.events)
-        context = Context(
+        self.context = context = Context(
             node="eval", columns=dict.fromkeys(lanes, COLUMNS), folder=self.folder, ledger=self.ledger,  # type: ignore[arg-type]
         )  # fmt: skip
         self.runtime = Evaluate(every_steps=5).build(context)
@@ -83,6 +83,19 @@ def test_a_round_is_written_when_its_last_group_has_come_and_not_before(world):
 def test_rows_are_acknowledged_at_once_so_that_a_round_may_be_larger_than_its_edge(world):
     world.push(_held_out(0))
     assert world.acks == [0]
+
+
+def test_a_round_that_an_attempt_before_has_recorded_is_closed_and_told_at_once(tmp_path):
+    first = World(tmp_path)
+    first.push(_held_out(0, score=1.0), _held_out(1, score=0.0))
+    first.run()
+    again = World(tmp_path)
+    again.ledger.evaluations.update(first.ledger.evaluations)
+    again.runtime = Evaluate(every_steps=5).build(again.context)
+    assert again.runtime.status()["round"] == 0
+    again.push(_held_out(0, score=1.0), _held_out(1, score=0.0))
+    again.run()
+    assert again.events == [] and again.acks == [0]
 
 
 def test_rounds_that_overlap_are_told_apart_by_their_step(world):

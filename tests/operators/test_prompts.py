@@ -32,6 +32,7 @@ class Ledger:
     def __init__(self, following: int = 0) -> None:
         self.issued: list[tuple[int, str]] = []
         self.waiting: list[InFlight] = []
+        self.judged = -1
         self._following = following
 
     def next_group_id(self, source: str) -> int:
@@ -42,6 +43,9 @@ class Ledger:
 
     def in_flight(self, source: str) -> list[InFlight]:
         return self.waiting
+
+    def is_judged(self, source: str, step: int) -> bool:
+        return step <= self.judged
 
 
 class Log:
@@ -558,3 +562,13 @@ def test_a_round_that_is_asked_for_again_and_again_is_issued_once_until_it_is_as
     assert texts(runtime) == ["a", "b"]
     runtime.tell({"evaluate": 20})
     assert texts(runtime) == ["a", "b"]
+
+
+def test_a_round_that_is_recorded_is_not_issued_again_but_for_its_groups_in_flight() -> None:
+    ledger = Ledger(4)
+    ledger.waiting, ledger.judged = waiting([2]), 10
+    runtime = build(Prompts(["a", "b"]), on_demand=True, ledger=ledger)
+    runtime.tell({"evaluate": 10, "again": True})
+    assert runtime.work() is None
+    runtime.tell({"evaluate": 20})
+    assert len(texts(runtime)) == 2

@@ -217,6 +217,9 @@ class FakeLedger:
     def last_step(self, node: str) -> int:
         return 0
 
+    def last_round(self, node: str) -> int | None:
+        return max(self.evaluations, default=None)
+
     def next_group_id(self, source: str) -> int:
         return 0
 

@@ -48,17 +48,14 @@ class Probe:
         if lane != TRAINED:
             world.say(self._process.name, f"starts group {group} of {lane}")
             return
-        given_up = sum(earlier in world.given_up or fails(earlier, DROPS) for earlier in range(group))
-        step = (group - given_up) // shape.prompts_per_step
-        ahead = step > version + shape.max_staleness
-        check(
-            not (ahead and self.watches_admission), f"group {group} of step {step + 1} starts under version {version}"
-        )
         world.say(self._process.name, f"starts group {group}")
-        world.started[group] = world.started.get(group, 0) + 1
-        ended = group in world.trained or group in world.given_up
-        kept = group in world.kept
-        check(not kept, f"group {group} is generated again, though it was finished and kept")
+        if group in world.trained or group in world.given_up:
+            return  # it had gone to another replica too, before its source died
+        given_up = sum(other in world.given_up or fails(other, DROPS) for other in range(group + 1))
+        step = (group - given_up) // shape.prompts_per_step
+        ahead = step > version + shape.max_staleness and self.watches_admission
+        check(not ahead, f"group {group} of step {step + 1} starts under version {version}")
+        check(group not in world.kept, f"group {group} is generated again, though it was finished and kept")
 
     def adopted(self, before: int, after: int) -> None:
         """A reader took a version that is recorded, and none older than it had."""

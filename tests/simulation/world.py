@@ -65,7 +65,6 @@ class World:
         """Step by group, on the line that survives."""
         self.given_up: dict[int, int] = {}
         """The same of groups that were given up."""
-        self.started: dict[int, int] = {}
         self.one_generator = True
         """Whether there is only one, always: no other can have a group that comes to it again."""
         self.part = -1
@@ -303,7 +302,6 @@ class World:
         with _replaced(
             (ports, "SocketNetwork", network),
             (control, "Desk", lambda *_, **__: self.desk), (finished.Finished, "append", appended),
-            (control.Scheduler, "_leave_handover", lambda _: None),  # nobody takes over here from a scheduler alone
             (resume, "_ledger", lambda folder, _: opened(folder.ledger)), (issuing, "ROWS_AT_ONCE", self._at_once),
         ):  # fmt: skip
             yield
