@@ -15,8 +15,9 @@ missing for 15 s); recover_s, from then until it was at work again; replaced_s, 
 regenerated, rollouts whose generation was begun a second time between this fault and the next (whole groups, counted
 when the generator marks them in the ledger). A line for each run: steps; pace_s, the median from a step to the next;
 useful, the steps times the undisturbed median over the time from the first step to the last (the undisturbed run has a
-share as well, as evaluations and checkpoints cost it time); finished_again, rollouts that a generator finished twice;
-accuracy at the last evaluation of the disturbed run, first before the first step.
+share as well, as evaluations and checkpoints cost it time); of_undisturbed, steps per second over those of the
+undisturbed run, evaluations and all; finished_again, rollouts that a generator finished twice; accuracy at the last
+evaluation of the disturbed run, first before the first step.
 
 The second kills small runs of a tiny policy at random moments, five each: `tree`, the scheduler and all below it, and
 `dataflow resume` goes on; `worker`, the trainer's process, which the scheduler starts again. Half of them are
@@ -40,7 +41,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.chaos_figures import Ended, accuracies, drawn, faults_of, pace, repeated, rows_of_faults, useful
+from bench.chaos_figures import Ended, accuracies, drawn, faults_of, pace, rate, repeated, rows_of_faults, useful
 from bench.chaos_kills import kill_trainers
 from bench.chaos_nemesis import Blow, Nemesis
 from bench.chaos_program import END_S, START_S, Failed, judged, left_behind, started, steps_made
@@ -108,9 +109,9 @@ def disturb(options: argparse.Namespace, runs: Path, report: Report) -> bool:
     folder = runs / "chaos" / "latest"
     for row in rows_of_faults(blows, faults_of(folder), drawn(folder), group_size):
         report.add(case="faults", system=str(row.pop("worker")), **row)
-    median_s = pace(Ended.read(runs / "undisturbed" / "latest").step_times)
+    undisturbed = Ended.read(runs / "undisturbed" / "latest").step_times
     found = [
-        _outcome(runs, name, median_s, evaluated, group_size, report) for name in ("chaos", "undisturbed")
+        _outcome(runs, name, undisturbed, evaluated, group_size, report) for name in ("chaos", "undisturbed")
     ]  # fmt: skip
     return all(found)
 
@@ -163,7 +164,7 @@ def _undisturbed(runs: Path, flags: Sequence[str], steps: int) -> None:
 
 
 def _outcome(
-    runs: Path, name: str, median_s: float | None, evaluated: int, group_size: int, report: Report
+    runs: Path, name: str, undisturbed: Sequence[float], evaluated: int, group_size: int, report: Report
 ) -> bool:  # fmt: skip
     folder = runs / name / "latest"
     times = Ended.read(folder).step_times
@@ -172,7 +173,8 @@ def _outcome(
     book = drawn(folder)
     figures: dict[str, Figure] = {
         "clean": "yes" if clean else "NO", "faults": len(faults_of(folder)), "steps": len(times), "pace_s": pace(times),
-        "wall_s": times[-1] - times[0] if times else None, "useful": useful(times, median_s),
+        "wall_s": times[-1] - times[0] if times else None, "useful": useful(times, pace(undisturbed)),
+        "of_undisturbed": rate(times) / rate(undisturbed) if rate(undisturbed) else None,
         "begun_again": group_size * len(repeated(book, "begun", "prompts")),
         "finished_again": group_size * len(repeated(book, "finished", "prompts")),
         "first": found.get(0), "accuracy": found.get(evaluated), "at": evaluated,

@@ -142,6 +142,11 @@ def pace(times: Sequence[float]) -> float | None:
     return statistics.median(gaps) if gaps else None
 
 
+def rate(times: Sequence[float]) -> float:
+    """Steps per second from the first step to the last; 0 where there are not two."""
+    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
+
+
 def useful(times: Sequence[float], median_s: float | None) -> float | None:
     """Share of the time from the first step to the last that its steps take at the median pace of another run."""
     if median_s is None or len(times) < 2 or times[-1] <= times[0]:

@@ -20,6 +20,7 @@ from bench.chaos_figures import (
     kept,
     matched,
     pace,
+    rate,
     repeated,
     rows_of_faults,
     trained_twice,
@@ -75,6 +76,10 @@ def test_a_row_has_what_became_of_a_blow_and_the_rollouts_begun_again_until_the_
 def test_a_group_is_repeated_as_often_as_it_came_after_the_first_time() -> None:
     book = [line(1.0, "finished", 1), line(2.0, "finished", 1, 2), line(3.0, "finished", 1), line(4.0, "begun", 2)]
     assert repeated(book, "finished", "prompts") == [(2.0, 1), (3.0, 1)]
+
+
+def test_the_rate_of_steps_is_over_all_of_their_time() -> None:
+    assert rate([1.0, 2.0, 9.0]) == 0.25 and rate([1.0]) == rate([]) == 0.0
 
 
 def test_useful_time_is_that_of_the_steps_at_the_undisturbed_pace() -> None:
