@@ -178,7 +178,7 @@ def make_rows(load: Load, vocabulary: int) -> Any:
     return StepRows(
         tokens_S=draw.integers(1, vocabulary, total).astype(np.int32), mask_S=mask,
         offsets=np.arange(count + 1) * load.tokens, groups_R=np.arange(count), rollout_ids_R=np.arange(count),
-        oldest_R=np.zeros(count, np.int64), versions_S=np.where(mask, 0, -1),
+        oldest_R=np.zeros(count, np.int64),
         columns_R={"advantage": np.where(np.arange(count) % 2, 1.0, -1.0)},
         columns_S={"logprobs": np.where(mask, -np.log(vocabulary), 0.0).astype(np.float32)},
     )  # fmt: skip
