@@ -41,7 +41,7 @@ def disk(doing: str, path: Path) -> Iterator[None]:
 
 
 def write_atomically(
-    path: Path, write: Callable[[BinaryIO], None], *, what: str = "writing", flush: bool = True
+    path: Path, write: Callable[[BinaryIO], object], *, what: str = "writing", flush: bool = True
 ) -> None:
     """Let `write` fill a new file and put it at `path` in one step.
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.files import to_json, write_atomically
@@ -33,11 +33,7 @@ class Handover:
         content = to_json({name: part() for name, part in self.parts.items()}).encode()
         if content != self._written:
             self._written = content
-            write_atomically(self.folder / FILE, lambda file: _fill(file, content), flush=False)
-
-
-def _fill(file: BinaryIO, content: bytes) -> None:
-    file.write(content)
+            write_atomically(self.folder / FILE, lambda file: file.write(content), flush=False)
 
 
 def read(folder: Path) -> Mapping[str, Any]:

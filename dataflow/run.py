@@ -177,10 +177,7 @@ def run(
         except BaseException as error:
             error.add_note(go_on_with(folder, recorded.config.get(KEY) if recorded else launch))
             raise
-    verdict = verify(folder.path)
-    if not quiet:
-        with make_view(sys.stdout) as view:
-            view.summary(summarize(folder, verdict.line, verdict.clean))
+    verdict = _judged(folder, quiet)
     return Result(
         folder=folder.path, seconds=outcome.seconds, steps=outcome.steps, verdict=verdict,
         busy_seconds=outcome.busy_seconds,
@@ -197,11 +194,16 @@ def _stand_in(what: Run) -> int:
         if taken is None:
             return 1
         carry_out(dataclasses.replace(what, begun=taken.begun, taken=taken))
+    return _judged(folder, what.quiet).exit_status
+
+
+def _judged(folder: RunFolder, quiet: bool) -> Verdict:
+    """What `verify` says of a run that has ended; shown with its summary, unless it is to be quiet."""
     verdict = verify(folder.path)
-    if not what.quiet:
+    if not quiet:
         with make_view(sys.stdout) as view:
             view.summary(summarize(folder, verdict.line, verdict.clean))
-    return verdict.exit_status
+    return verdict
 
 
 def _describe(folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, launch: Launch | None) -> None:

@@ -134,7 +134,7 @@ class RunFolder:
 
         Errors: RunFolderError."""
         content = to_json(value, indent=1).encode() + b"\n"
-        write_atomically(self.path / name, lambda file: _put(file, content), flush=flush)
+        write_atomically(self.path / name, lambda file: file.write(content), flush=flush)
 
     def read_json(self, name: str) -> Any:
         """The JSON value at `name`. Errors: RunFolderError when it is missing or not JSON."""
@@ -253,10 +253,6 @@ def _table(path: Path, rows: pa.RecordBatch | Iterable[pa.RecordBatch]) -> pa.Ta
         raise RunFolderError(
             f"rows for '{path}' do not make one table: {error}; give at least one batch, all of one schema"
         ) from error
-
-
-def _put(file: BinaryIO, content: bytes) -> None:
-    file.write(content)
 
 
 def _put_table(file: BinaryIO, table: pa.Table) -> None:

@@ -163,6 +163,13 @@ def test_workers_whose_scheduler_dies_before_they_began_end_with_it(program: Sta
     ended(running, family, 5.0)
 
 
+def test_workers_that_would_wait_for_nobody_are_patient_with_a_scheduler_that_lives(program: Start) -> None:
+    running = program("endless", adopt_s=0.0, steps=6)
+    running.process.wait(90)
+    is_done(running, 6)
+    assert faults(running) == []
+
+
 @pytest.mark.slow
 def test_a_trainer_that_is_left_alone_ends_its_step_writes_a_checkpoint_and_the_run_goes_on_later(
     program: Start,

@@ -148,3 +148,21 @@ def test_a_worker_hears_words_through_junk(dealer: Callable[..., "zmq.Socket[byt
         link.close()
     router.close(0)
     context.term()
+
+
+def test_nothing_that_was_decided_leaves_before_it_is_written_down(
+    desk: Desk, dealer: Callable[..., "zmq.Socket[bytes]"]
+) -> None:
+    worker = dealer(desk.address, b"trainer-0")
+    worker.send(msgpack.packb(BEAT))
+    heard(desk, 1)
+    written: list[bool] = []
+    desk.ahead = lambda: written.append(bool(worker.poll(100)))
+    desk.send("trainer-0", {"kind": "heard"})
+    assert worker.poll(int(DEADLINE_S * 1000)) and msgpack.unpackb(worker.recv()) == {"kind": "heard"}
+    desk.wait(0.0)
+    assert written == [], "what decides nothing leaves at once, and nothing is written for it"
+    desk.send("trainer-0", {"kind": "stop"})
+    desk.wait(0.0)
+    assert written == [False]
+    assert worker.poll(int(DEADLINE_S * 1000)) and msgpack.unpackb(worker.recv()) == {"kind": "stop"}

@@ -466,6 +466,18 @@ class World:
             and f"at-{receiver.name}" not in sender.receivers[self.edges[sender.worker]]
         ]  # fmt: skip
 
+    def settle(self) -> None:
+        """Go on until every wish is fulfilled."""
+        self.run(20_000, until=lambda: settled(self.scaling))
+
+    def end_well(self, wished: dict[str, int]) -> None:
+        """The prompts end: every row is trained once, and every wish is fulfilled."""
+        self.issuing = False
+        self.run(100_000)
+        assert sorted(self.trained) == list(range(1, self.issued + 1))
+        assert settled(self.scaling)
+        assert {node: self.scaling.replicas(node)["live"] for node in wished} == wished
+
     def run(self, most: int, until: Any = lambda: False) -> None:
         for _ in range(most):
             possible = list(self.steps())
@@ -485,13 +497,9 @@ def test_whatever_comes_in_whatever_order_every_row_is_trained_once(seed: int) -
         world.run(world.random.randrange(0, 200))
     early = world.random.random() < 0.3  # the prompts end while replicas still come and go
     if not early:
-        world.run(20_000, until=lambda: settled(world.scaling))
+        world.settle()
         assert {node: world.scaling.replicas(node)["live"] for node in wished} == wished
-    world.issuing = False
-    world.run(100_000)
-    assert sorted(world.trained) == list(range(1, world.issued + 1))
-    assert settled(world.scaling)
-    assert {node: world.scaling.replicas(node)["live"] for node in wished} == wished
+    world.end_well(wished)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -507,12 +515,8 @@ def test_whoever_dies_while_replicas_come_and_go_every_row_is_trained_once(seed:
             world.crash(world.random.choice([each for each in world.processes.values() if not each.gone]))
             world.run(world.random.randrange(0, 30))
         world.run(world.random.randrange(0, 200))
-    world.run(20_000, until=lambda: settled(world.scaling))
-    world.issuing = False
-    world.run(100_000)
-    assert sorted(world.trained) == list(range(1, world.issued + 1))
-    assert settled(world.scaling)
-    assert {node: world.scaling.replicas(node)["live"] for node in wished} == wished
+    world.settle()
+    world.end_well(wished)
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -530,13 +534,9 @@ def test_whenever_the_scheduler_dies_the_next_one_goes_on_and_every_row_is_train
         if world.random.random() < 0.6:
             world.succeed()
         world.run(world.random.randrange(0, 200))
-    world.run(20_000, until=lambda: settled(world.scaling))
-    world.issuing = False
-    world.run(100_000)
-    assert sorted(world.trained) == list(range(1, world.issued + 1))
+    world.settle()
+    world.end_well(wished)
     assert world.without_senders() == []
-    assert settled(world.scaling)
-    assert {node: world.scaling.replicas(node)["live"] for node in wished} == wished
 
 
 def test_nobody_joins_or_leaves_while_one_that_died_is_away() -> None:
