@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 MARK = $(VENV)/.installed
-TEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile
+# One process more than cores, as tests of processes wait for one another; compiled modules are kept, as they start many.
+PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
+TEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n $(PROCESSES) --dist loadfile
 
-.PHONY: venv demo test test-all lint bench clean
+.PHONY: venv demo test test-all quick every lint style types bench clean
 
 venv: $(MARK)
 
@@ -18,15 +20,25 @@ $(MARK): pyproject.toml constraints.txt
 demo: venv
 	$(RUN) -m graphs.sorting
 
-test: venv lint
+test: style
+	$(MAKE) --no-print-directory --jobs 2 types quick
+
+test-all: style
+	$(MAKE) --no-print-directory --jobs 2 types every
+
+quick: venv
 	$(TEST) -m 'not slow and not gpu'
 
-test-all: venv lint
+every: venv
 	$(TEST) -m 'not gpu'
 
-lint: venv
+lint: style types
+
+style: venv
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+
+types: venv
 	$(RUN) -m mypy
 
 bench: venv

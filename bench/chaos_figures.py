@@ -147,11 +147,9 @@ def rate(times: Sequence[float]) -> float:
     return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
-def useful(times: Sequence[float], median_s: float | None) -> float | None:
-    """Share of the time from the first step to the last that its steps take at the median pace of another run."""
-    if median_s is None or len(times) < 2 or times[-1] <= times[0]:
-        return None
-    return (len(times) - 1) * median_s / (times[-1] - times[0])
+def useful(times: Sequence[float], undisturbed: Sequence[float]) -> float | None:
+    """Share of the time from the first step to the last that another run takes for as many; None: unknown."""
+    return rate(times) / rate(undisturbed) if rate(times) and rate(undisturbed) else None
 
 
 def accuracies(metrics: Iterable[Mapping[str, Any]]) -> dict[int, float]:

@@ -29,7 +29,7 @@ class Blow:
     sent: str
     """SIGKILL or SIGSTOP."""
     replaced_s: float | None = None
-    """For a scorer's process: until another had taken its place."""
+    """For a scorer's process: until another had taken its place, or the stopped one went on."""
 
     @property
     def worker(self) -> str:
@@ -131,10 +131,12 @@ class Nemesis:
 
 
 def _watch(blow: Blow, struck: psutil.Process, parent: psutil.Process, before: set[int]) -> None:
-    """Note when a process of a pool was replaced, the pool's server with all below it; until its parent ends."""
+    """Note when a process of a pool was replaced, the pool's server with all below it, or goes on; until its parent
+    ends."""
     deadline = time.monotonic() + NOTICED_WITHIN_S
     while time.monotonic() < deadline and parent.is_running():
-        if not _runs(struck) and _children(parent) - before:
+        is_replaced = not _runs(struck) and _children(parent) - before
+        if is_replaced or (blow.sent == signal.SIGSTOP.name and _goes_on(struck)):
             blow.replaced_s = time.time() - blow.at
             return
         time.sleep(POLL_S)
@@ -143,6 +145,12 @@ def _watch(blow: Blow, struck: psutil.Process, parent: psutil.Process, before: s
 def _runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _goes_on(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
     return False
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow import command
+from dataflow.clocks import RunClock
 from dataflow.conductor import Conductor
 from dataflow.control import Limits, Scheduler
 from dataflow.desk import TakenDesk
@@ -115,17 +117,20 @@ class Run:
 def carry_out(run: Run) -> Outcome:
     """Run it to its end. Errors: as `dataflow.run.run`."""
     folder = RunFolder.open(run.settings.folder)
-    watch, times = Watch(run.graph, run.plan, folder, run.settings.steps), Times(folder, run.begun)
-    outcome = _inline(run, watch, times) if run.in_one_process else _processes(run, watch, times)
+    clock = RunClock(0.0 if run.taken is None else run.taken.left.get("away_s", 0.0))
+    watch, times = Watch(run.graph, run.plan, folder, run.settings.steps, clock), Times(folder, run.begun)
+    outcome = _inline(run, watch, times) if run.in_one_process else _processes(run, watch, times, clock)
     times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
     (folder.path / "curve.svg").write_text(reward_curve_svg(watch.lines, title=run.graph.name), encoding="utf-8")
     merge(folder)
     return outcome
 
 
-def _processes(run: Run, watch: Watch, times: Times) -> Outcome:
-    scheduler = _scheduler(run, watch)
-    scheduler.handover.parts |= {"begun": lambda: asdict(run.begun), "watch": watch.to_plain}
+def _processes(run: Run, watch: Watch, times: Times, clock: RunClock) -> Outcome:
+    scheduler = _scheduler(run, watch, clock)
+    scheduler.handover.parts |= {
+        "begun": lambda: asdict(run.begun), "watch": watch.to_plain, "away_s": lambda: clock.away_s,
+    }  # fmt: skip
     open_for_commands = RunFolder.open(run.settings.folder).path / command.FILE
 
     def look() -> None:
@@ -136,7 +141,7 @@ def _processes(run: Run, watch: Watch, times: Times) -> Outcome:
             view.message(scheduler.said.pop(0))
 
     try:
-        with _view(run.quiet) as view, _interrupts(scheduler, view):
+        with _view(run.quiet) as view, _interrupts(scheduler, view), _suspends(scheduler, clock):
             asked_at = {"address": scheduler.address, "pid": os.getpid()}
             RunFolder.open(run.settings.folder).write_json(command.FILE, asked_at)
             scheduler.start(progress=lambda late: view.update(watch.starting(late)))
@@ -150,11 +155,13 @@ def _processes(run: Run, watch: Watch, times: Times) -> Outcome:
     return _outcome(watch, scheduler.conductor)
 
 
-def _scheduler(run: Run, watch: Watch) -> Scheduler:
+def _scheduler(run: Run, watch: Watch, clock: RunClock) -> Scheduler:
     if run.taken is not None:
         watch.take_up(run.taken.left["watch"])
-        return Successor(run.graph, run.plan, run.settings, run.taken.desk, run.taken.left, limits=run.limits)
-    made = Scheduler(run.graph, run.plan, run.settings, limits=run.limits, successor=run.successor)
+        return Successor(
+            run.graph, run.plan, run.settings, run.taken.desk, run.taken.left, limits=run.limits, clock=clock
+        )
+    made = Scheduler(run.graph, run.plan, run.settings, limits=run.limits, clock=clock, successor=run.successor)
     if run.begun.steps:
         made.conductor.go_on(run.begun.steps, run.begun.rounds)
     return made
@@ -214,3 +221,28 @@ def _interrupts(scheduler: Scheduler, view: Any) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _suspends(scheduler: Scheduler, clock: RunClock) -> Iterator[None]:
+    """Ctrl-Z (SIGTSTP) stops this process, as ever, and the workers with it; SIGCONT lets all go on where they were."""
+
+    def stop() -> None:
+        scheduler.pause(True)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread: nothing below runs before it goes on
+        scheduler.pause(False)
+
+    def suspend(number: int, frame: object) -> None:
+        clock.stand_still(stop)
+
+    is_free = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
+    )
+    if not is_free:
+        yield
+        return
+    signal.signal(signal.SIGTSTP, suspend)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)

@@ -13,6 +13,7 @@ from dataflow.display import Summary, make_view
 from dataflow.doctor.examine import examine
 from dataflow.errors import DataflowError, GraphError
 from dataflow.launch import start_again
+from dataflow.left_behind import clear
 from dataflow.replay import Wishes
 from dataflow.resume import Recorded
 from dataflow.rollout_view import find_rollout, plain_rollout, show_rollout, vocabulary_of
@@ -88,6 +89,12 @@ def stop(run: Run = Path("runs/latest")) -> int:
         run: the run folder.
     """
     folder = RunFolder.open(run)
+    if clear(folder):
+        print(
+            f"{folder.path.name} does not run: it was killed, and what it left in memory is removed; dataflow resume "
+            f"goes on with it"
+        )
+        return 0
     ask_to_stop(folder)
     print(f"{folder.path.name} ends after the step under way; dataflow resume goes on with it")
     return 0

@@ -162,13 +162,6 @@ class Conductor:
             words.append(Word(node, {"drain": True}))
         return words
 
-    def returned(self, node: str) -> list[Word]:
-        """What others have to hear when a node was started again: an evaluation's open round was lost with it."""
-        evaluation = self._evaluations.get(node)
-        if evaluation is None or not evaluation.open:
-            return []
-        return [Word(source, {"evaluate": evaluation.asked, "again": True}) for source in evaluation.sources]
-
     def drain(self) -> list[Word]:
         """The user wants to stop: finish the step under way, write a checkpoint, end."""
         self.draining = True

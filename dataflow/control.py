@@ -27,6 +27,7 @@ from dataflow.plan import Plan
 from dataflow.recovery import Recovery, Restart
 from dataflow.scaling import Fork, Order, Say, Scaling, Tell
 from dataflow.secure import RunKeys
+from dataflow.stops import Stops
 
 _LAST_WORDS_S = 1.0
 """For what a worker said before it ended to arrive, whatever the others say meanwhile."""
@@ -49,14 +50,14 @@ class Scheduler:
     ) -> None:  # fmt: skip
         """Without a desk, fork the forkserver: call this before there are threads. successor: as `Desk` has it."""
         self.graph, self.plan, self.limits = graph, plan, limits or Limits()
-        self._settings = settings
-        self._clock = clock
+        self._settings, self._clock = settings, clock
         self.conductor = Conductor(graph, plan)
         self.scaling = Scaling(graph, plan)
         self.recovery = Recovery(self.limits.patience)
-        self._faults = Faults(settings.folder, clock)
         self.said: list[str] = []
         """What the user may want to read, oldest first; whoever shows it takes it out."""
+        self._faults = Faults(settings.folder, clock, self.said)
+        self._stops = Stops(self._faults, self.limits.stopped_s, clock)
         self._schedule = sorted(plan.scale.items())
         self._join_deadline = 0.0
         self.workers: dict[str, WorkerState] = {}
@@ -74,8 +75,8 @@ class Scheduler:
             self._settings = dataclasses.replace(settings, keys=keys.to_plain() if keys else {})
             environment = worker.environment(max((p.threads for p in plan.placements.values()), default=1))
             desk = Desk(
-                lambda plain: worker.main(graph, plan, plain), environment, worker.preload, settings.listen, keys,
-                successor,
+                lambda plain: worker.main(graph, plan, plain), environment,
+                lambda: worker.preload(graph.operators.values()), settings.listen, keys, successor,
             )  # fmt: skip
         self._desk = desk
         self.handover = Handover(self._desk.folder, parts={
@@ -168,9 +169,12 @@ class Scheduler:
         while self._clock() < deadline and any(self._may_wind_down(state) for state in self.workers.values()):
             for event in self._desk.wait(0.05)[1]:
                 self._count(event)
-        with only_told(self.said):
-            self._faults.close()
+        self._faults.close()
         self._desk.close()
+
+    def pause(self, is_paused: bool) -> None:
+        """Let all workers stand still, or go on."""
+        self._desk.pause(is_paused)
 
     def kill(self, name: str, number: int) -> None:
         """Send a signal to a worker."""
@@ -221,20 +225,16 @@ class Scheduler:
         """Let one that has just become ready begin: a newcomer, or one that was started again."""
         for word in [word for node in state.nodes for word in self.conductor.words_for(node)]:
             self._tell(state, word)
-        for node in state.nodes:
-            self._say(self.conductor.returned(node))
         self._obey(self.scaling.ready(state.name))
         self.recovery.recovered(state.name, self._clock())
-        with only_told(self.said):
-            if (told := self._faults.recovered(state.name)) is not None:
-                self.said.append(told)
+        self._faults.recovered(state.name)
 
     def _note(self, event: Mapping[str, Any]) -> None:
         self._count(event)
         if event["event"] == "gone":
             raise WorkerDied(f"the forkserver ended unexpectedly; see logs in {self._settings.folder}/logs")
         state = self.workers.get(event["name"])
-        if state is None or event["event"] == "started":
+        if state is None or event["event"] == "started" or self._stops.note(state, event["event"]):
             return
         if self.scaling.leaves(state.name):
             state.state = "left"
@@ -253,7 +253,7 @@ class Scheduler:
             self._running.add(event["name"])
         elif event["event"] == "exited":
             self._running.discard(event["name"])
-        else:
+        elif event["event"] == "gone":
             self._running.clear()
 
     def _fell(self, state: WorkerState, cause: str) -> None:
@@ -262,8 +262,7 @@ class Scheduler:
         state.fall(cause)
         if not self._begun:
             raise WorkerDied(obituary(state))
-        with only_told(self.said):
-            self._faults.noticed(state.name, cause, attempt, heard)
+        self._faults.noticed(state.name, cause, attempt, heard)
         if self._ending:
             self._give_up(state)
             return
@@ -301,6 +300,8 @@ class Scheduler:
         for state in self.workers.values():
             if now - before > self.limits.hang_s:
                 state.heard = now  # the scheduler was stopped itself, and perhaps the workers with it
+            if self._stops.let_go_on(state):
+                self._desk.kill(state.name, signal.SIGCONT)
             cause = overdue(state, self.limits, now, begun=self._begun)
             if cause is not None:
                 self._kill(state, cause)

@@ -17,6 +17,7 @@ from dataflow.errors import RunError
 from dataflow.forkserver import Main
 from dataflow.nursery import Nursery, TakenOver
 from dataflow.secure import MESSAGE_BYTES, Guard, RunKeys, endpoint, reachable, word
+from dataflow.unheard import Unheard
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ _COMMAND = "?"
 """Before the name of somebody who gives commands: no worker is called so."""
 _REMEMBERED = 100
 _DECIDE_NOTHING = ("heard", "ask_stacks")
+PREFIX = "dataflow-"
+"""Of the names of runs' folders of sockets."""
 _DOOR = "door"
 """In the folder: where a successor of the scheduler asks for the workers."""
 
@@ -60,6 +63,7 @@ class Desk:
         self._outgoing: deque[Callable[[], object]] = deque()
         self.ahead: Callable[[], None] = lambda: None
         """Called before anything leaves that somebody decided."""
+        self._unheard = Unheard()
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = None if keys is None else Guard(keys.receivers)
         self._router = _router(self._zmq if self._guard is None else self._guard.context)
@@ -108,15 +112,20 @@ class Desk:
         if message.get("kind") in _DECIDE_NOTHING:
             socket.send_multipart(frames)
         else:
-            self._outgoing.append(lambda: socket.send_multipart(frames))
+            self._outgoing.append(lambda: self._unheard.reach(name, lambda: socket.send_multipart(frames)))
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """Ask for a process; as `Nursery.spawn`."""
+        self._outgoing.append(lambda: self._unheard.forget(name))
         self._outgoing.append(lambda: self._nursery.spawn(name, settings, heavy, keeps))
 
     def kill(self, name: str, number: int) -> None:
         """Send a signal to a worker."""
         self._outgoing.append(lambda: self._nursery.kill(name, number))
+
+    def pause(self, is_paused: bool) -> None:
+        """Let all workers stand still, or go on; at once, as nothing is decided by it."""
+        self._nursery.pause(is_paused)
 
     def stay(self, wait_s: float, end_s: float) -> None:
         """From now on workers outlive this process; as `Nursery.stay`."""
@@ -156,6 +165,7 @@ class Desk:
         if found is None:
             self._refuse(name)
             return []
+        self._unheard.spoke(name)
         return [(name, found)]
 
     def _asked(self) -> list[Message]:
@@ -185,6 +195,8 @@ class TakenDesk(Desk):
         settings = self.handed[0]["settings"] if self.handed else {}
         address = settings.get("control", f"ipc://{folder}/control")
         self._open(folder, nursery, address, RunKeys.from_plain(settings.get("keys", {})))
+        # Until a worker has found this socket, ZeroMQ lets what is sent to it fall without a word.
+        self._unheard = Unheard(worker["name"] for worker in self.handed if worker["alive"])
 
 
 def _router(context: "zmq.Context[Any]") -> "zmq.Socket[bytes]":
@@ -197,4 +209,4 @@ def _router(context: "zmq.Context[Any]") -> "zmq.Socket[bytes]":
 def _make_folder() -> Path:
     """A folder of mode 0700 for the run's sockets and shared memory; it goes when the run ends, however it ends."""
     memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="dataflow-", dir=memory if os.access(memory, os.W_OK) else None))
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory if os.access(memory, os.W_OK) else None))

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.files import append_line, disk, to_json
+from dataflow.files import append_line, disk, only_told, to_json
 
 FILE = "faults.jsonl"
+STOPPED = "was stopped by a signal"
+"""The cause where a worker had not ended, and was let go on."""
 
 
 @dataclass
@@ -27,17 +29,19 @@ class Faults:
     A line is written once, when it is known how the fault ended: the worker is at work again, has died again, or the
     run has ended. {"at": seconds since 1970 when it was noticed, "worker", "cause", "attempt": the one that ended, 0
     for the first, "noticed_s": since its last sign of life, "recovered_s": from `at` until it was at work again, null
-    where it never was}.
+    where it never was}. A disk that refuses a line is no reason to end a run: the user is told.
     """
 
-    def __init__(self, folder: str, clock: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
-        """folder: of the run; empty: nothing is written. clock: the scheduler's."""
+    def __init__(
+        self, folder: str, clock: Callable[[], float], said: list[str], wall: Callable[[], float] = time.time
+    ) -> None:
+        """folder: of the run; empty: nothing is written. clock: the scheduler's. said: what the user is told."""
         self._path = Path(folder) / FILE if folder else None
-        self._clock, self._wall = clock, wall
+        self._clock, self._wall, self._said = clock, wall, said
         self._open: dict[str, _Open] = {}
 
     def noticed(self, worker: str, cause: str, attempt: int, heard: float) -> None:
-        """A worker has ended; `heard`: when it last gave a sign of life. Errors: RunFolderError."""
+        """A worker has ended, or was stopped; `heard`: when it last gave a sign of life."""
         self._write(worker, None)
         now = self._clock()
         line = {
@@ -46,34 +50,41 @@ class Faults:
         }  # fmt: skip
         self._open[worker] = _Open(line, now)
 
-    def recovered(self, worker: str) -> str | None:
-        """A worker is at work; what to tell the user, None where it had not ended. Errors: RunFolderError."""
+    def recovered(self, worker: str, told: str = "") -> None:
+        """A worker is at work; nothing is told of one that was. told: what to say where it was not simply restarted."""
         fault = self._open.get(worker)
-        if fault is None:
-            return None
-        took = self._clock() - fault.noticed
-        self._write(worker, round(took, 3))
-        return f"worker {worker} {fault.line['cause']}, restarted after {took:.1f} s"
+        if fault is not None:
+            took = self._clock() - fault.noticed
+            self._said.append(told or f"worker {worker} {fault.line['cause']}, restarted after {took:.1f} s")
+            self._write(worker, round(took, 3))
 
     def close(self) -> None:
-        """The run has ended: write down what was not recovered. Errors: RunFolderError."""
+        """The run has ended: write down what was not recovered."""
         for worker in list(self._open):
             self._write(worker, None)
 
     def _write(self, worker: str, recovered_s: float | None) -> None:
         fault = self._open.pop(worker, None)
         if fault is not None and self._path is not None:
-            append_line(self._path, to_json({**fault.line, "recovered_s": recovered_s}))
+            with only_told(self._said):
+                append_line(self._path, to_json({**fault.line, "recovered_s": recovered_s}))
+
+
+def read_faults(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's faults.jsonl, without those that a crash tore. Errors: RunFolderError."""
+    path = folder / FILE
+    with disk("reading", path):
+        lines = path.read_bytes().splitlines() if path.exists() else []
+    found = []
+    for text in lines:
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict):
+                found.append(line)
+    return found
 
 
 def restarts(folder: Path) -> int:
     """How often a worker of the run in `folder` was started again and came back. Errors: RunFolderError."""
-    path = folder / FILE
-    with disk("reading", path):
-        lines = path.read_bytes().splitlines() if path.exists() else []
-    found = 0
-    for text in lines:
-        with contextlib.suppress(ValueError):  # a line that a crash tore
-            line = json.loads(text)
-            found += isinstance(line, dict) and line.get("recovered_s") is not None
-    return found
+    ended = [line for line in read_faults(folder) if line.get("cause") != STOPPED]
+    return sum(line.get("recovered_s") is not None for line in ended)

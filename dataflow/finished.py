@@ -6,7 +6,7 @@ A generator's process appends every group before it sends it on, and lets go of 
 """
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,10 +26,15 @@ class Finished:
     """
 
     def __init__(
-        self, folder: Path, lane: str, *, replica: int = 0, attempt: int = 0, file_bytes: int = FILE_BYTES
-    ) -> None:
-        """folder: that of the node. No two processes of a run have the same replica and attempt."""
+        self, folder: Path, lane: str, *, replica: int = 0, attempt: int = 0, file_bytes: int = FILE_BYTES,
+        waited_for: Callable[[], Collection[int]] | None = None,
+    ) -> None:  # fmt: skip
+        """folder: that of the node. No two processes of a run have the same replica and attempt.
+
+        waited_for: asked when the first group is looked for, which is then the time of `load`: all nodes have started
+        by then, and a trainer that had to has gone back."""
         self._files = Appended(folder, f"{lane}.arrows", replica=replica, attempt=attempt, file_bytes=file_bytes)
+        self._waited_for = waited_for
         self._found: dict[int, pa.RecordBatch] = {}
         """Rows of earlier processes by group, mapped into memory, not read into it."""
 
@@ -47,6 +52,9 @@ class Finished:
 
     def find(self, group: int) -> pa.RecordBatch | None:
         """The rows of a group that an earlier process finished; None where there is none."""
+        if self._waited_for is not None:
+            waited_for, self._waited_for = self._waited_for(), None
+            self.load(waited_for)
         return self._found.get(group)
 
     def append(self, rows: pa.RecordBatch) -> None:

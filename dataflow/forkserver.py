@@ -37,6 +37,8 @@ class _Child:
     settings: Mapping[str, Any]
     keeps: bool
     """Whether the others wait for its end when no scheduler comes back."""
+    is_stopped: bool = False
+    """By a signal (SIGSTOP), as was told: it is not by a pause."""
     status: int | None = None
     """How it ended, when it has."""
     has_ended: bool = False
@@ -46,8 +48,8 @@ class _Child:
 class Forkserver:
     """One process between a scheduler and its workers.
 
-    consumes: spawn, kill, stay and end of the scheduler that holds its socket
-    produces: started and exited; to a successor that comes to its door all workers, as they are
+    consumes: spawn, kill, pause, stay and end of the scheduler that holds its socket
+    produces: started, stopped, continued and exited; to a successor that comes to its door all workers, as they are
     waits for: requests; without a scheduler for a successor, for as long as `stay` said, then for the workers that
         have something to bring to an end
     unblocked by: either; its limit, after which it kills all workers
@@ -70,6 +72,8 @@ class Forkserver:
     _loaded: bool = False
     _stays: tuple[float, float] | None = None
     """Seconds to wait for a successor, and then for workers to end; None: end with the scheduler."""
+    _is_paused: bool = False
+    """Whether the user has stopped the run (Ctrl-Z): its scheduler stands still, and all workers do."""
     _alone_since: float = 0.0
     _successors: list[int] = field(default_factory=list)
     """Process numbers of those that were forked."""
@@ -77,12 +81,14 @@ class Forkserver:
     def run(self) -> NoReturn:
         """Serve until the end of the scheduler, or of its last successor."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # the terminal's: the scheduler says what it means
         signal.signal(signal.SIGTERM, lambda number, frame: self._end())
         signal.signal(_WITHOUT_SCHEDULER, lambda number, frame: None if self._stays else self._end())
         die_with_parent(_WITHOUT_SCHEDULER)
         while True:
-            heard = self._listen(0.0 if self._waiting else _TURN_S)
-            if self._waiting and not heard:
+            owes = bool(self._waiting) and not self._is_paused
+            heard = self._listen(0.0 if owes else _TURN_S)
+            if owes and not heard:
                 if not self._loaded:
                     self.preload()
                     self._loaded = True
@@ -105,7 +111,9 @@ class Forkserver:
             data = b""
         if data:
             self._do(msgpack.unpackb(data))
-        elif self._stays:
+            return True
+        self._pause(False)
+        if self._stays:
             self.control.close()
             self.control, self._alone_since = None, self.clock()
         else:
@@ -117,6 +125,8 @@ class Forkserver:
             child = self._children.get(message["kill"])
             if child is not None and not child.has_ended:
                 _signal(child.pid, message["signal"])
+        elif "pause" in message:
+            self._pause(message["pause"])
         elif "stay" in message:
             self._stays = (message["stay"], message["end"])
         elif "spawn" not in message:
@@ -125,6 +135,16 @@ class Forkserver:
             self._waiting.append(message)
         else:
             self._fork(message)
+
+    def _pause(self, is_paused: bool) -> None:
+        """Let all workers stand still, or go on, and what they started in their groups. A scorer's processes are not in
+        them: they end the calls that they have, whose limits are times of day, and wait for others."""
+        if is_paused == self._is_paused:
+            return
+        self._is_paused = is_paused
+        for child in self._children.values():
+            if not child.has_ended:
+                _signal_group(child.pid, signal.SIGSTOP if is_paused else signal.SIGCONT)
 
     def _hand_over(self) -> None:
         """A successor has come: it gets every worker as it is."""
@@ -136,6 +156,9 @@ class Forkserver:
             self._tell({"event": "handed", "alive": not child.has_ended, **facts})
         alone_s = self.clock() - self._alone_since
         self._tell({"event": "all_handed", "name": "nursery", "pid": os.getpid(), "alone_s": alone_s})
+        for child in self._children.values():
+            if child.is_stopped and not child.has_ended:
+                self._tell_of("stopped", child)
 
     def _wait_alone(self) -> None:
         """Have a successor started; end when none comes."""
@@ -171,14 +194,15 @@ class Forkserver:
 
         parent, name = os.getpid(), message["spawn"]
         pid = self._forked(work)
-        self._children[name] = _Child(name, pid, message["settings"], bool(message.get("keeps")))
-        self._tell({"event": "started", "name": name, "pid": pid, "status": None})
+        self._children[name] = child = _Child(name, pid, message["settings"], bool(message.get("keeps")))
+        self._tell_of("started", child)
 
     def _forked(self, body: Callable[[], int]) -> int:
         """A child that runs `body` and has none of the sockets; its number."""
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
             signal.signal(_WITHOUT_SCHEDULER, signal.SIG_DFL)
             for held in (self.control, self.door):
                 if held is not None:
@@ -187,15 +211,29 @@ class Forkserver:
         return pid
 
     def _reap(self) -> None:
-        """Tell of the workers that have ended; what they started ends with them, before another takes their place."""
+        """Tell of the workers that have ended, were stopped or go on; what an ended one started ends with it, before
+        another takes its place."""
         for child in [child for child in self._children.values() if not child.has_ended]:
             with contextlib.suppress(ChildProcessError):
                 if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    self._look_at(child)
                     continue
                 _kill_group(child.pid)
                 child.status = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
             child.has_ended = True
-            self._tell({"event": "exited", "name": child.name, "pid": child.pid, "status": child.status})
+            self._tell_of("exited", child)
+
+    def _look_at(self, child: _Child) -> None:
+        """Tell whether somebody has stopped a worker, or let it go on, since the last look; a pause is no such news."""
+        change = os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        is_stopped = change is not None and change.si_code == os.CLD_STOPPED
+        if change is None or self._is_paused or is_stopped == child.is_stopped:
+            return
+        child.is_stopped = is_stopped
+        self._tell_of("stopped" if is_stopped else "continued", child)
+
+    def _tell_of(self, event: str, child: _Child) -> None:
+        self._tell({"event": event, "name": child.name, "pid": child.pid, "status": child.status})
 
     def _tell(self, event: Mapping[str, Any]) -> None:
         if self.control is not None:
@@ -248,6 +286,14 @@ def _kill_group(leader: int) -> None:
     """Kill what a worker that has ended, and is not reaped, leaves: until then its number is nobody else's."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
+
+
+def _signal_group(leader: int, number: int) -> None:
+    """To a worker and what it started; to it alone where it has been forked so recently that it has no group yet."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        _signal(leader, number)
 
 
 def _signal(pid: int, number: int) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -176,9 +177,10 @@ class Host:
         kept: dict[str, Finished] = {}
         for lane in lanes:
             if any(sink.trains for sink in sinks_of(self.graph, lane)):
-                replica, attempt = self.settings.replica, self.settings.attempt
-                kept[lane] = Finished(self.folder.finished(name), lane, replica=replica, attempt=attempt)
-                kept[lane].load([group.group_id for group in self.ledger.in_flight(lane)])
+                kept[lane] = Finished(
+                    self.folder.finished(name), lane, replica=self.settings.replica, attempt=self.settings.attempt,
+                    waited_for=partial(in_flight, self.ledger, lane),
+                )  # fmt: skip
         return kept
 
     def _settled(self, name: str, lanes: Iterable[str]) -> Callable[[str, list[int]], Collection[int]]:
@@ -224,13 +226,18 @@ class Host:
         return mark
 
 
+def in_flight(ledger: Ledger, lane: str) -> list[int]:
+    """The groups of a lane that some sink waits for."""
+    return [group.group_id for group in ledger.in_flight(lane)]
+
+
 def settled_since(ledger: Ledger, lanes: Iterable[str]) -> Callable[[str, list[int]], list[int]]:
     """Which of some groups of a lane have an outcome with every sink; of those alone that were issued before now."""
     issued = {lane: ledger.next_group_id(lane) for lane in lanes}
 
     def settled(lane: str, groups: list[int]) -> list[int]:
         before = [group for group in groups if group < issued[lane]]
-        waiting = {group.group_id for group in ledger.in_flight(lane)} if before else set()
+        waiting = {group.group_id for group in ledger.in_flight(lane, among=before)} if before else set()
         return [group for group in before if group not in waiting]
 
     return settled

@@ -20,6 +20,8 @@ class Limits:
     """From the first fork until every worker is ready, and for each restart: large models take long to load."""
     hang_s: float = 15.0
     """Without a heartbeat, a worker counts as hanging."""
+    stopped_s: float = 1.0
+    """A worker that somebody has stopped (SIGSTOP) is let go on after so long."""
     stuck_s: float = 600.0
     """In one slice of work, a worker counts as stuck, though it has a heartbeat."""
     stop_s: float = 10.0

@@ -3,19 +3,19 @@
 import collections
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgpack
 import zmq
 
+from dataflow.clocks import AwakeClock
 from dataflow.doctor import stacks
 from dataflow.secure import MESSAGE_BYTES, RunKeys, present, word
 
 BEAT_S = 0.2
-_ABSENT_S = 1.0
-"""From one turn to the next: a process that took longer was stopped, or had no core, and could not have heard."""
+_UNSENT = 100
+"""Messages that wait for a scheduler that is not there; the beats after them are left out."""
 
 
 class Link:
@@ -36,8 +36,11 @@ class Link:
         patience_s: float = 30.0,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
         keys: RunKeys | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """address: the scheduler's; name: this worker's; orphaned: called in the thread, once; keys: the run's."""
+        """address: the scheduler's; name: this worker's; orphaned: called in the thread, once; keys: the run's;
+        clock: of this process, which stands still while it is stopped."""
+        self._clock = clock or AwakeClock()
         self._keys = keys
         self._own, self._zmq = context is None, context or zmq.Context()
         self._name, self._address = name, address
@@ -88,22 +91,20 @@ class Link:
         dealer = self._zmq.socket(zmq.DEALER)
         dealer.setsockopt(zmq.IDENTITY, self._name.encode())
         dealer.setsockopt(zmq.LINGER, 1000)
+        dealer.setsockopt(zmq.SNDHWM, _UNSENT)
         dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
         if self._keys is not None:
             present(dealer, self._keys.senders)
         dealer.connect(self._address)
-        heard = beaten = turned = time.monotonic()
+        heard = beaten = self._clock()
         alone = False
         try:
             while True:
                 stopping = self._stop.is_set()
-                now, before = time.monotonic(), turned
-                turned = now
-                if now - before > _ABSENT_S:
-                    heard += now - before
-                while self._events:
+                now = self._clock()
+                while self._events and dealer.poll(0, zmq.POLLOUT):
                     dealer.send(msgpack.packb(self._events.popleft()))
-                if now - beaten >= BEAT_S:
+                if now - beaten >= BEAT_S and dealer.poll(0, zmq.POLLOUT):
                     beaten = now
                     dealer.send(msgpack.packb({"kind": "beat", **self._beat()}))
                 if stopping:
@@ -114,7 +115,7 @@ class Link:
                     if said is None:
                         continue
                     if said["kind"] == "ask_stacks":
-                        dealer.send(msgpack.packb({"kind": "stacks", "threads": stacks.take()}))
+                        self.send("stacks", threads=stacks.take())
                     elif said["kind"] != "heard":
                         self._words.append(said)
                         wake.send(b"")

@@ -273,8 +273,9 @@ class NodeLoop:
         return True
 
     def _lane_over(self, lane: str) -> bool:
-        """Whether all rows of a lane have come, and all that they led to has left."""
-        return not self._inside[lane] and all(inlet.finished for of, _, inlet in self._inlets if of == lane)
+        """Whether all rows of a lane have come, and all that they led to has left, found rows as well as made ones."""
+        has_left = not self._outbox and not self._inside[lane]
+        return has_left and all(inlet.finished for of, _, inlet in self._inlets if of == lane)
 
     def _end_lanes(self, lanes: Collection[str]) -> bool:
         ending = [lane for lane in lanes if lane in self._outlets and lane not in self._over]

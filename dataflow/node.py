@@ -216,6 +216,12 @@ class Operator(metaclass=KnobCheck):
         """What is wrong with its knobs, each a message in three parts; empty when all is well."""
         return []
 
+    def preload(self) -> None:
+        """Import what `build` needs, in the process that workers are forked from, so that each starts at once.
+
+        Touch no device and start no thread; what goes wrong here is left for `build` to say.
+        """
+
     def build(self, context: Context) -> Runtime:
         """Make the heavy object, on the worker."""
         raise TypeError(f"{type(self).__name__} has no runtime; give the class a `build` method")

@@ -20,7 +20,7 @@ from dataflow.errors import RunError
 from dataflow.forkserver import MESSAGE_BYTES, Forkserver, Main, open_door, run_forever
 
 Event = dict[str, Any]
-"""{"event": "started" | "exited" | "gone", "name", "pid", "status"}."""
+"""{"event": "started" | "stopped" | "continued" | "exited" | "gone", "name", "pid", "status"}."""
 
 
 class Nursery:
@@ -75,6 +75,10 @@ class Nursery:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker."""
         self._send({"kill": name, "signal": int(number)})
+
+    def pause(self, is_paused: bool) -> None:
+        """Let all workers stand still, or go on."""
+        self._send({"pause": is_paused})
 
     def stay(self, wait_s: float, end_s: float) -> None:
         """From now on the workers outlive a scheduler that dies: so long they wait for another, then to end."""

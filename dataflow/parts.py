@@ -8,7 +8,7 @@ process wrote of a rollout are a line; lines are never joined with one another, 
 import itertools
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,11 +94,15 @@ class Parts:
     """
 
     def __init__(
-        self, folder: Path, lane: str, *, replica: int = 0, attempt: int = 0, file_bytes: int = FILE_BYTES
-    ) -> None:
-        """folder: that of the node. No two processes that live at the same time have the same replica and attempt."""
+        self, folder: Path, lane: str, *, replica: int = 0, attempt: int = 0, file_bytes: int = FILE_BYTES,
+        waited_for: Callable[[], Collection[int]] | None = None,
+    ) -> None:  # fmt: skip
+        """folder: that of the node. No two processes that live at the same time have the same replica and attempt.
+
+        waited_for: as `dataflow.finished.Finished` has it."""
         self._files = Appended(folder, f"{lane}.parts", replica=replica, attempt=attempt, file_bytes=file_bytes)
         self._schema = SCHEMA.with_metadata({LINE: uuid.uuid4().hex})
+        self._waited_for = waited_for
         self._found: dict[int, list[tuple[pa.RecordBatch, int]]] = defaultdict(list)
         """Rows of earlier processes by group, mapped into memory, not read into it."""
 
@@ -119,6 +123,9 @@ class Parts:
     def find(self, group: int) -> list[Piece]:
         """What each earlier process kept of each of the group's rollouts, whole from its first token: the longest
         first."""
+        if self._waited_for is not None:
+            waited_for, self._waited_for = self._waited_for(), None
+            self.load(waited_for)
         lines: dict[tuple[bytes, int], list[Piece]] = defaultdict(list)
         for batch, row in self._found.get(group, ()):
             piece = _piece(batch, row)

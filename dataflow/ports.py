@@ -67,7 +67,7 @@ class Ports:
             self._outlets[edge.name] = Sender(
                 edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}", epoch=self._settings.attempt,
                 schema=schema(edge.columns), receivers=[edge.name] if local else addresses[edge.name],
-                network=self._local if local else self._to_send, peer_timeout_s=RETURN_S,
+                network=self._local if local else self._to_send, peer_timeout_s=RETURN_S, most_rows=edge.most_rows,
             )  # fmt: skip
         return self._outlets
 

@@ -14,7 +14,8 @@ class Patience:
     most_s: float = 30.0
     """Before any restart."""
     quiet_s: float = 30.0
-    """A worker that has worked for so long since its last restart begins again at `first_s`."""
+    """A worker that has worked for so long since its last restart, or until the run made progress, begins again at
+    `first_s`."""
     of_one: int = 5
     """Failures of one worker, with no progress of the run in between, that end the run."""
     of_one_s: float = 3600.0
@@ -97,7 +98,8 @@ class Recovery:
         known = self._workers.setdefault(worker, _Worker(recovered=now))
         if known.due is not None:
             return
-        quiet = known.recovered is not None and now - known.recovered >= self.patience.quiet_s
+        since = known.recovered
+        quiet = since is not None and (now - since >= self.patience.quiet_s or self._progressed > since)
         self._failures.append(Failure(worker, known.attempt, cause, now))
         longest_s = max(self.patience.of_one_s, self.patience.of_all_s)
         self._failures = [failure for failure in self._failures if now - failure.at <= longest_s]

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from dataflow import left_behind
 from dataflow.carry_out import Run, Times, carry_out, take
 from dataflow.control import Limits
 from dataflow.describe import consumers, graph_facts, plan_facts
@@ -162,9 +163,11 @@ def run(
         if taken is not None:
             begun = taken.begun
         elif recorded is None:
+            left_behind.clear_all(folder.path.parent)
             begun = Begun()
             _describe(folder, graph, planned, settings, launch)
         else:
+            left_behind.remove(folder)
             recorded = Recorded.read(folder)
             begun = take_up(folder, graph, recorded, steps)
             _describe_again(folder, graph, planned, settings, recorded, begun)

@@ -60,6 +60,21 @@ def held(
         os.close(handle)
 
 
+@contextlib.contextmanager
+def nobody_in(folder: RunFolder) -> Iterator[bool]:
+    """Whether no process of a run is left, neither its scheduler nor a worker; none comes while the block lasts: one
+    that wants to waits. Where it has no lock yet, or none can be had, somebody may be in it."""
+    try:
+        handle = os.open(folder.path / FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _try(fcntl.flock, handle)
+    finally:
+        os.close(handle)
+
+
 def _try(lock: Callable[[int, int], object], handle: int) -> bool:
     try:
         lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -72,6 +72,21 @@ def oldest_versions(versions: pa.ListArray | pa.ChunkedArray) -> AnyArray:
     return oldest
 
 
+def newest_versions(versions: pa.ListArray | pa.ChunkedArray) -> AnyArray:
+    """Version behind the newest token of each rollout, int64 [rows]; -1 where the policy chose none.
+
+    versions: as `oldest_versions` has them.
+    """
+    column = versions.combine_chunks() if isinstance(versions, pa.ChunkedArray) else versions
+    offsets = column.offsets.to_numpy()
+    values = column.values.to_numpy()[offsets[0] : offsets[-1]]
+    starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
+    newest = np.full(len(column), -1, np.int64)
+    if len(values):
+        newest[lengths > 0] = np.maximum.reduceat(values, starts[lengths > 0])
+    return newest
+
+
 def age(versions: AnyArray, trainer_version: int) -> int:
     """Staleness of a rollout by its oldest token, in versions; 0 where the policy chose no token.
 

@@ -9,7 +9,6 @@ from typing import Any
 from dataflow.attempts import WorkerState, how
 from dataflow.control import Scheduler
 from dataflow.desk import TakenDesk
-from dataflow.files import only_told
 from dataflow.graph import Graph
 from dataflow.host import Settings
 from dataflow.limits import Limits
@@ -39,8 +38,7 @@ class Successor(Scheduler):
     def start(self, progress: Callable[[str], None] = lambda text: None) -> None:
         """Take the run up where it stands; it goes on at once."""
         left, now = self._left, self._clock()
-        with only_told(self.said):
-            self._faults.noticed(NAME, "ended", 0, now - self._alone_s)
+        self._faults.noticed(NAME, "ended", 0, now - self._alone_s)
         self.conductor.take_up(left["conductor"])
         self._schedule, self._ended = [(step, wishes) for step, wishes in left["schedule"]], set(left["ended"])
         orders = self.scaling.take_up(left["scaling"])
@@ -57,9 +55,8 @@ class Successor(Scheduler):
             for word in [word for node in state.nodes for word in self.conductor.words_for(node, again=False)]:
                 self._tell(state, word)
         self._desk.stay(self.limits.adopt_s, self.limits.drain_s)
-        with only_told(self.said):
-            self._faults.recovered(NAME)
-        self.said.append(f"process {os.getpid()} goes on with the run, whose scheduler ended {self._alone_s:.1f} s ago")
+        ago = f"{self._alone_s:.1f} s ago"
+        self._faults.recovered(NAME, f"process {os.getpid()} goes on with the run, whose scheduler ended {ago}")
 
     def _state(self, name: str, known: Mapping[str, Any]) -> WorkerState:
         """What is known of one worker: from the scheduler before, and from the forkserver where it ever forked it."""

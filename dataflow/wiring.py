@@ -35,6 +35,8 @@ class Edge:
     """Rows that may be sent and not yet acknowledged, for each receiver."""
     batch_rows: int = 1024
     """Most rows that travel together, where a single group has no more."""
+    most_rows: int | None = None
+    """Rows that one sender may have under way with all receivers together; None: as many as these give it credit."""
 
     @property
     def name(self) -> str:
@@ -58,14 +60,17 @@ def _prompts(graph: Graph, stream: Stream[Any], generator: Operator, bound: Boun
 
     A prompt is acknowledged when its rollouts have an outcome, so a replica gets no more of them than may be in flight,
     and a step's worth to go on with. A few neighbours travel together: a trainer takes groups in order, so they have
-    their outcomes one after the other, and none keeps the credit of the others for long.
+    their outcomes one after the other, and none keeps the credit of the others for long. Several replicas have no more
+    under way than one has room for: the first groups of one that leaves or dies then find room with any other, which
+    cannot finish the later ones that it has before those.
     """
     step = _PROMPTS if bound is None else bound.prompts_per_step
     together = max(1, min(_TOGETHER, step // _PARTS))
     in_flight = _PROMPTS if bound is None else (bound.max_staleness + 2) * step + together
+    capacity = min(in_flight, _MOST_PROMPTS)
     return Edge(
         producer=stream.node, consumer=generator.name, lane=stream.lane, columns=stream.columns,
-        capacity_rows=min(in_flight, _MOST_PROMPTS), batch_rows=together,
+        capacity_rows=capacity, batch_rows=together, most_rows=None if bound is None else capacity,
     )  # fmt: skip
 
 

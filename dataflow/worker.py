@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ import psutil
 import structlog
 import zmq
 
+from dataflow.clocks import AwakeClock
 from dataflow.errors import DeadlineError
 from dataflow.graph import Graph
 from dataflow.host import Host, Settings
 from dataflow.link import Link
 from dataflow.log import log_to
+from dataflow.node import Operator
 from dataflow.plan import Plan
 from dataflow.ports import Ports
 from dataflow.secure import RunKeys
@@ -44,13 +46,13 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         print(f"---- {name}, attempt {settings.attempt} ----")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    left_alone = threading.Event()
+    left_alone, clock = threading.Event(), AwakeClock()
     link = Link(
         settings.control, name, orphaned=left_alone.set, patience_s=max(_LEAST_PATIENCE_S, settings.adopt_s),
-        keys=RunKeys.from_plain(settings.keys),
+        keys=RunKeys.from_plain(settings.keys), clock=clock,
     )  # fmt: skip
     who = {"name": name, "attempt": settings.attempt}
-    worker = Worker(graph, plan, settings, link, left_alone)
+    worker = Worker(graph, plan, settings, link, left_alone, clock)
     link.start(worker.snapshot)
     try:
         worker.run()
@@ -76,10 +78,11 @@ class Worker:
     """
 
     def __init__(
-        self, graph: Graph, plan: Plan, settings: Settings, link: Link, left_alone: threading.Event | None = None
-    ) -> None:
-        """left_alone: set when no scheduler is there any more."""
-        self._settings, self._link = settings, link
+        self, graph: Graph, plan: Plan, settings: Settings, link: Link, left_alone: threading.Event | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """left_alone: set when no scheduler is there any more. clock: as the link's."""
+        self._settings, self._link, self._clock = settings, link, clock
         self._left_alone = left_alone or threading.Event()
         self._ends_at: float | None = None
         self._nodes = plan.workers[settings.worker]
@@ -101,7 +104,7 @@ class Worker:
         self._retiring: list[dict[str, Any]] = []
         self._drained = False
         self._state = "starting"
-        self._turned = time.monotonic()
+        self._turned = clock()
 
     def run(self) -> None:
         """Start up, work, wind down."""
@@ -116,9 +119,9 @@ class Worker:
         self._link.send("ready", **self._who)
         self._wait_for("start", deadline_s=300.0)
         log.info("started", nodes=self._nodes, threads=self._threads, pid=os.getpid())
-        self._turned, self._state = time.monotonic(), "running"
+        self._turned, self._state = self._clock(), "running"
         while self._running:
-            self._turned = time.monotonic()
+            self._turned = self._clock()
             self._hear()
             self._ports.poll()
             if not self._host.turn():
@@ -134,7 +137,7 @@ class Worker:
 
     def snapshot(self) -> dict[str, Any]:
         """For the beat; called from the link's thread, reads only."""
-        turned_s = time.monotonic() - self._turned if self._state == "running" else 0.0
+        turned_s = self._clock() - self._turned if self._state == "running" else 0.0
         return {
             **self._who, "state": self._state, "nodes": self._report, "edges": self._depths, "turned_s": turned_s,
             "at": self._host.at, "at_s": time.monotonic() - self._host.at_since,
@@ -182,22 +185,22 @@ class Worker:
         operators = self._host.graph.operators
         if self._ends_at is None:
             structlog.get_logger(worker=self._name).warning("no scheduler is there any more: coming to an end")
-            self._ends_at = time.monotonic() + self._settings.drain_s
+            self._ends_at = self._clock() + self._settings.drain_s
             for node in self._nodes:
                 if operators[node].trains or operators[node].kind == "source":
                     self._host.tell(node, {"drain": True})
         trainers = [self._host.runtimes[node] for node in self._nodes if operators[node].trains]
         if trainers and all(runtime.status().get("done") for runtime in trainers):
             self._running = False
-        elif time.monotonic() > self._ends_at:
+        elif self._clock() > self._ends_at:
             os._exit(ALONE)
 
     def _confirm(self, word: Mapping[str, Any]) -> None:
         self._link.send("done", **self._who, ticket=word["ticket"])
 
     def _wait_for(self, kind: str, deadline_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + deadline_s
-        while time.monotonic() < deadline:
+        deadline = self._clock() + deadline_s
+        while self._clock() < deadline:
             self._link.socket.poll(100)
             self._early += self._link.words()
             for word in self._early:
@@ -225,19 +228,21 @@ class Worker:
             loop.waited(slept)
 
 
-def preload() -> None:
+def preload(operators: Iterable[Operator]) -> None:
     """What the forkserver imports once, so that heavy workers start in milliseconds."""
     import torch
-    import transformers
 
     torch.set_num_threads(1)
-    with contextlib.suppress(ImportError):
-        import transformers.models.auto.modeling_auto  # noqa: F401
+    for operator in operators:
+        if not operator.light:
+            with contextlib.suppress(Exception):  # `build` meets it again, in a worker that has a log
+                operator.preload()
 
 
 def environment(threads: int) -> dict[str, str]:
     """Environment for workers that share cores: thread pools of a fixed size that do not spin while they wait."""
     return {
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other check would spoil CUDA for what is forked afterwards
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """The sink of an evaluation: gathers a round of held-out groups and writes one line of metrics for it."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -9,6 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.errors import OperatorError
+from dataflow.files import RunFolderError
+from dataflow.finished import Finished
 from dataflow.node import Batch, Context, Runtime, Sink
 from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS
 
@@ -60,11 +63,15 @@ class EvaluateRuntime(Runtime):
     """Counts the groups of each round; a round has the prompts of every source that leads here.
 
     consumes: whole groups that carry min_version (the step evaluated) and round_size
-    produces: per round a rollouts file, a line of metrics and, last, ledger entries: a crash before these costs a
-    round, which is made again and whose line supersedes the one that is there; after them it is closed, for later
-    attempts too
+    produces: per round a rollouts file, ledger entries, a line of metrics: after a crash before the ledger knows of it
+    the next attempt writes the round again; after that it is closed for later attempts too, and the next one adds the
+    line if it is missing
     waits for: the last group of a round
     unblocked by: its arrival
+
+    What it acknowledges it has written down: a round may have more rows than may be under way on its edges, so they
+    cannot wait for the outcome. An acknowledgement means that nobody ever needs the group again, for this attempt and
+    for later ones; so it does not matter which of several issues of a prompt it answers.
     """
 
     def __init__(self, evaluate: Evaluate, context: Context) -> None:
@@ -75,35 +82,27 @@ class EvaluateRuntime(Runtime):
         """Step of the last round of an earlier attempt."""
         self._closed: set[int] = set()
         self._last: dict[str, float | int | str] = {} if recorded is None else {"round": recorded}
+        if recorded is not None:
+            self._add_metrics(recorded)
+        self._kept: dict[str, Finished] = {}
+        """By lane: what has come of rounds that are open."""
+        if context.folder is not None and context.ledger is not None:
+            files = context.folder.finished(context.node)
+            for lane in context.columns:
+                self._kept[lane] = Finished(files, lane, replica=context.rank, attempt=context.attempt)
+                self._find(lane, [group.group_id for group in context.ledger.in_flight(lane, context.node)])
 
     def room(self) -> int:
         """As much as comes: a round is held whole."""
         return 1 << 20
 
     def push(self, batch: Batch) -> None:
-        """Sort the groups of a batch into their rounds.
-
-        The batch is acknowledged at once: a round may have more rows than may be under way on the edge, and one
-        that is lost with this process is asked for again.
-        """
+        """Sort the groups of a batch into their rounds, write down those that are new, acknowledge it."""
+        new = [group for group, rows in _groups(batch.records) if self._sort(batch.lane, group, rows)]
+        if new and batch.lane in self._kept:
+            is_new = pc.is_in(batch.records.column(GROUP_ID), pa.array(new, pa.int64()))
+            self._kept[batch.lane].append(batch.records.filter(is_new))
         batch.ack()
-        rows = batch.records
-        if not rows.num_rows:
-            return
-        ids = rows.column(GROUP_ID).to_numpy()
-        starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
-        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(ids)], strict=True):
-            group_id = int(ids[start])
-            size, step = rows.column(ROUND_SIZE)[start].as_py(), rows.column(MIN_VERSION)[start].as_py()
-            if not size:
-                raise OperatorError(
-                    f"'{self._context.node}' evaluates rounds, but group {group_id} of '{batch.lane}' is "
-                    f"in none (round_size {size}); give it prompts of their own, in a source of another name"
-                )
-            if step <= self._recorded or step in self._closed:
-                continue
-            found = self._rounds.setdefault(step, {}).setdefault(batch.lane, _Round(size, {}))
-            found.groups.setdefault(group_id, rows.slice(start, end - start))
 
     def work(self) -> list[Batch] | None:
         """Close one complete round, the oldest first; None while none is complete."""
@@ -121,6 +120,49 @@ class EvaluateRuntime(Runtime):
         """`round`: step of the last complete round; `eval_accuracy`: what it found; `queue`: groups held."""
         return {"queue": sum(self._held(step) for step in self._rounds), **self._last}
 
+    def close(self) -> None:
+        """End the files of what has come of open rounds."""
+        for kept in self._kept.values():
+            kept.close()
+
+    def _metrics(self, step: int, table: pa.Table) -> dict[str, Any]:
+        """A line of metrics.jsonl."""
+        return {"step": step, "node": self._context.node, **round_metrics(table, self._evaluate.of)}
+
+    def _add_metrics(self, step: int) -> None:
+        """The line of a round that is recorded, where the attempt before had no time to write it."""
+        context = self._context
+        if context.folder is None or any(
+            (line.get("node"), line.get("step")) == (context.node, step) and "eval_accuracy" in line
+            for line in context.folder.read_metrics()
+        ):
+            return
+        try:
+            context.folder.append_metrics(self._metrics(step, context.folder.read_evaluation(step)))
+        except RunFolderError as error:
+            context.log.warning("a round has no line of metrics", node=context.node, step=step, error=str(error))
+
+    def _find(self, lane: str, waiting: Sequence[int]) -> None:
+        """What earlier attempts wrote down of these groups, which have no outcome."""
+        self._kept[lane].load(waiting)
+        for group in waiting:
+            rows = self._kept[lane].find(group)
+            if rows is not None:
+                self._sort(lane, group, rows)
+
+    def _sort(self, lane: str, group: int, rows: pa.RecordBatch) -> bool:
+        """Put a group into its round; False where it is there already, or its round is closed."""
+        size, step = rows.column(ROUND_SIZE)[0].as_py(), rows.column(MIN_VERSION)[0].as_py()
+        if not size:
+            raise OperatorError(
+                f"'{self._context.node}' evaluates rounds, but group {group} of '{lane}' is "
+                f"in none (round_size {size}); give it prompts of their own, in a source of another name"
+            )
+        if step <= self._recorded or step in self._closed:
+            return False
+        found = self._rounds.setdefault(step, {}).setdefault(lane, _Round(size, {}))
+        return found.groups.setdefault(group, rows) is rows
+
     def _is_complete(self, step: int) -> bool:
         lanes = self._rounds[step]
         return all(lane in lanes and lanes[lane].is_complete for lane in self._context.columns or lanes)
@@ -133,13 +175,18 @@ class EvaluateRuntime(Runtime):
         table = pa.Table.from_batches(
             [lanes[lane].groups[group] for lane in sorted(lanes) for group in sorted(lanes[lane].groups)]
         )
-        metrics = {"step": step, "node": context.node, **round_metrics(table, self._evaluate.of)}
+        metrics = self._metrics(step, table)
         if context.folder is not None:
             context.folder.write_evaluation(step, table)
-            context.folder.append_metrics(metrics)
         if context.ledger is not None:
             groups = {lane: sorted(found.groups) for lane, found in lanes.items()}
             context.ledger.commit_round(context.node, step, groups)
+        if context.folder is not None:
+            context.folder.append_metrics(metrics)
+        for lane, kept in self._kept.items():
+            for group in lanes[lane].groups:
+                kept.forget(group)
+            kept.close()
         if metrics["eval_errors"]:
             context.log.warning(
                 "evaluation has failures", node=context.node, step=step, errors=metrics["eval_errors"],
@@ -167,3 +214,11 @@ def round_metrics(table: pa.Table, of: str) -> dict[str, Any]:
         "eval_version_min": pc.min(versions).as_py(),
         "eval_version_max": pc.max(versions).as_py(),
     }
+
+
+def _groups(rows: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The groups of a batch, whose rows stand side by side."""
+    numbers, starts = np.unique(rows.column(GROUP_ID).to_numpy(), return_index=True)
+    ends = dict(itertools.pairwise([*sorted(starts.tolist()), rows.num_rows]))
+    for number, start in zip(numbers.tolist(), starts.tolist(), strict=True):
+        yield number, rows.slice(start, ends[start] - start)

@@ -59,6 +59,13 @@ class ForwardOperator(Transform):
             )
         return found
 
+    def preload(self) -> None:
+        """Import torch, the model's code and the runtime."""
+        import operators.forwarding.build  # noqa: F401
+        from operators.models import preload
+
+        preload(self.model)
+
     def build(self, context: Context) -> Runtime:
         """Load the model and make the runtime. Raises ModelError when it cannot be."""
         from operators.forwarding.build import build

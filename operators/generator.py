@@ -164,6 +164,14 @@ class Generator(Generate):
             )
         return found
 
+    def preload(self) -> None:
+        """Import torch, the model's code and the runtime."""
+        import operators.engine.build
+        import operators.engine.runtime  # noqa: F401
+        from operators.models import preload
+
+        preload(self.model)
+
     def build(self, context: Context) -> GeneratorRuntime:
         """Load the model and make the engine. Raises ModelError when either cannot be."""
         from operators.engine.runtime import GeneratorRuntime

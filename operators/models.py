@@ -47,7 +47,6 @@ def load_model(
             config, a head "score" that the folder lacks, or code of its own without `trust_remote_code`.
     """
     import torch
-    import transformers
 
     from operators.adapters import base_of
     from operators.adapters_merged import load_merged
@@ -55,17 +54,12 @@ def load_model(
     _check_folder(model)
     if base_of(model)[1] is not None:
         return load_merged(model, device=device, dtype=dtype, attention=attention)[0]
-    loader = {
-        "lm": transformers.AutoModelForCausalLM,
-        "value": transformers.AutoModelForTokenClassification,
-        "score": transformers.AutoModelForSequenceClassification,
-    }[model.head]
     options: dict[str, Any] = {} if model.head == "lm" else {"num_labels": 1}
     if attention is not None:
         options["attn_implementation"] = attention
     chosen = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or model.dtype)
     with _attributed(model, "weights"), no_progress_bar():
-        module, found = loader.from_pretrained(
+        module, found = _loader(model).from_pretrained(
             model.source,
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
@@ -77,6 +71,23 @@ def load_model(
     _check_weights(model, found)
     _settle_head(model, module, found)
     return module.eval().to(device)  # type: ignore[no-any-return]
+
+
+def preload(model: Model) -> None:
+    """Import the code of `model`, and what loads it, for the processes that are forked from this one.
+
+    No weight is read and no device is touched; nothing is fetched, and no code of the model's own is run.
+    """
+    import torch
+    import transformers
+
+    from operators.adapters import base_of
+
+    base, _ = base_of(model)
+    if not base.trust_remote_code:
+        config = transformers.AutoConfig.from_pretrained(base.source, revision=base.revision, local_files_only=True)
+        with torch.device("meta"):
+            _loader(base).from_config(config)
 
 
 def load_tokenizer(model: Model) -> Any:
@@ -114,6 +125,17 @@ def load_configs(model: Model) -> tuple[Any, Any | None]:
         return config, transformers.GenerationConfig.from_pretrained(model.source, revision=model.revision or "main")
     except OSError:
         return config, None
+
+
+def _loader(model: Model) -> Any:
+    """The transformers class that makes the module of a model with this head."""
+    import transformers
+
+    return {
+        "lm": transformers.AutoModelForCausalLM,
+        "value": transformers.AutoModelForTokenClassification,
+        "score": transformers.AutoModelForSequenceClassification,
+    }[model.head]
 
 
 def _check_folder(model: Model) -> None:

@@ -173,6 +173,14 @@ class Trainer(Learn):
             found.append(f"'{self.name}' trains {self.model!r}, which is no Model; give Model('path/to/folder')")
         return found
 
+    def preload(self) -> None:
+        """Import torch, the model's code and the runtime."""
+        import operators.training.build
+        import operators.training.runtime  # noqa: F401
+        from operators.models import preload
+
+        preload(self.model)
+
     def build(self, context: Context) -> Runtime:
         """Load the model and make the runtime."""
         from operators.training.runtime import TrainerRuntime

@@ -24,7 +24,7 @@ from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 pytestmark = [pytest.mark.usefixtures("one_core", "light"), pytest.mark.timeout(180), pytest.mark.slow]
 
 MODEL = Model("fake-policy")
-PATIENT = Limits(stop_s=2.0, hang_s=150.0)
+PATIENT = Limits(stop_s=2.0, hang_s=150.0, stopped_s=150.0)
 
 
 def endless(reward: Callable[..., float]) -> Graph:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from rigs.programs import Program, program, under_way
 from dataflow import DataflowError, Graph, GraphError, Model, RunError, collect, inline, run, scorer, verify
 from dataflow.control import Limits
 from dataflow.errors import DeadlineError, RecordError, WorkerDied
-from dataflow.faults import FILE
+from dataflow.faults import FILE, STOPPED, restarts
 from dataflow.ledger import Ledger
 from dataflow.node import Batch, Context, Runtime
 from dataflow.recovery import Patience
@@ -115,8 +116,18 @@ def test_a_killed_worker_is_started_again_and_every_group_is_trained_once(
 
 def test_a_worker_that_stopped_answering_is_killed_and_started_again(light: None, tmp_path: Path) -> None:
     graph = victim("generator", signal.SIGSTOP, Once(tmp_path / "struck"))
-    limits = dataclasses.replace(QUICK, hang_s=3.0)
+    limits = dataclasses.replace(QUICK, hang_s=3.0, stopped_s=math.inf)
     goes_on_to_its_end(graph, "generator-0", "has not answered for", tmp_path / "runs", limits)
+
+
+def test_a_worker_that_somebody_stopped_is_let_go_on_as_it_was(light: None, tmp_path: Path) -> None:
+    graph = victim("generator", signal.SIGSTOP, Once(tmp_path / "struck"))
+    result = run(graph, runs=tmp_path / "runs", quiet=True, limits=dataclasses.replace(QUICK, stopped_s=0.2))
+    assert result.verdict.clean and "64 issued = 64 trained" in result.verdict.line, result.verdict.line
+    (fault,) = faults(result.folder)
+    assert (fault["worker"], fault["cause"], fault["recovered_s"] is None) == ("generator-0", STOPPED, False)
+    assert "worker 'generator-0' was stopped 1 times by a signal, and let go on" in result.verdict.notes
+    assert restarts(result.folder) == 0
 
 
 @pytest.mark.slow

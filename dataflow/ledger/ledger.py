@@ -212,10 +212,13 @@ class Ledger:
         if found:
             raise LedgerError(f"ledger '{self.path}' is damaged: {'; '.join(found)}; take it from a backup")
 
-    def in_flight(self, source: str, node: str | None = None) -> list[InFlight]:
-        """Groups of `source` that some sink still waits for, or that `node` does, in issue order."""
+    def in_flight(self, source: str, node: str | None = None, among: Iterable[int] | None = None) -> list[InFlight]:
+        """Groups of `source` that some sink still waits for, or that `node` does, in issue order.
+
+        among: look at these alone, which takes no longer in a long run; None: at all that were ever issued.
+        """
         with self._snapshot("list groups in flight"):
-            return reads.in_flight(self._db, source, node)
+            return reads.in_flight(self._db, source, node, among)
 
     def counts(self, node: str) -> Counts:
         """What became of the groups of the sources that `node` consumes, counted from the rows."""

@@ -2,7 +2,7 @@
 
 import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,15 +124,20 @@ def counts(db: sqlite3.Connection, node: str) -> Counts:
     )
 
 
-def in_flight(db: sqlite3.Connection, source: str, node: str | None = None) -> list[InFlight]:
-    """Groups of `source` that some sink, or `node`, still waits for, in issue order; all while no sink is known."""
+def in_flight(
+    db: sqlite3.Connection, source: str, node: str | None = None, among: Iterable[int] | None = None
+) -> list[InFlight]:
+    """Groups of `source` that some sink, or `node`, still waits for, in issue order; all while no sink is known.
+
+    among: look at these alone, which costs what they cost; None: at all that were ever issued."""
+    chosen = "" if among is None else "group_id IN (SELECT value FROM json_each(:among)) AND"
     rows = db.execute(
-        "SELECT group_id, prompt_id, state FROM groups g WHERE source = :source AND ("
+        f"SELECT group_id, prompt_id, state FROM groups g WHERE source = :source AND {chosen} ("
         " SELECT count(*) FROM outcomes o WHERE o.source = g.source AND o.group_id = g.group_id"
         " AND (:node IS NULL OR o.node = :node)"
         ") < CASE WHEN :node IS NULL THEN max(1, (SELECT count(*) FROM consumers WHERE source = :source)) ELSE 1 END"
         " ORDER BY group_id",
-        {"source": source, "node": node},
+        {"source": source, "node": node, "among": None if among is None else json.dumps(list(among))},
     )
     return [InFlight(group_id=group, prompt_id=prompt, state=state) for group, prompt, state in rows]
 

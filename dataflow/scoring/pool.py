@@ -15,9 +15,11 @@ from typing import Any
 from dataflow.errors import WorkerDied
 from dataflow.scoring.calls import Settings
 from dataflow.scoring.process import Chunk, Frame, Piece, Process, memory_kb, pieces_of
-from dataflow.scoring.server import ALIVE, END, LANE_WORDS, LOST, ORDER, REPLY, SPAWN, start_server
+from dataflow.scoring.server import ALIVE, END, LANE_WORDS, LOST, ORDER, REPLY, SPAWN, let_go_on, start_server
 
 _PATIENCE_S = 10.0
+_STOPPED_S = 1.0
+"""After so long without an answer the server may have been stopped."""
 _MEMORY_LOOK_S = 0.1
 _CLOSE_S = 5.0
 _DEATHS = 3
@@ -259,6 +261,8 @@ class Pool:
 
     def _keep_limits(self) -> None:
         now = time.monotonic()
+        if self._orders and now - self._orders[0] > _STOPPED_S:
+            let_go_on(self._server_pid)
         if self._orders and now - self._orders[0] > _PATIENCE_S:
             self._restart_server()
             return

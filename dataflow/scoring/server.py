@@ -55,7 +55,7 @@ def _serve(control: socket.socket, owner: int, progress: memoryview, settings: S
 
     consumes: orders to spawn a process (with its socket), to end one, or to say how a lost one ended
     produces: a reply to each, with its pid or its wait status
-    waits for: an order, looking every second whether the owner still lives
+    waits for: an order, looking every second whether the owner still lives, and whether somebody stopped a process
     unblocked by: an order, or the end of the owner
     """
     pids: dict[int, int] = {}
@@ -64,6 +64,8 @@ def _serve(control: socket.socket, owner: int, progress: memoryview, settings: S
             if not select.select([control], [], [], _LOOK_S)[0]:
                 if os.getppid() != owner:
                     break
+                for pid in pids.values():
+                    let_go_on(pid)
                 continue
             message, fds, _, _ = socket.recv_fds(control, ORDER.size, 1)
             if len(message) < ORDER.size:
@@ -109,6 +111,13 @@ def _spawn(fd: int, number: int, progress: memoryview, settings: Settings) -> in
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def let_go_on(pid: int) -> None:
+    """Let a child go on that was stopped since the last look: nobody knows whether whoever stopped it comes back."""
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None:
+            os.kill(pid, signal.SIGCONT)
 
 
 def _end(pid: int) -> int:

@@ -2,14 +2,13 @@
 
 import collections
 import contextlib
-import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow.faults import FILE as FAULTS
+from dataflow.faults import STOPPED, read_faults
 from dataflow.files import RunFolderError
 from dataflow.ledger.schema import check_schema, connect, snapshot
 from dataflow.run_folder import RunFolder
@@ -87,25 +86,20 @@ def note_the_past(folder: RunFolder, findings: Findings) -> None:
         if parts:
             steps = ", ".join(str(max(part.values(), default=0)) for part in parts)
             findings.note(f"the run was taken up again after step {steps}")
-    workers: collections.Counter[str] = collections.Counter()
+    ended: collections.Counter[str] = collections.Counter()
     back: collections.Counter[str] = collections.Counter()
-    for line in _faults(folder.path / FAULTS):
+    stopped: collections.Counter[str] = collections.Counter()
+    for line in read_faults(folder.path):
         worker = str(line.get("worker"))
-        workers[worker] += 1
-        back[worker] += line.get("recovered_s") is not None
-    for worker, times in sorted(workers.items()):
+        if line.get("cause") == STOPPED:
+            stopped[worker] += 1
+        else:
+            ended[worker] += 1
+            back[worker] += line.get("recovered_s") is not None
+    for worker, times in sorted(ended.items()):
         findings.note(f"worker '{worker}' ended {times} times when it should not, and came back {back[worker]} times")
-
-
-def _faults(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of faults.jsonl, without those that a crash tore."""
-    if not path.exists():
-        return
-    for text in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict):
-                yield line
+    for worker, times in sorted(stopped.items()):
+        findings.note(f"worker '{worker}' was stopped {times} times by a signal, and let go on")
 
 
 def read_facts(folder: RunFolder, findings: Findings) -> Facts:

@@ -13,7 +13,7 @@ from dataflow.files import RunFolderError
 from dataflow.ledger.writes import some
 from dataflow.records import AnyArray
 from dataflow.run_folder import read_arrow
-from dataflow.staleness import NO_TOKEN, oldest_versions
+from dataflow.staleness import NO_TOKEN, newest_versions, oldest_versions
 from dataflow.verify.facts import Facts, Findings, Sink
 
 _NEEDED = (records.GROUP_ID, records.POSITION, records.VERSIONS)
@@ -29,6 +29,8 @@ class RolloutFile:
     """Groups that are not whole: positions missing, double or too many."""
     oldest: AnyArray
     """Version behind the oldest token of each rollout that did not fail, int64."""
+    newest: int
+    """Version behind the newest token of all that did not fail; -1 without any."""
     too_early: int
     """Rollouts with a token from before the version that their prompt demanded."""
 
@@ -56,8 +58,7 @@ def judge_steps(facts: Facts, node: str, sink: Sink, findings: Findings) -> int 
             ages = (step - 1) - chosen
             largest = max(largest or 0, int(ages.max()))
             if bound is not None:
-                known = max([step - 1, *(from_step for from_step, _ in sink.returns)])
-                _in_time(node, step, ages, bound, known, findings)
+                _in_time(node, step, int(ages.max()), found.newest, bound, findings)
     _uncommitted(folder, node, sink, findings)
     return largest
 
@@ -88,11 +89,11 @@ def _same_groups(name: str, node: str, step: int, wanted: set[int], found: Rollo
         findings.fault(f"groups {some(found.broken)} in {name} are not whole")
 
 
-def _in_time(node: str, step: int, ages: AnyArray, bound: int, known: int, findings: Findings) -> None:
-    """known: the newest version that there was: above step - 1 where later steps were taken back before."""
-    if ages.max() > bound:
-        findings.fault(f"step {step} of '{node}' trained rollouts {ages.max()} versions old; the bound is {bound}")
-    if (newest := step - 1 - int(ages.min())) > known:
+def _in_time(node: str, step: int, age: int, newest: int, bound: int, findings: Findings) -> None:
+    """age: of the oldest token, in versions. newest: version of the newest."""
+    if age > bound:
+        findings.fault(f"step {step} of '{node}' trained rollouts {age} versions old; the bound is {bound}")
+    if newest > step - 1:
         findings.fault(f"step {step} of '{node}' trained rollouts of version {newest}, which did not exist before it")
 
 
@@ -142,6 +143,7 @@ def _digest(table: pa.Table) -> RolloutFile:
         groups=groups,
         broken=_broken(table, group, position, groups, first, counts),
         oldest=oldest[good],
+        newest=int(newest_versions(table.column(records.VERSIONS))[good].max(initial=-1)),
         too_early=too_early,
     )
 

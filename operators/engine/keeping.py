@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
+from dataflow.host import in_flight
 from dataflow.node import Context
 from dataflow.parts import Parts, Piece, Stretch
 from dataflow.records import ROUND_SIZE
@@ -107,8 +109,10 @@ def keeping_of(declaration: Generator, context: Context) -> Keeping | None:
         return None
     found: dict[str, Parts] = {}
     for lane in context.columns:
-        found[lane] = Parts(folder.finished(context.node), lane, replica=context.rank, attempt=context.attempt)
-        found[lane].load([group.group_id for group in ledger.in_flight(lane)])
+        found[lane] = Parts(
+            folder.finished(context.node), lane, replica=context.rank, attempt=context.attempt,
+            waited_for=partial(in_flight, ledger, lane),
+        )  # fmt: skip
     return Keeping(found, seed=context.seed, every=declaration.segment_tokens, masks=declaration.sampling_mask)
 
 

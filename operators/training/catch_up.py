@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from dataflow.abandoned import take_out_abandoned
 from dataflow.errors import OperatorError, RecordError
 from dataflow.files import RunFolderError
 from dataflow.ledger import MadeStep
@@ -49,9 +50,18 @@ class CatchUp:
         return len(self._left)
 
     def check(self) -> None:
-        """Look at all the files."""
+        """Look at all the files; at the start of a run, forget what weights drew that come after the last step."""
         while self._unread:
             self._read(self._unread.popleft())
+        context = self._context
+        if context.folder is None or context.ledger is None or context.attempt:
+            return
+        for lane in context.bounds:
+            if taken_out := take_out_abandoned(context.folder.path / "finished", lane, self.target):
+                context.log.warning(
+                    "rollouts are generated again: the weights that drew them were taken back", node=context.node,
+                    rows=taken_out, version=self.target,
+                )  # fmt: skip
 
     def work(self) -> bool:
         """Do a slice; False, and nothing was done, once the weights are those of the last committed step.

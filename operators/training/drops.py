@@ -10,12 +10,15 @@ import pyarrow as pa
 from dataflow.errors import OperatorError
 from dataflow.node import Bound
 from dataflow.records import ERROR, VERSIONS
-from dataflow.staleness import oldest_versions, sweep
+from dataflow.staleness import newest_versions, oldest_versions, sweep
 from operators.training.buffer import Group
 from operators.training.journal import TOO_FEW, Journal
 from operators.training.rows import drop_reason, usable
 
-OWN_REASONS = ("failed", "skipped", "stale", "non-finite", TOO_FEW)
+ABANDONED = "abandoned"
+"""Why groups are dropped with tokens of a version that is not there yet: its weights were those of a line of steps that
+was taken back."""
+OWN_REASONS = ("failed", "skipped", "stale", ABANDONED, "non-finite", TOO_FEW)
 """Why the trainer drops groups by itself; any other reason is the name of a filter."""
 MOST_DROPPED_STEPS = 8
 """Steps' worth of groups in a row that may be dropped with none trained."""
@@ -60,6 +63,8 @@ class Drops:
             self._last_failure = errors[0] if errors else "no value in a column that the loss reads"
             return "failed" if errors else "skipped"
         if self._bound is not None:
+            if newest_versions(records.column(VERSIONS)).max() > step:
+                return ABANDONED
             oldest = oldest_versions(records.column(VERSIONS))[good]
             if sweep(oldest, step, self._bound.max_staleness).any():
                 return "stale"

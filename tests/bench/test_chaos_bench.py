@@ -82,10 +82,10 @@ def test_the_rate_of_steps_is_over_all_of_their_time() -> None:
     assert rate([1.0, 2.0, 9.0]) == 0.25 and rate([1.0]) == rate([]) == 0.0
 
 
-def test_useful_time_is_that_of_the_steps_at_the_undisturbed_pace() -> None:
-    assert pace([0.0, 1.0, 2.0, 9.0]) == 1.0
-    assert useful([0.0, 1.0, 2.0, 10.0], 2.0) == pytest.approx(0.6)
-    assert pace([1.0]) is None and useful([1.0], 1.0) is None and useful([0.0, 1.0], None) is None
+def test_useful_time_is_what_the_undisturbed_run_takes_for_as_many_steps() -> None:
+    assert pace([0.0, 1.0, 2.0, 10.0]) == 1.0
+    assert useful([0.0, 1.0, 2.0, 10.0], [5.0, 7.0, 9.0]) == pytest.approx(0.6)
+    assert pace([1.0]) is None and useful([1.0], [1.0, 2.0]) is None and useful([0.0, 1.0], []) is None
 
 
 def test_what_was_at_stake_at_a_kill_is_kept_dropped_or_made_again() -> None:

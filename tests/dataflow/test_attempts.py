@@ -90,11 +90,13 @@ def test_a_restart_has_the_deadline_of_a_start() -> None:
 
 def test_every_fault_is_a_line_of_its_own_with_how_it_ended(tmp_path: Path) -> None:
     now = [10.0]
-    faults = Faults(str(tmp_path), clock=lambda: now[0], wall=lambda: 1e9 + now[0])
-    assert faults.recovered("a-0") is None
+    said: list[str] = []
+    faults = Faults(str(tmp_path), lambda: now[0], said, wall=lambda: 1e9 + now[0])
+    faults.recovered("a-0")
     faults.noticed("a-0", "died (SIGKILL)", 0, heard=9.5)
     now[0] = 10.25
-    assert faults.recovered("a-0") == "worker a-0 died (SIGKILL), restarted after 0.2 s"
+    faults.recovered("a-0")
+    assert said == ["worker a-0 died (SIGKILL), restarted after 0.2 s"]
     faults.noticed("a-0", "died (SIGSEGV)", 1, heard=10.25)
     faults.noticed("a-0", "failed: so", 2, heard=10.0)
     faults.noticed("b-0", "died (SIGKILL)", 0, heard=10.0)
@@ -110,6 +112,17 @@ def test_every_fault_is_a_line_of_its_own_with_how_it_ended(tmp_path: Path) -> N
     assert restarts(tmp_path) == 1
 
 
+def test_a_disk_that_refuses_a_line_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    faults = Faults(str(tmp_path / "gone"), lambda: 0.0, said)
+    faults.noticed("a-0", "died (SIGKILL)", 0, heard=0.0)
+    faults.recovered("a-0")
+    assert said[0].startswith("worker a-0 died (SIGKILL), restarted") and FILE in said[1]
+    faults.noticed("a-0", "died (SIGKILL)", 1, heard=0.0)
+    faults.close()
+    assert len(said) == 3
+
+
 def test_a_run_without_faults_has_no_restarts_and_no_book(tmp_path: Path) -> None:
-    Faults(str(tmp_path), clock=lambda: 0.0).close()
+    Faults(str(tmp_path), lambda: 0.0, []).close()
     assert restarts(tmp_path) == 0 and not (tmp_path / FILE).exists()

@@ -155,15 +155,6 @@ def test_one_that_was_started_again_hears_what_it_would_have_heard() -> None:
     assert said(c.words_for("trainer")) == [("trainer", {"drain": True})]
 
 
-def test_the_open_round_of_an_evaluation_that_was_started_again_is_issued_once_more() -> None:
-    c = conductor()
-    c.start()
-    assert said(c.returned("eval")) == [("held_out", {"evaluate": 0, "again": True})]
-    assert c.returned("trainer") == c.returned("reward") == []
-    c.hear("eval", {"round": 0})
-    assert c.returned("eval") == []
-
-
 def test_a_trainer_that_catches_up_asks_for_no_round_twice_and_does_not_undo_its_end() -> None:
     c = conductor()
     c.start()

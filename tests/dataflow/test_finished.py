@@ -93,3 +93,19 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
     (tmp_path / "generator").write_text("a file where a folder should be")
     with pytest.raises(RunFolderError, match="generator"):
         Finished(tmp_path / "generator", "prompts").append(rows(0))
+
+
+def test_what_others_finished_is_looked_through_when_the_first_group_is_asked_for(tmp_path: Path) -> None:
+    """A trainer may go back while the others start."""
+    asked: list[str] = []
+    waited_for = [0]
+
+    def ask() -> list[int]:
+        asked.append("once")
+        return waited_for
+
+    second = Finished(tmp_path, "prompts", attempt=1, waited_for=ask)
+    Finished(tmp_path, "prompts").append(rows(0, 1))
+    waited_for.append(1)
+    assert asked == [] and second.find(1) == rows(1) and second.find(0) == rows(0)
+    assert asked == ["once"]

@@ -52,6 +52,32 @@ def test_every_issued_group_is_trained_or_dropped_or_in_flight(ledger: Ledger) -
     )
 
 
+def test_of_some_groups_those_in_flight_are_found_at_a_cost_that_does_not_grow_with_the_ledger(ledger: Ledger) -> None:
+    """A node that was started again asks this of every batch that comes."""
+    instructions = 0
+
+    def count() -> int:
+        nonlocal instructions
+        instructions += 1
+        return 0
+
+    def cost() -> int:
+        before = instructions
+        assert [group.group_id for group in ledger.in_flight("prompts", "actor", [1, 2, 9])] == [2, 9]
+        return instructions - before
+
+    issue(ledger, 10)
+    commit(ledger, 1, [0, 1])
+    assert ledger.in_flight("prompts", "actor", []) == []
+    ledger._db.set_progress_handler(count, 1)
+    short = cost()
+    ledger._db.set_progress_handler(None, 1)
+    ledger.issue("prompts", [(group, str(group)) for group in range(10, 3_000)])
+    commit(ledger, 2, range(10, 2_000))
+    ledger._db.set_progress_handler(count, 1)
+    assert cost() < 2 * short
+
+
 def test_the_law_holds_for_each_trainer_of_the_same_groups(ledger: Ledger) -> None:
     issue(ledger, 4)
     commit(ledger, 1, [0, 1], node="actor")

@@ -6,13 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgpack
 import pytest
 import zmq
 
+from dataflow.clocks import AwakeClock
 from dataflow.link import Link
 
 DEADLINE_S = 30.0
@@ -149,15 +149,25 @@ def test_a_worker_whose_scheduler_is_gone_learns_it(link_to: Callable[..., Link]
     assert orphaned.wait(DEADLINE_S)
 
 
+def test_a_worker_that_has_more_to_say_than_waits_for_a_scheduler_learns_that_it_is_gone(
+    link_to: Callable[..., Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataflow.link._UNSENT", 3)
+    orphaned = threading.Event()
+    link = link_to(orphaned=orphaned.set, patience_s=0.5)
+    for _ in range(10):
+        link.send("done", ticket=1)
+    link.start(dict)
+    assert orphaned.wait(DEADLINE_S)
+
+
 def test_time_in_which_a_worker_was_stopped_itself_is_no_silence_of_the_scheduler(
-    desk: Desk, link_to: Callable[..., Link], monkeypatch: pytest.MonkeyPatch
+    desk: Desk, link_to: Callable[..., Link]
 ) -> None:
     """The scheduler may have been stopped with it, and answers the next beat."""
     slept = [0.0]
-    played = SimpleNamespace(monotonic=lambda: time.monotonic() + slept[0])
-    monkeypatch.setattr("dataflow.link.time", played)
     orphaned = threading.Event()
-    link = link_to(orphaned=orphaned.set)
+    link = link_to(orphaned=orphaned.set, clock=AwakeClock(lambda: time.monotonic() + slept[0]))
     link.start(dict)
     desk.hear("beat")
     slept[0] = 1_000.0

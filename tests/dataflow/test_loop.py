@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -404,6 +404,25 @@ def test_what_was_finished_before_a_restart_leaves_without_being_made_again(tmp_
     assert list(tmp_path.iterdir()) == [], "all have an outcome"
 
 
+def test_the_end_of_a_lane_waits_for_rows_that_were_found_finished_in_the_same_turn(tmp_path: Path) -> None:
+    with_rows = Finished(tmp_path, "prompts")
+    with_rows.append(rows(0))
+    finished = Finished(tmp_path, "prompts", attempt=1)
+    finished.load([0])
+    events = Events()
+    other = FakeInlet(events)
+    other.ended = False
+    outlet = FakeOutlet(events, credit=0)
+    inlets = [("prompts", "source", FakeInlet(events, rows(0))), ("questions", "other", other)]
+    loop = NodeLoop("node", Script(events), inlets, {"prompts": [outlet]}, finished={"prompts": finished})
+    loop.turn()
+    assert events.of("sent", "finished") == []
+    outlet.credit = 1
+    loop.turn()
+    loop.turn()
+    assert events.of("sent", "finished") == [("sent", 0), ("finished",)]
+
+
 def test_after_the_end_what_a_restarted_node_sends_again_is_acknowledged_like_the_first() -> None:
     events = Events()
     inlet, outlet = FakeInlet(events, rows(0)), FakeOutlet(events, keeps=True)
@@ -436,6 +455,22 @@ def test_what_has_an_outcome_is_acknowledged_and_not_made_again(tmp_path: Path) 
         assert events.of("acked") == [("acked", 0), ("acked", 1, 2)]
         ledger.roll_back_to(0, "trainer")
         assert settled("lane", [0, 1, 2, 3]) == []
+
+
+def test_a_node_that_was_started_again_asks_the_ledger_of_the_groups_that_come_alone() -> None:
+    asked: list[object] = []
+
+    class Spy:
+        def next_group_id(self, source: str) -> int:
+            return 1_000_000
+
+        def in_flight(self, source: str, among: object = None) -> list[Any]:
+            asked.append(among)
+            return []
+
+    settled = settled_since(cast(Ledger, Spy()), ["lane"])
+    assert settled("lane", [7, 8, 1_000_000]) == [7, 8]
+    assert asked == [[7, 8]]
 
 
 def test_what_a_node_finished_is_kept_before_it_is_sent(tmp_path: Path) -> None:

@@ -85,6 +85,20 @@ def test_a_killed_worker_is_reported_with_its_signal() -> None:
         nursery.close()
 
 
+def test_it_tells_of_a_worker_that_is_stopped_and_of_its_going_on_each_once() -> None:
+    nursery = Nursery(lambda settings: time.sleep(60) or 0, {}, lambda: None)
+    try:
+        nursery.spawn("a", {}, heavy=False)
+        events = Events(nursery)
+        pid = events.find("started")["pid"]
+        for number, told in ((signal.SIGSTOP, "stopped"), (signal.SIGCONT, "continued"), (signal.SIGKILL, "exited")):
+            os.kill(pid, number)
+            assert events.find(told)["name"] == "a"
+        assert [event["event"] for event in events.seen] == ["started", "stopped", "continued", "exited"]
+    finally:
+        nursery.close()
+
+
 def test_what_a_worker_started_is_killed_when_it_has_ended_and_before_that_is_told(tmp_path: Path) -> None:
     def main(settings: dict) -> int:
         child = os.fork()
@@ -180,6 +194,17 @@ def test_a_successor_gets_every_worker_as_it_is_and_may_use_them(tmp_path: Path)
     wait_until(lambda: not alive(forkserver))
 
 
+def test_a_successor_hears_of_a_worker_that_was_stopped_while_there_was_no_scheduler(tmp_path: Path) -> None:
+    _, sleeper, _ = left_behind(tmp_path, 30.0)
+    os.kill(sleeper, signal.SIGSTOP)
+    time.sleep(0.3)  # the forkserver looks several times, and has nobody to tell
+    taken = TakenOver(str(tmp_path / "door"))
+    try:
+        assert Events(taken).find("stopped")["pid"] == sleeper
+    finally:
+        taken.close()
+
+
 def test_workers_whose_scheduler_nobody_replaces_end_after_the_limit(tmp_path: Path) -> None:
     pids = left_behind(tmp_path, 0.4)
     assert alive(pids[1])
@@ -203,3 +228,40 @@ def test_a_successor_that_is_forked_is_replaced_when_it_ends_and_not_for_ever(tm
     pids = left_behind(tmp_path, 1.0, successor=succeed)
     wait_until(lambda: not any(map(alive, pids)), deadline_s=10.0)
     assert (tmp_path / "tries").read_text() == "xxx"
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+
+def test_a_pause_lets_workers_and_what_they_started_stand_still_and_is_no_news(tmp_path: Path) -> None:
+    def main(settings: dict) -> int:
+        child = os.fork()
+        if child:
+            (tmp_path / settings["name"]).write_text(str(child))
+        time.sleep(60)
+        os._exit(0)
+
+    nursery = Nursery(main, {}, lambda: None)
+    try:
+        for name in ("a", "b"):
+            nursery.spawn(name, {"name": name}, heavy=False)
+        files = [tmp_path / name for name in ("a", "b")]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        events = Events(nursery)
+        events.find("started")
+        wait_until(lambda: events.seen.extend(nursery.events()) or len(events.seen) == 2)
+        everyone = [*(event["pid"] for event in events.seen), *(int(file.read_text()) for file in files)]
+        os.kill(everyone[0], signal.SIGSTOP)
+        assert events.find("stopped")["pid"] == everyone[0]
+        for _ in range(2):
+            nursery.pause(True)
+            wait_until(lambda: all(map(is_stopped, everyone)))
+            nursery.pause(False)
+            wait_until(lambda: not any(map(is_stopped, everyone)))
+        os.kill(everyone[1], signal.SIGKILL)
+        events.find("exited")
+        told = [(event["event"], event["pid"]) for event in events.seen if event["event"] != "started"]
+        assert told == [("stopped", everyone[0]), ("continued", everyone[0]), ("exited", everyone[1])]
+    finally:
+        nursery.close()

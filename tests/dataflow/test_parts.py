@@ -150,3 +150,10 @@ def test_a_disk_that_refuses_parts_is_named(tmp_path: Path) -> None:
     (tmp_path / "generator").write_text("a file where a folder should be")
     with pytest.raises(RunFolderError, match="generator"):
         Parts(tmp_path / "generator", "prompts").append([piece(0, 0, 0, 1)])
+
+
+def test_what_others_drew_is_looked_through_when_the_first_group_is_asked_for(tmp_path: Path) -> None:
+    """A trainer may go back while the others start."""
+    later = Parts(tmp_path, "prompts", attempt=1, waited_for=lambda: [0])
+    Parts(tmp_path, "prompts").append([piece(0, 0, 0, 4), piece(1, 0, 0, 4)])
+    assert tokens(later, 0) == {0: [0, 1, 2, 3]} and later.find(1) == []

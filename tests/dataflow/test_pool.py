@@ -166,6 +166,19 @@ def test_a_call_that_stops_its_process_is_late() -> None:
         assert answers(made, ["a", "stop", "b"]) == ["a", LATE, "b"]
 
 
+def test_a_process_that_somebody_stopped_is_let_go_on_with_its_calls() -> None:
+    with pool(timeout_s=30.0) as made:
+        assert answers(made, ["a", "stop", "b"]) == ["a", "stop", "b"]
+        assert made.restarts == 0
+
+
+def test_a_server_that_somebody_stopped_is_let_go_on() -> None:
+    with pool(timeout_s=30.0) as made:
+        os.kill(made.pids[0], signal.SIGSTOP)
+        assert answers(made, ["a", "exit", "b"])[::2] == ["a", "b"]
+        assert made.restarts == 1, "of the process, not of the server"
+
+
 def test_a_call_that_eats_memory_is_ended_and_named() -> None:
     with pool(timeout_s=20.0) as made:
         assert answers(made, ["a", "memory", "b"]) == [

@@ -37,6 +37,16 @@ def test_a_worker_that_was_quiet_for_a_while_begins_again_with_the_shortest_wait
     assert delays(recovery, 4, alive_s=10.0) == [0.25] * 4
 
 
+def test_a_worker_with_which_the_run_made_progress_begins_again_with_the_shortest_wait() -> None:
+    recovery = Recovery(Patience(first_s=1.0, quiet_s=1_000.0))
+    for attempt, (died, progress) in enumerate([(0.0, 1), (10.0, 2), (20.0, 2), (30.0, 3)]):
+        recovery.died("a", "died", died)
+        waits_s = 2.0 if attempt == 3 else 1.0
+        assert not recovery.due(died + waits_s - 0.1) and recovery.due(died + waits_s)
+        recovery.recovered("a", died + waits_s)
+        recovery.progressed(progress, died + 5.0)
+
+
 def test_a_worker_that_is_not_at_work_again_has_not_been_quiet() -> None:
     recovery = Recovery(Patience(first_s=1.0, quiet_s=10.0))
     recovery.died("a", "died", 0.0)

@@ -34,7 +34,10 @@ def rollouts(groups: Iterable[int], trainer_version: int) -> pa.Table:
             "rollout_id": ids * GROUP_SIZE + position,
             "position": position,
             "versions": pa.array(
-                [[-1] if bad else [-1, first + 1, first] for first, bad in zip(oldest, failed, strict=True)],
+                [
+                    [-1] if bad else [-1, min(first + 1, trainer_version), first]
+                    for first, bad in zip(oldest, failed, strict=True)
+                ],
                 pa.list_(pa.int32()),
             ),
             "error": pa.array(["out of memory" if bad else None for bad in failed], pa.string()),
@@ -200,12 +203,12 @@ def test_the_order_of_rows_does_not_matter(run: RunFolder) -> None:
 
 
 def test_no_rollout_is_older_than_the_bound(run: RunFolder) -> None:
-    rewrite(run, 5, lambda table: put(table, "versions", [[9, 1], *table["versions"].to_pylist()[1:]]))
+    rewrite(run, 5, lambda table: put(table, "versions", [[4, 1], *table["versions"].to_pylist()[1:]]))
     broken(run, "step 5 of 'trainer' trained rollouts 3 versions old; the bound is 2")
 
 
 def test_no_rollout_comes_from_a_version_that_did_not_exist(run: RunFolder) -> None:
-    rewrite(run, 2, lambda table: put(table, "versions", [[2], *table["versions"].to_pylist()[1:]]))
+    rewrite(run, 2, lambda table: put(table, "versions", [[1, 2], *table["versions"].to_pylist()[1:]]))
     broken(run, "step 2 of 'trainer' trained rollouts of version 2, which did not exist before it")
 
 

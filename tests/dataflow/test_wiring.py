@@ -39,6 +39,7 @@ def test_a_replica_gets_no_more_prompts_than_may_be_in_flight_and_eight_share_a_
     assert in_flight + kept <= first.capacity_rows <= in_flight + prompts_per_step + first.batch_rows
     assert first.batch_rows == 1 or first.batch_rows * 8 <= prompts_per_step
     assert 8 * held_out.batch_rows <= held_out.capacity_rows
+    assert (first.most_rows, held_out.most_rows) == (first.capacity_rows, None), "what is trained goes in order"
 
 
 @pytest.mark.parametrize("sizes", [[1], [4, 4, 4], [3, 9, 1, 1, 20, 2], [50], [1] * 30])

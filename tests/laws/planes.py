@@ -169,7 +169,7 @@ DATA_PLANE = (
         "every wait has a deadline",
         "tests/dataflow/test_worker.py::test_a_wait_has_a_deadline_and_says_who_waited_for_what",
         "dataflow/worker.py",
-        "while time.monotonic() < deadline:\n            self._link.socket.poll(100)",
+        "while self._clock() < deadline:\n            self._link.socket.poll(100)",
         "while True:\n            self._link.socket.poll(100)",
         "the deadline of a worker that waits for a word",
     ),

@@ -75,6 +75,38 @@ SCHEDULER = (
         "if True:",
         "the boundary around a slice of work",
     ),
+    Law(
+        "a worker that somebody stopped is let go on",
+        "tests/dataflow/test_stopped_workers.py::test_a_stopped_worker_is_let_go_on_once_when_the_limit_has_passed",
+        "dataflow/stops.py",
+        "        if since is None or self._clock() - since <= self._limit_s:\n",
+        "        if True:\n",
+        "the limit",
+    ),
+    Law(
+        "a run that is stopped from its terminal stands still whole",
+        "tests/dataflow/test_nursery.py::test_a_pause_lets_workers_and_what_they_started_stand_still_and_is_no_news",
+        "dataflow/forkserver.py",
+        "                _signal_group(child.pid, signal.SIGSTOP if is_paused else signal.SIGCONT)\n",
+        "                pass\n",
+        "the workers' pause",
+    ),
+    Law(
+        "what a scheduler says that has just taken over is heard",
+        "tests/dataflow/test_taken_desk.py::test_a_word_of_a_new_scheduler_reaches_a_worker_that_finds_it_later",
+        "dataflow/desk.py",
+        '        self._unheard = Unheard(worker["name"] for worker in self.handed if worker["alive"])\n',
+        "",
+        "the wait for a worker's first word",
+    ),
+    Law(
+        "what heavy workers need is imported once, before they are forked",
+        "tests/operators/test_preload.py::test_a_worker_that_is_forked_imports_nothing_to_load_its_model",
+        "operators/models.py",
+        "            _loader(base).from_config(config)\n",
+        "            pass\n",
+        "the model without weights",
+    ),
 )
 
 STALENESS = (
@@ -347,6 +379,40 @@ LEDGER = (
         "(at_most is None or step <= at_most) and self.damage(step) is None",
         "at_most is None or step <= at_most",
         "the look for damage",
+    ),
+    Law(
+        "no rollout of weights that were taken back is trained",
+        "tests/operators/test_trainer_catch_up.py::"
+        "test_what_the_weights_of_lost_steps_drew_is_forgotten_before_anybody_works",
+        "operators/training/catch_up.py",
+        "        for lane in context.bounds:\n            if taken_out",
+        "        for lane in ():\n            if taken_out",
+        "the look at the start",
+    ),
+    Law(
+        "no rollout of weights that were taken back is trained",
+        "tests/operators/test_trainer_catch_up.py::test_no_rollout_of_a_version_is_trained_that_is_not_there_yet",
+        "operators/training/drops.py",
+        "            if newest_versions(records.column(VERSIONS)).max() > step:\n",
+        "            if False:\n",
+        "the look at the trainer's door",
+    ),
+    Law(
+        "what an evaluation acknowledged is in its round after any crash",
+        "tests/operators/test_evaluate.py::test_what_was_acknowledged_is_in_its_round_after_any_crash_and_counted_once",
+        "operators/evaluate.py",
+        "            self._kept[batch.lane].append(batch.records.filter(is_new))\n",
+        "            pass\n",
+        "that it is written down",
+    ),
+    Law(
+        "what a restarted node asks the ledger costs what it asks about",
+        "tests/dataflow/test_ledger.py::"
+        "test_of_some_groups_those_in_flight_are_found_at_a_cost_that_does_not_grow_with_the_ledger",
+        "dataflow/ledger/reads.py",
+        '"group_id IN (SELECT value FROM json_each(:among)) AND"',
+        '"(SELECT count(*) FROM json_each(:among) WHERE value = group_id) AND"',
+        "the look by number",
     ),
     Law(
         "a failed save leaves the checkpoint before it good",

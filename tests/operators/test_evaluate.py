@@ -1,5 +1,7 @@
 """Laws of the evaluation's sink: a round is written once, when it is whole; failures are not averaged in."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -7,7 +9,9 @@ import pytest
 from trainer_rig import COLUMNS, FakeFolder, FakeLedger, group
 
 from dataflow.errors import OperatorError
+from dataflow.ledger import Ledger
 from dataflow.node import Batch, Context
+from dataflow.run_folder import RunFolder
 from operators.evaluate import Evaluate, EvaluateRuntime, round_metrics
 
 
@@ -27,13 +31,23 @@ def _held_out(
     return batch
 
 
+class Folder(FakeFolder):
+    """One with a place for what is kept."""
+
+    def finished(self, node: str) -> Path:
+        return self.path / "finished" / node
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return self.metrics
+
+
 class World:
     """An Evaluate among fakes."""
 
     def __init__(self, tmp_path: Any, lanes: tuple[str, ...] = ("held_out",)) -> None:
         self.events: list[Any] = []
         self.acks: list[int] = []
-        self.folder, self.ledger = FakeFolder(tmp_path, self.events), FakeLedger(self.events)
+        self.folder, self.ledger = Folder(tmp_path, self.events), FakeLedger(self.events)
         self.context = context = Context(
             node="eval", columns=dict.fromkeys(lanes, COLUMNS), folder=self.folder, ledger=self.ledger,  # type: ignore[arg-type]
         )  # fmt: skip
@@ -63,7 +77,7 @@ def test_a_round_is_written_when_its_last_group_has_come_and_not_before(world):
     world.push(_held_out(1, score=0.0))
     assert world.runtime.pending() == 2
     world.run()
-    assert world.events == [("evaluation", 0), ("metrics", 0), ("ledger", 0)]
+    assert world.events == [("evaluation", 0), ("ledger", 0), ("metrics", 0)]
     assert world.folder.metrics == [
         {
             "step": 0,
@@ -85,12 +99,147 @@ def test_rows_are_acknowledged_at_once_so_that_a_round_may_be_larger_than_its_ed
     assert world.acks == [0]
 
 
+class Crashing:
+    """An Evaluate that dies and is started again, with a ledger and a folder that stay."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = RunFolder.create(path, "run")
+        self.ledger = Ledger.create(self.folder.ledger, {"eval": ["held_out"]})
+        self.ledger.issue("held_out", [(number, f"p{number}") for number in range(4)])
+        self.acks: list[list[int]] = []
+        self._attempt = -1
+        self.start()
+
+    def start(self) -> None:
+        """The next attempt; the one before it was killed."""
+        self._attempt += 1
+        context = Context(
+            node="eval", attempt=self._attempt, columns={"held_out": COLUMNS}, folder=self.folder, ledger=self.ledger
+        )
+        self.runtime = Evaluate().build(context)
+
+    def push(self, *groups: pa.RecordBatch) -> None:
+        rows = pa.Table.from_batches(groups).combine_chunks().to_batches()[0]
+        self.runtime.push(Batch("held_out", rows, "reward", lambda: self.acks.append(rows["group_id"].to_pylist())))
+
+    def run(self) -> None:
+        while self.runtime.work() is not None:
+            pass
+
+    @property
+    def kept(self) -> list[Path]:
+        """Files of what has come of open rounds."""
+        return list(self.folder.finished("eval").glob("*"))
+
+
+@pytest.fixture
+def crashing(tmp_path: Path) -> Iterator[Crashing]:
+    made = Crashing(tmp_path)
+    yield made
+    made.runtime.close()
+    made.ledger.close()
+
+
+def test_what_was_acknowledged_is_in_its_round_after_any_crash_and_counted_once(crashing: Crashing) -> None:
+    crashing.push(_held_out(0, size=3, score=1.0))
+    crashing.start()
+    crashing.push(_held_out(0, size=3, score=0.0), _held_out(1, size=3, score=0.5))
+    crashing.start()
+    assert crashing.runtime.status()["queue"] == 2
+    assert crashing.acks == [[0], [0, 1]], "the second answers what was issued again as well"
+    crashing.run()
+    assert crashing.folder.read_metrics() == []
+    crashing.push(_held_out(2, size=3, score=0.0))
+    crashing.run()
+    (line,) = crashing.folder.read_metrics()
+    assert (line["eval_accuracy"], line["eval_n"]) == (0.5, 3)
+    assert [group.group_id for group in crashing.ledger.in_flight("held_out")] == [3]
+
+
+def test_a_round_that_was_whole_is_closed_by_the_next_attempt_with_nothing_issued_again(crashing: Crashing) -> None:
+    crashing.push(_held_out(0), _held_out(1))
+    crashing.start()
+    crashing.run()
+    assert crashing.ledger.last_round("eval") == 0
+    assert len(crashing.folder.read_metrics()) == 1
+
+
+def test_an_acknowledgement_comes_after_the_rows_are_written(crashing: Crashing) -> None:
+    found: list[int] = []
+    rows = _held_out(0)
+    crashing.runtime.push(Batch("held_out", rows, "reward", lambda: found.append(len(crashing.kept))))
+    assert found == [1]
+
+
+def test_a_file_that_a_crash_tore_gives_what_stands_whole_in_it(crashing: Crashing) -> None:
+    crashing.push(_held_out(0))
+    (file,) = crashing.kept
+    whole = file.read_bytes()
+    crashing.push(_held_out(1))
+    file.write_bytes(file.read_bytes()[: len(whole) + 9])
+    crashing.start()
+    assert crashing.runtime.status()["queue"] == 1
+
+
+@pytest.mark.parametrize("dies_in", ["write_evaluation", "commit_round", "append_metrics"])
+def test_metrics_tell_of_each_round_that_the_ledger_has_and_of_no_other_wherever_the_sink_dies(
+    crashing: Crashing, dies_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    crashing.push(_held_out(0), _held_out(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger if dies_in == "commit_round" else RunFolder, dies_in, die)
+        with pytest.raises(KeyboardInterrupt):
+            crashing.run()
+    recorded = crashing.ledger.last_round("eval")
+    assert [line["step"] for line in crashing.folder.read_metrics()] == []
+    crashing.start()
+    told = [(line["step"], line["eval_accuracy"], line["eval_n"]) for line in crashing.folder.read_metrics()]
+    assert told == ([] if recorded is None else [(0, 1.0, 2)])
+    crashing.run()
+    crashing.start()
+    assert [line["step"] for line in crashing.folder.read_metrics()] == [0]
+    assert crashing.ledger.last_round("eval") == 0
+
+
+def test_an_evaluation_whose_file_is_gone_goes_on_without_its_line(crashing: Crashing) -> None:
+    crashing.push(_held_out(0), _held_out(1))
+    crashing.run()
+    crashing.folder.metrics.unlink()
+    crashing.folder.evaluation_file(0).unlink()
+    crashing.start()
+    assert crashing.runtime.status()["round"] == 0
+    assert crashing.folder.read_metrics() == []
+
+
+def test_nothing_is_kept_of_a_round_that_is_recorded(crashing: Crashing) -> None:
+    crashing.push(_held_out(0), _held_out(1))
+    crashing.run()
+    assert crashing.kept == []
+    crashing.push(_held_out(0))
+    assert crashing.kept == [] and crashing.acks == [[0, 1], [0]]
+
+
+def test_what_is_left_of_a_round_that_was_given_up_is_in_no_later_one(crashing: Crashing) -> None:
+    crashing.push(_held_out(0))
+    crashing.ledger.drop("eval", "held_out", {0: "round cut off", 1: "round cut off"})
+    crashing.start()
+    assert crashing.runtime.status()["queue"] == 0
+    crashing.push(_held_out(2, step=1), _held_out(3, step=1))
+    crashing.run()
+    assert crashing.folder.read_evaluation(1).column("group_id").to_pylist() == [2, 3]
+    assert crashing.kept == []
+
+
 def test_a_round_that_an_attempt_before_has_recorded_is_closed_and_told_at_once(tmp_path):
     first = World(tmp_path)
     first.push(_held_out(0, score=1.0), _held_out(1, score=0.0))
     first.run()
     again = World(tmp_path)
     again.ledger.evaluations.update(first.ledger.evaluations)
+    again.folder.metrics += first.folder.metrics
     again.runtime = Evaluate(every_steps=5).build(again.context)
     assert again.runtime.status()["round"] == 0
     again.push(_held_out(0, score=1.0), _held_out(1, score=0.0))

@@ -19,6 +19,7 @@ from trainer_rig import COLUMNS, group
 
 from dataflow.errors import OperatorError
 from dataflow.files import RunFolderError
+from dataflow.finished import Finished
 from dataflow.ledger import Ledger, LedgerError
 from dataflow.model import LoRA
 from dataflow.records import DROP_REASON, schema
@@ -193,6 +194,41 @@ def test_a_rollouts_file_that_is_lost_takes_nothing_back_in_a_run_that_goes_on_m
         Life(folder, declared(policy), attempt=1)
     with Ledger.open(folder.ledger) as ledger:
         assert ledger.last_step("trainer") == 2
+
+
+def younger(number: int, version: int) -> pa.RecordBatch:
+    """A group whose tokens are of this version."""
+    return group(number, version=version)
+
+
+def test_what_the_weights_of_lost_steps_drew_is_forgotten_before_anybody_works(policy, tmp_path):
+    folder = run_folder(tmp_path)
+    Life(folder, declared(policy)).run(range(8)).end()
+    kept = folder.finished("generator") / "0-part1-0-0.prompts.arrows"
+    kept.parent.mkdir(parents=True)
+    rows = {number: younger(number, version) for number, version in ((8, 2), (9, 3))}
+    with pa.OSFile(str(kept), "wb") as sink, pa.ipc.new_stream(sink, rows[8].schema) as writer:
+        for batch in rows.values():
+            writer.write_batch(batch)
+    os.truncate(folder.step_file(3), 500)
+    for attempt in (0, 0):
+        again = Life(folder, declared(policy), attempt=attempt)
+        again.end()
+        later = Finished(kept.parent, "prompts", attempt=1)
+        later.load(rows)
+        assert later.find(8) == rows[8] and later.find(9) is None
+
+
+def test_no_rollout_of_a_version_is_trained_that_is_not_there_yet(policy, tmp_path):
+    folder = run_folder(tmp_path)
+    life = Life(folder, declared(policy))
+    life.push(younger(0, 0), younger(1, 1), younger(2, 0))
+    life.run()
+    with Ledger.open(folder.ledger) as ledger:
+        (step,) = ledger.steps("trainer")
+    assert step.trained == (0, 2) and step.dropped == {1: "abandoned"}
+    life.end()
+    assert verify(folder.path).clean, verify(folder.path)
 
 
 def test_checkpoints_of_steps_that_were_taken_back_are_never_taken_for_those_of_the_new_ones(policy, tmp_path):

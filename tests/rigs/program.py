@@ -1,6 +1,7 @@
 """A program that runs a graph until a test ends it: python program.py KIND FOLDER [POLICY].
 
-The environment's HOW is JSON: {"steps", "standby", "adopt_s", "resume": whether to go on with the latest run}.
+The environment's HOW is JSON: {"steps", "standby", "adopt_s", "limits",
+"resume": whether to go on with the latest run}.
 """
 
 import json
@@ -63,7 +64,7 @@ def late(folder: Path) -> Graph:
 def loading(folder: Path) -> Graph:
     """A forkserver that takes long to load what it is to load."""
 
-    def preload() -> None:
+    def preload(operators: object) -> None:
         (folder / "building").touch()
         time.sleep(60)
 
@@ -85,7 +86,7 @@ def main() -> None:
     """Run on one core; the folders made for sockets stand in the file `made`."""
     kind, folder = sys.argv[1], Path(sys.argv[2])
     if kind != "learning":
-        worker.preload = lambda: None
+        worker.preload = lambda operators: None
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with (folder / "made").open("a", buffering=1) as made:
         tempfile.mkdtemp = folders_made(lambda path: made.write(f"{path}\n"))
@@ -98,7 +99,7 @@ def go(kind: str, folder: Path) -> None:
     latest = (folder / "runs" / "latest").resolve() if how.get("resume") else None
     result = run(
         KINDS[kind](folder), runs=folder / "runs", quiet=True, steps=how.get("steps"), resume=latest,
-        standby=how.get("standby", False), limits=Limits(adopt_s=how.get("adopt_s", 60.0)),
+        standby=how.get("standby", False), limits=Limits(adopt_s=how.get("adopt_s", 60.0), **how.get("limits", {})),
     )  # fmt: skip
     print(f"ended after {result.steps} steps: {result.verdict.line}")
 

@@ -76,7 +76,7 @@ def program(machine: None, tmp_path: Path, policy: Path) -> Iterator[Callable[..
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HOW": json.dumps(how)}
         with (tmp_path / "output").open("a") as output:
             process = subprocess.Popen(
-                command, stdout=output, stderr=output, text=True, env=environment, start_new_session=True
+                command, stdout=output, stderr=output, text=True, env=environment, process_group=0
             )
         started.append(Program(process, tmp_path))
         return started[-1]

@@ -1,72 +1,85 @@
 """The scheduler's desk in a simulated world: what `dataflow.desk.Desk` is over sockets and a forkserver."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
-from .network import Pipe, SimulatedNetwork
+from dataflow.unheard import Unheard
+
+from .clock import Clock
+from .exchange import Exchange
+from .forks import Event, Forks
 
 Message = tuple[str, Any]
+_SOMEBODY = "?somebody"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a scheduler finds in its world, and what is there after it."""
+
+    clock: Clock
+    folder: Path
+    exchange: Exchange
+    forks: Forks
+    step: Callable[[], None]
+    """Lets the next event happen; while the scheduler waits, the world goes on."""
+    point: Callable[[], None]
+    """The scheduler touches the outside: it may die here."""
+    kill: Callable[[str], None]
+    """Ends a process."""
+    told: Callable[[Mapping[str, Any]], None]
+    """Hears every word to a worker."""
+    asked: list[Mapping[str, Any]] = field(default_factory=list)
+    """Commands that nobody answered; whoever gave them asks the next scheduler."""
 
 
 class SimulatedDesk:
-    """Messages and processes of one world; while the scheduler waits, the world goes on.
-
-    step: lets the next event of the world happen. point: called wherever the scheduler touches the outside; it may die
-    there. spawn, kill: what the world does when the scheduler asks for a process, or ends one. told: hears every word
-    to a worker.
-    """
+    """Messages and processes of one scheduler; it decides nothing."""
 
     commands = "commands"
 
-    def __init__(
-        self, network: SimulatedNetwork, folder: Path, step: Callable[[], None], point: Callable[[], None],
-        spawn: Callable[[str, Mapping[str, Any]], None], kill: Callable[[str], None],
-        told: Callable[[Mapping[str, Any]], None] = lambda word: None,
-    ) -> None:  # fmt: skip
-        self.folder, self.address = folder, "control"
-        self._network, self._step, self._point, self._told = network, step, point, told
-        self._spawn, self._kill = spawn, kill
+    def __init__(self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False) -> None:
+        """handed, alone_s: as `TakenDesk` has them. keeps: whether what is decided is written before it is said."""
+        self.folder, self.address, self.handed, self.alone_s = room.folder, "control", handed, alone_s
+        self.ahead: Callable[[], None] = lambda: None
+        self._room, self._keeps = room, keeps
+        self._unheard = Unheard(event["name"] for event in handed if event["alive"])
         self._said: deque[Message] = deque()
-        self._events: deque[dict[str, Any]] = deque()
-        self._words: dict[str, Pipe] = {}
+        self._events: deque[Event] = deque()
         self._outgoing: deque[Callable[[], None]] = deque()
         """What the scheduler decided; it happens when it waits next."""
-
-    def connect(self, name: str, hear: Callable[[Any], None]) -> Pipe:
-        """An incarnation of a worker takes the name over; what it says goes into the pipe."""
-        if name in self._words:
-            self._words[name].cut()
-        self._words[name] = Pipe(self._network, hear)
-        return Pipe(self._network, self._said.append)
-
-    def hang_up(self, name: str) -> None:
-        """The worker is gone: no word reaches it."""
-        if name in self._words:
-            self._words[name].cut()
-
-    def note(self, event: Mapping[str, Any]) -> None:
-        """The forkserver has something to tell."""
-        self._events.append(dict(event))
+        room.exchange.open(self._said.append)
+        room.forks.note = self._events.append
+        for command in room.asked:
+            self.ask(command)
 
     def ask(self, command: Mapping[str, Any]) -> None:
-        """Somebody gives a command; the answer goes nowhere."""
-        self._said.append(("?somebody", dict(command)))
+        """Somebody gives a command."""
+        self._said.append((_SOMEBODY, dict(command)))
 
-    def wait(self, wait_s: float) -> tuple[list[Message], list[dict[str, Any]]]:
+    def wait(self, wait_s: float) -> tuple[list[Message], list[Event]]:
         """What is said, and what the forkserver tells; the world goes on meanwhile."""
+        if self._outgoing and self._keeps:
+            self._room.point()
+            self.ahead()
         while self._outgoing:
-            self._point()
+            self._room.point()
             self._outgoing.popleft()()
-        deadline = self._network.clock.now + wait_s
-        while not self._said and not self._events and self._network.clock.now < deadline:
-            self._step()
+        clock = self._room.clock
+        deadline = clock.now + wait_s
+        clock.after(wait_s, lambda: None)
+        while not self._said and not self._events and clock.now < deadline:
+            self._room.step()
         said, events = list(self._said), list(self._events)
         self._said.clear()
         self._events.clear()
+        for name, _ in said:
+            self._unheard.spoke(name)
         return said, events
 
     def last_words(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
@@ -74,25 +87,41 @@ class SimulatedDesk:
         yield from self.wait(pause_s)[0]
 
     def send(self, name: str, message: Mapping[str, Any]) -> None:
-        """Say something to a worker."""
+        """Say something to a worker, or answer a command."""
+        if message.get("kind") == "heard":
+            return
         packed = msgpack.packb(message)
-        self._outgoing.append(lambda: self._pass_on(name, msgpack.unpackb(packed)))
+
+        def say() -> None:
+            word = msgpack.unpackb(packed)
+            self._room.told(word)
+            self._room.exchange.say(name, word)
+
+        self._outgoing.append(self._answered if name == _SOMEBODY else lambda: self._unheard.reach(name, say))
 
     def stay(self, wait_s: float, end_s: float) -> None:
-        """Workers outlive the scheduler; this world's end with it."""
+        """From now on workers outlive the scheduler, where this world has another one."""
+        self._outgoing.append(self._stay)
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """Ask for a process."""
-        self._outgoing.append(lambda: self._spawn(name, settings))
+
+        def ask() -> None:
+            self._unheard.forget(name)
+            self._room.forks.spawn(name, settings)
+
+        self._outgoing.append(ask)
 
     def kill(self, name: str, number: int) -> None:
         """Send a signal to a worker: all of them end it."""
-        self._outgoing.append(lambda: self._kill(name))
+        self._outgoing.append(lambda: self._room.kill(name))
 
     def close(self) -> None:
         """The world is closed by its owner."""
 
-    def _pass_on(self, name: str, message: Mapping[str, Any]) -> None:
-        self._told(message)
-        if name in self._words:
-            self._words[name].send(message)
+    def _stay(self) -> None:
+        self._room.forks.stays = self._keeps
+
+    def _answered(self) -> None:
+        if self._room.asked:
+            self._room.asked.pop(0)

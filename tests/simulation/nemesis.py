@@ -9,6 +9,9 @@ from .clock import Clock
 from .network import SimulatedNetwork
 from .process import Process
 
+MOST_SCHEDULERS = 4
+"""That die in one run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
@@ -89,3 +92,34 @@ class Blackouts:
             self._say(first.name, f"will die at its touch {points} of the outside, and all the others with it")
             first.on_death.append(self._go_dark)
             first.light(points)
+
+
+class SchedulerDeaths:
+    """Plans the moments at which the scheduler dies alone, whichever it is then."""
+
+    def __init__(
+        self, clock: Clock, random: Random, chair: Callable[[], Process], say: Callable[[str, str], None],
+        *, over_s: float, points: int = 30,
+    ) -> None:  # fmt: skip
+        """chair: where the scheduler of the moment sits."""
+        self._clock, self._random, self._chair, self._say, self._points = clock, random, chair, say, points
+        self._left = MOST_SCHEDULERS
+        for _ in range(random.choice((1, 1, 2, 3))):
+            self.strike_soon(2.0 + over_s)
+
+    def strike_soon(self, within_s: float) -> None:
+        """It dies in this time, unless enough of them have."""
+        self._clock.after(self._random.random() * within_s, self._strike)
+
+    def _strike(self) -> None:
+        chair = self._chair()
+        if not self._left or not chair.alive:
+            return
+        self._left -= 1
+        if self._random.random() < 0.4:
+            self._say(chair.name, "is killed between two turns")
+            chair.die()
+        else:
+            points = self._random.randint(0, self._points)
+            self._say(chair.name, f"will die at its touch {points} of the outside")
+            chair.light(points)

@@ -62,6 +62,12 @@ class Pipe:
         for _ in range(self._network.random.randint(0, len(self._under_way))):
             self._under_way.pop()
 
+    def take_back(self) -> list[Any]:
+        """Break, and give back all that was under way."""
+        self.whole = False
+        found, self._under_way = list(self._under_way), deque()
+        return found
+
     def _arrive(self) -> None:
         if self._under_way:
             self._deliver(self._under_way.popleft())

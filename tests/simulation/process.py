@@ -33,9 +33,9 @@ class Process:
         self._due: float | None = None
         self._body: Callable[[], bool] = lambda: False
 
-    def start(self, body: Callable[[], bool]) -> None:
-        """A new incarnation."""
-        self.attempt += 1
+    def start(self, body: Callable[[], bool], attempt: int | None = None) -> None:
+        """A new incarnation; None: it is one attempt more."""
+        self.attempt = self.attempt + 1 if attempt is None else attempt
         self.alive, self._fuse, self._body = True, None, body
         self.stopped_until = 0.0
         self._turn_in(self._pace_s)

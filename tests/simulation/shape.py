@@ -21,7 +21,7 @@ from .actors import HeavyScorer, SimulatedGenerator, SimulatedPrompts, Simulated
 from .trainer import SimulatedTrainer
 
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-FEATURES = {"evaluation": 0.2, "scaling": 0.15, "resume": 0.2}
+FEATURES = {"evaluation": 0.2, "scaling": 0.15, "resume": 0.2, "successor": 0.25}
 """What a run may have beside its steps, and how many of all have it."""
 
 
@@ -47,6 +47,8 @@ class Shape:
     """Whether replicas join and leave."""
     resumes: bool
     """Whether all of it dies at once and is taken up again."""
+    succeeds: bool
+    """Whether the scheduler dies alone, and another one takes the workers over."""
 
     @classmethod
     def drawn(cls, random: Random, having: Collection[str] | None = None) -> Shape:
@@ -61,6 +63,7 @@ class Shape:
             checkpoint_every=random.choice((1, 2, 3)), scorers=random.choice((1, 2)) if heavy else 0,
             every_steps=random.choice((1, 2, 3)) * evaluates, questions=random.randint(1, 5) * evaluates,
             answers=random.choice((1, 2)) * evaluates, scales=scales, resumes="resume" in features,
+            succeeds="successor" in features,
         )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Rounds of evaluation, replicas that come and go, whole runs that are taken up again: simulated, with all laws."""
+"""Evaluation, replicas that come and go, runs that are taken up again, schedulers that are replaced: simulated, with
+all laws."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,20 +10,22 @@ import pytest
 from dataflow import ports
 from dataflow.conductor import Conductor
 from dataflow.finished import Finished
+from dataflow.handover import Handover
 from dataflow.ledger import Ledger
-from dataflow.scaling import Scaling
+from dataflow.recovery import Recovery
+from dataflow.scaling import Say, Scaling
+from dataflow.successor import Successor
+from dataflow.unheard import Unheard
 from operators.engine.admission import Admission
 from operators.evaluate import EvaluateRuntime
 from operators.issuing import Issue
 
 from .running import having, hold, notice
 
-EVALUATION, SCALING, RESUME = ("evaluation",), ("scaling",), ("resume",)
+EVALUATION, SCALING, RESUME, SUCCESSOR = ("evaluation",), ("scaling",), ("resume",), ("successor",)
 TOGETHER = [EVALUATION, SCALING, RESUME, EVALUATION + SCALING, SCALING + RESUME, EVALUATION + RESUME]
 TOGETHER.append(EVALUATION + SCALING + RESUME)
-
-OPEN = {(459, EVALUATION + SCALING + RESUME)}
-"""Seeds that break a law for a reason that is known."""
+TOGETHER += [SUCCESSOR, *(SUCCESSOR + features for features in TOGETHER)]
 
 Patch = pytest.MonkeyPatch
 
@@ -31,25 +34,14 @@ Patch = pytest.MonkeyPatch
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("features", TOGETHER, ids="-".join)
 def test_all_laws_hold_in_500_seeds_with(features: tuple[str, ...]) -> None:
-    hold(having(*features), [seed for seed in range(500) if (seed, features) not in OPEN])
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(
-    reason="a prompt that is issued again while its acknowledgement is under way is taken for the old one"
-)
-@pytest.mark.parametrize(("seed", "features"), sorted(OPEN), ids=str)
-def test_a_round_whose_sink_died_is_made_whole_however_slow_its_acknowledgements_are(
-    seed: int, features: tuple[str, ...]
-) -> None:
-    hold(having(*features), [seed])
+    hold(having(*features), range(500))
 
 
 # Evaluation
 
 
-def a_round_that_is_lost_with_its_sink_is_not_made_again(patch: Patch) -> None:
-    patch.setattr(Conductor, "returned", lambda *_: [])
+def what_a_sink_acknowledged_dies_with_it(patch: Patch) -> None:
+    patch.setattr(EvaluateRuntime, "_find", lambda *_: None)
 
 
 def a_source_does_not_hear_of_an_open_round_when_it_is_back(patch: Patch) -> None:
@@ -186,10 +178,68 @@ def a_run_that_goes_on_issues_nothing_again(patch: Patch) -> None:
     patch.setattr(Issue, "_in_flight", lambda self: deque())
 
 
+# Successors
+
+
+def a_scheduler_speaks_to_workers_that_have_not_found_it(patch: Patch) -> None:
+    patch.setattr(Unheard, "reach", lambda self, name, send: send())
+
+
+def what_the_dead_scheduler_may_not_have_said_is_not_said_again(patch: Patch) -> None:
+    def take(self: Scaling, plain: Any) -> Any:
+        take_up(self, plain)
+        return []
+
+    take_up = Scaling.take_up
+    patch.setattr(Scaling, "take_up", take)
+
+
+def a_successor_does_not_know_what_nodes_were_told(patch: Patch) -> None:
+    patch.setattr(Conductor, "take_up", lambda *_: None)
+
+
+def what_nodes_may_have_missed_is_not_said_to_those_that_go_on(patch: Patch) -> None:
+    def words(self: Conductor, node: str, *, again: bool = True) -> list[Any]:
+        return words_for(self, node) if again else []
+
+    words_for = Conductor.words_for
+    patch.setattr(Conductor, "words_for", words)
+
+
+def a_successor_counts_attempts_from_the_start(patch: Patch) -> None:
+    patch.setattr(Recovery, "take_up", lambda *_: None)
+
+
+def decisions_are_written_once_only(patch: Patch) -> None:
+    write = Handover.write
+    patch.setattr(Handover, "write", lambda self: None if self._written else write(self))
+
+
+def one_that_was_starting_is_taken_for_one_at_work(patch: Patch) -> None:
+    adopt = Successor._adopt
+    patch.setattr(Successor, "_adopt", lambda self, state, was: adopt(self, state, "ready"))
+
+
+def all_are_started_again(patch: Patch) -> None:
+    adopt = Successor._adopt
+    patch.setattr(Successor, "_adopt", lambda self, state, was: adopt(self, state, "down"))
+
+
+def a_leaver_waits_for_ends_that_an_earlier_scheduler_heard_of(patch: Patch) -> None:
+    def take(self: Scaling, plain: Any) -> Any:
+        orders = take_up(self, plain)
+        for each in self._members.values():
+            each.wired_again = False
+        return [order for order in orders if not isinstance(order, Say) or order.word["kind"] != "over"]
+
+    take_up = Scaling.take_up
+    patch.setattr(Scaling, "take_up", take)
+
+
 Case = tuple[Callable[[Patch], None], tuple[str, ...], int, str]
 
 WITHOUT: list[Case] = [
-    (a_round_that_is_lost_with_its_sink_is_not_made_again, EVALUATION, 400, "not over"),
+    (what_a_sink_acknowledged_dies_with_it, EVALUATION, 400, "not over"),
     (a_source_does_not_hear_of_an_open_round_when_it_is_back, EVALUATION, 400, "not over"),
     (a_round_that_begins_anew_gets_other_numbers, EVALUATION, 400, "."),
     (a_round_is_closed_before_all_is_there, EVALUATION, 50, "."),
@@ -209,6 +259,15 @@ WITHOUT: list[Case] = [
     (finished_rollouts_are_not_looked_for, RESUME, 50, "generated again"),
     (a_run_that_goes_on_counts_its_prompts_from_the_start, RESUME, 400, "."),
     (a_run_that_goes_on_issues_nothing_again, RESUME, 50, "not over"),
+    (a_scheduler_speaks_to_workers_that_have_not_found_it, SUCCESSOR + EVALUATION, 50, "not over"),
+    (what_the_dead_scheduler_may_not_have_said_is_not_said_again, SUCCESSOR + SCALING, 100, "not over"),
+    (a_successor_does_not_know_what_nodes_were_told, SUCCESSOR + EVALUATION, 50, "."),
+    (what_nodes_may_have_missed_is_not_said_to_those_that_go_on, SUCCESSOR + EVALUATION, 50, "not over"),
+    (a_successor_counts_attempts_from_the_start, SUCCESSOR, 100, "restarts as attempt"),
+    (decisions_are_written_once_only, SUCCESSOR + SCALING, 100, "."),
+    (one_that_was_starting_is_taken_for_one_at_work, SUCCESSOR + EVALUATION + SCALING, 100, "."),
+    (all_are_started_again, SUCCESSOR, 10, "is at work"),
+    (a_leaver_waits_for_ends_that_an_earlier_scheduler_heard_of, SUCCESSOR + SCALING, 400, "not over"),
 ]
 
 

@@ -97,7 +97,7 @@ class SimulatedWorker:
     """One name, over all its attempts."""
 
     def __init__(self, world: World, name: str) -> None:
-        self.world, self.name, self.desk = world, name, world.desk
+        self.world, self.name, self._exchange = world, name, world.room.exchange
         pace_s = world.random.choice((2e-4, 2e-3, 1e-2))
         self.process = Process(name, world.clock, world.random, pace_s=pace_s)
         self.host: SimulatedHost | None = None
@@ -107,14 +107,14 @@ class SimulatedWorker:
     def start(self, plain: Mapping[str, Any]) -> None:
         """An attempt begins."""
         settings = Settings(**{**plain, "sockets": ""})
-        check(settings.attempt == self.process.attempt + 1, f"'{self.name}' restarts as attempt {settings.attempt}")
+        check(settings.attempt > self.process.attempt, f"'{self.name}' restarts as attempt {settings.attempt}")
         self.host = self.ports = None
         self._words: deque[dict[str, Any]] = deque()
         self.weights: list[Any] = []
         self.state = "starting"
         life = self._life(settings)
-        self.process.start(lambda: self._turn(life))
-        self.out = self.desk.connect(self.name, self._hear)
+        self.process.start(lambda: self._turn(life), settings.attempt)
+        self.out = self._exchange.connect(self.name, self._hear)
         self.process.on_death.append(self._ended)
         self._beat(self.process.attempt)
 
@@ -206,7 +206,7 @@ class SimulatedWorker:
         return found
 
     def _hear(self, word: dict[str, Any]) -> None:
-        if word["kind"] != "heard":
+        if "kind" in word:  # it is no answer to a command
             self._words.append(word)
             self.process.wake()
 
@@ -230,10 +230,8 @@ class SimulatedWorker:
     def _ended(self) -> None:
         self.world.say(self.name, f"ends as attempt {self.process.attempt}")
         self.state = "none"
-        self.desk.hang_up(self.name)
-        self.out.cut()
-        event = {"event": "exited", "name": self.name, "pid": 1, "status": -9}
-        self.world.clock.after(0.1 * self.world.random.random(), lambda: self.desk.note(event))
+        self._exchange.hang_up(self.name)
+        self.world.room.forks.ended(self.name)
 
     def waits(self) -> str:
         """What it says of itself."""

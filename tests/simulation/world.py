@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -13,20 +14,24 @@ from typing import Any
 
 import torch
 
-from dataflow import control, finished, ports, resume
+from dataflow import control, finished, handover, ports, resume
 from dataflow.control import Limits, Scheduler
 from dataflow.host import Settings
 from dataflow.ledger import Ledger
 from dataflow.records import GROUP_ID
 from dataflow.recovery import Patience
 from dataflow.run_folder import RunFolder
+from dataflow.successor import Successor
 from operators import issuing
 
+from .actors import TRAINED
 from .clock import Clock
-from .desk import SimulatedDesk
+from .desk import Room, SimulatedDesk
+from .exchange import Exchange
+from .forks import Forks
 from .guests import Guests
 from .laws import check
-from .nemesis import Blackouts, Nemesis, Trouble
+from .nemesis import Blackouts, Nemesis, SchedulerDeaths, Trouble
 from .network import SimulatedNetwork, Weather
 from .process import Crash, Process
 from .rounds import Rounds
@@ -77,7 +82,6 @@ class World:
         """Those of them that were it when the run was last taken up, so that everybody found them."""
         self._guests: Guests | None = None
         self._checked = 0
-        self._clear()
 
     def _clear(self) -> None:
         """A machine room with nobody in it."""
@@ -89,6 +93,11 @@ class World:
         self.chair = Process("scheduler", self.clock, self.random, pace_s=0.0)
         """Of the scheduler: it takes no turns by itself, but may die."""
         self.chair.alive = True
+        self.room = Room(
+            clock=self.clock, folder=self.folder.path, exchange=Exchange(self.network),
+            forks=Forks(self.clock, self.random, self._fork), step=self._step, point=lambda: self.chair.point(),
+            kill=self._kill, told=self._told,
+        )  # fmt: skip
 
     def say(self, who: str, what: str) -> None:
         """A line of the log."""
@@ -138,6 +147,8 @@ class World:
             self._guests = Guests(clock, random, nodes, self._command, over_s=self._over_s)
         if shape.resumes:
             Blackouts(clock, random, self._everybody, self._go_dark, self.say, over_s=2.0)
+        if shape.succeeds:
+            self._deaths = SchedulerDeaths(clock, random, lambda: self.chair, self.say, over_s=self._over_s)
 
     def _victims(self) -> list[Process]:
         """Who may die alone: nobody before all are ready."""
@@ -181,21 +192,64 @@ class World:
         self.one_generator = shape.generators == 1 and not shape.scales
         settings = Settings(folder=str(self.folder.path), seed=self.seed, steps=shape.steps)
         limits = Limits(hang_s=4.0, patience=Patience(of_one=50))
-        self.desk = SimulatedDesk(
-            self.network, self.folder.path, self._step, self.chair.point, self._spawn, self._kill, self._told
-        )
-        self.scheduler = scheduler = Scheduler(self.graph, self.plan, settings, limits=limits, clock=self.clock)
+        self.desk = SimulatedDesk(self.room, keeps=shape.succeeds)
+        self.scheduler = Scheduler(self.graph, self.plan, settings, limits=limits, clock=self.clock)
         if begun is not None:
-            scheduler.conductor.go_on(begun.steps, begun.rounds)
-        scheduler.start()
-        self._begun = True
-        self.say("scheduler", "all are ready")
-        while not scheduler.conductor.over:
-            scheduler.turn(0.25)
-            while scheduler.said:
-                self.say("scheduler", scheduler.said.pop(0))
-        self.say("scheduler", "the run is over")
-        scheduler.close()
+            self.scheduler.conductor.go_on(begun.steps, begun.rounds)
+        left: Mapping[str, Any] = {}
+        while not self._serves(self.scheduler, left):
+            if self._dark or not self.room.forks.stays:
+                raise Crash("all")
+            left = self._wait_for_another()
+            self.scheduler = Successor(
+                self.graph,
+                self.plan,
+                settings,
+                self.desk,
+                left,
+                limits=limits,
+                clock=self.clock,  # type: ignore[arg-type]
+            )
+
+    def _serves(self, scheduler: Scheduler, left: Mapping[str, Any]) -> bool:
+        """What a scheduler does, to the end of the run; False: it died before that. left: by the one before it."""
+        try:
+            scheduler.start()
+            self._law_of_adoption(scheduler, left)
+            self._begun = True
+            self.say("scheduler", "all are ready")
+            while not scheduler.conductor.over:
+                scheduler.turn(0.25)
+                while scheduler.said:
+                    self.say("scheduler", scheduler.said.pop(0).replace(str(os.getpid()), "1"))
+            self.say("scheduler", "the run is over")
+            if self.shape.succeeds and self.random.random() < 0.2:
+                self._deaths.strike_soon(0.05)
+            scheduler.close()
+        except Crash:
+            self.room.exchange.lose()
+            self.room.forks.note = lambda event: None
+            return False
+        return True
+
+    def _law_of_adoption(self, scheduler: Scheduler, left: Mapping[str, Any]) -> None:
+        """Whoever was at work stays so, whatever becomes of schedulers."""
+        for name, known in left.get("workers", {}).items():
+            if known["state"] == "ready" and self.workers[name].process.alive:
+                state = scheduler.workers[name].state
+                check(state in ("ready", "left"), f"'{name}' is at work, but {state} for the next scheduler")
+
+    def _wait_for_another(self) -> Mapping[str, Any]:
+        """Time passes without a scheduler; then another one takes the workers over. What the last one left."""
+        since, alone_s = self.clock.now, self.random.choice((0.05, 0.5, 5.0)) * self.random.random()
+        self.say("scheduler", f"is dead; the next one comes in {alone_s:.3f} s")
+        self.clock.after(alone_s, lambda: None)
+        while self.clock.now < since + alone_s:
+            self._event()
+        self.chair = Process("scheduler", self.clock, self.random, pace_s=0.0)
+        self.chair.alive = True
+        self.desk = SimulatedDesk(self.room, self.room.forks.hand_over(), self.clock.now - since, keeps=True)
+        return handover.read(self.folder.path)
 
     def _take_up(self) -> resume.Begun:
         """What `dataflow.run.run` does before it starts a run again."""
@@ -209,6 +263,7 @@ class World:
 
     def _end_all(self) -> None:
         """All die; what they hold in memory is gone, what is on the disk stays."""
+        self.room.forks.closed = True
         for worker in self.workers.values():
             worker.process.die()
         self.chair.die()
@@ -218,6 +273,11 @@ class World:
             self._guests.forget()
 
     def _step(self) -> None:
+        """The scheduler waits for the next event."""
+        self._event()
+        self.chair.point()
+
+    def _event(self) -> None:
         check(self.clock.step(), "the world stands still", self.who_waits)
         check(self.clock.events < MOST_EVENTS, "messages go back and forth without end", self.who_waits)
         check(self.clock.now < LONGEST_S, f"the run is not over after {LONGEST_S:.0f} s", self.who_waits)
@@ -246,21 +306,14 @@ class World:
         if shape.every_steps:
             self.rounds.at_end(self.ledger, self.folder.read_metrics())
 
-    def _spawn(self, name: str, settings: Mapping[str, Any]) -> None:
-        worker = self.workers.setdefault(name, SimulatedWorker(self, name))
-        desk = self.desk
-
-        def fork() -> None:
-            if self.desk is desk and self.chair.alive:
-                desk.note({"event": "started", "name": name, "pid": 1, "status": None})
-                self.say(name, f"starts as attempt {settings['attempt']}")
-                worker.start(settings)
-
-        self.clock.after(0.02 * self.random.random(), fork)
+    def _fork(self, name: str, settings: Mapping[str, Any]) -> None:
+        self.say(name, f"starts as attempt {settings['attempt']}")
+        self.workers.setdefault(name, SimulatedWorker(self, name)).start(settings)
 
     def _kill(self, name: str) -> None:
-        self.say(name, "is killed by the scheduler")
-        self.workers[name].process.die()
+        if name in self.workers:
+            self.say(name, "is killed by the scheduler")
+            self.workers[name].process.die()
 
     def _told(self, word: Mapping[str, Any]) -> None:
         """The scheduler says something to a worker."""
@@ -269,6 +322,8 @@ class World:
             self.say("scheduler", f"asks for the round of step {step}")
             if self.random.random() < 0.4:
                 self.nemesis.strike_soon(0.2, lambda: self._of("questions", "eval", "reward", "generator"))
+        if self.shape.succeeds and self.random.random() < 0.02:
+            self._deaths.strike_soon(0.1)
 
     def _command(self, command: Mapping[str, Any]) -> None:
         """Somebody asks for replicas."""
@@ -277,9 +332,13 @@ class World:
         assert self._guests is not None
         self.say("somebody", f"wishes for {command['wishes']}")
         self._guests.wished |= command["wishes"]
+        if self.shape.succeeds:
+            self.room.asked.append(command)
         self.desk.ask(command)
         if self.random.random() < 0.6:
             self.nemesis.strike_soon(0.3, self._on_the_way)
+        if self.shape.succeeds and self.random.random() < 0.5:
+            self._deaths.strike_soon(0.3)
 
     @contextlib.contextmanager
     def _product(self) -> Iterator[None]:
@@ -288,7 +347,8 @@ class World:
 
         def appended(self_: finished.Finished, rows: Any) -> None:
             append(self_, rows)
-            self._durable.update(rows.column(GROUP_ID).to_pylist())
+            if TRAINED in self_._files._ending:
+                self._durable.update(rows.column(GROUP_ID).to_pylist())
             assert self.current is not None
             self.current.point()
 

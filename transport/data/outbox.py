@@ -58,6 +58,11 @@ class Outbox:
         return len(self._parcels)
 
     @property
+    def rows(self) -> int:
+        """Rows of these."""
+        return sum(parcel.rows for parcel in self._parcels.values())
+
+    @property
     def drained(self) -> bool:
         """Whether all is acknowledged, and the receiver knows of the end if there was one."""
         return not self._parcels and (self.end_confirmed or not self._ended)

@@ -47,9 +47,12 @@ class Sender:
         network: Network | None = None,
         peer_timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        most_rows: int | None = None,
     ) -> None:
         """Connect to `receivers` (addresses); they may appear later.
 
+        `most_rows` may be unacknowledged with all receivers of a balanced edge together, whatever credit they give:
+        so one of them that has room for as many can take what others had. A larger batch travels alone.
         `epoch` is larger after each restart of the sender. A receiver that is away for `peer_timeout_s`
         makes `poll` raise PeerGone. Raises AddressError for an address that others could listen at.
         """
@@ -61,6 +64,7 @@ class Sender:
             )
         self.edge, self.sender_id, self.epoch, self.schema = edge, sender_id, epoch, schema
         self._partition, self._peer_timeout_s, self._clock = partition, peer_timeout_s, clock
+        self._most_rows = most_rows
         self._network = network or SocketNetwork()
         self._encoded = frames.encode_schema(schema)
         self._encoder = frames.Encoder(schema)
@@ -103,7 +107,8 @@ class Sender:
         """Rows of the largest batch that would be taken now, whatever its key."""
         if self._returned:
             return 0
-        return room_rows(self._partition, [link.outbox.room() for link in self._staying()])
+        room = room_rows(self._partition, [link.outbox.room() for link in self._staying()])
+        return room if self._most_rows is None else max(0, min(room, self._most_rows - self._rows()))
 
     def add_receiver(self, address: str) -> None:
         """From now on batches go to `address` too, as soon as it appears and gives credit; read `sockets` again.
@@ -248,10 +253,16 @@ class Sender:
     def _choose(self, need: Credit, key: int | None = None) -> list[Link]:
         """Whom a batch goes to now; nobody while there is no credit. Raises BatchTooLarge."""
         links = self._staying()
+        if self._most_rows is not None and (under_way := self._rows()) and under_way + need.rows > self._most_rows:
+            return []
         chosen = [links[index] for index in choose(self._partition, [link.outbox.room(need) for link in links], key)]
         for link in chosen or links:
             link.check_fits(need)
         return chosen
+
+    def _rows(self) -> int:
+        """Rows that receivers have and did not acknowledge."""
+        return sum(link.outbox.rows for link in self._links)
 
     def _place_returned(self) -> None:
         while self._returned and (chosen := self._choose(self._returned[0].cost)):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from transport.data import Receiver, Sender
+from transport.data import Delivery, Receiver, Sender
 from transport.errors import BatchTooLarge, PeerGone, WaitTimeout
 
 from .rig import Rig, connect, drain, firsts, make_batch, settle, take, until
@@ -32,6 +32,30 @@ def test_a_receiver_that_joins_gets_batches_from_then_on(rig: Rig) -> None:
     assert [sender.send(make_batch(number)) for number in range(2, 5)] == [True, True, False]
     assert firsts(take(first, 2, sender)) == [0, 1]
     assert firsts(take(second, 2, sender)) == [2, 3]
+
+
+def test_all_receivers_together_have_no_more_than_one_may_have_room_for(rig: Rig) -> None:
+    first, second = rig.receiver(), rig.receiver()
+    sender = rig.sender(first, second, most_rows=5)
+    connect(sender, to=first)
+    connect(sender, to=second)
+    assert sender.room() == 5
+    assert [sender.send(make_batch(number, rows=2)) for number in range(3)] == [True, True, False]
+    assert sender.room() == 1 and sender.send(make_batch(3)) and sender.room() == 0
+    taken: list[Delivery] = []
+
+    def take_all() -> bool:
+        sender.poll()
+        taken.extend(found for one in (first, second) if (found := one.receive(0.01)) is not None)
+        return len(taken) == 3
+
+    until(take_all)
+    assert not sender.send(make_batch(4)), "they have come, and are not acknowledged"
+    for delivery in taken:
+        delivery.ack()
+    until(lambda: (first.poll(), second.poll(), sender.poll(), sender.unacknowledged == 0)[3])
+    assert sender.send(make_batch(5, rows=6)), "a larger one travels alone"
+    assert not sender.send(make_batch(6))
 
 
 def test_sockets_follow_who_joins_and_leaves(rig: Rig) -> None:

@@ -96,7 +96,7 @@ HALF = {"dtype": "bfloat16"}
     ids=["1-1-tied", "2-1-cast-on-the-way", "1-2-cast-by-the-trainer-tied", "2-2"],
 )
 def test_each_rank_holds_the_bytes_of_gather_then_shard_in_every_version(play, trainer, generator, kind):
-    check(*play(trainer=trainer, groups=(generator,), **kind))
+    check(*play(trainer=trainer, groups=(generator,), in_turn=8, **kind))
 
 
 @pytest.mark.slow

@@ -1,0 +1,48 @@
+"""Clocks that stand still while a run is stopped (Ctrl-Z), so that nobody loses patience with anybody meanwhile."""
+
+import threading
+import time
+from collections.abc import Callable
+
+ABSENT_S = 1.0
+"""From one look to the next: a process that took longer was stopped, or had no core, and could not have heard."""
+
+
+class RunClock:
+    """Seconds of the machine's clock, without those that its owner took out."""
+
+    def __init__(self, away_s: float = 0.0) -> None:
+        """away_s: taken out so far."""
+        self.away_s = away_s
+
+    def __call__(self) -> float:
+        """Now."""
+        return time.monotonic() - self.away_s
+
+    def stand_still(self, stop: Callable[[], object]) -> None:
+        """Take out what `stop` takes."""
+        began = time.monotonic()
+        stop()
+        self.away_s += time.monotonic() - began
+
+
+class AwakeClock:
+    """Seconds of the machine's clock in which this process could run.
+
+    Nobody is told that he was stopped (SIGSTOP): it shows when a clock that some thread looks at several times a second
+    has gone on by more than `ABSENT_S` between two looks. That time is taken out, whoever looks first.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: the machine's."""
+        self._clock, self._lock = clock, threading.Lock()
+        self._looked, self._away_s = clock(), 0.0
+
+    def __call__(self) -> float:
+        """Now."""
+        with self._lock:
+            now = self._clock()
+            if now - self._looked > ABSENT_S:
+                self._away_s += now - self._looked
+            self._looked = now
+            return now - self._away_s
