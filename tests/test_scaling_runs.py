@@ -29,6 +29,7 @@ from dataflow.run_folder import RunFolder
 from dataflow.staleness import admit
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Evaluate, Prompts
+from transport.data.outbox import Outbox
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
 
@@ -260,8 +261,18 @@ class _Telling(Around):
 def test_a_leaver_waits_until_its_prompts_may_start_and_none_of_them_is_lost(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, noted, asked = tmp_path / "step", Noted(tmp_path / "noted"), tmp_path / "asked"
-    retire, fake = Ports.retire, FakeGenerator(model=MODEL)
+    step, noted = tmp_path / "step", Noted(tmp_path / "noted")
+    shared, asked = tmp_path / "shared", tmp_path / "asked"
+    welcome, retire, fake = Outbox.welcome, Ports.retire, FakeGenerator(model=MODEL)
+    welcomed = set[int]()
+
+    def counting(outbox: Outbox, message: Any) -> bool:
+        """The source may have given all prompts that it may give to the first; what it gives next, the second gets."""
+        if outbox._edge.endswith(">generator:prompts"):
+            welcomed.add(id(outbox))
+            if len(welcomed) == 2:
+                shared.touch()
+        return welcome(outbox, message)
 
     def noting(ports: Ports, receivers: Mapping[str, str]) -> None:
         retire(ports, receivers)
@@ -271,8 +282,9 @@ def test_a_leaver_waits_until_its_prompts_may_start_and_none_of_them_is_lost(
         return any(last > 4 * 35 for _, last, _ in noted.of("took", 1))
 
     def hold(inner: Runtime) -> Runtime:
-        return _Held(_Telling(inner, step), {10: far_ahead, 20: asked.exists})
+        return _Held(_Telling(inner, step), {1: shared.exists, 10: far_ahead, 20: asked.exists})
 
+    monkeypatch.setattr(Outbox, "welcome", counting)
     monkeypatch.setattr(Ports, "retire", noting)
     generator = built_by(fake, lambda context: _Bounded(FakeGenerator.build(fake, context), context, step, noted, 2, 4))
     trainer = wrapped(FakeTrainer(model=MODEL, prompts_per_step=4), hold)
