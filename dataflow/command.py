@@ -1,6 +1,10 @@
 """Commands to a run that is under way: how one is asked, and how the scheduler answers."""
 
+import errno
 import secrets
+import socket
+import stat
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,8 @@ from dataflow.errors import DataflowError, DeadlineError, RunError
 from dataflow.run_folder import RunFolder
 
 ANSWER_S = 10.0
+_LOOK_MS = 1000
+"""Between two looks whether the scheduler lives: long enough for another that takes its place."""
 FILE = "control.json"
 """In the folder of a run that is under way: where it takes commands."""
 
@@ -70,8 +76,10 @@ def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Said:
 
 
 def _exchange(folder: RunFolder, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Send one command and wait for what is said to it. Raises as `ask_to_scale`."""
+    """Send one command and wait for what is said to it, unless nobody is there to say anything. Raises as
+    `ask_to_scale`."""
     address = _address(folder)
+    deadline = time.monotonic() + timeout_s
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.set(zmq.IDENTITY, f"command-{secrets.token_hex(8)}".encode())
@@ -79,11 +87,17 @@ def _exchange(folder: RunFolder, message: Mapping[str, Any], timeout_s: float) -
     try:
         dealer.connect(address)
         dealer.send(msgpack.packb(dict(message)))
-        if not dealer.poll(int(timeout_s * 1000)):
-            raise DeadlineError(
-                f"'{folder.path.name}' has not answered within {timeout_s:.0f} s; it may have just ended, or its "
-                f"scheduler is stopped; look at its display, and ask again"
-            )
+        while not dealer.poll(min(_LOOK_MS, int(timeout_s * 1000))):
+            if not listens(Path(_address(folder).removeprefix("ipc://"))):
+                raise RunError(
+                    f"the scheduler of '{folder.path.name}' has died; dataflow resume takes over the workers that it "
+                    f"left; without that they finish their step, write a checkpoint and end within a minute or two"
+                )
+            if time.monotonic() >= deadline:
+                raise DeadlineError(
+                    f"'{folder.path.name}' has not answered within {timeout_s:.0f} s; it may have just ended, or its "
+                    f"scheduler is stopped; look at its display, and ask again"
+                )
         said: dict[str, Any] = msgpack.unpackb(dealer.recv())
     finally:
         dealer.close()
@@ -91,6 +105,17 @@ def _exchange(folder: RunFolder, message: Mapping[str, Any], timeout_s: float) -
     if "error" in said:
         raise RunError(said["error"])
     return said
+
+
+def listens(path: Path) -> bool:
+    """Whether some process has the socket with this name open. It does not notice: the question is of another kind."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks:
+        try:
+            if stat.S_ISSOCK(path.lstat().st_mode):
+                asks.connect(str(path))
+        except OSError as error:
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+    return False
 
 
 def _address(folder: RunFolder) -> str:

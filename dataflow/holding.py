@@ -11,22 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from dataflow.node import Share
+
 Group = tuple[str, int]
 """Lane and group_id."""
-
-
-class _Share:
-    """Acknowledges a delivery once none of its groups needs it any more."""
-
-    def __init__(self, ack: Callable[[], None], groups: int) -> None:
-        self._ack, self._left = ack, groups
-        if not groups:
-            ack()
-
-    def release(self) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._ack()
 
 
 @dataclass
@@ -40,7 +28,7 @@ class Holding:
 
     released: Callable[[Group], None] = lambda group: None
     """Told of every group that the next nodes are done with."""
-    _shares: dict[Group, dict[tuple[str, str], _Share]] = field(default_factory=dict)
+    _shares: dict[Group, dict[tuple[str, str], Share]] = field(default_factory=dict)
     """By group, sending node and sender, which is one of its replicas: the delivery that stands for it."""
     _inside: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     """Lane, origin, group: those that the runtime is not done with."""
@@ -62,11 +50,15 @@ class Holding:
         return found
 
     def arrive(
-        self, lane: str, origin: str, groups: Iterable[int], ack: Callable[[], None], sender: str = ""
-    ) -> list[int]:
-        """Take a delivery's groups in; those that are new, which the runtime is to do."""
+        self, lane: str, origin: str, groups: Iterable[int], ack: Callable[[], None], sender: str = "",
+        early: Callable[[int], None] = lambda group: None,
+    ) -> list[int]:  # fmt: skip
+        """Take a delivery's groups in; those that are new, which the runtime is to do.
+
+        ack: called with the last of them that nobody needs any more; early: with each before that.
+        """
         numbers = list(groups)
-        share = _Share(ack, len(numbers))
+        share = Share(ack, early, len(numbers))
         new = []
         for number in numbers:
             known = self._shares.setdefault((lane, number), {})
@@ -76,7 +68,7 @@ class Holding:
             before = known.get((origin, sender))
             known[origin, sender] = share
             if before is not None:
-                before.release()
+                before.release(number)
         return new
 
     def sent(self, lane: str, groups: Iterable[int], receivers: int) -> None:
@@ -107,5 +99,5 @@ class Holding:
             return
         self._shares.pop(group, None)
         for share in shares.values():
-            share.release()
+            share.release(number)
         self.released(group)

@@ -1,10 +1,8 @@
 """What runs leave in memory that were killed with all their processes: found by their folders, and removed."""
 
 import contextlib
-import errno
 import os
 import shutil
-import socket
 import stat
 from pathlib import Path
 
@@ -33,7 +31,7 @@ def clear_all(runs: Path) -> list[str]:
 def remove(folder: RunFolder) -> bool:
     """As `clear`, for one who knows that nobody is in the folder."""
     place = _place(folder)
-    if place is None or _somebody_listens(place):
+    if place is None or any(command.listens(path) for path in place.iterdir()):
         return False
     shutil.rmtree(place, ignore_errors=True)
     return True
@@ -48,16 +46,3 @@ def _place(folder: RunFolder) -> Path | None:
         if place.name.startswith(PREFIX) and stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid():
             return place
     return None
-
-
-def _somebody_listens(place: Path) -> bool:
-    """Whether a process has one of the sockets in a folder open. Nobody takes notice: all are of another kind."""
-    for path in place.iterdir():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks:
-            try:
-                if stat.S_ISSOCK(path.lstat().st_mode):
-                    asks.connect(str(path))
-            except OSError as error:
-                if error.errno not in (errno.ECONNREFUSED, errno.ENOENT):
-                    return True
-    return False

@@ -24,7 +24,7 @@ class Inlet(Protocol):
     """The receiving end of an edge (transport.data.Receiver)."""
 
     def receive(self, timeout_s: float = 0.0) -> Any | None:
-        """A delivery with `batch`, `sender` and `ack`, or None."""
+        """A delivery with `batch`, `sender`, `ack` and `ack_rows`, or None."""
 
     def poll(self) -> None:
         """Take in what arrived, answer the senders."""
@@ -37,8 +37,12 @@ class Inlet(Protocol):
 class Outlet(Protocol):
     """The sending end of an edge (transport.data.Sender)."""
 
-    def send(self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None) -> bool:
-        """False when there is no credit now; then nothing was taken. acked: called when it is acknowledged."""
+    def send(
+        self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None,
+        acked_rows: Callable[[int, int], None] = lambda first, count: None,
+    ) -> bool:  # fmt: skip
+        """False when there is no credit now; then nothing was taken. acked: called when it is acknowledged; acked_rows:
+        with the first and the number of rows that are before the rest."""
 
     def poll(self) -> None:
         """Take in grants and acknowledgements."""
@@ -55,8 +59,7 @@ def whole_groups(records: pa.RecordBatch, most_rows: int) -> list[pa.RecordBatch
     """Slices of at most so many rows, cut between groups; a group that is larger by itself stays whole."""
     if records.num_rows <= most_rows:
         return [records]
-    ids = records.column(GROUP_ID).to_numpy()
-    ends = [*(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
+    ends = [*_starts(records)[1:], records.num_rows]
     parts, start, last = [], 0, 0
     for end in ends:
         if end - start > most_rows and last > start:
@@ -64,6 +67,52 @@ def whole_groups(records: pa.RecordBatch, most_rows: int) -> list[pa.RecordBatch
             start = last
         last = end
     return [*parts, records.slice(start)]
+
+
+def stretches(records: pa.RecordBatch) -> dict[int, tuple[int, int]]:
+    """By group, in order: its first row, and how many it has."""
+    starts = _starts(records)
+    ids = records.column(GROUP_ID).to_numpy()[starts].tolist()
+    ends = [*starts[1:], records.num_rows]
+    return {group: (start, end - start) for group, start, end in zip(ids, starts, ends, strict=True)}
+
+
+def _starts(records: pa.RecordBatch) -> list[int]:
+    """First rows of the groups, which lie side by side."""
+    ids = records.column(GROUP_ID).to_numpy()
+    return [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist()] if len(ids) else []
+
+
+class _Sent:
+    """A batch that was sent: which of its groups the next node has not acknowledged."""
+
+    def __init__(self, records: pa.RecordBatch, acknowledged: Callable[[list[int]], None]) -> None:
+        self._left = {first: group for group, (first, _) in stretches(records).items()}
+        self._acknowledged = acknowledged
+
+    def acked(self) -> None:
+        groups, self._left = [*self._left.values()], {}
+        self._acknowledged(groups)
+
+    def acked_rows(self, first: int, count: int) -> None:
+        self._acknowledged([self._left.pop(at) for at in range(first, first + count) if at in self._left])
+
+
+class _Taken:
+    """Groups of a delivery that the runtime has, and those that it is done with before the rest."""
+
+    def __init__(self, groups: list[int], done: Callable[[list[int]], None], over: Callable[[], None]) -> None:
+        self._left, self._done, self._over = dict.fromkeys(groups), done, over
+
+    def ack(self) -> None:
+        groups, self._left = list(self._left), {}
+        self._over()
+        self._done(groups)
+
+    def early(self, group_id: int) -> None:
+        if group_id in self._left:
+            del self._left[group_id]
+            self._done([group_id])
 
 
 class NodeLoop:
@@ -106,7 +155,7 @@ class NodeLoop:
         ]
         self._most_rows = most_rows or {}
         self._mark, self._span, self._clock = mark, span, clock
-        self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, Callable[[], None]]] = collections.deque()
+        self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, _Sent]] = collections.deque()
         self._finished = finished or {}
         self._settled = settled
         self.holding = Holding(released=self._forget)
@@ -173,8 +222,7 @@ class NodeLoop:
 
     def _take(self, lane: str, origin: str, delivery: Any) -> None:
         """Push what is new of a delivery; what was finished before leaves at once, what has an outcome is let go."""
-        groups = _ids(delivery.batch)
-        new = self.holding.arrive(lane, origin, groups, delivery.ack, delivery.sender)
+        groups, new = self._arrive(lane, origin, delivery)
         settled = set(self._settled(lane, new))
         found = self._found(lane, [group for group in new if group not in settled])
         if settled or found:
@@ -185,20 +233,30 @@ class NodeLoop:
             rows = delivery.batch
             if len(new) < len(groups):
                 rows = rows.filter(pc.is_in(rows.column(GROUP_ID), pa.array(new, pa.int64())))
-            self.runtime.push(Batch(lane, rows, origin, self._later(lane, origin, new)))
+            taken = self._taken(lane, origin, new)
+            self.runtime.push(Batch(lane, rows, origin, taken.ack, taken.early))
 
-    def _later(self, lane: str, origin: str, groups: list[int]) -> Callable[[], None]:
+    def _arrive(self, lane: str, origin: str, delivery: Any) -> tuple[list[int], list[int]]:
+        """All groups of a delivery, and those that are new."""
+        rows_of = stretches(delivery.batch)
+
+        def early(group: int) -> None:
+            delivery.ack_rows(*rows_of[group])
+
+        groups = list(rows_of)
+        return groups, self.holding.arrive(lane, origin, groups, delivery.ack, delivery.sender, early)
+
+    def _taken(self, lane: str, origin: str, groups: list[int]) -> _Taken:
         self._inside[lane] += 1
 
-        def acknowledge() -> None:
+        def over() -> None:
             self._inside[lane] -= 1
-            self._done.append((lane, origin, groups))
 
-        return acknowledge
+        return _Taken(groups, lambda done: self._done.append((lane, origin, done)), over)
 
     def _queue(self, made: list[Batch]) -> None:
         for batch in made:
-            groups = _ids(batch.records)
+            groups = list(stretches(batch.records))
             if batch.lane in self._finished and groups:
                 self._finished[batch.lane].append(batch.records)
             self._put(batch.lane, batch.records, groups)
@@ -211,8 +269,9 @@ class NodeLoop:
         outlets = self._outlets.get(lane, ())
         self.holding.sent(lane, groups, len(outlets))
         for part in whole_groups(records, self._most_rows.get(lane, _MOST_ROWS)):
-            acked = partial(self.holding.acknowledged, lane, _ids(part))
-            self._outbox += [(outlet, part, acked) for outlet in outlets]
+            self._outbox += [
+                (outlet, part, _Sent(part, partial(self.holding.acknowledged, lane))) for outlet in outlets
+            ]
 
     def _found(self, lane: str, groups: list[int]) -> dict[int, pa.RecordBatch]:
         """Those of some groups that were finished before."""
@@ -234,8 +293,8 @@ class NodeLoop:
     def _flush(self) -> bool:
         moved = False
         while self._outbox:
-            outlet, part, acked = self._outbox[0]
-            if not outlet.send(part, acked=acked):
+            outlet, part, sent = self._outbox[0]
+            if not outlet.send(part, acked=sent.acked, acked_rows=sent.acked_rows):
                 break
             self._outbox.popleft()
             moved = True
@@ -253,7 +312,7 @@ class NodeLoop:
         for lane, origin, inlet in self._inlets:
             while (delivery := inlet.receive()) is not None:
                 moved = True
-                new = self.holding.arrive(lane, origin, _ids(delivery.batch), delivery.ack, delivery.sender)
+                _, new = self._arrive(lane, origin, delivery)
                 self.holding.done(lane, origin, new)
         return moved
 
@@ -287,8 +346,3 @@ class NodeLoop:
 
     def _source_done(self) -> bool:
         return bool(self.runtime.status().get("done"))
-
-
-def _ids(records: pa.RecordBatch) -> list[int]:
-    """The groups of a batch, in order."""
-    return pc.unique(records.column(GROUP_ID)).to_pylist() if records.num_rows else []

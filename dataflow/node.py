@@ -33,6 +33,27 @@ class Batch:
     """The node that sent them."""
     ack: Callable[[], None] = field(default=lambda: None, compare=False)
     """Called by the runtime once all that these rows led to has been returned from `work`."""
+    early: Callable[[int], None] = field(default=lambda group_id: None, compare=False)
+    """Called with a group of which that is true before it is of all; the last is told by `ack`. So no group waits for
+    those that it travelled with."""
+
+
+class Share:
+    """Acknowledges rows that came together once none of their groups is needed, and before that each that is not."""
+
+    def __init__(self, ack: Callable[[], None], early: Callable[[int], None], groups: int) -> None:
+        """groups: how many there are; with none they are acknowledged at once."""
+        self._ack, self._early, self._left = ack, early, groups
+        if not groups:
+            ack()
+
+    def release(self, group_id: int) -> None:
+        """One of them is not needed."""
+        self._left -= 1
+        if self._left:
+            self._early(group_id)
+        else:
+            self._ack()
 
 
 class Runtime:

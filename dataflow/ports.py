@@ -156,7 +156,7 @@ class Ports:
     def depths(self) -> dict[str, tuple[int, int]]:
         """Rows received and not acknowledged, and the capacity, of the edges that end here."""
         return {
-            edge.name: (self.inlets[edge.name].depth[0], edge.capacity_rows)
+            edge.name: (self.inlets[edge.name].depth[0], edge.most_rows or edge.capacity_rows)
             for edge in self._edges if edge.name in self.inlets
         }  # fmt: skip
 

@@ -58,11 +58,11 @@ def edges(graph: Graph) -> list[Edge]:
 def _prompts(graph: Graph, stream: Stream[Any], generator: Operator, bound: Bound | None) -> Edge:
     """Prompts are few and cheap to hold back.
 
-    A prompt is acknowledged when its rollouts have an outcome, so a replica gets no more of them than may be in flight,
-    and a step's worth to go on with. A few neighbours travel together: a trainer takes groups in order, so they have
-    their outcomes one after the other, and none keeps the credit of the others for long. Several replicas have no more
-    under way than one has room for: the first groups of one that leaves or dies then find room with any other, which
-    cannot finish the later ones that it has before those.
+    A prompt is acknowledged when its rollouts have an outcome, so no more of them are under way than may be in flight,
+    and a step's worth to go on with, however many replicas there are: the first groups of one that leaves or dies then
+    find room with any other, which cannot finish the later ones that it has before those. Where nobody is trained all
+    have an outcome soon. A few neighbours travel together; of those that have an outcome the source hears at once,
+    but they keep their credit until all do, so a replica has credit for as many times more.
     """
     step = _PROMPTS if bound is None else bound.prompts_per_step
     together = max(1, min(_TOGETHER, step // _PARTS))
@@ -70,14 +70,15 @@ def _prompts(graph: Graph, stream: Stream[Any], generator: Operator, bound: Boun
     capacity = min(in_flight, _MOST_PROMPTS)
     return Edge(
         producer=stream.node, consumer=generator.name, lane=stream.lane, columns=stream.columns,
-        capacity_rows=capacity, batch_rows=together, most_rows=None if bound is None else capacity,
+        capacity_rows=capacity if bound is None else together * capacity, batch_rows=together,
+        most_rows=None if bound is None else capacity,
     )  # fmt: skip
 
 
 def _rows(graph: Graph, stream: Stream[Any], consumer: Operator, bound: Bound | None) -> Edge:
     """A group is acknowledged when it has an outcome, and an operator that waits for a critic's weights holds groups
-    until they come: an edge must hold all that the staleness bound lets be in flight, and a step more. Groups that
-    travel together are acknowledged together: each may keep the credit of all. With less the run would deadlock.
+    until they come: an edge must hold all that the staleness bound lets be in flight, and a step more. Of groups that
+    travel together each may keep the credit of all. With less the run would deadlock.
     """
     size = group_size(graph, stream.lane) or 1
     capacity = max(_CAPACITY_ROWS, 2 * size)

@@ -69,10 +69,9 @@ class Demonstrating(Runtime):
         if not self._queue:
             return None
         batch = self._queue.popleft()
+        arrival = Arrival(batch)
         if not batch.records.num_rows:
-            batch.ack()
             return []
-        arrival = Arrival(batch, 0)
         ids, versions = (batch.records.column(name).to_pylist() for name in (GROUP_ID, MIN_VERSION))
         groups = [
             Group(
@@ -87,7 +86,8 @@ class Demonstrating(Runtime):
             else:
                 group.rows = [found]
         made = rollouts(groups, self._tokenizer, frozenset([self._end]))
-        batch.ack()
+        for group in groups:
+            arrival.share.release(group.group_id)
         return [Batch(batch.lane, made)]
 
     def _demonstrated(self, batch: Batch) -> list[Ended | str]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataflow.node import Batch
+from dataflow.node import Batch, Share
 from dataflow.parts import Stretch
 from dataflow.records import (
     COMPLETION,
@@ -64,12 +64,11 @@ class Ended:
         )  # fmt: skip
 
 
-@dataclass(slots=True)
 class Arrival:
-    """A batch of prompts, and how many of its groups are not finished."""
+    """A batch of prompts, one a group, and which of them are not finished; one without any is acknowledged at once."""
 
-    batch: Batch
-    left: int
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.share = batch, Share(batch.ack, batch.early, batch.records.num_rows)
 
 
 @dataclass(slots=True)

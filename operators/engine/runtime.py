@@ -69,9 +69,8 @@ class GeneratorRuntime(Runtime):
     def push(self, batch: Batch) -> None:
         """Tokenize the prompts into their lane's queue; what cannot be served is complete at once."""
         records = batch.records
-        arrival = Arrival(batch, records.num_rows)
+        arrival = Arrival(batch)
         if not records.num_rows:
-            batch.ack()
             return
         texts = records.column(PROMPT).to_pylist()
         encoded = encode(self.tokenizer, texts, chat=self._declaration.chat, context_tokens=self._context_tokens)
@@ -256,9 +255,7 @@ class GeneratorRuntime(Runtime):
             batches.append(Batch(lane, groups.rollouts(complete, self.tokenizer, self._ends, masks=masks)))
             for group in complete:
                 self._owed -= group.size
-                group.arrival.left -= 1
-                if not group.arrival.left:
-                    group.arrival.batch.ack()
+                group.arrival.share.release(group.group_id)
         return batches
 
 

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import torch
 
 from dataflow.errors import DeadlineError
-from dataflow.node import Batch, Context, Runtime
+from dataflow.node import Batch, Context, Runtime, Share
 from dataflow.records import DROP_REASON, ERROR, GROUP_ID, LOGPROBS, MASK, VERSIONS, AnyArray
 from dataflow.scoring.values import error_column
 from dataflow.weight_ends import WeightsIn
@@ -31,15 +31,6 @@ WAIT_S = 1800.0
 _ROOM = 4096
 
 
-@dataclass
-class _Arrival:
-    """A batch that was pushed."""
-
-    batch: Batch
-    left: int
-    """Groups of it that have not left."""
-
-
 @dataclass(frozen=True)
 class _Group:
     """A group that waits."""
@@ -50,7 +41,9 @@ class _Group:
     """Version behind its newest token."""
     cost: int
     """About how many tokens it takes."""
-    arrival: _Arrival
+    lane: str
+    share: Share
+    """Of the batch that brought it."""
 
 
 @dataclass
@@ -107,11 +100,12 @@ class ForwardRuntime(Runtime):
             return
         ids = records.column(GROUP_ID).to_numpy()
         starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
-        arrival = _Arrival(batch, len(starts))
+        share = Share(batch.ack, batch.early, len(starts))
         for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(ids)], strict=True):
             rows = records.slice(start, end - start)
             newest = pc.max(pc.list_flatten(rows.column(VERSIONS))).as_py()
-            group = _Group(int(ids[start]), rows, -1 if newest is None else newest, _cost(rows), arrival)
+            newest = -1 if newest is None else newest
+            group = _Group(int(ids[start]), rows, newest, _cost(rows), batch.lane, share)
             self._waiting.append(group)
         self._rows += records.num_rows
         self._moved = self._context.clock()
@@ -171,8 +165,8 @@ class ForwardRuntime(Runtime):
         chosen: list[_Group] = []
         cost = 0
         for group in self._waiting:
-            lane = group.arrival.batch.lane
-            if chosen and lane != chosen[0].arrival.batch.lane:
+            lane = group.lane
+            if chosen and lane != chosen[0].lane:
                 continue
             if not is_due(group.group_id, group.newest, known, bounds.get(lane), self._own):
                 continue
@@ -233,16 +227,14 @@ class ForwardRuntime(Runtime):
             self._context.log.warning("rows without a number", rows=len(errors), first=next(iter(errors.values())))
         self._rows -= total
         for group in current.groups:
-            group.arrival.left -= 1
-            if not group.arrival.left:
-                group.arrival.batch.ack()
-        return Batch(current.groups[0].arrival.batch.lane, records.append_column(self._declaration.name, values))
+            group.share.release(group.group_id)
+        return Batch(current.groups[0].lane, records.append_column(self._declaration.name, values))
 
     def _check_deadline(self) -> None:
         if not self._waiting or self._context.clock() - self._moved <= WAIT_S:
             return
         known, group = self._known(), self._waiting[0]
-        lane = group.arrival.batch.lane
+        lane = group.lane
         wanted = needed(group.newest, self._context.bounds.get(lane), self._own)
         raise DeadlineError(
             f"'{self._context.node}' waited {WAIT_S:.0f} s for version {wanted} of '{self._declaration.model.name}', "

@@ -2,24 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
-from dataflow.node import Batch
+from dataflow.node import Batch, Share
 from dataflow.records import GROUP_ID
-
-
-class _Share:
-    """Acknowledges a batch once all of its groups have been released."""
-
-    def __init__(self, ack: Callable[[], None], groups: int) -> None:
-        self._ack, self._left = ack, groups
-
-    def release(self) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._ack()
 
 
 @dataclass(frozen=True)
@@ -61,16 +50,15 @@ class ReorderBuffer:
         ids = batch.records.column(GROUP_ID).to_numpy()
         starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else np.zeros(0, int)
         ends = np.r_[starts[1:], len(ids)]
-        share = _Share(batch.ack, max(1, len(starts)))
-        if not len(starts):
-            share.release()
+        share = Share(batch.ack, batch.early, len(starts))
         new = 0
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             group_id = int(ids[start])
             if group_id < self.following or group_id in self._held or group_id in self._holes:
-                share.release()
+                share.release(group_id)
                 continue
-            self._held[group_id] = Group(group_id, batch.records.slice(start, end - start), share.release)
+            records = batch.records.slice(start, end - start)
+            self._held[group_id] = Group(group_id, records, partial(share.release, group_id))
             new += end - start
         self.rows += new
         return new

@@ -28,6 +28,17 @@ def test_a_delivery_is_acknowledged_when_the_next_nodes_are_done_with_all_of_it(
     assert acks == ["first"] and not len(holding)
 
 
+def test_of_a_delivery_each_group_but_the_last_is_told_by_itself() -> None:
+    holding, acks, told = Holding(), Acks(), list[int]()
+    holding.arrive("a", "source", [1, 2, 3], acks.of("first"), early=told.append)
+    holding.sent("a", [1, 2, 3], 1)
+    holding.done("a", "source", [1, 2, 3])
+    for group in (2, 3, 1):
+        assert not acks
+        holding.acknowledged("a", [group])
+    assert (told, acks) == ([2, 3], ["first"])
+
+
 def test_a_group_that_leads_to_nothing_is_done_with_the_runtime() -> None:
     holding, acks = Holding(), Acks()
     holding.arrive("a", "source", [1], acks.of("first"))

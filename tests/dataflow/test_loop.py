@@ -36,6 +36,7 @@ class Events(list[tuple[Any, ...]]):
 class Delivery:
     batch: pa.RecordBatch
     ack: Callable[[], None]
+    ack_rows: Callable[[int, int], None]
     sender: str = "before-0"
 
 
@@ -50,7 +51,11 @@ class FakeInlet:
             return None
         batch = self.waiting.popleft()
         self.events.append(("received", *ids(batch)))
-        return Delivery(batch, lambda: self.events.append(("acked", *ids(batch))))
+
+        def ack_rows(first: int, count: int) -> None:
+            self.events.append(("acked early", *ids(batch.slice(first, count))))
+
+        return Delivery(batch, lambda: self.events.append(("acked", *ids(batch))), ack_rows)
 
     def poll(self) -> None:
         self.polls += 1
@@ -66,13 +71,18 @@ class FakeOutlet:
     def __init__(self, events: Events, credit: int = 1_000, name: str = "sent", keeps: bool = False) -> None:
         self.events, self.credit, self.polls, self.name, self.finishes = events, credit, 0, name, 0
         self.keeps, self.owed = keeps, deque[Callable[[], None]]()
+        self.owed_rows: list[Callable[[int, int], None]] = []
 
-    def send(self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None) -> bool:
+    def send(
+        self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None,
+        acked_rows: Callable[[int, int], None] = lambda first, count: None,
+    ) -> bool:  # fmt: skip
         if not self.credit:
             return False
         self.credit -= 1
         self.events.append((self.name, *ids(batch)))
         self.owed.append(acked)
+        self.owed_rows.append(acked_rows)
         if not self.keeps:
             self.acknowledge()
         return True
@@ -372,6 +382,35 @@ def test_rows_are_acknowledged_only_when_the_next_node_has_acknowledged_what_the
     assert events.of("acked") == [("acked", 0)]
 
 
+def test_what_the_next_node_says_of_one_group_is_passed_on_before_its_neighbours_have_an_outcome() -> None:
+    events = Events()
+    outlet = FakeOutlet(events, keeps=True)
+    loop = loop_of(Script(events), FakeInlet(events, rows(7, 7, 7, 8, 9, 9)), outlet)
+    turn_until_still(loop)
+    (acked_rows,) = outlet.owed_rows
+    acked_rows(3, 1)
+    assert events.of("acked", "acked early") == [("acked early", 8)]
+    acked_rows(3, 1)
+    acked_rows(1, 2)
+    assert len(events.of("acked early")) == 1, "heard twice, and of rows that no group begins with"
+    outlet.acknowledge()
+    assert events.of("acked", "acked early")[1:] == [("acked early", 7, 7, 7), ("acked", 7, 7, 7, 8, 9, 9)]
+
+
+def test_what_a_runtime_says_of_one_group_is_passed_on_before_it_is_done_with_the_others() -> None:
+    events, script = Events(), Script(Events(), keeps_last=True)
+    loop = NodeLoop("node", script, [("prompts", "before", FakeInlet(events, rows(0, 0, 1, 2)))], {})
+    turn_until_still(loop)
+    (batch,) = script.inside
+    batch.early(1)
+    batch.early(1)
+    loop.turn()
+    assert events.of("acked", "acked early") == [("acked early", 1)] and not loop.ended
+    batch.ack()
+    loop.turn()
+    assert events.of("acked", "acked early")[1:] == [("acked early", 0, 0), ("acked", 0, 0, 1, 2)]
+
+
 def test_a_group_that_comes_again_is_done_once() -> None:
     events = Events()
     outlet = FakeOutlet(events, keeps=True)
@@ -478,11 +517,11 @@ def test_what_a_node_finished_is_kept_before_it_is_sent(tmp_path: Path) -> None:
     events = Events()
 
     class Successor(FakeOutlet):
-        def send(self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None) -> bool:
+        def send(self, batch: pa.RecordBatch, *told: Any, **called: Any) -> bool:
             later = Finished(tmp_path, "prompts", attempt=1)
             later.load(ids(batch))
             events.append(("found", *(group for group in ids(batch) if later.find(group) is not None)))
-            return super().send(batch, key, acked)
+            return super().send(batch, *told, **called)
 
     inlets = [("prompts", "before", FakeInlet(events, rows(0, 1), rows(2)))]
     kept = Finished(tmp_path, "prompts")

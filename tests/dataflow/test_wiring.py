@@ -34,12 +34,12 @@ def test_a_replica_gets_no_more_prompts_than_may_be_in_flight_and_eight_share_a_
     graph.feedback(trainer.weights, generator, max_staleness=max_staleness)
     first, _, held_out = edges(graph)
     in_flight = (max_staleness + 1) * prompts_per_step
-    kept = first.batch_rows - 1
-    """Rows whose credit a neighbour without an outcome keeps."""
-    assert in_flight + kept <= first.capacity_rows <= in_flight + prompts_per_step + first.batch_rows
+    assert first.most_rows is not None
+    assert in_flight + first.batch_rows <= first.most_rows <= in_flight + prompts_per_step + first.batch_rows
+    assert first.capacity_rows == first.batch_rows * first.most_rows, "each may keep the credit of its neighbours"
     assert first.batch_rows == 1 or first.batch_rows * 8 <= prompts_per_step
     assert 8 * held_out.batch_rows <= held_out.capacity_rows
-    assert (first.most_rows, held_out.most_rows) == (first.capacity_rows, None), "what is trained goes in order"
+    assert held_out.most_rows is None, "what is trained goes in order, and nothing else"
 
 
 @pytest.mark.parametrize("sizes", [[1], [4, 4, 4], [3, 9, 1, 1, 20, 2], [50], [1] * 30])

@@ -30,10 +30,17 @@ class Delivery:
     """Its number, 0, 1, 2, ... per sender and epoch; it goes on when this receiver left and joins again."""
     acknowledge: Callable[[str, int, int], None]
     """The receiver's side of `ack`."""
+    acknowledge_rows: Callable[[str, int, int, int, int], None]
+    """The receiver's side of `ack_rows`."""
 
     def ack(self) -> None:
         """The consumer is done: credit returns, the sender forgets the batch. Twice does no harm."""
         self.acknowledge(self.sender, self.epoch, self.sequence)
+
+    def ack_rows(self, first: int, count: int) -> None:
+        """The consumer is done with some rows, and not yet with all: the sender hears of it with the next `poll`. The
+        batch keeps its credit until `ack`."""
+        self.acknowledge_rows(self.sender, self.epoch, self.sequence, first, count)
 
 
 class LineEvent(Enum):

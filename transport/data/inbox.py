@@ -3,6 +3,7 @@
 Pure: messages in, replies out; no socket, no clock. A `line` is whatever names a connection.
 """
 
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import reduce
@@ -19,6 +20,8 @@ for this sender and epoch. overrun: sent without credit."""
 
 UNSAID_SHARE = 4
 """While more has arrived, acknowledgements are gathered up to this part (1/4) of a window."""
+MOST_EARLY = 1 << 15
+"""Most stretches of rows that one message tells of."""
 MAX_FAULTS = 3
 """Times that one batch may arrive unreadable before its sender is refused."""
 
@@ -38,6 +41,10 @@ class _Peer:
     faults: int = 0
     unsaid: list[int] = field(default_factory=list)
     unsaid_cost: Credit = NONE
+    early: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """By batch that is held: first row and number of the rows that the consumer is done with."""
+    unsaid_early: deque[tuple[int, int, int]] = field(default_factory=deque)
+    """Sequence number, first row, number of rows."""
 
     def skip(self) -> None:
         while self.expected in self.gone:
@@ -56,6 +63,22 @@ class _Peer:
     def promised(self) -> Credit:
         """The most of all windows that it may be going by: it has not confirmed a later one."""
         return reduce(Credit.most, (window for _, window in self.windows))
+
+    def let_go(self, sequence: int) -> Credit:
+        """Forget a batch that is held; its cost."""
+        freed = self.held.pop(sequence)
+        self.early.pop(sequence, None)
+        self.used -= freed
+        return freed
+
+    def say_early(self) -> tuple[int, ...]:
+        """Rows of batches that are still held, for one message."""
+        said: list[int] = []
+        while self.unsaid_early and len(said) < 3 * MOST_EARLY:
+            stretch = self.unsaid_early.popleft()
+            if stretch[0] in self.held:
+                said += stretch
+        return tuple(said)
 
     def announce(self, number: int, window: Credit) -> None:
         """Tell it another window; an earlier one that is no larger makes no difference any more."""
@@ -80,6 +103,11 @@ class Inbox:
         """Received and not acknowledged."""
         earlier = sum((held for one in self._earlier.values() for held in one.values()), NONE)
         return sum((peer.used for peer in self._peers.values()), earlier)
+
+    @property
+    def early_rows(self) -> int:
+        """Of these, rows that the consumer is done with."""
+        return sum(count for peer in self._peers.values() for rows in peer.early.values() for _, count in rows)
 
     @property
     def ended(self) -> bool:
@@ -163,8 +191,7 @@ class Inbox:
         """
         peer = self._peers.get(sender)
         if peer is not None and peer.epoch == epoch and sequence in peer.held:
-            freed = peer.held.pop(sequence)
-            peer.used -= freed
+            freed = peer.let_go(sequence)
             peer.unsaid.append(sequence)
             peer.unsaid_cost += freed
             if not self._settled or peer.ended:
@@ -178,9 +205,16 @@ class Inbox:
             del self._earlier[sender]
         return self._announce()
 
+    def acknowledge_rows(self, sender: str, epoch: int, sequence: int, first: int, count: int) -> None:
+        """The consumer is done with rows of a batch that it holds: its sender hears of it with the next `flush`."""
+        peer = self._peers.get(sender)
+        if peer is not None and peer.epoch == epoch and sequence in peer.held:
+            peer.early.setdefault(sequence, []).append((first, count))
+            peer.unsaid_early.append((sequence, first, count))
+
     def flush(self) -> Replies:
         """Acknowledgements that were held back, to be sent when nothing more has arrived."""
-        return [(peer.line, self._ack(peer)) for peer in self._peers.values() if peer.unsaid]
+        return [(peer.line, self._ack(peer)) for peer in self._peers.values() if peer.unsaid or peer.unsaid_early]
 
     def forget(self, sender: str) -> Replies:
         """A sender that will not come back: it counts as ended, and its share goes to the others."""
@@ -220,8 +254,7 @@ class Inbox:
         peer.gone, peer.expected = frozenset(message.gone), max(peer.expected, message.base)
         peer.skip()
         for number in [number for number in peer.held if number < message.base or number in peer.gone]:
-            freed = peer.held.pop(number)
-            peer.used -= freed
+            freed = peer.let_go(number)
             self._earlier.setdefault(message.sender, {})[peer.epoch, number] = freed
 
     def _windows(self) -> dict[str, Credit]:
@@ -268,10 +301,13 @@ class Inbox:
             window_rows=peer.announced.rows,
             window_bytes=peer.announced.bytes,
             window_number=peer.windows[-1][0],
+            early=peer.say_early(),
         )
 
     def _welcome(self, peer: _Peer) -> Welcome:
+        """All that it has; of early rows what no longer fits follows with acknowledgements."""
         peer.unsaid, peer.unsaid_cost = [], NONE
+        peer.unsaid_early = deque((number, *rows) for number, early in peer.early.items() for rows in early)
         return Welcome(
             edge=self._edge,
             epoch=self._epoch,
@@ -285,4 +321,5 @@ class Inbox:
             held=tuple(peer.held),
             ended=peer.end is not None,
             answers=peer.number,
+            early=peer.say_early(),
         )

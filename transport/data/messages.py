@@ -4,7 +4,7 @@ sender -> receiver    Hello     who I am, what I send, where I stand; repeated a
                                 when a window shrank, at the end of the stream, and when it begins again
                       Data      one record batch
 receiver -> sender    Welcome   your window, and what I have of you: the rest is sent again
-                      Ack       these batches are done with; your window from now on
+                      Ack       these batches are done with, and of others these rows; your window from now on
                       Refusal   no, and why
 """
 
@@ -89,6 +89,8 @@ class Welcome:
     """Whether it knows where the stream ends."""
     answers: int = 0
     """Number of the newest Hello that it has of this sender, so that an answer read late is known."""
+    early: tuple[int, ...] = ()
+    """Of the batches that it holds, rows that are done with: as in Ack."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +109,9 @@ class Ack:
     """The window from now on: encoded bytes."""
     window_number: int
     """Number of the window."""
+    early: tuple[int, ...] = ()
+    """Rows that the consumer is done with before the rest of their batches, which stay unacknowledged and keep their
+    credit: sequence number, first row, number of rows; and so on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 Pure: messages in, messages out; no socket, no clock.
 """
 
+import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,6 +31,10 @@ class Parcel:
     """What the transport made of it."""
     acked: Callable[[], None] = field(default=lambda: None, compare=False)
     """Called once the receiver has acknowledged it."""
+    acked_rows: Callable[[int, int], None] = field(default=lambda first, count: None, compare=False)
+    """Called with the first and the number of rows that it has acknowledged before the rest; each row at most once."""
+    early: set[int] = field(default_factory=set, compare=False)
+    """These rows."""
 
 
 class Outbox:
@@ -59,8 +64,8 @@ class Outbox:
 
     @property
     def rows(self) -> int:
-        """Rows of these."""
-        return sum(parcel.rows for parcel in self._parcels.values())
+        """Rows of these that are not acknowledged."""
+        return sum(parcel.rows - len(parcel.early) for parcel in self._parcels.values())
 
     @property
     def drained(self) -> bool:
@@ -91,7 +96,11 @@ class Outbox:
 
     def add(self, *, rows: int, cost: Credit, payload: Any, acked: Callable[[], None] = lambda: None) -> None:
         """Take a batch that `room(cost)` allowed; it leaves with the next `due`."""
-        parcel = Parcel(sequence=self._next, rows=rows, cost=cost, payload=payload, acked=acked)
+        self.put(Parcel(sequence=self._next, rows=rows, cost=cost, payload=payload, acked=acked))
+
+    def put(self, parcel: Parcel) -> None:
+        """As `add`, of a parcel made before, whatever number it had."""
+        parcel = dataclasses.replace(parcel, sequence=self._next)
         self._parcels[parcel.sequence] = parcel
         self._unsent.append(parcel.sequence)
         self._next += 1
@@ -183,6 +192,7 @@ class Outbox:
         self._unsent = deque(number for number in self._parcels if number not in kept)
         self._used = sum((self._parcels[number].cost for number in kept), NONE)
         self._live, self.limits = True, message
+        self._hear_early(message.early)
         self.end_confirmed = self._ended and message.ended
         return self._go_by(message)
 
@@ -199,7 +209,15 @@ class Outbox:
             else:
                 self._used -= parcel.cost
             parcel.acked()
+        self._hear_early(message.early)
         return self._live and self._go_by(message)
+
+    def _hear_early(self, stretches: tuple[int, ...]) -> None:
+        for number, first, count in zip(stretches[::3], stretches[1::3], stretches[2::3], strict=False):
+            parcel, rows = self._parcels.get(number), range(first, first + count)
+            if parcel is not None and first + count <= parcel.rows and parcel.early.isdisjoint(rows):
+                parcel.early.update(rows)
+                parcel.acked_rows(first, count)
 
     def _go_by(self, message: Welcome | Ack) -> bool:
         before, self._window = self._window, Credit(rows=message.window_rows, bytes=message.window_bytes)

@@ -108,9 +108,9 @@ class Receiver:
 
     @property
     def depth(self) -> tuple[int, int]:
-        """Rows and bytes that arrived and are not acknowledged, delivered or not."""
+        """Rows that arrived and are not acknowledged, delivered or not; and bytes of the batches that have any."""
         depth = self._inbox.depth
-        return depth.rows, depth.bytes
+        return depth.rows - self._inbox.early_rows, depth.bytes
 
     @property
     def finished(self) -> bool:
@@ -232,6 +232,7 @@ class Receiver:
                         epoch=data.epoch,
                         sequence=data.sequence,
                         acknowledge=self._acknowledge,
+                        acknowledge_rows=self._inbox.acknowledge_rows,
                     )
                 )
         elif verdict == "duplicate":

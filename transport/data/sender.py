@@ -164,12 +164,16 @@ class Sender:
         self._forget(link)
         self._place_returned()
 
-    def send(self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None) -> bool:
+    def send(
+        self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None,
+        acked_rows: Callable[[int, int], None] = lambda first, count: None,
+    ) -> bool:  # fmt: skip
         """Take a batch; False when there is no credit: then nothing was taken, and the caller keeps it.
 
         acked: called once, by `poll`, when everyone that it went to has acknowledged it, or was forgotten on a
-        broadcast edge; it must not call this sender. Raises SchemaMismatch, BatchTooLarge (it would never fit),
-        ValueError without a key on a keyed edge.
+        broadcast edge; it must not call this sender. acked_rows: called before that with the first and the number of
+        rows that were acknowledged alone, each at most once; never where the batch went to several.
+        Raises SchemaMismatch, BatchTooLarge (it would never fit), ValueError without a key on a keyed edge.
         """
         if self._closed:
             raise TransportError(f"edge '{self.edge}' has ended; got one more batch; send before finish")
@@ -181,9 +185,12 @@ class Sender:
         if not chosen:
             return False
         payload = chosen[0].line.pack(batch, self._encoder, size_bytes)
-        acked = acked if len(chosen) == 1 else _last_of(len(chosen), acked)
+        if len(chosen) > 1:
+            acked, acked_rows = _last_of(len(chosen), acked), lambda first, count: None
         for link in chosen:
-            link.outbox.add(rows=batch.num_rows, cost=need, payload=payload, acked=acked)
+            link.outbox.put(
+                Parcel(sequence=0, rows=batch.num_rows, cost=need, payload=payload, acked=acked, acked_rows=acked_rows)
+            )
             link.transmit()
         return True
 
@@ -261,14 +268,14 @@ class Sender:
         return chosen
 
     def _rows(self) -> int:
-        """Rows that receivers have and did not acknowledge."""
+        """Rows that receivers have and did not acknowledge, alone or with their batch."""
         return sum(link.outbox.rows for link in self._links)
 
     def _place_returned(self) -> None:
         while self._returned and (chosen := self._choose(self._returned[0].cost)):
             parcel = self._returned.popleft()
             for link in chosen:
-                link.outbox.add(rows=parcel.rows, cost=parcel.cost, payload=parcel.payload, acked=parcel.acked)
+                link.outbox.put(parcel)
                 link.transmit()
 
     def _say_end(self) -> None:

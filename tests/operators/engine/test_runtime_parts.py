@@ -1,7 +1,5 @@
 """A generator that is killed in the middle of long rollouts: the next one goes on where it was, token for token."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -10,7 +8,7 @@ from test_runtime import COLUMNS, FakePlane, letters, prompts, rows_of, run_dry
 
 from dataflow.ledger import Ledger
 from dataflow.model import Model
-from dataflow.node import Bound, Context
+from dataflow.node import Batch, Bound, Context
 from dataflow.parts import Piece, Stretch
 from dataflow.records import SAMPLING_MASK
 from dataflow.run_folder import RunFolder
@@ -238,7 +236,7 @@ def test_another_replica_goes_on_with_what_one_left(site, undisturbed):
     halves = [unsent(TEXTS, rows).records.slice(0, 3), unsent(TEXTS, rows).records.slice(3)]
     for replica, half in zip((1, 2), halves, strict=True):
         runtime = site.process(replica=replica)
-        runtime.push(SimpleNamespace(lane="train", records=half, ack=lambda: None))
+        runtime.push(Batch("train", half))
         rows += rows_of(run_dry(runtime))
         assert runtime.status()["recalled"] > 0
     assert_same(by_id(rows), undisturbed())
