@@ -55,6 +55,22 @@ def test_what_a_filter_drops_is_counted_and_made_up_for(policy: Path, runs: Call
     assert (counts.trained, dict(counts.dropped), counts.missing) == (16, {"two_of_three": 8}, 0)
 
 
+@keep(isolate=False)
+def one_of_seven(group_id: Array) -> bool:
+    """Most groups are dropped, and travel with some that are not."""
+    return bool(group_id[0] % 7 == 0)
+
+
+def test_a_filter_that_drops_nearly_all_does_not_stop_the_run(policy: Path, runs: Callable[..., Result]) -> None:
+    graph = tiny_graph(
+        policy, scorers=(reward, one_of_seven), max_staleness=0, prompts_per_step=16, max_tokens=4,
+        generator_knobs={"slots": 128},
+    )  # fmt: skip
+    result = runs(graph, steps=2)
+    assert trained(result) == [group for group in range(32 * 7) if group % 7 == 0]
+    assert result.verdict.clean, result.verdict.line
+
+
 def test_a_source_that_ends_is_used_up_whatever_is_dropped(policy: Path, runs: Callable[..., Result]) -> None:
     graph = tiny_graph(policy, scorers=(reward, two_of_three), prompts=words(20), epochs=1)
     result = runs(graph)

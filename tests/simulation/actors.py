@@ -6,7 +6,6 @@ The source, admission, staleness, the reorder buffer and the weight plane are th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -15,13 +14,13 @@ import pyarrow as pa
 import torch
 
 from dataflow.model import Model
-from dataflow.node import Batch, Context, Generate, Runtime, Source, Transform
+from dataflow.node import Batch, Context, Generate, Runtime, Share, Source, Transform
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, ROLLOUT_COLUMNS, Columns, schema
 from operators.engine.admission import Admission
 from operators.issuing import Issue
 from operators.prompt_rows import Report
 
-PROMPTS, DROPS, TRAINED = 64, 7, "prompts"
+PROMPTS, TRAINED = 64, "prompts"
 STOP, NONE = pa.array(["stop"] * 64), pa.nulls(64, pa.string())
 
 
@@ -82,7 +81,7 @@ class _Group:
     min_version: int
     lane: str
     prompt: pa.RecordBatch
-    done: Callable[[], None]
+    share: Share
     lengths: list[int]
     unstarted: int
     drawn: list[list[int]] = field(default_factory=list)
@@ -111,19 +110,13 @@ class _Drawing(Runtime):
 
     def push(self, batch: Batch) -> None:
         rows = batch.records
-        left = [rows.num_rows]
-
-        def done() -> None:
-            left[0] -= 1
-            if not left[0]:
-                batch.ack()
-
+        share = Share(batch.ack, batch.early, rows.num_rows)
         numbers = (rows.column(name).to_pylist() for name in (GROUP_ID, MIN_VERSION, GROUP_SIZE))
         for at, (group, least, asked) in enumerate(zip(*numbers, strict=True)):
             size = asked or self._operator.group_size
             lengths = lengths_of(group, size, self._operator.max_tokens)
             self._admission.add(
-                batch.lane, _Group(group, least, batch.lane, rows.slice(at, 1), done, lengths, unstarted=size)
+                batch.lane, _Group(group, least, batch.lane, rows.slice(at, 1), share, lengths, unstarted=size)
             )
 
     def pending(self) -> int:
@@ -156,17 +149,16 @@ class _Drawing(Runtime):
             return None
         held = self._held["w"].tolist()
         self._probe.reads(version, held)
-        made = []
         for group in self._live:
             for row, wanted in zip(group.drawn, group.lengths, strict=False):
                 if len(row) < wanted:
                     row.append(version)
-            if group.finished:
-                made.append(Batch(group.lane, self._rows(group)))
+        made: dict[str, list[pa.RecordBatch]] = {}
         for group in [group for group in self._live if group.finished]:
+            made.setdefault(group.lane, []).append(self._rows(group))
             self._live.remove(group)
-            group.done()
-        return made
+            group.share.release(group.group_id)
+        return [Batch(lane, pa.concat_batches(rows)) for lane, rows in made.items()]
 
     def status(self) -> dict[str, float | int | str]:
         waiting = [group.group_id for queue in self._admission.lanes.values() for group in queue]
@@ -198,9 +190,9 @@ def lengths_of(group: int, size: int, most: int) -> list[int]:
     return [1 + digest(group, position) % most for position in range(size)]
 
 
-def fails(group: int, one_in: int) -> bool:
-    """Whether all rollouts of a group fail."""
-    return digest(group, 7) % one_in == 0
+def fails(group: int, filters: bool) -> bool:
+    """Whether a group is dropped, as if all of its rollouts had failed: one in 7, or all but one in 7."""
+    return (digest(group, 7) % 7 == 0) != filters
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import pyarrow as pa
 from dataflow.records import GROUP_ID, POSITION, VERSIONS
 from dataflow.staleness import oldest_versions
 
-from .actors import DROPS, TRAINED, fails
+from .actors import TRAINED, fails
 from .laws import check
 from .process import Process
 
@@ -51,7 +51,7 @@ class Probe:
         world.say(self._process.name, f"starts group {group}")
         if group in world.trained or group in world.given_up:
             return  # it had gone to another replica too, before its source died
-        given_up = sum(other in world.given_up or fails(other, DROPS) for other in range(group + 1))
+        given_up = sum(other in world.given_up or fails(other, shape.filters) for other in range(group + 1))
         step = (group - given_up) // shape.prompts_per_step
         ahead = step > version + shape.max_staleness and self.watches_admission
         check(not ahead, f"group {group} of step {step + 1} starts under version {version}")
@@ -115,6 +115,10 @@ class Probe:
         self._world.newest_committed = step
         self._world.trained.update(dict.fromkeys(self._about_to_train, step))
         self._world.given_up.update(dict.fromkeys(facts["dropped"], step))
+
+    def gave_up(self, node: str, source: str, reasons: Mapping[int, str], *, step: int) -> None:
+        """Groups are recorded as dropped before their step is."""
+        self._world.given_up.update(dict.fromkeys(reasons, step))
 
     def rolled_back(self, step: int) -> None:
         """Steps after this one are taken back, because their rows are lost."""

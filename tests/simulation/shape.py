@@ -21,7 +21,7 @@ from .actors import HeavyScorer, SimulatedGenerator, SimulatedPrompts, Simulated
 from .trainer import SimulatedTrainer
 
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-FEATURES = {"evaluation": 0.2, "scaling": 0.15, "resume": 0.2, "successor": 0.25}
+FEATURES = {"evaluation": 0.2, "scaling": 0.15, "resume": 0.2, "successor": 0.25, "filter": 0.05}
 """What a run may have beside its steps, and how many of all have it."""
 
 
@@ -49,6 +49,13 @@ class Shape:
     """Whether all of it dies at once and is taken up again."""
     succeeds: bool
     """Whether the scheduler dies alone, and another one takes the workers over."""
+    filters: bool
+    """Whether most groups are dropped."""
+
+    @property
+    def slots(self) -> int:
+        """Rollouts that a generator draws at once: many groups travel together where most are dropped."""
+        return 48 if self.filters else 4
 
     @classmethod
     def drawn(cls, random: Random, having: Collection[str] | None = None) -> Shape:
@@ -57,13 +64,15 @@ class Shape:
         features = features if having is None else list(having)
         evaluates, scales = "evaluation" in features, "scaling" in features
         heavy = random.random() < (0.5 if scales else 0.15)
+        filters = "filter" in features
         return cls(
-            group_size=random.choice((1, 2, 3)), prompts_per_step=random.choice((1, 2, 3)),
-            max_staleness=random.choice((0, 1, 2)), steps=random.randint(2, 5), generators=random.choice((1, 1, 2)),
+            group_size=random.choice((1, 2, 3)), prompts_per_step=random.choice((1, 2, 3)) * (6 if filters else 1),
+            max_staleness=random.choice((0, 1, 2)), steps=2 if filters else random.randint(2, 5),
+            generators=random.choice((1, 1, 2)),
             checkpoint_every=random.choice((1, 2, 3)), scorers=random.choice((1, 2)) if heavy else 0,
             every_steps=random.choice((1, 2, 3)) * evaluates, questions=random.randint(1, 5) * evaluates,
             answers=random.choice((1, 2)) * evaluates, scales=scales, resumes="resume" in features,
-            succeeds="successor" in features,
+            succeeds="successor" in features, filters=filters,
         )  # fmt: skip
 
 
@@ -83,10 +92,13 @@ class Made:
 def made(shape: Shape) -> Made:
     """Graph, plan and an empty run folder for runs of this shape."""
     graph, model = Graph("simulated"), Model("model")
-    generator = SimulatedGenerator(model=model, group_size=shape.group_size)
+    generator = SimulatedGenerator(model=model, group_size=shape.group_size, slots=shape.slots)
     scorer = HeavyScorer() if shape.scorers else SimulatedScorer()
     trainer = SimulatedTrainer(
-        model=model, prompts_per_step=shape.prompts_per_step, checkpoint_every=shape.checkpoint_every
+        model=model,
+        prompts_per_step=shape.prompts_per_step,
+        checkpoint_every=shape.checkpoint_every,
+        filters=shape.filters,
     )
     trainer(scorer(generator(graph.source(SimulatedPrompts()))))
     if shape.every_steps:

@@ -19,12 +19,15 @@ from dataflow.unheard import Unheard
 from operators.engine.admission import Admission
 from operators.evaluate import EvaluateRuntime
 from operators.issuing import Issue
+from transport.data.outbox import Outbox
 
 from .running import having, hold, notice
+from .shape import FEATURES
 
-EVALUATION, SCALING, RESUME, SUCCESSOR = ("evaluation",), ("scaling",), ("resume",), ("successor",)
+EVALUATION, SCALING, RESUME, SUCCESSOR, FILTER = [(name,) for name in FEATURES]
 TOGETHER = [EVALUATION, SCALING, RESUME, EVALUATION + SCALING, SCALING + RESUME, EVALUATION + RESUME]
 TOGETHER.append(EVALUATION + SCALING + RESUME)
+TOGETHER += [FILTER, FILTER + SCALING + RESUME]
 TOGETHER += [SUCCESSOR, *(SUCCESSOR + features for features in TOGETHER)]
 
 Patch = pytest.MonkeyPatch
@@ -236,6 +239,13 @@ def a_leaver_waits_for_ends_that_an_earlier_scheduler_heard_of(patch: Patch) -> 
     patch.setattr(Scaling, "take_up", take)
 
 
+# Filters
+
+
+def groups_wait_for_those_that_they_travelled_with(patch: Patch) -> None:
+    patch.setattr(Outbox, "_hear_early", lambda *_: None)
+
+
 Case = tuple[Callable[[Patch], None], tuple[str, ...], int, str]
 
 WITHOUT: list[Case] = [
@@ -268,6 +278,7 @@ WITHOUT: list[Case] = [
     (one_that_was_starting_is_taken_for_one_at_work, SUCCESSOR + EVALUATION + SCALING, 100, "."),
     (all_are_started_again, SUCCESSOR, 10, "is at work"),
     (a_leaver_waits_for_ends_that_an_earlier_scheduler_heard_of, SUCCESSOR + SCALING, 400, "not over"),
+    (groups_wait_for_those_that_they_travelled_with, FILTER, 400, "not over"),
 ]
 
 

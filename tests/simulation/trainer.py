@@ -16,7 +16,7 @@ from dataflow.staleness import oldest_versions, sweep
 from operators.training.buffer import Group, ReorderBuffer
 from operators.training.journal import expected
 
-from .actors import DROPS, digest, fails, tensors
+from .actors import digest, fails, tensors
 from .laws import check
 
 
@@ -30,8 +30,8 @@ class SimulatedTrainer(Learn):
     checkpoint_every: int = 2
     queue_prompts: int | None = None
     temperature: float = 1.0
-    drops: int = DROPS
-    """One group in so many is dropped, as if all of it had failed."""
+    filters: bool = False
+    """Whether most groups are dropped."""
 
     @property
     def step_prompts(self) -> int:
@@ -110,9 +110,7 @@ class _Training(Runtime):
             if reason is None:
                 self._groups.append(group)
             else:
-                self._reasons[group.group_id] = reason
-                self._told_dropped += 1
-                self._note()
+                self._drop(group.group_id, reason)
         self._parts.extend(range(self._probe.random.randint(1, 6)))
         return []
 
@@ -128,10 +126,24 @@ class _Training(Runtime):
         return found | ({"done": 1} if self._done and self._probe.may_end() else {})
 
     def _reason_to_drop(self, group: Group) -> str | None:
-        if fails(group.group_id, self._operator.drops):
+        if fails(group.group_id, self._operator.filters):
             return "failed"
         oldest = oldest_versions(group.records.column(VERSIONS))
         return "stale" if sweep(oldest, self._step, self._bound.max_staleness).any() else None
+
+    def _drop(self, group: int, reason: str) -> None:
+        """Many are recorded before their step is."""
+        context = self._context
+        assert context.ledger is not None
+        self._reasons[group] = reason
+        self._told_dropped += 1
+        self._note()
+        if len(self._reasons) >= self._operator.prompts_per_step:
+            reasons, self._reasons = self._reasons, {}
+            context.ledger.drop(context.node, self._lane, reasons, step=self._step + 1)
+            for each in [each for each in self._passed if each.group_id in reasons]:
+                self._passed.remove(each)
+                each.release()
 
     def _note(self) -> None:
         self._writer.tell({"dropped": self._told_dropped, "version": self._step})

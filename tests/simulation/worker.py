@@ -85,7 +85,7 @@ class SimulatedHost(Host):
         self.probe = probe
         if self.ledger is not None:
             process.on_death.append(self.ledger._db.close)
-        told = {"commit_step": probe.committed, "commit_round": probe.recorded_round}
+        told = {"commit_step": probe.committed, "drop": probe.gave_up, "commit_round": probe.recorded_round}
         self.ledger = Touching(self.ledger, process, told)  # type: ignore[assignment]
         self.folder = Touching(self.folder, process, {"write_evaluation": probe.judges})  # type: ignore[assignment]
 
