@@ -15,6 +15,8 @@ from rigs.machine import alive, wait_until
 from rigs.programs import Program, program, under_way
 
 from dataflow import verify
+from dataflow.command import ask_to_stop
+from dataflow.errors import RunError
 from dataflow.faults import FILE
 from dataflow.ledger import Ledger
 from dataflow.run_folder import RunFolder
@@ -67,6 +69,8 @@ def test_workers_go_on_without_a_scheduler_and_the_next_one_takes_them_over_as_t
     family = first.family()
     first.kill()
     workers = workers_of(family, first.process.pid)
+    with pytest.raises(RunError, match="the scheduler of '.*' has died; dataflow resume takes over"):
+        ask_to_stop(RunFolder.open(first.runs / "latest"))
     further(first)
     assert workers_of(family, first.process.pid) == workers and len(workers) >= 1 + 4 + 1 + 2
     second = program("endless", steps=STEPS, resume=True)
