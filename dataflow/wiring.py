@@ -58,39 +58,46 @@ def edges(graph: Graph) -> list[Edge]:
 def _prompts(graph: Graph, stream: Stream[Any], generator: Operator, bound: Bound | None) -> Edge:
     """Prompts are few and cheap to hold back.
 
-    A prompt is acknowledged when its rollouts have an outcome, so no more of them are under way than may be in flight,
-    and a step's worth to go on with, however many replicas there are: the first groups of one that leaves or dies then
-    find room with any other, which cannot finish the later ones that it has before those. Where nobody is trained all
-    have an outcome soon. A few neighbours travel together; of those that have an outcome the source hears at once,
-    but they keep their credit until all do, so a replica has credit for as many times more.
+    A prompt is acknowledged when its rollouts have an outcome. No more of them are under way than may be without one,
+    however many replicas there are: the first groups of one that leaves or dies then find room with any other, which
+    cannot finish the later ones that it has before those. Where nobody is trained all have an outcome soon. A few
+    neighbours travel together; of those that have an outcome the source hears at once, but they keep their credit until
+    all do, so a replica has credit for as many times more.
     """
-    step = _PROMPTS if bound is None else bound.prompts_per_step
+    trained = _longest_step(graph, stream.lane)
+    step = bound.prompts_per_step if bound is not None else trained or _PROMPTS
     together = max(1, min(_TOGETHER, step // _PARTS))
-    in_flight = _PROMPTS if bound is None else (bound.max_staleness + 2) * step + together
-    capacity = min(in_flight, _MOST_PROMPTS)
+    most = _without_outcome(graph, stream.lane, bound) + together * bool(trained)
     return Edge(
         producer=stream.node, consumer=generator.name, lane=stream.lane, columns=stream.columns,
-        capacity_rows=capacity if bound is None else together * capacity, batch_rows=together,
-        most_rows=None if bound is None else capacity,
+        capacity_rows=together * most if trained else most, batch_rows=together, most_rows=most if trained else None,
     )  # fmt: skip
 
 
 def _rows(graph: Graph, stream: Stream[Any], consumer: Operator, bound: Bound | None) -> Edge:
     """A group is acknowledged when it has an outcome, and an operator that waits for a critic's weights holds groups
-    until they come: an edge must hold all that the staleness bound lets be in flight, and a step more. Of groups that
-    travel together each may keep the credit of all. With less the run would deadlock.
+    until they come: an edge must hold all that may be without one, and a step more. Of groups that travel together each
+    may keep the credit of all. With less the run would deadlock.
     """
     size = group_size(graph, stream.lane) or 1
-    capacity = max(_CAPACITY_ROWS, 2 * size)
-    step = consumer.step_prompts if isinstance(consumer, Learn) else 0
-    if bound is not None:
-        in_flight = (bound.max_staleness + 1) * bound.prompts_per_step
-        capacity = max(capacity, (in_flight + max(step, bound.prompts_per_step)) * size)
-    capacity = max(capacity, 3 * step * size)
+    most = _without_outcome(graph, stream.lane, bound) + _longest_step(graph, stream.lane)
     return Edge(
         producer=stream.node, consumer=consumer.name, lane=stream.lane, columns=stream.columns,
-        capacity_rows=_TOGETHER * capacity, batch_rows=_TOGETHER * size,
+        capacity_rows=_TOGETHER * max(_CAPACITY_ROWS, most * size), batch_rows=_TOGETHER * size,
     )  # fmt: skip
+
+
+def _without_outcome(graph: Graph, lane: str, bound: Bound | None) -> int:
+    """Groups of a lane that may be without an outcome: all that may be in flight, and a step's worth to go on with; but
+    never less than the trainer with the longest step needs to make one, with as many dropped and not recorded yet.
+    """
+    ahead = _PROMPTS if bound is None else (bound.max_staleness + 2) * bound.prompts_per_step
+    return max(min(ahead, _MOST_PROMPTS), 2 * _longest_step(graph, lane))
+
+
+def _longest_step(graph: Graph, lane: str) -> int:
+    """Prompts in the longest step that any trainer makes of a lane; 0: none does."""
+    return max((sink.step_prompts for sink in sinks_of(graph, lane) if isinstance(sink, Learn)), default=0)
 
 
 def context_facts(graph: Graph, plan: Plan, node: str) -> dict[str, object]:

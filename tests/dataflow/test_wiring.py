@@ -1,10 +1,12 @@
 """Edges hold what may be in flight, and batches are cut between groups only."""
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from dataflow import Graph, Model
+from dataflow import Graph, Model, inline, run
 from dataflow.loop import whole_groups
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.wiring import edges
@@ -40,6 +42,28 @@ def test_a_replica_gets_no_more_prompts_than_may_be_in_flight_and_eight_share_a_
     assert first.batch_rows == 1 or first.batch_rows * 8 <= prompts_per_step
     assert 8 * held_out.batch_rows <= held_out.capacity_rows
     assert held_out.most_rows is None, "what is trained goes in order, and nothing else"
+
+
+@pytest.mark.parametrize("step", [8, 600])
+def test_every_edge_holds_what_the_longest_step_needs_where_most_is_dropped(step: int) -> None:
+    """A step's worth that waits to be trained, one that was dropped and is not recorded, and then some."""
+    graph, model = Graph("test"), Model("policy")
+    generator = FakeGenerator(model=model, group_size=8)
+    rows = generator(graph.source(FakePrompts(size=None)))
+    FakeTrainer(name="slow", model=Model("critic"), prompts_per_step=step)(rows)
+    trainer = FakeTrainer(model=model, prompts_per_step=4)
+    trainer(rows)
+    graph.feedback(trainer.weights, generator, max_staleness=0)
+    prompts, *others = edges(graph)
+    assert prompts.most_rows is not None and prompts.most_rows > 2 * step
+    assert min(edge.capacity_rows for edge in others) >= 16 * 8 * prompts.most_rows, "each may keep sixteen's credit"
+
+
+def test_a_step_may_be_of_any_length_where_nobody_waits_for_its_weights(tmp_path: Path) -> None:
+    graph = Graph("test")
+    trainer = FakeTrainer(model=Model("pupil"), prompts_per_step=600)
+    trainer(FakeGenerator(model=Model("teacher"))(graph.source(FakePrompts(size=None))))
+    assert run(graph, on=inline(), steps=1, runs=tmp_path, quiet=True).steps == 1
 
 
 @pytest.mark.parametrize("sizes", [[1], [4, 4, 4], [3, 9, 1, 1, 20, 2], [50], [1] * 30])
