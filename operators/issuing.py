@@ -88,8 +88,8 @@ class Issue(Runtime):
         return len(self._rounds) * len(self._table) - self._at
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """{"evaluate": step}: a round, once however often it is said, but with "again": all of the open one, unless
-        it is recorded, which whoever says this has not heard;
+        """{"evaluate": step}: a round, once however often it is said, but with "again": all of the open one. In both
+        cases unless it is recorded, which whoever says this has not heard;
         {"dropped": n}: n groups more are needed; {"drain": True}: no more."""
         if "evaluate" in message and self._on_demand:
             step, again = int(message["evaluate"]), bool(message.get("again"))
@@ -97,7 +97,7 @@ class Issue(Runtime):
                 self._rounds.clear()
                 self._at, self._again = 0, self._in_flight()
             # Asked after what is in flight, so that of a round that is recorded in between only its own groups remain.
-            if not self._is_judged(step) if again else step > self._asked:
+            if (again or step > self._asked) and not self._is_judged(step):
                 self._rounds.append(step)
             self._asked = max(self._asked, step)
         if "dropped" in message:

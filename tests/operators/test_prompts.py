@@ -478,6 +478,18 @@ def test_an_open_round_is_issued_once_more_on_demand() -> None:
     assert [group for group, _ in ledger.issued] == [*range(32), *range(40)]
 
 
+@pytest.mark.parametrize("again", [{}, {"again": True}])
+def test_a_round_that_is_recorded_is_not_issued_whoever_asks(again: dict[str, bool]) -> None:
+    """A scheduler that has just taken over may not have heard of it, and a source that restarted of nothing."""
+    ledger = Ledger()
+    ledger.judged = 50
+    runtime = build(Prompts(ROWS, name="held_out"), on_demand=True, ledger=ledger)
+    runtime.tell({"evaluate": 50, **again})
+    assert runtime.pending() == 0 and runtime.work() is None and not ledger.issued
+    runtime.tell({"evaluate": 60})
+    assert len(texts(runtime)) == len(ledger.issued) > 0
+
+
 def test_epochs_end_the_source() -> None:
     runtime = build(Prompts(ROWS, epochs=2))
     assert runtime.status()["done"] == 0
