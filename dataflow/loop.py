@@ -29,6 +29,9 @@ class Inlet(Protocol):
     def poll(self) -> None:
         """Take in what arrived, answer the senders."""
 
+    def flush(self) -> None:
+        """Answer the senders."""
+
     @property
     def finished(self) -> bool:
         """Whether every sender has ended its stream and all of it was received."""
@@ -176,6 +179,7 @@ class NodeLoop:
         """One round: send, receive, work. True when anything moved."""
         for end in self._ends:
             end.poll()
+        self._answer()
         moved = self._flush()
         if self.ended:
             return moved | self._pass_over()
@@ -305,6 +309,13 @@ class NodeLoop:
         done, self._done = self._done, []
         for lane, origin, groups in done:
             self.holding.done(lane, origin, groups)
+        self._answer()
+
+    def _answer(self) -> None:
+        """Let senders hear in this turn of what was let go in it: how many turns there are is a matter of timing, which
+        leaves no trace in a run in one process."""
+        for _, _, inlet in self._inlets:
+            inlet.flush()
 
     def _pass_over(self) -> bool:
         """After the end only what is known already comes, from a node that restarted."""

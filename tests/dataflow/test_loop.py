@@ -60,6 +60,9 @@ class FakeInlet:
     def poll(self) -> None:
         self.polls += 1
 
+    def flush(self) -> None:
+        pass
+
     @property
     def finished(self) -> bool:
         return self.ended and not self.waiting

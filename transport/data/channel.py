@@ -38,7 +38,7 @@ class Delivery:
         self.acknowledge(self.sender, self.epoch, self.sequence)
 
     def ack_rows(self, first: int, count: int) -> None:
-        """The consumer is done with some rows, and not yet with all: the sender hears of it with the next `poll`. The
+        """The consumer is done with some rows, and not yet with all: the sender hears of it with the next `flush`. The
         batch keeps its credit until `ack`."""
         self.acknowledge_rows(self.sender, self.epoch, self.sequence, first, count)
 

@@ -138,6 +138,10 @@ class Receiver:
                 break
         self._reply(self._inbox.flush())
 
+    def flush(self) -> None:
+        """Send the acknowledgements that are due, without taking anything in."""
+        self._reply(self._inbox.flush())
+
     def expect(self, senders: int) -> None:
         """From now on `senders` are expected in all, those that ended or were forgotten included.
 
