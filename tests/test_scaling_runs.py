@@ -532,12 +532,13 @@ def test_a_scheduler_that_does_not_answer_is_not_waited_for_longer_than_the_dead
 
 
 def test_real_generators_join_work_and_leave_and_every_step_trains_what_it_should(
-    policy: Path, machine: None, tmp_path: Path
+    policy: Path, machine: None, heard: Heard, tmp_path: Path
 ) -> None:
     runs, others = Runs(tmp_path / "runs"), ("generator-1", "generator-2")
     graph = tiny_graph(policy, max_staleness=2, eval_every=6)
     trainer = graph.operators["trainer"]
-    build = held(trainer, {2: runs.started(*others), 15: runs.stopped(*others)}).build
+    holds = {2: runs.started(*others), 8: heard.retired(PROMPTS, 2), 15: runs.stopped(*others)}
+    build = held(trainer, holds).build
     object.__setattr__(trainer, "build", build)
     result = runs(graph, steps=16, scale={2: {"generator": 3}, 8: {"generator": 1}})
     assert (result.steps, result.verdict.clean) == (16, True), result.verdict.line
