@@ -5,15 +5,14 @@ A generator's process appends every group before it sends it on, and lets go of 
 <node>/<replica>-<attempt>-<number>.<lane>.arrows (dataflow.appended).
 """
 
-import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.appended import FILE_BYTES, Appended
-from dataflow.records import GROUP_ID
+from dataflow.records import GROUP_ID, group_runs
 
 
 class Finished:
@@ -44,9 +43,9 @@ class Finished:
         wanted = set(waited_for)
         for file in self._files.earlier():
             for batch in file.read():
-                for group, rows in _groups(batch):
+                for group, first, count in group_runs(batch):
                     if group in wanted and group not in self._found:
-                        self._found[group] = rows
+                        self._found[group] = batch.slice(first, count)
                         self._files.hold(file, group)
             self._files.let_go(file)
 
@@ -69,13 +68,3 @@ class Finished:
     def close(self) -> None:
         """End the file that is being written; nothing is left of it when all its groups are done with."""
         self._files.close()
-
-
-def _groups(batch: pa.RecordBatch) -> Iterable[tuple[int, pa.RecordBatch]]:
-    """The groups of a batch, whose rows stand side by side."""
-    ids = batch.column(GROUP_ID).to_pylist()
-    start = 0
-    for group, run in itertools.groupby(ids):
-        count = len(list(run))
-        yield group, batch.slice(start, count)
-        start += count

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -17,7 +16,7 @@ from dataflow.errors import boundary
 from dataflow.finished import Finished
 from dataflow.holding import Holding
 from dataflow.node import Batch, Runtime
-from dataflow.records import GROUP_ID
+from dataflow.records import GROUP_ID, group_runs
 
 
 class Inlet(Protocol):
@@ -62,9 +61,9 @@ def whole_groups(records: pa.RecordBatch, most_rows: int) -> list[pa.RecordBatch
     """Slices of at most so many rows, cut between groups; a group that is larger by itself stays whole."""
     if records.num_rows <= most_rows:
         return [records]
-    ends = [*_starts(records)[1:], records.num_rows]
     parts, start, last = [], 0, 0
-    for end in ends:
+    for _, first, count in group_runs(records):
+        end = first + count
         if end - start > most_rows and last > start:
             parts.append(records.slice(start, last - start))
             start = last
@@ -72,25 +71,11 @@ def whole_groups(records: pa.RecordBatch, most_rows: int) -> list[pa.RecordBatch
     return [*parts, records.slice(start)]
 
 
-def stretches(records: pa.RecordBatch) -> dict[int, tuple[int, int]]:
-    """By group, in order: its first row, and how many it has."""
-    starts = _starts(records)
-    ids = records.column(GROUP_ID).to_numpy()[starts].tolist()
-    ends = [*starts[1:], records.num_rows]
-    return {group: (start, end - start) for group, start, end in zip(ids, starts, ends, strict=True)}
-
-
-def _starts(records: pa.RecordBatch) -> list[int]:
-    """First rows of the groups, which lie side by side."""
-    ids = records.column(GROUP_ID).to_numpy()
-    return [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist()] if len(ids) else []
-
-
 class _Sent:
     """A batch that was sent: which of its groups the next node has not acknowledged."""
 
     def __init__(self, records: pa.RecordBatch, acknowledged: Callable[[list[int]], None]) -> None:
-        self._left = {first: group for group, (first, _) in stretches(records).items()}
+        self._left = {first: group for group, first, _ in group_runs(records)}
         self._acknowledged = acknowledged
 
     def acked(self) -> None:
@@ -242,7 +227,7 @@ class NodeLoop:
 
     def _arrive(self, lane: str, origin: str, delivery: Any) -> tuple[list[int], list[int]]:
         """All groups of a delivery, and those that are new."""
-        rows_of = stretches(delivery.batch)
+        rows_of = {group: (first, count) for group, first, count in group_runs(delivery.batch)}
 
         def early(group: int) -> None:
             delivery.ack_rows(*rows_of[group])
@@ -260,7 +245,7 @@ class NodeLoop:
 
     def _queue(self, made: list[Batch]) -> None:
         for batch in made:
-            groups = list(stretches(batch.records))
+            groups = [group for group, _, _ in group_runs(batch.records)]
             if batch.lane in self._finished and groups:
                 self._finished[batch.lane].append(batch.records)
             self._put(batch.lane, batch.records, groups)

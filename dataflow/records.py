@@ -1,5 +1,6 @@
 """The columns of prompts and rollouts as Arrow types: the one place where a column name is spelled."""
 
+import itertools
 import types
 import typing
 from collections.abc import Mapping
@@ -123,6 +124,13 @@ def list_lengths(column: pa.ListArray) -> AnyArray:
     """Length of each list of a ragged column, int64 [rows]."""
     offsets: AnyArray = column.offsets.to_numpy()
     return np.diff(offsets).astype(np.int64)
+
+
+def group_runs(records: pa.RecordBatch) -> list[tuple[int, int, int]]:
+    """(group_id, first row, rows) of the groups of a batch, in order; the rows of a group lie side by side."""
+    ids = records.column(GROUP_ID).to_numpy()
+    bounds = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
+    return [(int(ids[start]), start, end - start) for start, end in itertools.pairwise(bounds) if end > start]
 
 
 def _is_numeric(kind: pa.DataType) -> bool:

@@ -1,11 +1,9 @@
 """The sink of an evaluation: gathers a round of held-out groups and writes one line of metrics for it."""
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -13,7 +11,7 @@ from dataflow.errors import OperatorError
 from dataflow.files import RunFolderError
 from dataflow.finished import Finished
 from dataflow.node import Batch, Context, Runtime, Sink
-from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS
+from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS, group_runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +96,12 @@ class EvaluateRuntime(Runtime):
 
     def push(self, batch: Batch) -> None:
         """Sort the groups of a batch into their rounds, write down those that are new, acknowledge it."""
-        new = [group for group, rows in _groups(batch.records) if self._sort(batch.lane, group, rows)]
+        rows = batch.records
+        runs = group_runs(rows)
+        new = [group for group, first, count in runs if self._sort(batch.lane, group, rows.slice(first, count))]
         if new and batch.lane in self._kept:
-            is_new = pc.is_in(batch.records.column(GROUP_ID), pa.array(new, pa.int64()))
-            self._kept[batch.lane].append(batch.records.filter(is_new))
+            is_new = pc.is_in(rows.column(GROUP_ID), pa.array(new, pa.int64()))
+            self._kept[batch.lane].append(rows.filter(is_new))
         batch.ack()
 
     def work(self) -> list[Batch] | None:
@@ -214,11 +214,3 @@ def round_metrics(table: pa.Table, of: str) -> dict[str, Any]:
         "eval_version_min": pc.min(versions).as_py(),
         "eval_version_max": pc.max(versions).as_py(),
     }
-
-
-def _groups(rows: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The groups of a batch, whose rows stand side by side."""
-    numbers, starts = np.unique(rows.column(GROUP_ID).to_numpy(), return_index=True)
-    ends = dict(itertools.pairwise([*sorted(starts.tolist()), rows.num_rows]))
-    for number, start in zip(numbers.tolist(), starts.tolist(), strict=True):
-        yield number, rows.slice(start, ends[start] - start)

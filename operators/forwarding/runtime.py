@@ -14,7 +14,7 @@ import torch
 
 from dataflow.errors import DeadlineError
 from dataflow.node import Batch, Context, Runtime, Share
-from dataflow.records import DROP_REASON, ERROR, GROUP_ID, LOGPROBS, MASK, VERSIONS, AnyArray
+from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, VERSIONS, AnyArray, group_runs
 from dataflow.scoring.values import error_column
 from dataflow.weight_ends import WeightsIn
 from operators.forwarding.asked import Asked, Reading
@@ -95,17 +95,15 @@ class ForwardRuntime(Runtime):
     def push(self, batch: Batch) -> None:
         """Cut the batch into its groups."""
         records = batch.records
-        if not records.num_rows:
-            batch.ack()
+        runs = group_runs(records)
+        share = Share(batch.ack, batch.early, len(runs))
+        if not runs:
             return
-        ids = records.column(GROUP_ID).to_numpy()
-        starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
-        share = Share(batch.ack, batch.early, len(starts))
-        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(ids)], strict=True):
-            rows = records.slice(start, end - start)
+        for group_id, first, count in runs:
+            rows = records.slice(first, count)
             newest = pc.max(pc.list_flatten(rows.column(VERSIONS))).as_py()
             newest = -1 if newest is None else newest
-            group = _Group(int(ids[start]), rows, newest, _cost(rows), batch.lane, share)
+            group = _Group(group_id, rows, newest, _cost(rows), batch.lane, share)
             self._waiting.append(group)
         self._rows += records.num_rows
         self._moved = self._context.clock()

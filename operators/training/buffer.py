@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import pyarrow as pa
 
 from dataflow.node import Batch, Share
-from dataflow.records import GROUP_ID
+from dataflow.records import group_runs
 
 
 @dataclass(frozen=True)
@@ -47,19 +46,16 @@ class ReorderBuffer:
 
     def add(self, batch: Batch) -> int:
         """Take the groups of a batch in, releasing those that were here before; the number of new rows."""
-        ids = batch.records.column(GROUP_ID).to_numpy()
-        starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else np.zeros(0, int)
-        ends = np.r_[starts[1:], len(ids)]
-        share = Share(batch.ack, batch.early, len(starts))
+        runs = group_runs(batch.records)
+        share = Share(batch.ack, batch.early, len(runs))
         new = 0
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            group_id = int(ids[start])
+        for group_id, first, count in runs:
             if group_id < self.following or group_id in self._held or group_id in self._holes:
                 share.release(group_id)
                 continue
-            records = batch.records.slice(start, end - start)
+            records = batch.records.slice(first, count)
             self._held[group_id] = Group(group_id, records, partial(share.release, group_id))
-            new += end - start
+            new += count
         self.rows += new
         return new
 

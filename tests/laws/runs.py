@@ -401,7 +401,7 @@ LEDGER = (
         "what an evaluation acknowledged is in its round after any crash",
         "tests/operators/test_evaluate.py::test_what_was_acknowledged_is_in_its_round_after_any_crash_and_counted_once",
         "operators/evaluate.py",
-        "            self._kept[batch.lane].append(batch.records.filter(is_new))\n",
+        "            self._kept[batch.lane].append(rows.filter(is_new))\n",
         "            pass\n",
         "that it is written down",
     ),

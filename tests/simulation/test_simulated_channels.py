@@ -11,7 +11,7 @@ from transport.data import inbox, outbox
 from transport.data.frames import encode_schema
 from transport.data.inbox import Inbox
 from transport.data.messages import Hello, Welcome
-from transport.data.outbox import Outbox
+from transport.data.outbox import Outbox, Parcel
 
 from .channels import SCHEMA, ChannelWorld, ReceivingProcess
 from .running import hold, notice
@@ -126,7 +126,7 @@ def test_words_of_a_dead_receiver_count_no_more_once_its_successor_was_greeted(k
     sender, dead, successor = make_outbox(), make_inbox(1), make_inbox(2)
     [(_, welcome)] = dead.hello("line", sender.hello())
     sender.welcome(welcome)
-    sender.add(rows=1, cost=inbox.cost(1, 8), payload=SimpleNamespace(size_bytes=8, checksum=0))
+    sender.add(Parcel(rows=1, cost=inbox.cost(1, 8), payload=SimpleNamespace(size_bytes=8, checksum=0)))
     for parcel in sender.due():
         dead.take(sender.header(parcel))
     dead.acknowledge("a", 1, 0)

@@ -21,7 +21,7 @@ for this sender and epoch. overrun: sent without credit."""
 UNSAID_SHARE = 4
 """While more has arrived, acknowledgements are gathered up to this part (1/4) of a window."""
 MOST_EARLY = 1 << 15
-"""Most stretches of rows that one message tells of."""
+"""Most runs of rows that one message tells of."""
 MAX_FAULTS = 3
 """Times that one batch may arrive unreadable before its sender is refused."""
 
@@ -75,9 +75,9 @@ class _Peer:
         """Rows of batches that are still held, for one message."""
         said: list[int] = []
         while self.unsaid_early and len(said) < 3 * MOST_EARLY:
-            stretch = self.unsaid_early.popleft()
-            if stretch[0] in self.held:
-                said += stretch
+            sequence, first, count = self.unsaid_early.popleft()
+            if sequence in self.held:
+                said += (sequence, first, count)
         return tuple(said)
 
     def announce(self, number: int, window: Credit) -> None:

@@ -21,8 +21,8 @@ _NUMBERS = itertools.count(1)
 class Parcel:
     """One batch, kept until it is acknowledged."""
 
-    sequence: int
-    """Its number towards this receiver."""
+    sequence: int = 0
+    """Its number towards this receiver, which it gets with `Outbox.add`."""
     rows: int
     """Its rows."""
     cost: Credit
@@ -94,12 +94,8 @@ class Outbox:
         rows = room_rows(self._used, self._window)
         return max(1, rows) if cost is not None else rows
 
-    def add(self, *, rows: int, cost: Credit, payload: Any, acked: Callable[[], None] = lambda: None) -> None:
-        """Take a batch that `room(cost)` allowed; it leaves with the next `due`."""
-        self.put(Parcel(sequence=self._next, rows=rows, cost=cost, payload=payload, acked=acked))
-
-    def put(self, parcel: Parcel) -> None:
-        """As `add`, of a parcel made before, whatever number it had."""
+    def add(self, parcel: Parcel) -> None:
+        """Take a batch that `room(cost)` allowed, be it that of another receiver; it leaves with the next `due`."""
         parcel = dataclasses.replace(parcel, sequence=self._next)
         self._parcels[parcel.sequence] = parcel
         self._unsent.append(parcel.sequence)
@@ -212,8 +208,8 @@ class Outbox:
         self._hear_early(message.early)
         return self._live and self._go_by(message)
 
-    def _hear_early(self, stretches: tuple[int, ...]) -> None:
-        for number, first, count in zip(stretches[::3], stretches[1::3], stretches[2::3], strict=False):
+    def _hear_early(self, early: tuple[int, ...]) -> None:
+        for number, first, count in zip(early[::3], early[1::3], early[2::3], strict=False):
             parcel, rows = self._parcels.get(number), range(first, first + count)
             if parcel is not None and first + count <= parcel.rows and parcel.early.isdisjoint(rows):
                 parcel.early.update(rows)

@@ -125,7 +125,7 @@ class Receiver:
                 return self._ready.popleft()
             if self._step(0.0):
                 continue
-            self._reply(self._inbox.flush())
+            self.flush()
             left = deadline - time.monotonic()
             if timeout_s <= 0 or left <= 0 or self.finished or not self._step(left):
                 return None
@@ -136,7 +136,7 @@ class Receiver:
         for _ in range(_STEPS_PER_CALL):
             if not self._step(0.0):
                 break
-        self._reply(self._inbox.flush())
+        self.flush()
 
     def flush(self) -> None:
         """Send the acknowledgements that are due, without taking anything in."""
@@ -180,7 +180,7 @@ class Receiver:
     def close(self) -> None:
         """Stop listening; what is unacknowledged will go to the next receiver at this address."""
         if not self._closed:
-            self._reply(self._inbox.flush())
+            self.flush()
             self._closed = True
             self._door.close()
 
@@ -248,7 +248,7 @@ class Receiver:
     def _acknowledge(self, sender: str, epoch: int, sequence: int) -> None:
         self._reply(self._inbox.acknowledge(sender, epoch, sequence))
         if not self._ready and not self._closed and not self._door.waiting():
-            self._reply(self._inbox.flush())
+            self.flush()
 
     def _reply(self, replies: Replies) -> None:
         if self._closed:

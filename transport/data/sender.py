@@ -188,9 +188,7 @@ class Sender:
         if len(chosen) > 1:
             acked, acked_rows = _last_of(len(chosen), acked), lambda first, count: None
         for link in chosen:
-            link.outbox.put(
-                Parcel(sequence=0, rows=batch.num_rows, cost=need, payload=payload, acked=acked, acked_rows=acked_rows)
-            )
+            link.outbox.add(Parcel(rows=batch.num_rows, cost=need, payload=payload, acked=acked, acked_rows=acked_rows))
             link.transmit()
         return True
 
@@ -275,7 +273,7 @@ class Sender:
         while self._returned and (chosen := self._choose(self._returned[0].cost)):
             parcel = self._returned.popleft()
             for link in chosen:
-                link.outbox.put(parcel)
+                link.outbox.add(parcel)
                 link.transmit()
 
     def _say_end(self) -> None:
