@@ -558,3 +558,19 @@ def test_one_that_died_while_it_let_another_go_lets_it_go_again() -> None:
     wire, again = scaling.hello("prompts-0", {})
     assert again == retire and isinstance(wire, Say)
     assert wire.word["addresses"] == {"prompts>generator:prompts": ["at-generator-0", "at-generator-1"]}
+
+
+def test_one_that_died_counts_a_leaver_that_was_told_to_stop_as_it_may_come_once_more_or_not() -> None:
+    scaling = begun()
+    joined(scaling, "generator", 2)
+    (retire,) = scaling.scale({"generator": 1})
+    assert isinstance(retire, Say)
+    scaling.drained("generator-1")
+    assert said(scaling.confirmed(retire.word["ticket"])) == [("generator-1", "stop")]
+    assert scaling.fell("stage-0") == []
+    assert scaling.senders("stage-0") == {"generator>stage:prompts": 2}
+    _, over = scaling.hello("stage-0", {"generator>stage:prompts": "at-stage-0"})
+    assert over == Say("stage-0", {"kind": "over", "senders": {"generator>stage:prompts": 1}})
+    scaling.exited("generator-1")
+    scaling.fell("stage-0")
+    assert scaling.senders("stage-0") == {"generator>stage:prompts": 1}, "one that has left does not come"

@@ -35,10 +35,10 @@ def first_broken(kind: Kind, seeds: Iterable[int]) -> tuple[str | None, int]:
     return None, seed
 
 
-def notice(kind: Kind, within: int, found: str) -> None:
-    """One of so many seeds breaks a law, and says so in words that `found` matches."""
-    law, seed = first_broken(kind, range(within))
-    assert law is not None, f"no seed up to {seed} noticed it"
+def notice(kind: Kind, seeds: range, found: str) -> None:
+    """One of the seeds breaks a law, and says so in words that `found` matches."""
+    law, _ = first_broken(kind, seeds)
+    assert law is not None, f"no seed from {seeds.start} to {seeds.stop - 1} noticed it; look for one in others"
     assert re.search(found, law), law
 
 

@@ -127,30 +127,30 @@ def nobody_is_started_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_restarted_node_is_not_told_what_it_missed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(conductor.Conductor, "words_for", lambda *_: [])
+    patch.setattr(conductor.Conductor, "words_for", lambda *_, **how: [])
 
 
-WITHOUT: list[tuple[Callable[[pytest.MonkeyPatch], None], int, str]] = [
-    (acknowledgements_do_not_wait_for_the_next_node, 200, "not over"),
-    (the_trainer_acknowledges_on_arrival, 200, "not over|generated again"),
-    (a_restarted_source_forgets_what_was_in_flight, 200, "not over"),
-    (what_was_finished_is_not_found_again, 200, "generated again"),
-    (a_group_that_comes_twice_is_done_twice, 200, "."),
-    (admission_knows_no_bound, 100, "starts under"),
-    (nothing_is_swept_and_admission_knows_no_bound, 100, "versions old"),
-    (groups_are_trained_as_they_come, 100, "after group|out of order|not over"),
-    (a_restarted_trainer_does_not_ask_the_ledger_what_is_done, 100, "not over"),
-    (a_restarted_trainer_does_not_catch_up, 100, "was recorded"),
-    (a_writer_does_not_wait_until_readers_have_left_a_segment, 200, "a reader holds"),
-    (nobody_is_started_again, 50, "not over"),
-    (a_restarted_node_is_not_told_what_it_missed, 400, "not over"),
+WITHOUT: list[tuple[Callable[[pytest.MonkeyPatch], None], range, str]] = [
+    (acknowledgements_do_not_wait_for_the_next_node, range(200), "not over"),
+    (the_trainer_acknowledges_on_arrival, range(200), "not over|generated again"),
+    (a_restarted_source_forgets_what_was_in_flight, range(200), "not over"),
+    (what_was_finished_is_not_found_again, range(200), "generated again"),
+    (a_group_that_comes_twice_is_done_twice, range(200), "."),
+    (admission_knows_no_bound, range(100), "starts under"),
+    (nothing_is_swept_and_admission_knows_no_bound, range(100), "versions old"),
+    (groups_are_trained_as_they_come, range(100), "after group|out of order|not over"),
+    (a_restarted_trainer_does_not_ask_the_ledger_what_is_done, range(100), "not over|would end group"),
+    (a_restarted_trainer_does_not_catch_up, range(100), "was recorded"),
+    (a_writer_does_not_wait_until_readers_have_left_a_segment, range(500), "a reader holds"),
+    (nobody_is_started_again, range(50), "not over"),
+    (a_restarted_node_is_not_told_what_it_missed, range(400), "not over"),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("broken", "within", "found"), WITHOUT, ids=[broken.__name__ for broken, *_ in WITHOUT])
+@pytest.mark.parametrize(("broken", "seeds", "found"), WITHOUT, ids=[broken.__name__ for broken, *_ in WITHOUT])
 def test_some_seed_breaks_a_law_where(
-    broken: Callable[[pytest.MonkeyPatch], None], within: int, found: str, monkeypatch: pytest.MonkeyPatch
+    broken: Callable[[pytest.MonkeyPatch], None], seeds: range, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    notice(World, within, found)
+    notice(World, seeds, found)
