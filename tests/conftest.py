@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parent.parent
 if str(ROOT) not in sys.path:  # before this folder, whose `dataflow` would be found as a package without a file
@@ -16,6 +17,10 @@ from rigs.policy import tiny_policy  # noqa: E402
 
 from dataflow import worker  # noqa: E402
 from dataflow.plan import Devices  # noqa: E402
+
+# A machine that has much else to do fails no test for that.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -133,4 +133,7 @@ def test_runs_are_made_in_processes_of_their_own_and_learn_from_their_whole_budg
     assert [line["system"] for line in lines] == ["aipo-4", "distill"]
     for line in lines:
         assert (line["steps"], line["rollouts"]) == (2, 2 * 32 * 8)
-        assert [rollouts for rollouts, _ in curve_of(line)] == [0, 256, 512]
+        points = [rollouts for rollouts, _ in curve_of(line)]
+        assert points[0] == 0 and points[-1] == 512 and set(points) <= {0, 256, 512}, (
+            "a round that comes late is left out"
+        )

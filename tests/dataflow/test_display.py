@@ -379,7 +379,7 @@ NO_ROOM_FOR_NODES = (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SNAPSHOTS, st.lists(st.floats(), max_size=50), SCREENS)
 @example(*NO_ROOM_FOR_NODES)
 def test_any_snapshot_fits_any_screen(snapshot: Snapshot, rewards: list[float], screen: Screen) -> None:
@@ -390,7 +390,7 @@ def test_any_snapshot_fits_any_screen(snapshot: Snapshot, rewards: list[float], 
         assert not any(ord(char) < 32 for char in text_of(line))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SNAPSHOTS, SUMMARIES, ODD_TEXT, st.integers(1, 120), st.sampled_from(["utf-8", "ascii"]))
 def test_no_view_raises_whatever_it_is_given(
     snapshot: Snapshot, summary: Summary, text: str, width: int, encoding: str

@@ -1,6 +1,6 @@
 """When a run that does not move is warned of and ended: laws over any sequence of looks."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.doctor.stall import MOST_BETWEEN_S, Stillness, decide
@@ -21,14 +21,12 @@ def after(looks: list[tuple[bool, bool, int]], begin: Stillness | None = None) -
     return found
 
 
-@settings(deadline=None)
 @given(LOOKS)
 def test_what_has_just_moved_is_fine(looks: list[tuple[bool, bool, int]]) -> None:
     found = after([*looks, (True, False, 1.0)])
     assert (found.still_s, found.idle_s) == (0.0, 0.0) and decide(found, **LIMITS) == "fine"
 
 
-@settings(deadline=None)
 @given(LOOKS)
 def test_idle_time_is_never_more_than_still_time_nor_that_more_than_what_passed(
     looks: list[tuple[bool, bool, int]],
@@ -37,7 +35,6 @@ def test_idle_time_is_never_more_than_still_time_nor_that_more_than_what_passed(
     assert 0.0 <= found.idle_s <= found.still_s <= sum(passed for *_, passed in looks) + 1e-9
 
 
-@settings(deadline=None)
 @given(LOOKS)
 def test_looking_on_at_a_run_that_does_not_move_only_makes_it_worse(looks: list[tuple[bool, bool, int]]) -> None:
     order = ["fine", "slow", "stalled"]
@@ -46,7 +43,6 @@ def test_looking_on_at_a_run_that_does_not_move_only_makes_it_worse(looks: list[
     assert order.index(decide(worse, **LIMITS)) >= order.index(decide(found, **LIMITS))
 
 
-@settings(deadline=None)
 @given(LOOKS)
 def test_every_run_that_nobody_works_on_is_warned_of_before_it_is_ended(looks: list[tuple[bool, bool, int]]) -> None:
     found, decisions = after([*looks, (True, False, 0.0)]), []

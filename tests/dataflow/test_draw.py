@@ -141,7 +141,7 @@ def stretches(points: tuple[tuple[float, float], ...]) -> list[Rect]:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(drawings())
 def test_boxes_never_overlap_and_no_edge_runs_through_a_box(
     drawing: tuple[dict[str, Size], list[Link], list[Back]],
@@ -156,7 +156,7 @@ def test_boxes_never_overlap_and_no_edge_runs_through_a_box(
         assert not any(stretch.touches(smaller) for stretch in stretches(path))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(drawings())
 def test_every_link_flows_to_the_right_from_its_tail_to_its_head(
     drawing: tuple[dict[str, Size], list[Link], list[Back]],
@@ -430,7 +430,7 @@ HOSTILE = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(HOSTILE, min_size=2, max_size=4, unique=True), HOSTILE)
 def test_no_name_breaks_out_of_any_format(names: list[str], text: str) -> None:
     graph = nx.MultiDiGraph()
@@ -505,7 +505,7 @@ def test_the_curve_stands_whatever_the_metrics_lack(metrics: list[dict[str, Any]
     assert "nan" not in svg and "inf" not in svg
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.fixed_dictionaries({"step": st.integers(0, 10**6), "reward_mean": st.floats() | st.none()})))
 def test_no_reward_makes_the_curve_fail(metrics: list[dict[str, Any]]) -> None:
     assert ElementTree.fromstring(reward_curve_svg(metrics)).tag == f"{SVG}svg"

@@ -97,7 +97,7 @@ def test_who_keeps_a_group_hears_that_it_has_an_outcome_also_where_it_began() ->
     assert released == [("a", 4)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_every_delivery_is_acknowledged_once_and_none_while_a_group_of_it_is_needed(data: st.DataObject) -> None:
     holding = Holding()

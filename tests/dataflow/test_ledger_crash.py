@@ -116,7 +116,7 @@ class Histories(RuleBasedStateMachine):
             assert self.ledger.last_step(node) == self.steps[node]
 
 
-Histories.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+Histories.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
 test_the_identity_holds_after_every_call_of_any_history = Histories.TestCase
 
 

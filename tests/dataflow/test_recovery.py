@@ -114,7 +114,7 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(STEPS)
 def test_whatever_happens_a_death_has_one_restart_at_most_after_its_wait_and_none_after_the_end(
     steps: list[tuple[Any, ...]],
@@ -151,7 +151,7 @@ def test_whatever_happens_a_death_has_one_restart_at_most_after_its_wait_and_non
         assert all(recovery.down(name) == (name in died) for name in WORKERS)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(0.0, 100.0, allow_nan=False), min_size=5, max_size=5))
 def test_a_worker_that_only_dies_ends_the_run_at_the_set_number_whatever_the_times(gaps: list[float]) -> None:
     recovery, now = Recovery(Patience(of_one=5)), 0.0

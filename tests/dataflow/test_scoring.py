@@ -399,7 +399,7 @@ def few_hang(completions: list[str]) -> bool:
     return completions.count("hang") < 3
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     completions=st.lists(st.sampled_from(BEHAVIOURS), min_size=1, max_size=9).filter(few_hang),
     limits=st.sampled_from([{}, {"processes": 2}, {"concurrency": 3}]),

@@ -59,7 +59,7 @@ class Loop:
         return self.place > before
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     prompts_per_step=st.integers(1, 4),
     max_staleness=st.integers(0, 3),

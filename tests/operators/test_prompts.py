@@ -423,7 +423,7 @@ def test_the_order_of_a_seed_never_changes() -> None:
 PINNED = [6, 3, 4, 0, 2, 7, 5, 1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=st.integers(1, 70), seed=st.none() | st.integers(0, 9), at=st.integers(0, 200))
 def test_a_source_that_starts_in_the_middle_issues_what_it_would_have_issued(
     rows: int, seed: int | None, at: int

@@ -241,14 +241,14 @@ def refuse(value: Any) -> int:
     raise AssertionError(value)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(PLAIN)
 def test_plain_data_arrives_as_it_was(value: Any) -> None:
     found = decode(encode(value, refuse), refuse)
     assert found == value and type(found) is type(value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=60))
 def test_bytes_of_any_kind_are_plain_data_or_refused(data: bytes) -> None:
     with contextlib.suppress(ValueError, TypeError, IndexError, KeyError, struct.error, RecursionError):

@@ -39,7 +39,7 @@ def costs_of(tokens, offsets, parts):
     return found
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(GROUPS, st.integers(1, 5), st.integers(1, 120), st.booleans())
 def test_every_rollout_is_in_exactly_one_micro_batch_and_ranks_have_as_many(groups, ranks, limit, whole):
     tokens, offsets, numbers = step(groups)
@@ -54,7 +54,7 @@ def test_every_rollout_is_in_exactly_one_micro_batch_and_ranks_have_as_many(grou
                 assert all((numbers == number).sum() == (numbers[part] == number).sum() for number in numbers[part])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(GROUPS, st.integers(1, 5), st.integers(1, 120), st.booleans())
 def test_no_micro_batch_is_above_the_limit_that_can_be_below_it(groups, ranks, limit, whole):
     tokens, offsets, numbers = step(groups)
@@ -79,7 +79,6 @@ def test_between_the_fullest_and_the_emptiest_lies_no_more_than_the_largest(cost
     assert max(loads) - min(loads) <= max(costs, default=0)
 
 
-@settings(deadline=None)
 @given(GROUPS, st.integers(1, 60), st.integers(1, 60))
 def test_pieces_of_a_group_are_its_rollouts_in_order_and_keep_the_limit(groups, share, limit):
     tokens, offsets, numbers = step(groups)

@@ -87,7 +87,7 @@ def test_seeds_tell_rollouts_of_one_prompt_apart(adapted):
     assert len({tuple(row["tokens"].tolist()) for row in rows.values()}) == 16
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     slots=st.integers(4, 24),
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),

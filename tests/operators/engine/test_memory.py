@@ -37,7 +37,7 @@ def adapted(make_model, make_engine):
     return lambda **knobs: make_engine(make_model(), **{"sampling": SAMPLING, "end_tokens": [], **knobs})
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(pages=st.integers(4, 14), seed=st.integers(0, 5))
 def test_rollouts_that_are_parked_for_memory_draw_the_tokens_they_would_have_drawn(pages, seed, adapted):
     prompts = random_prompts(6, seed)

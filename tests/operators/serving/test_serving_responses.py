@@ -55,7 +55,7 @@ def added_up(kind, chunks, n):
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_chunks_add_up_to_the_whole_answer(kind, data):
     n = data.draw(st.integers(1, 3))

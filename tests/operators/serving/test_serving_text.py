@@ -25,7 +25,7 @@ def grown(tokenizer, tokens, stops=()):
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_the_stream_of_any_tokens_is_their_decoding(kind, data):
     tokenizer = TOKENIZERS[kind]
@@ -37,7 +37,7 @@ def test_the_stream_of_any_tokens_is_their_decoding(kind, data):
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(text=TEXTS)
 def test_half_a_character_is_never_shown(kind, text):
     tokenizer = TOKENIZERS[kind]
@@ -46,7 +46,7 @@ def test_half_a_character_is_never_shown(kind, text):
     assert end == tokenizer.decode(tokens) and "\ufffd" not in "".join(shown)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(text=TEXTS, stops=st.lists(st.text("abc é", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_nothing_of_a_stop_string_is_shown(text, stops):
     tokenizer = TOKENIZERS["bytes"]

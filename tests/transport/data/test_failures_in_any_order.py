@@ -133,7 +133,7 @@ ACTIONS = st.tuples(
 
 
 @given(st.integers(1, 3), st.lists(ACTIONS, max_size=120))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_everything_sent_is_acknowledged_in_the_end_whatever_breaks(
     senders: int, events: list[tuple[str, int, int]]
 ) -> None:

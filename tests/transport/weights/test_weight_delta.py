@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import transport.native.differences as native
@@ -49,7 +49,6 @@ def applied(delta, old):
 edits = st.tuples(st.integers(0, 3000), st.lists(st.tuples(st.integers(0, 2999), st.integers(1, 700)), max_size=6))
 
 
-@settings(deadline=None)
 @given(edits)
 def test_any_edit_arrives_bit_for_bit(edit):
     nbytes, ranges = edit
@@ -62,7 +61,6 @@ def test_any_edit_arrives_bit_for_bit(edit):
     assert delta.size == len(delta.to_bytes()) <= nbytes + nbytes // 64 + 64
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, FULL - 1), max_size=40), st.integers(0, 9))
 def test_scattered_bytes_of_a_large_buffer_arrive_bit_for_bit(places, less):
     old = buffer(FULL - less)
@@ -137,7 +135,6 @@ def test_a_result_that_is_not_what_was_sent_is_found():
         apply_delta(old, replace(delta, values=delta.values ^ 1))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_flipped_bit_or_a_lost_end_is_refused(data):
     old = buffer(2000)
@@ -150,7 +147,6 @@ def test_a_flipped_bit_or_a_lost_end_is_refused(data):
             Delta.from_bytes(damaged)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_message_that_contradicts_itself_is_refused_before_it_is_applied(data):
     old = buffer(2000)
@@ -176,7 +172,6 @@ def test_what_is_no_message_is_refused(message):
         Delta.from_bytes(message)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 300_000), st.lists(st.integers(0, 299_999), max_size=30), st.integers(0, 40))
 def test_both_implementations_find_the_same_differences(nbytes, places, most):
     old = buffer(nbytes)
@@ -203,7 +198,6 @@ def test_a_message_may_lie_anywhere_in_memory():
         assert torch.equal(result, new)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 1 << 40), st.floats(1e6, 1e12), st.floats(1e6, 1e12))
 def test_a_delta_below_the_limit_is_cheaper_and_one_above_is_not(nbytes, link, scan):
     limit, full = most_bytes(nbytes, link, scan), nbytes / link

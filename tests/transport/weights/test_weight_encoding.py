@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from operators.engine.precision.formats import FORMATS, pack
@@ -31,7 +31,6 @@ def bits(tensor):
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@settings(deadline=None)
 @given(
     st.lists(floats, min_size=1, max_size=40),
     st.integers(1, 7),

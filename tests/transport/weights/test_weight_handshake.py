@@ -241,7 +241,7 @@ class World(RuleBasedStateMachine):
         assert len(set(epochs)) == len(epochs)
 
 
-World.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+World.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 test_no_order_of_events_breaks_the_handshake = World.TestCase
 
 

@@ -30,7 +30,7 @@ def dealt(tensor, mesh_shape, cuts, order, parts, place):
     return tensor
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_mesh_deals_out_a_tensor_as_torch_chunk_does(data):
     shape = data.draw(st.lists(st.integers(1, 13), max_size=3).map(tuple))
@@ -127,7 +127,6 @@ def test_adapters_alone_and_a_cast_leave_the_rest_as_it_is():
     assert layout.flat(0).nbytes == 3 * 64
 
 
-@settings(deadline=None)
 @given(laid)
 def test_a_layout_of_shards_survives_the_wire(layout):
     again = Layout.from_plain(msgpack.unpackb(msgpack.packb(layout.to_plain())))

@@ -49,7 +49,7 @@ def contents(tensor: torch.Tensor) -> bytes:
     return dense_bytes(tensor).numpy().tobytes()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(size=ODD_SIZES, skip=st.integers(0, 70), seed=st.integers(0, 99))
 def test_every_way_to_sum_gives_what_the_definition_says(size, skip, seed):
     data = noise(size + skip, seed)[skip:]
@@ -71,7 +71,7 @@ def test_sums_of_pieces_join_to_the_sum_of_the_whole(kernels):
     assert sums.folded(sums.joined(first, second, 50)[None]).tolist() == [wordsum(data)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(size=st.integers(1, 2000), data=st.data())
 def test_a_flipped_bit_is_found_wherever_it_is(size, data):
     buffer = noise(size)
@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(size, data):
     assert wordsum(buffer) != before
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(words=st.integers(2, 400), data=st.data())
 def test_swapped_words_are_found(words, data):
     buffer = noise(8 * words).view(torch.int64)
@@ -93,7 +93,7 @@ def test_swapped_words_are_found(words, data):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sizes=st.lists(ODD_SIZES, min_size=1, max_size=5), skip=st.integers(0, 65), seed=st.integers(0, 99))
 @example(sizes=[(3 << 20) + 5, 0, 1, 3 << 20], skip=0, seed=0)
 @example(sizes=[(3 << 20) + 5], skip=1, seed=0)
@@ -112,7 +112,7 @@ def test_bytes_are_copied_as_they_are_and_nothing_beside_them(threads, sizes, sk
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float64]))
 def test_strides_do_not_matter_to_a_copy_or_to_its_sum(threads, data, dtype):
     shape = data.draw(st.lists(st.one_of(st.integers(0, 6), st.just(24)), min_size=0, max_size=4))
@@ -162,7 +162,7 @@ def test_a_cast_rounds_to_the_nearest_and_ties_to_even_for_every_kind_of_float(k
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(rows=st.integers(1, 5), columns=st.integers(1, 5000), skip=st.integers(0, 3))
 def test_strided_casts_are_summed_as_they_are_written(dtype, rows, columns, skip):
     source = torch.randn(rows, columns + skip)[:, skip:]

@@ -263,7 +263,7 @@ def pieces(draw):
     return shape, dim, tuple(tuple(sorted(bounds[at : at + 2])) for at in range(0, len(bounds), 2))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(piece=pieces(), adopt=st.sampled_from(["view", "copy"]), shared=st.booleans())
 def test_any_piece_is_its_ranges_end_to_end(tmp_path_factory, piece, adopt, shared):
     shape, dim, runs = piece

@@ -16,7 +16,7 @@ from transport.weights.shards import Mesh, Shards
 from .sides import boxes, empty, execute, gather_then_shard, models, same, sides, whole
 
 pairs = models().flatmap(lambda tensors: st.tuples(st.just(tensors), sides(tensors, True), sides(tensors, False)))
-often = settings(max_examples=80, deadline=None)
+often = settings(max_examples=80)
 
 
 def needed(layout: Layout) -> int:

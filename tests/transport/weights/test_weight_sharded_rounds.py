@@ -259,7 +259,7 @@ def holds(world: World, name: str) -> set[int]:
     return {world.ranks[peer].version for peer in world.peers(name)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1 << 30), sources=st.integers(1, 3), one=st.integers(1, 3), other=st.integers(1, 2),
     faults=st.booleans(),
