@@ -1,5 +1,7 @@
 """What memory does to rollouts: parked, resumed, aborted or recomputed, each token stays what it was."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -37,15 +39,31 @@ def adapted(make_model, make_engine):
     return lambda **knobs: make_engine(make_model(), **{"sampling": SAMPLING, "end_tokens": [], **knobs})
 
 
+def asked(seed):
+    """Six prompts, twenty tokens each."""
+    prompts = random_prompts(6, seed)
+    return work(prompts, [len(prompt) + 20 for prompt in prompts])
+
+
+@pytest.fixture
+def undisturbed(adapted):
+    """By seed: the rollouts where there is memory for all, and the bytes of a token."""
+
+    @functools.cache
+    def drawn(seed):
+        engine = adapted()
+        return drive(engine, asked(seed)), engine.token_bytes
+
+    return drawn
+
+
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(pages=st.integers(4, 14), seed=st.integers(0, 5))
-def test_rollouts_that_are_parked_for_memory_draw_the_tokens_they_would_have_drawn(pages, seed, adapted):
-    prompts = random_prompts(6, seed)
-    limits = [len(prompt) + 20 for prompt in prompts]
-    roomy = drive(adapted(), work(prompts, limits))
-    tight = adapted(cache_bytes=pages * 16 * adapted().token_bytes)
+def test_rollouts_that_are_parked_for_memory_draw_the_tokens_they_would_have_drawn(pages, seed, adapted, undisturbed):
+    roomy, token_bytes = undisturbed(seed)
+    tight = adapted(cache_bytes=pages * 16 * token_bytes)
     parked = []
-    rows = drive(tight, work(prompts, limits), lambda step: parked.append(len(tight.parked)))
+    rows = drive(tight, asked(seed), lambda step: parked.append(len(tight.parked)))
     assert rows.keys() == roomy.keys()
     for ticket, row in rows.items():
         assert row["tokens"].tolist() == roomy[ticket]["tokens"].tolist()
