@@ -149,12 +149,15 @@ def build(shape: Shape, policy: Path) -> Graph:
     return g
 
 
-def wanted(shape: Shape) -> int:
-    """Steps that the prompts are enough for."""
+def wanted(shape: Shape) -> dict[str, int]:
+    """By trainer: groups of the steps that the prompts are enough for."""
+    sizes = {"trainer": shape.prompts_per_step}
+    if shape.critic_prompts_per_step is not None:
+        sizes["critic"] = shape.critic_prompts_per_step
     if shape.epochs is None:
-        return shape.steps
+        return {name: shape.steps * size for name, size in sizes.items()}
     enough = sum(passes(group, shape.kept) for group in range(shape.epochs * shape.prompts))
-    return min(shape.steps, enough // shape.prompts_per_step)
+    return {name: min(shape.steps, enough // size) * size for name, size in sizes.items()}
 
 
 Holds = Callable[..., None]
@@ -173,8 +176,8 @@ def holds(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hold
         verdict = verify(result.folder)
         assert verdict.clean, f"seed {seed}: {verdict.line}"
         with Ledger.open(RunFolder.open(result.folder).ledger, readonly=True) as ledger:
-            counts = ledger.counts("trainer")
-        assert (result.steps, counts.trained) == (wanted(shape), wanted(shape) * shape.prompts_per_step), f"seed {seed}"
+            trained = {name: ledger.counts(name).trained for name in wanted(shape)}
+        assert trained == wanted(shape), f"seed {seed}"
         shutil.rmtree(result.folder)
 
     return check
