@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.appended import FILE_BYTES, Appended
-from dataflow.records import GROUP_ID, group_runs
+from dataflow.records import GROUP_ID, group_slices
 
 
 class Finished:
@@ -43,7 +43,7 @@ class Finished:
         wanted = set(waited_for)
         for file in self._files.earlier():
             for batch in file.read():
-                for group, first, count in group_runs(batch):
+                for group, first, count in group_slices(batch):
                     if group in wanted and group not in self._found:
                         self._found[group] = batch.slice(first, count)
                         self._files.hold(file, group)

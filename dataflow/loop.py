@@ -16,7 +16,7 @@ from dataflow.errors import boundary
 from dataflow.finished import Finished
 from dataflow.holding import Holding
 from dataflow.node import Batch, Runtime
-from dataflow.records import GROUP_ID, group_runs
+from dataflow.records import GROUP_ID, group_slices
 
 
 class Inlet(Protocol):
@@ -62,7 +62,7 @@ def whole_groups(records: pa.RecordBatch, most_rows: int) -> list[pa.RecordBatch
     if records.num_rows <= most_rows:
         return [records]
     parts, start, last = [], 0, 0
-    for _, first, count in group_runs(records):
+    for _, first, count in group_slices(records):
         end = first + count
         if end - start > most_rows and last > start:
             parts.append(records.slice(start, last - start))
@@ -75,7 +75,7 @@ class _Sent:
     """A batch that was sent: which of its groups the next node has not acknowledged."""
 
     def __init__(self, records: pa.RecordBatch, acknowledged: Callable[[list[int]], None]) -> None:
-        self._left = {first: group for group, first, _ in group_runs(records)}
+        self._left = {first: group for group, first, _ in group_slices(records)}
         self._acknowledged = acknowledged
 
     def acked(self) -> None:
@@ -227,7 +227,7 @@ class NodeLoop:
 
     def _arrive(self, lane: str, origin: str, delivery: Any) -> tuple[list[int], list[int]]:
         """All groups of a delivery, and those that are new."""
-        rows_of = {group: (first, count) for group, first, count in group_runs(delivery.batch)}
+        rows_of = {group: (first, count) for group, first, count in group_slices(delivery.batch)}
 
         def early(group: int) -> None:
             delivery.ack_rows(*rows_of[group])
@@ -245,7 +245,7 @@ class NodeLoop:
 
     def _queue(self, made: list[Batch]) -> None:
         for batch in made:
-            groups = [group for group, _, _ in group_runs(batch.records)]
+            groups = [group for group, _, _ in group_slices(batch.records)]
             if batch.lane in self._finished and groups:
                 self._finished[batch.lane].append(batch.records)
             self._put(batch.lane, batch.records, groups)

@@ -126,7 +126,7 @@ def list_lengths(column: pa.ListArray) -> AnyArray:
     return np.diff(offsets).astype(np.int64)
 
 
-def group_runs(records: pa.RecordBatch) -> list[tuple[int, int, int]]:
+def group_slices(records: pa.RecordBatch) -> list[tuple[int, int, int]]:
     """(group_id, first row, rows) of the groups of a batch, in order; the rows of a group lie side by side."""
     ids = records.column(GROUP_ID).to_numpy()
     bounds = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]

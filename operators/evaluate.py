@@ -11,7 +11,7 @@ from dataflow.errors import OperatorError
 from dataflow.files import RunFolderError
 from dataflow.finished import Finished
 from dataflow.node import Batch, Context, Runtime, Sink
-from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS, group_runs
+from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS, group_slices
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,8 @@ class Evaluate(Sink):
 
     _: KW_ONLY
     every_steps: int = 50
-    """Steps of the trainer between rounds; there is one before the first step and after the last as well."""
+    """Steps of the trainer between rounds; there is one before the first step and after the last as well. Training does
+    not wait: rounds that are due while one is running give way to the newest of them."""
     of: str = "reward"
     """Column whose mean is taken."""
     name: str = "eval"
@@ -97,8 +98,8 @@ class EvaluateRuntime(Runtime):
     def push(self, batch: Batch) -> None:
         """Sort the groups of a batch into their rounds, write down those that are new, acknowledge it."""
         rows = batch.records
-        runs = group_runs(rows)
-        new = [group for group, first, count in runs if self._sort(batch.lane, group, rows.slice(first, count))]
+        slices = group_slices(rows)
+        new = [group for group, first, count in slices if self._sort(batch.lane, group, rows.slice(first, count))]
         if new and batch.lane in self._kept:
             is_new = pc.is_in(rows.column(GROUP_ID), pa.array(new, pa.int64()))
             self._kept[batch.lane].append(rows.filter(is_new))

@@ -68,11 +68,8 @@ class Shape:
         prompts_per_step = draw.choice([1, 2, 3, 5, 8, 16, 17, 40, 130, 600])
         has_feedback = draw.random() < 0.8
         critic = draw.choice([prompts_per_step, 1, 7, 2 * prompts_per_step]) if draw.random() < 0.3 else None
-        most, steps, epochs = (
-            max(prompts_per_step, critic or 0),
-            draw.randint(1, 3),
-            draw.choice([None, None, None, 1, 2]),
-        )
+        most = max(prompts_per_step, critic or 0)
+        steps, epochs = draw.randint(1, 3), draw.choice([None, None, None, 1, 2])
         return cls(
             steps=steps,
             prompts_per_step=prompts_per_step,
@@ -118,34 +115,34 @@ def build(shape: Shape, policy: Path) -> Graph:
         model, group_size=shape.group_size, max_tokens=shape.max_tokens, segment_tokens=2, slots=shape.slots,
         in_flight=shape.in_flight,
     )  # fmt: skip
-    trainer = Trainer(
+    actor = Trainer(
         trained, loss=partial(aipo, rho=4.0), prompts_per_step=shape.prompts_per_step, lr=1e-3, normalize="rollouts",
         checkpoint_every=shape.checkpoint_every,
     )  # fmt: skip
-    keeps = some_of(shape.kept)
+    trainers, keeps = [actor], some_of(shape.kept)
     stream = reward(generator(g.source(Prompts(words(shape.prompts), columns=("answer",), epochs=shape.epochs))))
     stream = stream if shape.is_late else keeps(stream)
     if shape.critic_prompts_per_step is not None:
-        critic = Model(str(policy), head="value", name="critic")
-        values = Values(critic)
-        learner = Trainer(
-            critic, name="critic", loss=value_loss, prompts_per_step=shape.critic_prompts_per_step, lr=1e-3
+        expected = Model(str(policy), head="value", name="critic")
+        values = Values(expected)
+        critic = Trainer(
+            expected, name="critic", loss=value_loss, prompts_per_step=shape.critic_prompts_per_step, lr=1e-3
         )  # fmt: skip
+        trainers.append(critic)
         stream = token_rewards(join(Logprobs(model.frozen())(stream), values(stream)), beta=0.01)
         stream = token_gae(stream, lam=0.95)
-        g.feedback(learner.weights, values, max_staleness=shape.critic_staleness)
+        g.feedback(critic.weights, values, max_staleness=shape.critic_staleness)
     else:
         stream = Logprobs(model.frozen())(stream) if shape.has_reference else stream
         stream = advantage(stream) if shape.group_size > 1 else plain(stream)
     stream = keeps(stream) if shape.is_late else stream
-    trainer(stream)
-    if shape.critic_prompts_per_step is not None:
-        learner(stream)
+    for trainer in trainers:
+        trainer(stream)
     if shape.every_steps is not None:
         held_out = Prompts(words(shape.questions), columns=("answer",), name="held_out", group_size=2)
         Evaluate(every_steps=shape.every_steps)(reward(generator(g.source(held_out))))
     if shape.max_staleness is not None:
-        g.feedback(trainer.weights, generator, max_staleness=shape.max_staleness)
+        g.feedback(actor.weights, generator, max_staleness=shape.max_staleness)
     return g
 
 

@@ -14,7 +14,7 @@ import torch
 
 from dataflow.errors import DeadlineError
 from dataflow.node import Batch, Context, Runtime, Share
-from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, VERSIONS, AnyArray, group_runs
+from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, VERSIONS, AnyArray, group_slices
 from dataflow.scoring.values import error_column
 from dataflow.weight_ends import WeightsIn
 from operators.forwarding.asked import Asked, Reading
@@ -95,11 +95,11 @@ class ForwardRuntime(Runtime):
     def push(self, batch: Batch) -> None:
         """Cut the batch into its groups."""
         records = batch.records
-        runs = group_runs(records)
-        share = Share(batch.ack, batch.early, len(runs))
-        if not runs:
+        slices = group_slices(records)
+        share = Share(batch.ack, batch.early, len(slices))
+        if not slices:
             return
-        for group_id, first, count in runs:
+        for group_id, first, count in slices:
             rows = records.slice(first, count)
             newest = pc.max(pc.list_flatten(rows.column(VERSIONS))).as_py()
             newest = -1 if newest is None else newest

@@ -7,7 +7,7 @@ from functools import partial
 import pyarrow as pa
 
 from dataflow.node import Batch, Share
-from dataflow.records import group_runs
+from dataflow.records import group_slices
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class ReorderBuffer:
 
     def add(self, batch: Batch) -> int:
         """Take the groups of a batch in, releasing those that were here before; the number of new rows."""
-        runs = group_runs(batch.records)
-        share = Share(batch.ack, batch.early, len(runs))
+        slices = group_slices(batch.records)
+        share = Share(batch.ack, batch.early, len(slices))
         new = 0
-        for group_id, first, count in runs:
+        for group_id, first, count in slices:
             if group_id < self.following or group_id in self._held or group_id in self._holes:
                 share.release(group_id)
                 continue

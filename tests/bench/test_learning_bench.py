@@ -134,6 +134,4 @@ def test_runs_are_made_in_processes_of_their_own_and_learn_from_their_whole_budg
     for line in lines:
         assert (line["steps"], line["rollouts"]) == (2, 2 * 32 * 8)
         points = [rollouts for rollouts, _ in curve_of(line)]
-        assert points[0] == 0 and points[-1] == 512 and set(points) <= {0, 256, 512}, (
-            "a round that comes late is left out"
-        )
+        assert points in ([0, 256, 512], [0, 512]), "the round between gives way where the last is due already"

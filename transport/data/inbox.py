@@ -21,7 +21,7 @@ for this sender and epoch. overrun: sent without credit."""
 UNSAID_SHARE = 4
 """While more has arrived, acknowledgements are gathered up to this part (1/4) of a window."""
 MOST_EARLY = 1 << 15
-"""Most runs of rows that one message tells of."""
+"""Most slices of rows that one message tells of."""
 MAX_FAULTS = 3
 """Times that one batch may arrive unreadable before its sender is refused."""
 
