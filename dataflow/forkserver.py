@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import msgpack
 
+from dataflow.forking import fork
+
 MESSAGE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _TURN_S = 0.05
@@ -199,7 +201,7 @@ class Forkserver:
 
     def _forked(self, body: Callable[[], int]) -> int:
         """A child that runs `body` and has none of the sockets; its number."""
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGTSTP, signal.SIG_DFL)

@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import msgpack
 
 from dataflow.errors import RunError
+from dataflow.forking import fork, has_used_cuda
 from dataflow.forkserver import MESSAGE_BYTES, Forkserver, Main, open_door, run_forever
 
 Event = dict[str, Any]
@@ -49,9 +49,7 @@ class Nursery:
         """
         _refuse_used_cuda()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             ours.close()
             os.environ.update(environment)
@@ -156,8 +154,7 @@ class TakenOver(Nursery):
 
 
 def _refuse_used_cuda() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if has_used_cuda():
         raise RunError(
             "this process has already used CUDA, and a forked worker cannot use it again; "
             "call run(...) before anything touches the GPU, or from a fresh process"

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import gc
 import os
 import resource
 import select
@@ -12,9 +11,9 @@ import struct
 import sys
 import time
 import traceback
-import warnings
 from pathlib import Path
 
+from dataflow.forking import fork
 from dataflow.scoring.calls import Settings, make_calls
 
 ORDER = struct.Struct("<Bi")  # what, which process
@@ -31,13 +30,8 @@ _PR_SET_PDEATHSIG = 1
 def start_server(progress: memoryview, settings: Settings) -> tuple[socket.socket, int]:
     """Fork the server; our end of its control socket, and its pid."""
     ours, theirs = socket.socketpair()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
     owner = os.getpid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a worker may have threads; the server uses none
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         try:
             _go_quiet()
@@ -147,7 +141,6 @@ def _go_quiet() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    gc.freeze()
 
 
 def _close_all_but(kept: int) -> None:

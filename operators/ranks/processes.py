@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from dataflow import forking
 from dataflow.errors import RunError
 from dataflow.forkserver import die_with_parent, run_forever
 
@@ -62,17 +61,13 @@ def program(module: str) -> Start:
 def fork(main: Callable[[int, int], int]) -> Start:
     """A fork that runs main(FD, rank): the user's functions reach it by inheritance, as they reach the workers.
 
-    To be started before this process has used a GPU or more than one thread of torch. It ends with its parent.
+    To be started before this process has used a GPU. It ends with its parent.
     """
 
     def start(end: socket.socket, rank: int) -> Process:
         _refuse_used_cuda()
-        sys.stdout.flush()
-        sys.stderr.flush()
         parent = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which a fork does not have
-            pid = os.fork()
+        pid = forking.fork()
         if pid == 0:
             _become(main, end.fileno(), rank, parent)
         return Forked(pid)
@@ -122,7 +117,6 @@ def _become(main: Callable[[int, int], int], end: int, rank: int, parent: int) -
         if os.getppid() != parent:
             return 1
         _let_go_of_files(keep=end)
-        gc.freeze()  # what the parent has dropped may own threads, which a fork does not have: leave it alone
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         faulthandler.enable()
@@ -143,8 +137,7 @@ def _let_go_of_files(keep: int) -> None:
 
 
 def _refuse_used_cuda() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if forking.has_used_cuda():
         raise RunError(
             "a rank cannot be forked from a process that has used CUDA; found it initialised; run the graph in "
             "processes, or make the ranks before anything touches the GPU"
