@@ -97,7 +97,8 @@ class Control(threading.Thread):
         for action in actions:
             match action:
                 case Connect():
-                    self._open(action.form)
+                    if not self._closing:  # then nobody would end it
+                        self._open(action.form)
                 case Move():
                     if thread := self._threads.get(action.epoch):
                         thread.move(action, self._clock() + self._transfer_s)
