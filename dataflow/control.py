@@ -6,7 +6,7 @@ No rollout and no weight passes through it.
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from dataflow import worker
@@ -92,8 +92,8 @@ class Scheduler:
         """Where commands are taken."""
         return self._desk.commands
 
-    def start(self, progress: Callable[[str], None] = lambda text: None) -> None:
-        """Start every worker and wait until all are ready. Errors: RunError with the cause."""
+    def start(self, progress: Callable[[Collection[str]], None] = lambda late: None) -> None:
+        """Start every worker; returns when all are ready. progress: told who is not. Errors: RunError, the cause."""
         for name, replica, nodes in self.plan.processes():
             self._spawn(name, replica, device=self.plan.placements[nodes[0]].device(replica))
         deadline = self._clock() + self.limits.start_s
@@ -106,7 +106,7 @@ class Scheduler:
                     state.wired = True
                 self._broadcast({"kind": "wire", "addresses": addresses(self.workers.values())})
             late = [state.name for state in self.workers.values() if state.state != "ready"]
-            progress(", ".join(late))
+            progress(late)
             if self._clock() > deadline:
                 raise DeadlineError(
                     f"the scheduler waited {self.limits.start_s:.0f} s for {late} to start; "

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from dataflow.attempts import WorkerState, how
@@ -35,7 +35,7 @@ class Successor(Scheduler):
         self._left, self._handed = left, {event["name"]: event for event in desk.handed}
         self._alone_s = desk.alone_s
 
-    def start(self, progress: Callable[[str], None] = lambda text: None) -> None:
+    def start(self, progress: Callable[[Collection[str]], None] = lambda late: None) -> None:
         """Take the run up where it stands; it goes on at once."""
         left, now = self._left, self._clock()
         self._faults.noticed(NAME, "ended", 0, now - self._alone_s)

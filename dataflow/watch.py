@@ -3,7 +3,7 @@
 import collections
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from dataflow.conductor import Conductor
@@ -16,6 +16,9 @@ from dataflow.wiring import edges
 
 _WINDOW_S = 5.0
 _SUMS = ("busy", "idle", "blocked")
+_DOING = {"first_evaluation": "first evaluation", "last_evaluation": "last evaluation"}
+"""By phase, where no steps are made."""
+_DRAINING = "stopping after the step under way"
 
 
 class Watch:
@@ -50,7 +53,7 @@ class Watch:
         self._steps_made: list[dict[str, Any]] = []
         """Lines of the trainer that leads."""
         self._read = 0
-        self._phase = "starting"
+        self._doing = ""
 
     @property
     def seconds(self) -> float:
@@ -84,22 +87,23 @@ class Watch:
             self._training = (now, self._busy())
         if self._training and self._trained is None and conductor.phase in ("last_evaluation", "over"):
             self._trained = (now, self._busy())
-        self._phase = "draining" if conductor.draining else conductor.phase
+        self._doing = _DRAINING if conductor.draining else _DOING.get(conductor.phase, "")
         self._past.append((now, self._nodes))
         while len(self._past) > 2 and now - self._past[0][0] > _WINDOW_S:
             self._past.popleft()
         self._tail()
 
-    def starting(self, late: str) -> Snapshot:
-        """Before the workers are ready: who is still on its way."""
-        waiting = late.split(", ")
+    def starting(self, late: Collection[str]) -> Snapshot:
+        """Before the workers are ready: whose are still on their way."""
+        waiting = {worker.rpartition("-")[0] for worker in late}
+        names = [name for name in self._graph.operators if self._plan.placements[name].worker in waiting]
         nodes = tuple(
-            NodeSnapshot(
-                name=name, state="starting" if self._plan.placements[name].worker + "-0" in waiting else "ready"
-            )
-            for name in self._graph.operators
+            NodeSnapshot(name=name, state="starting" if name in names else "ready") for name in self._graph.operators
         )
-        return Snapshot(graph=self._graph.name, steps=self._steps, elapsed_s=self._clock() - self._began, nodes=nodes)
+        return Snapshot(
+            graph=self._graph.name, steps=self._steps, doing=f"starting {', '.join(names)}" if names else "",
+            elapsed_s=self._clock() - self._began, nodes=nodes,
+        )  # fmt: skip
 
     def snapshot(self) -> Snapshot:
         """The run as it is now."""
@@ -112,7 +116,7 @@ class Watch:
             left = (self._steps - step) * self.seconds / step
         bounds = [bound.max_staleness for bound in self._plan.bounds.values()]
         return Snapshot(
-            graph=self._graph.name, step=step, steps=self._steps, version=self._version(),
+            graph=self._graph.name, step=step, steps=self._steps, doing=self._doing, version=self._version(),
             staleness_mean=last.get("staleness_mean"), staleness_max=last.get("staleness_max"),
             staleness_bound=max(bounds, default=None), reward=last.get("reward_mean"),
             accuracy=scores[-1] if scores else None, accuracy_before=scores[0] if scores else None,

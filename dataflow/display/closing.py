@@ -9,6 +9,8 @@ def plain_line(snapshot: Snapshot) -> str:
     """The run on one line of ASCII: `step 40/300  reward 0.42  ...`; what is not known is left out."""
     steps = f"/{count(snapshot.steps)}" if known(snapshot.steps) is not None else ""
     facts = [f"step {count(snapshot.step, '0')}{steps}"]
+    if snapshot.doing:
+        facts.append(clean(snapshot.doing))
     if known(snapshot.reward) is not None:
         facts.append(f"reward {score(snapshot.reward)}")
     if known(snapshot.accuracy) is not None:

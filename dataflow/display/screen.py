@@ -97,6 +97,8 @@ def _facts(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list
     def add(name: str, value: str, after: Line | None = None) -> None:
         facts.append([(f"{name} ", "dim"), (value, "strong"), *(after or [])])
 
+    if snapshot.doing:
+        facts.append([(clean(snapshot.doing), "warning")])
     if known(snapshot.reward) is not None:
         spark = sparkline(rewards, SPARK, glyphs.spark) if len(rewards) > 1 else ""
         add("reward", score(snapshot.reward), [(" ", ""), (spark, "accent")] if spark else None)

@@ -51,6 +51,8 @@ class Snapshot:
     """Steps done."""
     steps: int | None = None
     """Steps to do; None: until the prompts end."""
+    doing: str = ""
+    """What goes on beside the steps, in a few words: `starting trainer`, `first evaluation`; empty: they are made."""
     version: int | None = None
     """Version that the generator uses."""
     staleness_mean: float | None = None

@@ -158,6 +158,12 @@ def test_the_plain_line_leaves_out_what_is_not_known() -> None:
     assert plain_line(Snapshot()) == "step 0  0:00 elapsed"
 
 
+def test_what_goes_on_beside_the_steps_is_told() -> None:
+    starting = Snapshot(steps=300, doing="starting generator, trainer")
+    assert plain_line(starting) == "step 0/300  starting generator, trainer  0:00 elapsed"
+    assert shown(starting, Screen(width=80))[1] == "starting generator, trainer"
+
+
 def test_the_summary_tells_the_outcome_and_what_to_look_at_next() -> None:
     found = [text_of(line).rstrip() for line in summary_lines(SUMMARY, UNICODE)]
     assert found == [

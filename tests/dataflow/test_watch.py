@@ -52,6 +52,22 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
+def test_it_tells_who_is_starting_and_what_goes_on_before_and_after_the_steps(scene: Scene) -> None:
+    assert scene.watch.starting(["prompts-0", "generator-1"]).doing == "starting prompts, generator"
+    ready = scene.watch.starting([])
+    assert ready.doing == ""
+    assert {node.state for node in ready.nodes} == {"ready"}
+    told = []
+    for phase in ("first_evaluation", "training", "last_evaluation", "over"):
+        scene.conductor.phase = phase
+        scene.note(1.0)
+        told.append(scene.watch.snapshot().doing)
+    assert told == ["first evaluation", "", "last evaluation", ""]
+    scene.conductor.drain()
+    scene.note(2.0)
+    assert scene.watch.snapshot().doing == "stopping after the step under way"
+
+
 def test_those_at_work_are_counted_and_those_on_their_way_are_noted(scene: Scene) -> None:
     scene.note(0.0, generator_0=beat("live", 10, 1.0), generator_1=beat("joining", 0, 0.0, version=-1))
     assert (scene.generator.replicas, scene.generator.note) == (1, "1 joining, 8 rollouts, v3")
