@@ -39,6 +39,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
+QUICK = {
+    "torch": ("llama", "gemma2", "mixtral"),
+    "c": ("llama", "mistral", "gemma", "gemma2", "mixtral"),
+    "fused": ("llama", "qwen2", "qwen3", "mistral"),
+}
+"""By engine, the families of `make test`; `make test-all` has every pair. What C cannot fuse is there with attention in
+C, what it can with all of it, and each of torch's own ways of attention once."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where a test is of every family and every engine, most pairs are slow."""
+    for item in items:
+        chosen = item.callspec.params if hasattr(item, "callspec") else {}
+        engine, family = chosen.get("make_engine"), chosen.get("family")
+        if engine in QUICK and family in FAMILIES and family not in QUICK[engine]:
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
