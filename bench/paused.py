@@ -111,8 +111,8 @@ def carry(options: argparse.Namespace) -> None:
 
     patience_s = options.seconds + LATE
     limits = Limits(
-        hang_s=patience_s, stopped_s=patience_s, stuck_s=600 + patience_s, stall_s=300 + patience_s,
-        slice_s=1800 + patience_s,
+        hang_s=patience_s, stopped_s=patience_s, stuck_s=600 + patience_s, asleep_s=120 + patience_s,
+        stall_s=300 + patience_s, slice_s=1800 + patience_s,
     )  # fmt: skip
     graph = build(policy=str(options.policy), max_staleness=options.max_staleness, eval_every=ENDLESS)
     run(graph, steps=ENDLESS, runs=options.carry, quiet=True, limits=limits)

@@ -24,6 +24,8 @@ class Limits:
     """A worker that somebody has stopped (SIGSTOP) is let go on after so long."""
     stuck_s: float = 600.0
     """In one slice of work, a worker counts as stuck, though it has a heartbeat."""
+    asleep_s: float = 120.0
+    """The same where it has computed nothing in all that time, nor has any process that it has started."""
     stop_s: float = 10.0
     """For workers to wind down before they are killed."""
     adopt_s: float = 60.0
@@ -49,6 +51,8 @@ def overdue(state: WorkerState, limits: Limits, now: float, *, begun: bool) -> s
             return f"has not answered for {silent:.0f} s"
         if (turned_s := state.beat.get("turned_s", 0.0)) > limits.stuck_s:
             return f"was stuck in one slice of work for {turned_s:.0f} s"
+        if (asleep_s := state.beat.get("asleep_s", 0.0)) > limits.asleep_s:
+            return f"was stuck in one slice of work, and has computed nothing for {asleep_s:.0f} s"
     elif begun and state.state == "starting" and silent > _LOADING * limits.hang_s:
         return f"has not answered for {silent:.0f} s while it started"
     elif state.state in ("forked", "starting") and state.is_away and now - state.forked > limits.start_s:

@@ -16,6 +16,7 @@ import psutil
 import structlog
 import zmq
 
+from dataflow.asleep import Asleep
 from dataflow.clocks import AwakeClock
 from dataflow.errors import DeadlineError
 from dataflow.graph import Graph
@@ -105,6 +106,7 @@ class Worker:
         self._drained = False
         self._state = "starting"
         self._turned = clock()
+        self._asleep = Asleep()
 
     def run(self) -> None:
         """Start up, work, wind down."""
@@ -137,11 +139,13 @@ class Worker:
 
     def snapshot(self) -> dict[str, Any]:
         """For the beat; called from the link's thread, reads only."""
-        turned_s = self._clock() - self._turned if self._state == "running" else 0.0
+        now = self._clock()
+        turned_s = now - self._turned if self._state == "running" else 0.0
         return {
             **self._who, "state": self._state, "nodes": self._report, "edges": self._depths, "turned_s": turned_s,
-            "at": self._host.at, "at_s": time.monotonic() - self._host.at_since,
-            "drained": self._drained, "rss_bytes": self._process.memory_info().rss,
+            "asleep_s": self._asleep.look(turned_s, now), "at": self._host.at,
+            "at_s": time.monotonic() - self._host.at_since, "drained": self._drained,
+            "rss_bytes": self._process.memory_info().rss,
         }  # fmt: skip
 
     def _refresh(self, force: bool = False) -> None:

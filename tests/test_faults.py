@@ -130,12 +130,28 @@ def test_a_worker_that_somebody_stopped_is_let_go_on_as_it_was(light: None, tmp_
     assert restarts(result.folder) == 0
 
 
+def compute_for_ever() -> None:
+    """Another slice than that which waits."""
+    while True:
+        pass
+
+
 @pytest.mark.slow
-def test_a_worker_that_is_stuck_in_one_slice_of_work_is_killed_and_started_again(light: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("work", "limits", "cause"),
+    [
+        (compute_for_ever, {"stuck_s": 5.0, "asleep_s": 2.0}, "was stuck in one slice of work for"),
+        (lambda: time.sleep(600), {"asleep_s": 2.0}, "was stuck in one slice of work, and has computed nothing for"),
+    ],
+    ids=["computes", "waits"],
+)
+def test_a_worker_that_is_stuck_in_one_slice_of_work_is_killed_and_started_again(
+    work: Callable[[], None], limits: dict[str, float], cause: str, light: None, tmp_path: Path
+) -> None:
     first = Once(tmp_path / "struck")
-    generator = struck(FakeGenerator(model=MODEL), lambda: time.sleep(600) if first() else None)
-    limits = dataclasses.replace(QUICK, stuck_s=2.0)
-    goes_on_to_its_end(fake_graph(generator=generator), "generator-0", "was stuck", tmp_path / "runs", limits)
+    generator = struck(FakeGenerator(model=MODEL), lambda: work() if first() else None)
+    impatient = dataclasses.replace(QUICK, **limits)  # type: ignore[arg-type]
+    goes_on_to_its_end(fake_graph(generator=generator), "generator-0", cause, tmp_path / "runs", impatient)
 
 
 @pytest.mark.slow

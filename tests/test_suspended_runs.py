@@ -18,7 +18,7 @@ __all__ = ["program"]
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
 
-IMPATIENT = {"hang_s": 2.0, "stuck_s": 2.0, "stall_s": 4.0, "slice_s": 4.0}
+IMPATIENT = {"hang_s": 2.0, "stuck_s": 2.0, "asleep_s": 2.0, "stall_s": 4.0, "slice_s": 4.0}
 """Seconds; a pause that anybody counted would be longer."""
 PAUSE_S = 6.0
 Start = Callable[..., Program]

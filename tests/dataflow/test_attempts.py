@@ -56,7 +56,7 @@ def test_an_end_is_told_by_its_signal_or_its_status(status: int | None, said: st
     assert said in how(status)
 
 
-LIMITS = Limits(hang_s=15.0, stuck_s=600.0, start_s=300.0)
+LIMITS = Limits(hang_s=15.0, stuck_s=600.0, asleep_s=120.0, start_s=300.0)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,8 @@ LIMITS = Limits(hang_s=15.0, stuck_s=600.0, start_s=300.0)
         (worker(), 16.0, "not answered for 16 s"),
         (worker(beat={"turned_s": 601.0}), 1.0, "stuck in one slice of work for 601 s"),
         (worker(beat={"turned_s": 599.0}), 1.0, None),
+        (worker(beat={"turned_s": 130.0, "asleep_s": 121.0}), 1.0, "computed nothing for 121 s"),
+        (worker(beat={"turned_s": 500.0, "asleep_s": 119.0}), 1.0, None),
         (worker("starting"), 59.0, None),
         (worker("starting"), 61.0, "while it started"),
         (worker("down"), 1e6, None),
