@@ -145,7 +145,8 @@ def test_a_sandbox_that_is_killed_is_a_failure_of_its_own_and_not_of_the_program
     before = below(os.getpid())
     outcomes = run("import time\nif input(): time.sleep(100)", [Script("\n"), Script("x")], Limits())
     assert next(outcomes).passed
-    for process in below(os.getpid()) - before:
+    inside = below(os.getpid()) - before
+    for process in sorted(inside, key=lambda each: each.pid):  # the outermost first: the others tell it of their ends
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     with pytest.raises(SandboxError, match="a sandbox ended with status"):
