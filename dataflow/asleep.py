@@ -3,17 +3,28 @@
 Its heartbeat cannot: a thread of its own sends it, so that a step may take minutes.
 """
 
-import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
 
-import psutil
+from dataflow.doctor import processes
 
 LOOK_S = 2.0
 """Between two looks at the processor time, and before the first."""
-_IDLE_SHARE = 0.01
-"""Of a core: what uses less waits, for what never comes or for what takes long elsewhere."""
+_IDLE_SHARE = 0.001
+"""Of a core: a lock that never comes takes none, and one call over a network in each look takes more."""
+
+
+def processor_time() -> float:
+    """Seconds that the main thread has computed, and all processes that this one has started; where the system does
+    not tell of a thread (macOS), the time of day: nobody looks asleep there."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.monotonic()
+    thread = threading.main_thread().ident
+    assert thread is not None, "it runs"
+    below = sum(processes.cpu_s(pid) or 0.0 for pid in processes.below(os.getpid()))
+    return time.clock_gettime(time.pthread_getcpuclockid(thread)) + below
 
 
 class Asleep:
@@ -25,9 +36,9 @@ class Asleep:
     unblocked by: -
     """
 
-    def __init__(self, used_s: Callable[[], float] | None = None) -> None:
-        """used_s: the processor time so far that counts as work; that of `processor_time`."""
-        self._used_s = used_s or processor_time
+    def __init__(self, used_s: Callable[[], float] = processor_time) -> None:
+        """used_s: the processor time so far that counts as work."""
+        self._used_s = used_s
         self._since: float | None = None
         self._looked = self._before = 0.0
 
@@ -42,18 +53,3 @@ class Asleep:
                 self._since = now
             self._before, self._looked = used_s, now
         return now - self._since
-
-
-def processor_time() -> float:
-    """Seconds that the main thread has computed, and all processes that this one has started; where the system does
-    not tell of a thread (macOS), the time of day: nobody looks asleep there."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return time.monotonic()
-    thread = threading.main_thread().ident
-    assert thread is not None, "it runs"
-    used_s = time.clock_gettime(time.pthread_getcpuclockid(thread))
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            times = child.cpu_times()
-            used_s += times.user + times.system
-    return used_s

@@ -47,7 +47,8 @@ class Scorer(Transform, Generic[P, T_co]):
     processes: int = 1
     """Processes in its pool."""
     isolate: bool = True
-    """Whether it runs in killable processes; False: inside the worker, with no limits."""
+    """Whether it runs in killable processes; False: inside the worker, with no limits, where a call that only waits
+    for longer than `Limits.asleep_s` counts as a worker that is stuck."""
     given: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Knobs set where it was applied."""
     signature: Signature = field(init=False, repr=False)

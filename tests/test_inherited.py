@@ -2,11 +2,11 @@
 
 import gc
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from rigs import past
 from rigs.graphs import fake_graph
 
 from dataflow import run, scorer
@@ -15,9 +15,7 @@ from dataflow import run, scorer
 def collect_and_compute() -> float:
     """What any worker does now and then; hangs in one that inherited threads which it does not have."""
     gc.collect()
-    torch.set_num_threads(2)
-    weights = torch.randn(600, 600, requires_grad=True)
-    (weights @ weights).softmax(1).exp().sum().backward()
+    past.compute()
     return 1.0
 
 
@@ -37,11 +35,9 @@ def in_the_pool(answer: str) -> float:
 def eventful_past() -> Iterator[None]:
     """This process has computed on two threads, and leaves a process group of torch for the collector."""
     before = torch.get_num_threads()
-    collect_and_compute()
+    past.compute()
     gc.disable()
-    made = [torch.distributed.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, timedelta(seconds=5))]
-    made.append(made)
-    del made
+    past.drop_a_group()
     yield
     gc.enable()
     gc.collect()

@@ -22,7 +22,7 @@ _DUMP_S = 1.0
 def look(pids: Iterable[int], during_s: float) -> dict[int, Process]:
     """Every process as it is, its CPU measured over so many seconds; 0: no figure of CPU."""
     wanted = list(pids)
-    before, began = {pid: _cpu(pid) for pid in wanted}, time.monotonic()
+    before, began = {pid: cpu_s(pid) for pid in wanted}, time.monotonic()
     if during_s:
         time.sleep(during_s)
     passed = time.monotonic() - began
@@ -69,14 +69,15 @@ def _look(pid: int, before: float | None, passed: float) -> Process:
         with process.oneshot():
             state = _LETTERS.get(process.status(), "S")
             rss = process.memory_info().rss
-        after = _cpu(pid)
+        after = cpu_s(pid)
     except psutil.Error:
         return Process(pid=pid)
     cpu = (after - before) / passed if passed and after is not None and before is not None else None
     return Process(pid=pid, state=state, rss_bytes=rss, cpu=cpu)
 
 
-def _cpu(pid: int) -> float | None:
+def cpu_s(pid: int) -> float | None:
+    """Seconds that a process has computed; None where it is gone."""
     with contextlib.suppress(psutil.Error):
         times = psutil.Process(pid).cpu_times()
         return float(times.user + times.system)

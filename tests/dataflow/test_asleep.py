@@ -25,6 +25,11 @@ def test_who_computes_is_awake_and_falls_asleep_anew() -> None:
     assert looks([7.0, 7.0, 7.5, 7.5, 7.5]) == [0.0, LOOK_S, 0.0, LOOK_S, 2 * LOOK_S]
 
 
+def test_short_calls_that_mostly_wait_are_no_sleep() -> None:
+    """Five milliseconds of work for each second that a call over a network takes."""
+    assert looks([7.0, 7.01, 7.02, 7.03]) == [0.0] * 4
+
+
 def test_a_process_that_ended_is_a_sign_of_life() -> None:
     assert looks([7.0, 3.0, 3.0]) == [0.0, 0.0, LOOK_S]
 

@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from rigs import past
 
 from dataflow.forking import fork
 
@@ -83,35 +83,39 @@ def test_a_child_collects_its_own_garbage(tmp_path: Path) -> None:
 
 
 def test_garbage_that_owns_threads_does_not_hang_a_child() -> None:
-    import torch.distributed as dist
-
-    def group() -> None:
-        made = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))]
-        made.append(made)
-
     def collect() -> None:
         gc.collect()
 
     with uncollected():
-        group()
+        past.drop_a_group()
         assert in_child(collect) == 0
+
+
+def test_nothing_is_collected_on_the_way_into_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, plain = tmp_path / "told", os.fork
+
+    def busy() -> int:
+        Haunt(told)
+        pid = plain()
+        if pid == 0:
+            kept = [[] for _ in range(10 * gc.get_threshold()[0])]  # type: ignore[var-annotated]
+            assert kept and not told.exists()
+        return pid
+
+    monkeypatch.setattr(os, "fork", busy)
+    assert in_child(lambda: None) == 0
+    gc.collect()
+    assert told.read_text() == str(os.getpid())
 
 
 def test_parent_and_child_both_compute_on_several_threads() -> None:
     import torch
 
     before = torch.get_num_threads()
-
-    def compute() -> None:
-        torch.set_num_threads(2)
-        weights = torch.randn(600, 600, requires_grad=True)
-        (weights @ weights).softmax(1).exp().sum().backward()
-        assert weights.grad is not None
-
     try:
-        compute()
-        assert in_child(compute) == 0
-        compute()
+        past.compute()
+        assert in_child(past.compute) == 0
+        past.compute()
     finally:
         torch.set_num_threads(before)
 
