@@ -8,15 +8,14 @@ from pathlib import Path
 
 from transport.native.compile import compiled
 
-FLAGS = ("-O3", "-std=gnu11", "-pthread")
-CHOICES = (*FLAGS, "-march=native"), FLAGS
+FLAGS = ("-O3", "-std=gnu11", "-fno-trapping-math", "-pthread")
 
 _LONG, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 def built(source: str) -> ctypes.CDLL | None:
     """The library of a C file of this folder; None where there is no C compiler or it cannot build it."""
-    return compiled((Path(__file__).parent / source,), CHOICES)
+    return compiled((Path(__file__).parent / source,), (FLAGS,))
 
 
 @functools.cache

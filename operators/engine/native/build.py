@@ -14,7 +14,7 @@ from operators.engine.pages import PAGE
 FOLDER = Path(__file__).parent
 SOURCES = ("kernels.c", "vectors.c", "pages.c", "attention.c", "matmul.c", "decoder.c")
 """The first is compiled; it includes the others."""
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", f"-DPAGE={PAGE}")
+FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", f"-DPAGE={PAGE}")
 
 
 @functools.cache

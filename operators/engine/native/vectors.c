@@ -8,7 +8,7 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define LANES 16
-#elif defined(__AVX__)
+#elif defined(__AVX2__)
 #define LANES 8
 #else
 #define LANES 4
