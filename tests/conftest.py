@@ -1,5 +1,6 @@
 """Fixtures of the tests of whole runs."""
 
+import sqlite3
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -8,19 +9,24 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-ROOT = Path(__file__).parent.parent
-if str(ROOT) not in sys.path:  # before this folder, whose `dataflow` would be found as a package without a file
-    sys.path.insert(0, str(ROOT))
+from rigs import connections, ending
+from rigs.machine import folders_made, nothing_left_behind
+from rigs.policy import tiny_policy
 
-from rigs.machine import folders_made, nothing_left_behind  # noqa: E402
-from rigs.policy import tiny_policy  # noqa: E402
-
-from dataflow import worker  # noqa: E402
-from dataflow.plan import Devices  # noqa: E402
+from dataflow import worker
+from dataflow.plan import Devices
 
 # A machine that has much else to do fails no test for that.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+sqlite3.connect = connections.connect
+
+
+@pytest.fixture(autouse=True)
+def rigs_closed() -> Iterator[None]:
+    """Closes what rigs opened."""
+    with ending.closed():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from dataflow.ledger.schema import (
     LedgerError,
     build,
     check_schema,
+    closed_on_error,
     connect,
     explained,
     snapshot,
@@ -60,24 +61,21 @@ class Ledger:
         if path.exists():
             raise LedgerError(f"ledger '{path}' exists already; open it, or make a new run folder")
         db = connect(path, mode="rwc")
-        build(db, path)
-        ledger = cls(db, path, clock)
-        with ledger._transaction("register the sinks"):
-            for node, sources in (consumers or {}).items():
-                for source in sources:
-                    writes.register(db, node, source)
-        return ledger
+        with closed_on_error(db):
+            build(db, path)
+            with transaction(db, path, "register the sinks"):
+                for node, sources in (consumers or {}).items():
+                    for source in sources:
+                        writes.register(db, node, source)
+        return cls(db, path, clock)
 
     @classmethod
     def open(cls, path: str | Path, *, readonly: bool = False, clock: Callable[[], float] = time.time) -> "Ledger":
         """The ledger that stands at `path`. Errors: LedgerError when there is none, or of another release."""
         path = Path(path)
         db = connect(path, mode="ro" if readonly else "rw")
-        try:
+        with closed_on_error(db):
             check_schema(db, path)
-        except BaseException:
-            db.close()
-            raise
         return cls(db, path, clock)
 
     def issue(self, source: str, prompts: Iterable[tuple[int, str]]) -> None:

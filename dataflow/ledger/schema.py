@@ -69,14 +69,21 @@ def connect(path: Path, *, mode: str, busy_timeout_s: float = BUSY_TIMEOUT_S) ->
         db = sqlite3.connect(
             f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=busy_timeout_s, isolation_level=None
         )
-        try:
+        with closed_on_error(db):
             db.execute("PRAGMA synchronous = NORMAL")
             db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
             db.execute("PRAGMA foreign_keys = ON")
-        except BaseException:
-            db.close()
-            raise
     return db
+
+
+@contextlib.contextmanager
+def closed_on_error(db: sqlite3.Connection) -> Iterator[None]:
+    """While it is made ready: what the block raises leaves no connection behind."""
+    try:
+        yield
+    except BaseException:
+        db.close()
+        raise
 
 
 def build(db: sqlite3.Connection, path: Path) -> None:

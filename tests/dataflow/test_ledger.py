@@ -1,8 +1,11 @@
 """The laws of the ledger: one outcome per group and sink, all or nothing, nothing lost."""
 
+import contextlib
+import gc
 import os
 import sqlite3
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +34,8 @@ def commit(ledger: Ledger, step: int, trained: object, node: str = "actor", **mo
 
 
 def rows(ledger: Ledger, query: str) -> list[tuple[object, ...]]:
-    db = sqlite3.connect(ledger.path)
-    found = db.execute(query).fetchall()
-    db.close()
-    return found
+    with contextlib.closing(sqlite3.connect(ledger.path)) as db:
+        return db.execute(query).fetchall()
 
 
 def test_every_issued_group_is_trained_or_dropped_or_in_flight(ledger: Ledger) -> None:
@@ -291,12 +292,38 @@ def test_what_is_no_ledger_is_refused_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_a_ledger_of_another_release_is_refused(ledger: Ledger) -> None:
-    db = sqlite3.connect(ledger.path)
-    db.execute("UPDATE schema SET version = 99")
-    db.commit()
-    db.close()
+    with contextlib.closing(sqlite3.connect(ledger.path)) as db, db:
+        db.execute("UPDATE schema SET version = 99")
     with pytest.raises(LedgerError, match=f"found version 99, this code reads {SCHEMA_VERSION}; use the release"):
         Ledger.open(ledger.path)
+
+
+def test_on_every_python_a_connection_that_nobody_closes_is_told_of(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        Ledger.create(tmp_path / "closed.db").close()
+        assert told == []
+        Ledger.open(tmp_path / "closed.db")
+        gc.collect()
+    assert [each.category for each in told] == [ResourceWarning]
+
+
+def test_a_ledger_that_cannot_be_made_leaves_no_connection(tmp_path: Path) -> None:
+    def cut_short() -> Iterator[str]:
+        yield "prompts"
+        raise OSError("no sources any more")
+
+    def refused(make: Callable[[], Ledger], message: str) -> None:
+        with pytest.raises((LedgerError, OSError), match=message):
+            make()
+
+    (tmp_path / "empty.db").touch()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        refused(lambda: Ledger.create(tmp_path / "new.db", {"trainer": cut_short()}), "no sources any more")
+        refused(lambda: Ledger.open(tmp_path / "empty.db"), "no such table")
+        gc.collect()
+    assert told == []
 
 
 def test_a_full_disk_is_named_and_loses_nothing_committed(ledger: Ledger) -> None:

@@ -1,5 +1,6 @@
 """Each law of verify: a good folder is clean, and the same folder with one thing changed is BROKEN."""
 
+import contextlib
 import json
 import shutil
 import sqlite3
@@ -84,11 +85,9 @@ def run(good: Path, tmp_path: Path) -> RunFolder:
 
 
 def sql(run: RunFolder, *statements: str) -> None:
-    db = sqlite3.connect(run.ledger)
-    for statement in statements:
-        assert db.execute(statement).rowcount != 0, statement
-    db.commit()
-    db.close()
+    with contextlib.closing(sqlite3.connect(run.ledger)) as db, db:
+        for statement in statements:
+            assert db.execute(statement).rowcount != 0, statement
 
 
 def rewrite(run: RunFolder, step: int, change: Callable[[pa.Table], pa.Table]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import torch
+from rigs.ending import at_end
 from trainer_rig import COLUMNS, VOCABULARY, Plane, group, tiny_llama
 
 from dataflow.ledger import Ledger
@@ -55,6 +56,7 @@ class Life:
     def __init__(self, folder: RunFolder, trainer: Trainer, *, columns: Any = COLUMNS, **facts: Any) -> None:
         torch.set_num_threads(1)
         self.folder, self.ledger, self.log = folder, Ledger.open(folder.ledger), Said()
+        at_end(self.ledger.close)
         self.plane = Plane([])
         self.acks: list[int] = []
         bounds = {"prompts": Bound(max_staleness=100, prompts_per_step=trainer.prompts_per_step)}

@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from replaying import recomputed
+from rigs.ending import at_end
 from test_runtime import COLUMNS, FakePlane, letters, prompts, rows_of, run_dry
 
 from dataflow.ledger import Ledger
@@ -27,6 +28,7 @@ class Site:
     def __init__(self, policy, path, lanes=("train",)):
         self.policy, self.folder = policy, RunFolder.create(path, "t")
         self.ledger = Ledger.create(self.folder.ledger, {"trainer": list(lanes)})
+        at_end(self.ledger.close)
         self.lanes, self.attempt, self.alive = lanes, -1, []
 
     def process(self, replica=0, context=None, **knobs):
