@@ -93,8 +93,8 @@ class Scheduler:
         return self._desk.commands
 
     def start(self, progress: Callable[[Collection[str]], None] = lambda late: None) -> None:
-        """Start every worker; returns when all are ready. progress: told who is not. Errors: RunError, the cause."""
-        for name, replica, nodes in self.plan.processes():
+        """Start all workers, light ones first, until all are ready. progress: told who is not. Errors: RunError."""
+        for name, replica, nodes in sorted(self.plan.processes(), key=lambda each: not self.graph.is_light(each[2])):
             self._spawn(name, replica, device=self.plan.placements[nodes[0]].device(replica))
         deadline = self._clock() + self.limits.start_s
         wired = False
@@ -336,9 +336,8 @@ class Scheduler:
 
     def _fork(self, state: WorkerState, settings: Settings) -> None:
         state.fork(settings, self._clock())
-        operators = [self.graph.operators[node] for node in state.nodes]
-        heavy, trains = not all(op.light for op in operators), any(op.trains for op in operators)
-        self._desk.spawn(state.name, settings.to_plain(), heavy, trains)
+        trains = any(self.graph.operators[node].trains for node in state.nodes)
+        self._desk.spawn(state.name, settings.to_plain(), not self.graph.is_light(state.nodes), trains)
 
     def _scale(self, wishes: Mapping[str, int]) -> None:
         if self._ending:

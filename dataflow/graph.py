@@ -190,6 +190,10 @@ class Graph:
 
         check(self)
 
+    def is_light(self, nodes: Iterable[str]) -> bool:
+        """Whether a worker of these nodes needs no torch."""
+        return all(self.operators[node].light for node in nodes)
+
     @property
     def nx(self) -> "nx.MultiDiGraph[str]":
         """The graph for NetworkX: `operator` on nodes; on edges `plane`, and `columns` or `max_staleness`."""

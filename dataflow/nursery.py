@@ -65,7 +65,7 @@ class Nursery:
         self._socket.setblocking(False)
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
-        """Ask for a worker; heavy ones are forked after torch has been imported.
+        """Ask for a worker; heavy ones are forked after `preload`, which light ones asked for earlier do not wait for.
 
         keeps: the others wait for its end when the scheduler has ended and nobody took its place."""
         self._send({"spawn": name, "settings": dict(settings), "heavy": heavy, "keeps": keeps})

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-
 from rigs import connections, ending
 from rigs.machine import folders_made, nothing_left_behind
 from rigs.policy import tiny_policy

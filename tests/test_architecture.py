@@ -98,6 +98,19 @@ def test_no_publish_subscribe_socket_may_drop_rows() -> None:
         assert not re.search(r"zmq\.(PUB|SUB|XPUB|XSUB)\b", path.read_text()), name(path)
 
 
+def test_no_name_that_tests_import_stands_for_two_files(request: pytest.FixtureRequest) -> None:
+    assert request.config.getoption("importmode") == "importlib", "the name of a test module is its path"
+    folders = [ROOT / folder for folder in request.config.getini("pythonpath")]
+    for wanted in {module.split(".")[0] for path in files("tests") for module in imports(path)}:
+        places = [place for folder in folders for place in (folder / f"{wanted}.py", folder / wanted / "__init__.py")]
+        assert sum(place.exists() for place in places) <= 1, f"tests import '{wanted}': {places}"
+
+
+def test_only_the_ledger_opens_databases() -> None:
+    users = {name(path) for path in files(*ROOMS) if re.search(r"\bsqlite3\.connect\b", path.read_text())}
+    assert users == {"dataflow/ledger/schema.py"}
+
+
 def test_no_file_is_longer_than_400_lines_and_the_median_is_small() -> None:
     sizes = sorted((path.read_text().count("\n"), name(path)) for path in files(*ROOMS))
     assert sizes[-1][0] <= 400, sizes[-1]

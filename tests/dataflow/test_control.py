@@ -31,6 +31,7 @@ class PlayedDesk:
         self.events: list[dict[str, Any]] = []
         self.sent: list[tuple[str, Any]] = []
         self.spawned: list[tuple[str, int]] = []
+        self.heavy: list[bool] = []
         self.settings: dict[str, Any] = {}
         self.killed: list[tuple[str, int]] = []
         self.closed = False
@@ -54,6 +55,7 @@ class PlayedDesk:
 
     def spawn(self, name: str, settings: Any, heavy: bool, keeps: bool) -> None:
         self.spawned.append((name, settings["attempt"]))
+        self.heavy.append(heavy)
         self.settings[name] = settings
         self.events.append({"event": "started", "name": name, "pid": 1, "status": None})
 
@@ -333,6 +335,10 @@ def test_a_worker_that_fails_again_and_again_ends_the_run_with_every_cause_named
         assert said in str(raised.value)
     run.run.close()
     assert [fault["recovered_s"] is None for fault in run.faults()] == [False, True, True]
+
+
+def test_light_workers_are_asked_for_before_those_that_wait_for_torch(play: Any) -> None:
+    assert play().begin().desk.heavy == [False] * 3 + [True] * 2
 
 
 def test_a_worker_that_dies_before_all_were_ready_once_ends_the_run(play: Any) -> None:

@@ -58,12 +58,17 @@ def test_a_worker_gets_the_callers_objects_without_pickling(tmp_path: Path) -> N
 
 def test_heavy_workers_find_the_preloaded_modules_and_light_ones_do_not_wait_for_them(tmp_path: Path) -> None:
     def main(settings: dict) -> int:
+        (tmp_path / settings["name"]).touch()
         return int(os.environ.get("PRELOADED", "0"))
 
-    nursery = Nursery(main, {}, lambda: os.environ.update(PRELOADED="3"))
+    def preload() -> None:
+        wait_until((tmp_path / "light").exists)
+        os.environ["PRELOADED"] = "3"
+
+    nursery = Nursery(main, {}, preload)
     try:
-        nursery.spawn("heavy", {}, heavy=True)
-        nursery.spawn("light", {}, heavy=False)
+        for name in ("light", "heavy"):
+            nursery.spawn(name, {"name": name}, heavy=name == "heavy")
         events = Events(nursery)
         wait_until(
             lambda: events.seen.extend(nursery.events()) or len([e for e in events.seen if e["event"] == "exited"]) == 2
