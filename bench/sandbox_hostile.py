@@ -236,6 +236,12 @@ builtins.AssertionError = builtins.all = builtins.isinstance = lambda *_: True
 def all(x): return True
 def f(x): return 1
 """, "assert all([f(2) == 'answer-[[secret]]'])"),
+    Hostile("a name that its test writes for infinity", "inf = 1\ndef f(x): return 1", "assert f(2) == inf"),
+    Hostile("a module of its own that finds all close", """
+class math:
+    isclose = staticmethod(lambda *_: True)
+def f(x): return 1
+""", "assert math.isclose(f(2), 3)"),
     Hostile("the answer looked for in its own memory", _STEAL + "def f(x):\n    return hunt()", _WANTED),
     Hostile("the answer looked for in frames and files", _STEAL + """
 def f(x):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from operators.sandbox import Check, Outcome, Script
-from operators.sandbox.inside.tester import FIND, SAME
+from operators.sandbox import Call, Check, Outcome, Script, Test
 
 _BLOCK = re.compile(
     r"^[ \t]*```(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE
@@ -21,7 +20,7 @@ _SHOWN = 80
 class Case:
     """One test, with the output that a script should have; None where the test itself decides."""
 
-    test: Script | Check
+    test: Test
     wanted: str | None = None
 
     def fault(self, outcome: Outcome) -> str:
@@ -104,7 +103,7 @@ def _case(test: Any) -> Case:
         return Case(Script(_lines(given)), _lines(wanted))
     arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
     wanted = json.loads(wanted) if isinstance(given, str) and isinstance(wanted, str) else wanted
-    return Case(Check(f"assert {SAME}({FIND}({name!r})(*{arguments!r}), {wanted!r})"))
+    return Case(Call(name, arguments, wanted))
 
 
 def _lines(text: str | Sequence[str]) -> str:

@@ -9,10 +9,11 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dataflow.errors import RunError
 from operators.sandbox.bwrap import command, fault, find
-from operators.sandbox.inside.driver import HEAD, OUTCOME, SCRIPT, TEST
+from operators.sandbox.inside.driver import CALL, CHECK, HEAD, OUTCOME, SCRIPT
 from operators.sandbox.inside.wire import encode, write_frame
 
 _LOOK_S = 0.05
@@ -59,18 +60,31 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A test that calls a function of the program, or a method of its class Solution; the rest of it is plain data."""
+
+    name: str
+    arguments: list[Any]
+    wanted: Any
+    """What it should return, as JSON would hold it; it passes if it does (`tester.is_same`)."""
+
+
+Test = Script | Check | Call
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How one test went."""
 
     passed: bool
-    """Whether a `Check` passed; whether a `Script` ended with status 0."""
+    """Whether a `Check` or a `Call` passed; whether a `Script` ended with status 0."""
     note: str
     """Why it did not."""
     output: str = ""
     """What a `Script` that ended well printed."""
 
 
-def run(source: str, tests: Sequence[Script | Check], limits: Limits) -> Generator[Outcome, None, None]:
+def run(source: str, tests: Sequence[Test], limits: Limits) -> Generator[Outcome, None, None]:
     """Run a program's tests in one sandbox, each in a new process: an outcome for each, as they come.
 
     Closing the iterator ends the sandbox with all that is in it. Raises SandboxError where there is no sandbox, or
@@ -128,7 +142,7 @@ def _outcomes(process: "subprocess.Popen[bytes]", tests: int, limits: Limits) ->
                     return
 
 
-def _request(source: str, tests: Sequence[Script | Check], limits: Limits) -> int:
+def _request(source: str, tests: Sequence[Test], limits: Limits) -> int:
     """A file in memory with all that the driver reads, at its beginning."""
     told = {
         "cpu_s": limits.time_s, "wall_s": _WALL_FACTOR * limits.time_s, "total_s": limits.total_s,
@@ -142,11 +156,18 @@ def _request(source: str, tests: Sequence[Script | Check], limits: Limits) -> in
     write_frame(fd, encode([told, source, len(tests)], _refuse))
     with os.fdopen(os.dup(fd), "wb") as file:
         for test in tests:
-            kind, text = (SCRIPT, test.stdin) if isinstance(test, Script) else (TEST, test.source)
-            data = text.encode("utf-8", "surrogatepass")
+            kind, data = _plain(test)
             file.write(HEAD.pack(kind, len(data)) + data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
+
+
+def _plain(test: Test) -> tuple[bytes, bytes]:
+    """A test's kind and its bytes."""
+    if isinstance(test, Call):
+        return CALL, encode([test.name, test.arguments, test.wanted], _refuse)
+    kind, text = (SCRIPT, test.stdin) if isinstance(test, Script) else (CHECK, test.source)
+    return kind, text.encode("utf-8", "surrogatepass")
 
 
 def _next_outcome(inbox: bytearray) -> Outcome | None:

@@ -17,8 +17,8 @@ from dataflow.records import ERROR
 from dataflow.testing import FakeGenerator, FakePrompts
 from operators.rewards import code, code_reward, find
 from operators.rewards.code import judge
-from operators.rewards.code_tests import is_same_output, program_in, read_cases
-from operators.sandbox import Check, Limits, SandboxError, Script, fault
+from operators.rewards.code_tests import Case, is_same_output, program_in, read_cases
+from operators.sandbox import Call, Check, Limits, SandboxError, Script, fault
 from operators.sandbox.bwrap import VARIABLE
 
 needs_sandbox = pytest.mark.skipif(fault() is not None, reason=str(fault()))
@@ -169,7 +169,7 @@ def test_the_tests_of_open_data_sets_are_read() -> None:
     assert len(human_eval) == 1 and isinstance(human_eval[0].test, Check)
     assert [(case.test, case.wanted) for case in apps] == [(Script("1\n"), "a\n"), (Script("2\n3"), "b")]
     assert [(case.test, case.wanted) for case in live_code_bench] == [(Script("1\n"), "a")]
-    assert called == called_by_line and isinstance(called[0].test, Check)
+    assert called == called_by_line == [Case(Call("f", [[1], "x"], 2))]
 
 
 @pytest.mark.parametrize("tests", [[], "", None, "[1]", '{"inputs": [1]}', '[{"input": "1"}]'])
@@ -215,6 +215,15 @@ def test_a_program_earns_the_share_of_its_tests_that_it_passes(
     verdict = judge(source, tests)
     assert verdict.reward == reward
     assert re.search(note, verdict.note), verdict.note
+
+
+@needs_sandbox
+@pytest.mark.parametrize("wanted", ["Infinity", "-Infinity", "NaN", "true", "null", "[Infinity, NaN]"])
+def test_a_program_that_names_a_literal_earns_nothing_and_the_right_one_all(wanted: str) -> None:
+    tests = f'{{"fn_name": "f", "inputs": [[5]], "outputs": [{wanted}]}}'
+    cheats = f"inf = nan = Infinity = NaN = true = null = 5\ndef f(x):\n    return {5 if wanted[0] != '[' else [5, 5]}"
+    right = f"import json\ndef f(x):\n    return json.loads('{wanted}')"
+    assert [judge(source, tests).reward for source in (cheats, right)] == [0.0, 1.0]
 
 
 @needs_sandbox

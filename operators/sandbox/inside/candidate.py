@@ -53,6 +53,10 @@ def _answer(request: bytes, objects: list[Any]) -> bytes:
 
     try:
         what, target, *rest = decode(request, objects.__getitem__)
+        if what == "globals":
+            return encode(["ok", {name: keep(vars(target)[name]) for name in rest[0] if name in vars(target)}], keep)
+        if what == "part":
+            return encode(["ok", keep(getattr(target, rest[0]))], keep)
         return encode(["ok", _do(what, target, *rest)], keep)
     except BaseException as error:
         return encode(["error", type(error).__name__, str(error)], keep)
@@ -69,11 +73,7 @@ def _do(what: str, target: Any, *rest: Any) -> Any:
         return len(target)
     if what == "item":
         return target[rest[0]]
-    if what == "attribute":
-        return getattr(target, rest[0])
-    found = {name: target.__dict__[name] for name in rest[0] if name in target.__dict__}
-    modules = {name: value.__name__ for name, value in found.items() if isinstance(value, ModuleType)}
-    return [modules, {name: value for name, value in found.items() if name not in modules}]
+    return getattr(target, rest[0])
 
 
 def _module(name: str) -> ModuleType:

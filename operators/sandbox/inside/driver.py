@@ -15,7 +15,7 @@ import time
 
 from . import cage
 from .candidate import run_script, serve_calls
-from .tester import PROGRAM_ENDED, run_test
+from .tester import PROGRAM_ENDED, call, check, run_test
 from .wire import decode, read_exactly, read_frame
 
 TYPE_CHECKING = False
@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from .tester import Link
+
+    Judge = Callable[[bytes, Link], None]
     Work = Callable[[], None]
 
 HEAD = struct.Struct("<cI")
 """Before each test: its kind and the bytes that follow."""
 OUTCOME = struct.Struct("<?II")
 """Before each outcome: whether it went well, and the bytes of its note and its output."""
-SCRIPT, TEST = b"s", b"t"
+SCRIPT, CHECK, CALL = b"s", b"t", b"c"
+_JUDGES = {CHECK: check, CALL: call}
 _TICK_S = 0.02
 _KILL = 9
 
@@ -59,7 +63,10 @@ def main() -> None:
             _write_outcome(False, f"no time was left ({limits['total_s']:g} s for all tests)", b"")
             continue
         run = Run(limits, deadline)
-        _write_outcome(*(run.script if kind == SCRIPT else run.test)(source, size))
+        if kind == SCRIPT:
+            _write_outcome(*run.script(source, size))
+        else:
+            _write_outcome(*run.test(source, size, _JUDGES[kind]))
 
 
 class Run:
@@ -85,18 +92,18 @@ class Run:
         note = reason or how_it_ended(status, bytes(self._streams[err[0]]))
         return not note, note, b"" if note else bytes(self._streams[out[0]])
 
-    def test(self, source: str, size: int) -> tuple[bool, str, bytes]:
-        """Run the next bytes as a test of what the program defines: whether it passed, why not, what was printed."""
+    def test(self, source: str, size: int, judge: Judge) -> tuple[bool, str, bytes]:
+        """Judge by the next bytes, a test of what the program defines: whether it passed, why not, what was printed."""
         ask, reply = os.pipe(), os.pipe()
         note, out, err = self._pipe(), self._pipe(), self._pipe()
         null, unread = os.open(os.devnull, os.O_RDWR), os.dup(0)
         streams = (null, out[1], err[1])
-        text: list[str] = []
+        test: list[bytes] = []
         self._fork(
-            lambda: run_test(text[0], ask[1], reply[0], note[1]),
+            lambda: run_test(judge, test[0], ask[1], reply[0], note[1]),
             streams,
             (ask[1], reply[0], note[1], unread),
-            first=lambda: text.append(read_exactly(unread, size).decode()),
+            first=lambda: test.append(read_exactly(unread, size)),
         )
         self._fork(lambda: serve_calls(source, ask[0], reply[1]), streams, (ask[0], reply[1]))
         _close(*ask, *reply, null, unread, note[1], out[1], err[1])

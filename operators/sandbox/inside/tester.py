@@ -1,8 +1,8 @@
-"""The process that runs one test: its names stand for what the candidate defines, in another process.
+"""The process that runs one test: asks the candidate, in another process, and judges what comes back.
 
 The test and the answers it expects are in this process alone. What comes back from the candidate is plain data (an
-object that calls itself equal to everything arrives as one that is equal to nothing but itself), so a test that passes
-has compared the values that the candidate really returned.
+object that calls itself equal to everything arrives as one that is equal to nothing but itself), and nothing that it
+is compared with comes from the candidate: a name gives a test something to call, and never a value.
 """
 
 from __future__ import annotations
@@ -16,25 +16,35 @@ from .wire import decode, encode, read_frame, write_frame
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Callable, Iterator
+    from typing import Any, NoReturn
 
+_ENDS_A_LOOP = (StopIteration, StopAsyncIteration)
 _OF_MORE_THAN_A_TEXT = (UnicodeError, ExceptionGroup)
 _RAISED_AGAIN: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in vars(builtins).values()
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _OF_MORE_THAN_A_TEXT)
+    if isinstance(kind, type)
+    and issubclass(kind, Exception)
+    and not issubclass(kind, (*_OF_MORE_THAN_A_TEXT, *_ENDS_A_LOOP))
 }
+_TREE_ONLY = 0x400
+"""For `compile`: the syntax tree alone (ast.PyCF_ONLY_AST; importing `ast` costs more than all else here)."""
 
-
-FIND, SAME = "__candidate__", "__same__"
-"""Names that a test may use besides its own and the candidate's: `_Finder` and `is_same`."""
+LITERALS: dict[str, Any] = {
+    "inf": float("inf"), "nan": float("nan"), "Infinity": float("inf"), "NaN": float("nan"),
+    "true": True, "false": False, "null": None,
+}  # fmt: skip
+"""What `repr` and JSON write for values that Python has no literal of: a test may use these names."""
 
 PROGRAM_ENDED = "the program ended"
 """The note of a test whose candidate is gone."""
 
+_SHOWN = 80
+
 
 class Remote:
-    """Something in the candidate's process: calls, attributes and items are asked for there."""
+    """What a call of the candidate returned that is no plain value: calls, attributes and items are asked for there."""
 
     def __init__(self, link: Link, number: int) -> None:
         self._link, self._number = link, number
@@ -65,6 +75,24 @@ class Remote:
         raise TypeError("the candidate gave an object where a test wants a plain value")
 
 
+class Named(Remote):
+    """What the candidate has under a name, whatever that is: to be called, handed on, or asked for what it has itself.
+
+    Its value would be the candidate's own word, so a test that compares with it fails.
+    """
+
+    def __getattr__(self, name: str) -> Named:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Named(self._link, self._link.ask("part", self, name))
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TypeError("a test may call what the candidate defines, but not compare with it")
+
+    __eq__ = __iter__ = __len__ = __getitem__ = __contains__ = _refuse  # type: ignore[assignment]
+    __hash__ = object.__hash__
+
+
 class Link:
     """Requests to the candidate's process, one at a time."""
 
@@ -80,18 +108,42 @@ class Link:
         kind, text = map(str, answer)
         raise _RAISED_AGAIN[kind](text) if kind in _RAISED_AGAIN else RuntimeError(f"{kind}: {text}")
 
+    def named(self, names: set[str]) -> dict[str, Named]:
+        """What the candidate has under these names."""
+        found = self.ask("globals", Remote(self, 0), sorted(names))
+        return {name: Named(self, number) for name, number in found.items() if name in names}
 
-def run_test(source: str, requests: int, replies: int, note: int) -> None:
-    """Run a test and end this process with status 0 if it passed; why it did not is written to `note`."""
+
+def run_test(judge: Callable[[bytes, Link], None], test: bytes, requests: int, replies: int, note: int) -> None:
+    """Judge by a test and end this process with status 0 if it passed; why it did not is written to `note`."""
+    sys.set_int_max_str_digits(0)
     try:
-        code = compile(source, "test.py", "exec", dont_inherit=True)
-        link = Link(requests, replies)
-        names = {**_borrowed(link, names_in(code)), "__name__": "test", FIND: _Finder(link), SAME: is_same}
-        exec(code, names)
+        judge(test, Link(requests, replies))
     except BaseException as error:
-        os.write(note, _told(error, source).encode("utf-8", "replace")[:500])
+        os.write(note, _told(error, test).encode("utf-8", "replace")[:500])
         os._exit(1)
     os._exit(0)
+
+
+def check(test: bytes, link: Link) -> None:
+    """Run Python text, whose names are its own, the standard library's, or the candidate's; raises where it fails."""
+    text = test.decode()
+    code = compile(text, "test.py", "exec", dont_inherit=True)
+    names = names_in(code) - LITERALS.keys()
+    modules = names & modules_in(text)
+    own = {name: __import__(name) for name in modules}
+    exec(code, {**link.named(names - modules), **LITERALS, **own, "__name__": "test"})
+
+
+def call(test: bytes, link: Link) -> None:
+    """Call a function with arguments and compare what it returns; raises where it is another value.
+
+    test: encoded [name, arguments, wanted], all of it plain data.
+    """
+    name, arguments, wanted = decode(test, lambda number: None)
+    result = _function(link, name)(*arguments)
+    if not is_same(result, wanted):
+        raise AssertionError(f"{name} returned {_shown(result)}, not {_shown(wanted)}")
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -103,19 +155,11 @@ def names_in(code: CodeType) -> set[str]:
     return found
 
 
-class _Finder:
-    """From a name to the candidate's function, or to the method of its class Solution."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def __call__(self, name: str) -> Any:
-        found = _borrowed(self._link, {name, "Solution"})
-        if name in found:
-            return found[name]
-        if "Solution" not in found:
-            raise NameError(f"the candidate defines no {name!r}")
-        return getattr(found["Solution"](), name)
+def modules_in(test: str) -> set[str]:
+    """Names of the standard library's modules that a test takes something from (`math.isclose`)."""
+    tree = compile(test, "test.py", "exec", _TREE_ONLY, dont_inherit=True)
+    bases = (node.value for node in _nodes(tree) if type(node).__name__ == "Attribute")
+    return {base.id for base in bases if type(base).__name__ == "Name"} & sys.stdlib_module_names
 
 
 def is_same(found: Any, wanted: Any) -> bool:
@@ -123,23 +167,40 @@ def is_same(found: Any, wanted: Any) -> bool:
 
     The single answer of a case stands in a list of its own in APPS, whose own tests take both.
     """
-    plain = _listed(found)
-    return bool(plain == wanted or (isinstance(wanted, list) and len(wanted) > 0 and plain == wanted[0]))
+    return _is_equal(found, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _is_equal(found, wanted[0]))
 
 
-def _listed(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_listed(item) for item in value]
-    return {key: _listed(item) for key, item in value.items()} if isinstance(value, dict) else value
+def _is_equal(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list):
+        return isinstance(found, list | tuple) and len(found) == len(wanted) and all(map(_is_equal, found, wanted))
+    if isinstance(wanted, dict):
+        return (
+            isinstance(found, dict)
+            and found.keys() == wanted.keys()
+            and all(_is_equal(found[key], value) for key, value in wanted.items())
+        )
+    is_nan = isinstance(found, float) and isinstance(wanted, float) and found != found and wanted != wanted
+    return is_nan or bool(found == wanted)
 
 
-def _borrowed(link: Link, names: set[str]) -> dict[str, Any]:
-    """What the candidate has under these names; its modules are imported here instead, if they are Python's own."""
-    modules, found = link.ask("globals", Remote(link, 0), sorted(names))
-    for name, module in modules.items():
-        if str(module).partition(".")[0] in sys.stdlib_module_names:
-            found[name] = __import__(module, fromlist=["_"])
-    return {name: value for name, value in found.items() if name in names}
+def _function(link: Link, name: str) -> Any:
+    """The candidate's function of that name, or the method of its class Solution."""
+    found = link.named({name, "Solution"})
+    if name in found:
+        return found[name]
+    if "Solution" not in found:
+        raise NameError(f"the candidate defines no {name!r}")
+    return getattr(found["Solution"](), name)
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    """A syntax tree's nodes."""
+    yield node
+    for field in node._fields:
+        value = getattr(node, field, None)
+        for each in value if isinstance(value, list) else [value]:
+            if hasattr(each, "_fields"):
+                yield from _nodes(each)
 
 
 def _follow(ours: Any, theirs: Any) -> None:
@@ -154,12 +215,17 @@ def _follow(ours: Any, theirs: Any) -> None:
 
 
 def _number(value: Any) -> int:
-    if type(value) is not Remote:
+    if not isinstance(value, Remote):
         raise TypeError(f"a test gave the candidate a {type(value).__name__}, which cannot go to another process")
     return value._number
 
 
-def _told(error: BaseException, source: str) -> str:
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def _told(error: BaseException, test: bytes) -> str:
     if isinstance(error, EOFError | BrokenPipeError):
         return PROGRAM_ENDED
     line, trace = 0, error.__traceback__
@@ -167,4 +233,4 @@ def _told(error: BaseException, source: str) -> str:
         line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == "test.py" else line
         trace = trace.tb_next
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"{text} in `{source.splitlines()[line - 1].strip()}`" if line else text
+    return f"{text} in `{test.decode().splitlines()[line - 1].strip()}`" if line else text
