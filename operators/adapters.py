@@ -109,6 +109,27 @@ def tensor_names(path: str) -> tuple[str, str]:
     return f"{path}.lora_A.{NAME}.weight", f"{path}.lora_B.{NAME}.weight"
 
 
+def is_adapted_layer(layer: torch.nn.Module) -> bool:
+    """Whether `add` put adapters beside this layer, which is `base_layer` in it now."""
+    return NAME in getattr(layer, "lora_A", ())
+
+
+def parts_cut(path: str, style: str) -> list[str]:
+    """Paths within an adapted layer of what tensor parallelism cuts: W, and B by its rows as W's, or A by its columns.
+
+    The other adapter is small and stays whole on every rank. Raises ModelError for a style of transformers' plan that
+    cuts neither rows nor columns.
+    """
+    if "colwise" in style:
+        return [f"{path}.base_layer", f"{path}.lora_B.{NAME}"]
+    if "rowwise" in style:
+        return [f"{path}.base_layer", f"{path}.lora_A.{NAME}"]
+    raise ModelError(
+        f"layer '{path}' has adapters (lora=), and tensor parallelism treats it as {style!r}, which cuts neither its "
+        f"rows nor its columns; leave it out of LoRA(targets=), or use tensor_parallel=1"
+    )
+
+
 def is_adapted(module: Any) -> bool:
     """Whether a module has adapters, so that `save` is how it is written down."""
     return NAME in getattr(module, "peft_config", ())

@@ -103,3 +103,28 @@ def test_processes_train_adapters_as_one_process_does(policy: Path, machine: Non
         assert (result.steps, result.verdict.clean) == (3, True), result.verdict.line
         losses.append([line["loss"] for line in steps_of(result)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_out_matrices_train_adapters_as_one_process_does_and_go_on_after_a_checkpoint(
+    policy: Path, machine: None, tmp_path: Path, ranks: int
+) -> None:
+    """Its generator has every version; its checkpoint is one that peft loads, and that a resume goes on with."""
+
+    def graph(tensor_parallel: int) -> Any:
+        return adapted_graph(policy, max_staleness=0, lr=1e-3, eps=1e-3, tensor_parallel=tensor_parallel)
+
+    alone = run(graph(1), steps=5, seed=1, on=inline(), runs=tmp_path / "alone", quiet=True)
+    begun = run(graph(2), ranks={"trainer": ranks}, steps=3, seed=1, runs=tmp_path, quiet=True)
+    checkpoint = RunFolder.open(begun.folder).latest_checkpoint()
+    assert checkpoint is not None
+    saved = load_file(checkpoint / "adapter_model.safetensors")
+    assert sum(tensor.nbytes for tensor in saved.values()) == BYTES
+    resumed = run(graph(2), ranks={"trainer": ranks}, steps=5, resume=begun.folder, quiet=True)
+    assert resumed.verdict.clean, resumed.verdict.line
+    found, wanted = steps_of(resumed), steps_of(alone)
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
+    assert max(line["mismatch"] for line in found) < 1e-5
+    for name in ("loss", "grad_norm", "reward_mean"):
+        assert [line[name] for line in found] == pytest.approx([line[name] for line in wanted], rel=1e-3, abs=1e-6)

@@ -114,6 +114,24 @@ def test_activations_computed_again_and_norms_of_a_ranks_own_heads_change_nothin
     compare(trainer, ranks, steps(2), lambda: tiny_learner(trainer, qwen3()))
 
 
+def biased():
+    """Its biases beside matrices that are cut by columns lie whole on every rank."""
+    config = copy.deepcopy(tiny_llama().config)
+    config.attention_bias = config.mlp_bias = True
+    module = type(tiny_llama())(config).eval()
+    for name, weight in module.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.2)
+    return module
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
+@in_a_fork
+def test_biases_that_every_rank_holds_whole_are_counted_once(ranks):
+    trainer = tiny_trainer(tensor_parallel=2, eps=EPS, max_grad_norm=0.1)
+    compare(trainer, ranks, steps(2), lambda: tiny_learner(trainer, biased()))
+
+
 def critic():
     """A number per token."""
     torch.manual_seed(0)

@@ -93,8 +93,15 @@ class MeshTogether:
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Whether tensor parallelism has cut it: then its mesh has a dimension for that."""
-    return isinstance(tensor, DTensor) and "tp" in (tensor.device_mesh.mesh_dim_names or ())
+    """Whether the ranks that compute the same rollouts hold different parts of it."""
+    if not isinstance(tensor, DTensor) or not _is_on_both(tensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return not tensor.placements[names.index("tp")].is_replicate()
+
+
+def _is_on_both(tensor: DTensor) -> bool:
+    return "tp" in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def placed(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
@@ -102,7 +109,7 @@ def placed(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]
     both = mesh["fsdp", "tp"]
     return {
         name: tensor
-        if is_cut(tensor) or not isinstance(tensor, DTensor)
+        if not isinstance(tensor, DTensor) or _is_on_both(tensor)
         else DTensor.from_local(
             tensor.to_local(), both, [*tensor.placements, Replicate()],
             run_check=False, shape=tensor.shape, stride=tensor.stride(),

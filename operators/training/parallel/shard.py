@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from operators import adapters
 from operators.models import ModelError
 from operators.training.parallel.mesh import MeshTogether
 
@@ -87,7 +88,8 @@ def cut(module: Any, mesh: DeviceMesh, name: str) -> None:
     """Leave in each layer of `module` this rank's slices of its matrices; the ends of the model stay whole.
 
     The losses read log-probabilities from the head's weight directly, so it is not cut; FSDP shards it all the same.
-    Raises ModelError where transformers has no plan, or heads cannot be dealt out evenly.
+    Raises ModelError where transformers has no plan, an adapted layer is cut in a way that its adapters cannot be, or
+    heads cannot be dealt out evenly.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -111,10 +113,19 @@ def cut(module: Any, mesh: DeviceMesh, name: str) -> None:
 
 
 def _expanded(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """A plan by the names of modules and parameters; what it says of a module holds for its parameters too."""
+    """A plan by the names of modules and parameters; what it says of a module holds for its parameters too.
+
+    Of an adapted layer it holds for the layer inside, and for that adapter that has the dimension which is cut.
+    """
     found: dict[str, str] = {}
     for name, each in module.named_modules():
         style = plan.get(re.sub(r"\d+", "*", name))
+        if style is not None and adapters.is_adapted_layer(each):
+            for part in adapters.parts_cut(name, style):
+                found |= {part: style} | {
+                    f"{part}.{leaf}": style for leaf, _ in module.get_submodule(part).named_parameters()
+                }
+            continue
         if style is not None:
             found[name] = style
         for leaf, _ in each.named_parameters(recurse=False):
