@@ -8,10 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from dataflow import command
+from dataflow import socket_folder
 from dataflow.clocks import RunClock
 from dataflow.conductor import Conductor
 from dataflow.control import Limits, Scheduler
@@ -61,10 +60,12 @@ class Taken:
 def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
     """The workers of a run whose scheduler has died; None where there are none, or none that could be gone on with:
     those are ended. may_go_on: whether the run is to go on as it was."""
+    place = socket_folder.of(folder)
+    if place is None:
+        return None
     try:
-        address = Path(str(folder.read_json(command.FILE)["address"]).removeprefix("ipc://"))
-        desk = TakenDesk(address.parent)
-    except (RunError, KeyError):
+        desk = TakenDesk(place)
+    except RunError:
         return None
     with contextlib.suppress(RunError):
         if may_go_on:
@@ -131,7 +132,7 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock) -> Outcome
     scheduler.handover.parts |= {
         "begun": lambda: asdict(run.begun), "watch": watch.to_plain, "away_s": lambda: clock.away_s,
     }  # fmt: skip
-    open_for_commands = RunFolder.open(run.settings.folder).path / command.FILE
+    folder = RunFolder.open(run.settings.folder)
 
     def look() -> None:
         watch.note(scheduler.conductor, scheduler.beats)
@@ -143,7 +144,8 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock) -> Outcome
     try:
         with _view(run.quiet) as view, _interrupts(scheduler, view), _suspends(scheduler, clock):
             asked_at = {"address": scheduler.address, "pid": os.getpid()}
-            RunFolder.open(run.settings.folder).write_json(command.FILE, asked_at)
+            socket_folder.mark(scheduler.handover.folder, folder)
+            folder.write_json(socket_folder.CONTROL, asked_at)
             scheduler.start(progress=lambda late: view.update(watch.starting(late)))
             while not scheduler.conductor.over:
                 scheduler.turn(0.1)
@@ -151,7 +153,7 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock) -> Outcome
             look()
     finally:
         scheduler.close()
-        open_for_commands.unlink(missing_ok=True)
+        (folder.path / socket_folder.CONTROL).unlink(missing_ok=True)
     return _outcome(watch, scheduler.conductor)
 
 

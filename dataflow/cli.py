@@ -22,6 +22,7 @@ from dataflow.summary import summarize
 from dataflow.verify import report, verify
 
 Run = Annotated[Path, tyro.conf.Positional]
+Trust = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 def main() -> None:
@@ -100,16 +101,18 @@ def stop(run: Run = Path("runs/latest")) -> int:
     return 0
 
 
-def resume(run: Run = Path("runs/latest"), *, steps: int | None = None) -> int:
+def resume(run: Run = Path("runs/latest"), *, steps: int | None = None, trust: Trust = False) -> int:
     """Go on with a run that ended early, in its folder: its program is started again, with the flags that it had.
 
     Args:
         run: the run folder.
         steps: steps to make in all, the ones made before included; as many as it was to make when left out.
+        trust: run the program that the folder names without a question, though another user owns the folder.
     """
     folder = RunFolder.open(run)
     wanted = Recorded.read(folder).steps if steps is None else steps
-    return start_again(folder, *(() if wanted is None else ("--steps", str(wanted))), "--resume", str(folder.path))
+    more = () if wanted is None else ("--steps", str(wanted))
+    return start_again(folder, *more, "--resume", str(folder.path), trust=trust)
 
 
 def replay(
@@ -126,6 +129,7 @@ def replay(
     group: int | None = None,
     lane: str | None = None,
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    trust: Trust = False,
 ) -> int:
     """Train a run's recorded rollouts again and compare the losses; or, with --rollout, print one of them.
 
@@ -144,6 +148,7 @@ def replay(
         group: that is in this group.
         lane: that comes from this source.
         json: print JSON.
+        trust: run the program that the folder names without a question, though another user owns the folder.
     """
     folder = RunFolder.open(run)
     if rollout is not None:
@@ -157,7 +162,7 @@ def replay(
         run=str(folder.path), first=from_, last=to, loss=loss, trainer=trainer, tolerance=tolerance, device=device,
         out=str(out.absolute()) if out else "", json=json,
     )  # fmt: skip
-    return start_again(folder, *wishes.as_arguments())
+    return start_again(folder, *wishes.as_arguments(), trust=trust)
 
 
 def doctor(run: Run = Path("runs/latest"), stacks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False) -> int:

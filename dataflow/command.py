@@ -14,12 +14,11 @@ import zmq
 
 from dataflow.errors import DataflowError, DeadlineError, RunError
 from dataflow.run_folder import RunFolder
+from dataflow.socket_folder import CONTROL
 
 ANSWER_S = 10.0
 _LOOK_MS = 1000
 """Between two looks whether the scheduler lives: long enough for another that takes its place."""
-FILE = "control.json"
-"""In the folder of a run that is under way: where it takes commands."""
 
 Replicas = dict[str, dict[str, int]]
 """By node: how many replicas are joining, live, leaving."""
@@ -119,9 +118,9 @@ def listens(path: Path) -> bool:
 
 
 def _address(folder: RunFolder) -> str:
-    path = folder.path / FILE
-    address = str(folder.read_json(FILE).get("address", "")) if path.exists() else ""
-    if not address or not Path(address.removeprefix("ipc://")).exists():
+    path = folder.path / CONTROL
+    address = str(folder.read_json(CONTROL).get("address", "")) if path.exists() else ""
+    if not address.startswith("ipc://") or not Path(address.removeprefix("ipc://")).exists():
         raise RunError(
             f"'{folder.path.name}' takes no commands: it is over, or it runs in one process; "
             f"name the folder of a run that is under way, such as runs/latest"

@@ -1,9 +1,7 @@
 """What the scheduler has in its hands: the socket to its workers, the forkserver, the folder of the run's sockets."""
 
 import logging
-import os
 import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +11,7 @@ from typing import Any
 import msgpack
 import zmq
 
+from dataflow import socket_folder
 from dataflow.errors import RunError
 from dataflow.forkserver import Main
 from dataflow.nursery import Nursery, TakenOver
@@ -27,8 +26,6 @@ _COMMAND = "?"
 """Before the name of somebody who gives commands: no worker is called so."""
 _REMEMBERED = 100
 _DECIDE_NOTHING = ("heard", "ask_stacks")
-PREFIX = "dataflow-"
-"""Of the names of runs' folders of sockets."""
 _DOOR = "door"
 """In the folder: where a successor of the scheduler asks for the workers."""
 
@@ -51,7 +48,7 @@ class Desk:
         listen: where workers speak to the scheduler, with `keys`; empty: in the folder, as commands always do.
         successor: runs a scheduler in the place of this process when it has died.
         """
-        folder = _make_folder()
+        folder = socket_folder.make()
         nursery = Nursery(
             main, environment, preload, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True),
             door=str(folder / _DOOR), successor=successor,
@@ -204,9 +201,3 @@ def _router(context: "zmq.Context[Any]") -> "zmq.Socket[bytes]":
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.MAXMSGSIZE, MESSAGE_BYTES)
     return socket
-
-
-def _make_folder() -> Path:
-    """A folder of mode 0700 for the run's sockets and shared memory; it goes when the run ends, however it ends."""
-    memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory if os.access(memory, os.W_OK) else None))

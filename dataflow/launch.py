@@ -1,9 +1,12 @@
 """How a run was started, so that it can be started again: the program, its arguments, its working directory."""
 
+import contextlib
 import importlib.machinery
 import os
+import pwd
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,10 +77,11 @@ def recorded_launch(folder: RunFolder) -> Launch | None:
     return None if found is None else Launch(**{**found, "arguments": tuple(found["arguments"])})
 
 
-def start_again(folder: RunFolder, *more: str) -> NoReturn:
+def start_again(folder: RunFolder, *more: str, trust: bool = False) -> NoReturn:
     """Become the program that started the run in a folder, with more arguments: this process is replaced.
 
-    Errors: RunError when it is not there any more, or nothing says which it was.
+    trust: whether it may be one that another user's folder names; else somebody at a terminal is asked.
+    Errors: RunError when it is not there any more, nothing says which it was, or it may not be run.
     """
     launch = recorded_launch(folder)
     if launch is None:
@@ -86,10 +90,41 @@ def start_again(folder: RunFolder, *more: str) -> NoReturn:
             f"its graph is made; call run(graph, resume='{folder.path}') in that script"
         )
     command = launch.command(*more)
+    check_owner(folder, launch, trust)
     os.chdir(launch.folder)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], command)
+
+
+def check_owner(folder: RunFolder, launch: Launch, trust: bool, ask: Callable[[str], bool] | None = None) -> None:
+    """Have the program that another user's folder names run only if this user wants it: it would run with his rights.
+
+    ask: puts a question to somebody; None: at the terminal, if there is one. Errors: RunError when nobody says yes.
+    """
+    strangers = {path.stat().st_uid for path in (folder.path, folder.path / "config.json")} - {os.getuid()}
+    if not strangers or trust:
+        return
+    owners = " and ".join(map(_user, sorted(strangers)))
+    wanted = f"{launch.program} {shlex.join(launch.arguments)}".strip()
+    if ask is None:
+        ask = _ask if sys.stdin.isatty() and sys.stderr.isatty() else lambda question: False
+    if not ask(f"'{folder.path}' belongs to {owners}, and names a program to run as {_user(os.getuid())}: {wanted}"):
+        raise RunError(
+            f"'{folder.path.name}' belongs to {owners}, and what it names would run with your rights: {wanted} in "
+            f"'{launch.folder}'; look at it, then say yes at a terminal, or give --trust"
+        )
+
+
+def _ask(question: str) -> bool:
+    print(f"{question}\nRun it? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _user(number: int) -> str:
+    with contextlib.suppress(KeyError):
+        return f"user '{pwd.getpwuid(number).pw_name}'"
+    return f"user {number}"
 
 
 def check_flags(recorded: Launch, now: Mapping[str, Any]) -> None:

@@ -15,10 +15,10 @@ from rigs.machine import wait_until
 from rigs.operators import mute, slow
 
 from dataflow import Graph, Model, RunError, run, scorer
-from dataflow.command import FILE
 from dataflow.control import Limits
 from dataflow.doctor.examine import examine
 from dataflow.errors import DeadlineError
+from dataflow.socket_folder import CONTROL
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 pytestmark = [pytest.mark.usefixtures("one_core", "light"), pytest.mark.timeout(180), pytest.mark.slow]
@@ -38,7 +38,7 @@ def beside(visit: Callable[[Path], None], runs: Path) -> Iterator[None]:
 
     def body() -> None:
         try:
-            wait_until(lambda: (runs / "latest" / FILE).exists(), 60.0, "a run that answers")
+            wait_until(lambda: (runs / "latest" / CONTROL).exists(), 60.0, "a run that answers")
             visit(runs / "latest")
         except BaseException as error:
             failures.append(error)

@@ -19,13 +19,14 @@ from rigs.machine import wait_until
 from rigs.operators import Around, built_by, wrapped
 
 from dataflow import Graph, GraphError, Model, Result, RunError, inline, run
-from dataflow.command import FILE, ask_to_scale
+from dataflow.command import ask_to_scale
 from dataflow.control import Limits
 from dataflow.errors import DeadlineError
 from dataflow.node import Batch, Context, Runtime, Transform
 from dataflow.ports import Ports
 from dataflow.records import GROUP_ID
 from dataflow.run_folder import RunFolder
+from dataflow.socket_folder import CONTROL
 from dataflow.staleness import admit
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Evaluate, Prompts
@@ -476,7 +477,7 @@ def test_the_command_reaches_the_run_which_does_what_can_be_and_says_what_cannot
 
     def ask() -> None:
         try:
-            wait_until(lambda: (runs.path / "latest" / FILE).exists(), 30.0, "a run that takes commands")
+            wait_until(lambda: (runs.path / "latest" / CONTROL).exists(), 30.0, "a run that takes commands")
             heard["done"] = typed(runs, "generator=2")
             for node in ("generater", "trainer"):
                 with pytest.raises(RunError) as refused:
@@ -509,7 +510,7 @@ def test_a_run_that_is_over_takes_no_command(runs: Runs) -> None:
 
 def test_a_run_whose_scheduler_was_killed_takes_no_command_either(runs: Runs) -> None:
     runs(fake_graph(count=16))
-    runs.folder.write_json(FILE, {"address": "ipc:///nowhere/control"})
+    runs.folder.write_json(CONTROL, {"address": "ipc:///nowhere/control"})
     with pytest.raises(RunError, match="takes no commands: it is over"):
         ask_to_scale(runs.folder, {"generator": 2})
 
@@ -519,7 +520,7 @@ def test_a_scheduler_that_does_not_answer_is_not_waited_for_longer_than_the_dead
     listening: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = listening.socket(zmq.ROUTER)
     router.bind(f"ipc://{tmp_path}/control")
-    folder.write_json(FILE, {"address": f"ipc://{tmp_path}/control"})
+    folder.write_json(CONTROL, {"address": f"ipc://{tmp_path}/control"})
     try:
         with pytest.raises(DeadlineError, match="has not answered within 0 s"):
             ask_to_scale(folder, {"generator": 2}, timeout_s=0.2)

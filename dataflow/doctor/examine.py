@@ -9,6 +9,7 @@ from dataflow.doctor import ended, processes, report
 from dataflow.doctor.gather import gather, process_words, read
 from dataflow.errors import DeadlineError, RunError
 from dataflow.run_folder import RunFolder
+from dataflow.socket_folder import CONTROL
 
 _ANSWER_S = 3.0
 _STACKS_S = 1.5
@@ -46,7 +47,7 @@ def _all_told(said: command.Said, since_s: float) -> bool:
 
 def _scheduler(folder: RunFolder, error: RunError) -> str:
     """What is known of a scheduler that does not answer."""
-    pid = read(folder, command.FILE).get("pid")
+    pid = read(folder, CONTROL).get("pid")
     if pid is None:
         return "" if not isinstance(error, DeadlineError) else str(error)
     found = processes.look([int(pid)], 0.0)[int(pid)]

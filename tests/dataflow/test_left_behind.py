@@ -2,34 +2,39 @@
 
 import fcntl
 import os
+import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from dataflow.command import FILE
+from dataflow import carry_out, socket_folder
+from dataflow.errors import RunError
 from dataflow.left_behind import clear, clear_all, remove
 from dataflow.run_folder import RunFolder
+from dataflow.socket_folder import CONTROL
 
 
 @pytest.fixture
-def memory() -> Iterator[Path]:
-    """Short enough for a socket's path."""
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """What runs take for the machine's memory; short enough for a socket's path."""
     with tempfile.TemporaryDirectory(prefix="left-") as made:
+        monkeypatch.setattr(socket_folder, "_MEMORY", Path(made))
         yield Path(made)
 
 
-def killed(runs: Path, memory: Path, name: str = "dataflow-a") -> tuple[RunFolder, Path]:
+def killed(runs: Path, memory: Path) -> tuple[RunFolder, Path]:
     """A run of which only files are left."""
-    folder, place = RunFolder.create(runs, "killed"), memory / name
-    place.mkdir(mode=0o700)
+    folder, place = RunFolder.create(runs, "killed"), socket_folder.make()
+    assert place.parent == memory
+    socket_folder.mark(place, folder)
     (place / "weights").write_bytes(b"shared memory")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bound:
         bound.bind(str(place / "door"))
         bound.listen(1)
-    folder.write_json(FILE, {"address": f"ipc://{place}/commands", "pid": 1})
+    folder.write_json(CONTROL, {"address": f"ipc://{place}/commands", "pid": 1})
     (folder.path / "lock").write_text("1")
     return folder, place
 
@@ -64,25 +69,120 @@ def test_a_folder_stays_in_which_somebody_listens_and_he_takes_no_notice(
     assert remove(folder)
 
 
-@pytest.mark.parametrize("address", ["", "ipc:///dev/shm/commands", "tcp://127.0.0.1:5555", None, 7])
-def test_no_other_folder_is_removed_whatever_the_run_folder_says(tmp_path: Path, memory: Path, address: object) -> None:
+def points_at(folder: RunFolder, place: Path | str) -> None:
+    folder.write_json(CONTROL, {"address": f"ipc://{place}/commands", "pid": 1})
+
+
+@pytest.mark.parametrize("control", [["no", "map"], {}, *({"address": each} for each in (
+    "", "ipc:///dev/shm/commands", "tcp://127.0.0.1:5555", None, 7, "ipc://\0/commands",
+))])  # fmt: skip
+def test_nothing_is_removed_where_the_run_folder_names_nothing(tmp_path: Path, memory: Path, control: object) -> None:
     folder, place = killed(tmp_path, memory)
-    folder.write_json(FILE, {"address": address})
+    folder.write_json(CONTROL, control)
     assert not clear(folder) and place.exists()
-    folder.write_json(FILE, ["no", "map"])
-    assert not clear(folder)
-    other = memory / "somebody-s"
-    place.rename(other)
-    folder.write_json(FILE, {"address": f"ipc://{other}/commands"})
-    assert not clear(folder) and other.exists()
-    (memory / "dataflow-link").symlink_to(other)
-    folder.write_json(FILE, {"address": f"ipc://{memory}/dataflow-link/commands"})
-    assert not clear(folder) and (other / "weights").exists()
+
+
+def elsewhere(place: Path, mine: RunFolder) -> Path:
+    """A folder that looks like a run's in every way, in a place where runs make none."""
+    made = place.parent.parent / f"{place.parent.name}-else" / place.name
+    made.parent.mkdir(mode=0o700)
+    shutil.copytree(place, made, ignore=shutil.ignore_patterns("door"))
+    return made
+
+
+def renamed(place: Path, mine: RunFolder) -> Path:
+    return place.rename(place.with_name("dataflow-ranks-a1b2c3d4"))
+
+
+def opened(place: Path, mine: RunFolder) -> Path:
+    place.chmod(0o755)
+    return place
+
+
+def linked(place: Path, mine: RunFolder) -> Path:
+    link = place.with_name("dataflow-a1b2c3d4")
+    link.symlink_to(place)
+    return link
+
+
+def roundabout(place: Path, mine: RunFolder) -> Path:
+    return Path(f"{place.parent}/{place.name}/../{place.name}")
+
+
+def unmarked(place: Path, mine: RunFolder) -> Path:
+    (place / "run").unlink()
+    return place
+
+
+def a_neighbours(place: Path, mine: RunFolder) -> Path:
+    socket_folder.mark(place, RunFolder.create(mine.path.parent, "neighbour"))
+    return place
+
+
+def a_copys(place: Path, mine: RunFolder) -> Path:
+    """As after `cp -r` of a run folder, or a run folder that came from another machine."""
+    copy = mine.path.with_name("copy")
+    mine.path.rename(copy)
+    shutil.copytree(copy, mine.path)
+    return place
+
+
+def in_a_folder_of_all(place: Path, mine: RunFolder) -> Path:
+    place.parent.chmod(0o777)
+    return place
+
+
+@pytest.mark.parametrize(
+    "change", [elsewhere, renamed, opened, linked, roundabout, unmarked, a_neighbours, a_copys, in_a_folder_of_all]
+)
+def test_only_what_a_run_made_for_itself_where_it_makes_it_is_removed(
+    tmp_path: Path, memory: Path, change: Callable[[Path, RunFolder], Path]
+) -> None:
+    folder, place = killed(tmp_path, memory)
+    try:
+        named = change(place, folder)
+        points_at(folder, named)
+        assert not clear(folder) and socket_folder.of(folder) is None
+        assert (named / "weights").read_bytes() == b"shared memory"
+    finally:
+        shutil.rmtree(memory.parent / f"{memory.name}-else", ignore_errors=True)
+
+
+def test_what_another_user_made_is_not_removed(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, place = killed(tmp_path, memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda uid=os.getuid(): uid + 1)
+        assert not clear(folder)
+    assert place.exists() and clear(folder)
+
+
+def test_a_run_folder_that_was_moved_is_still_the_same(tmp_path: Path, memory: Path) -> None:
+    folder, place = killed(tmp_path, memory)
+    moved = RunFolder(folder.path.rename(tmp_path / "moved"))
+    assert clear(moved) and not place.exists()
+
+
+def test_workers_are_taken_over_only_where_the_run_itself_put_them(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, place = killed(tmp_path, memory)
+    asked: list[Path] = []
+
+    class NobodyThere:
+        def __init__(self, place: Path) -> None:
+            asked.append(place)
+            raise RunError("no workers")
+
+    monkeypatch.setattr(carry_out, "TakenDesk", NobodyThere)
+    unmarked(place, folder)
+    assert carry_out.take(folder) is None and asked == []
+    socket_folder.mark(place, folder)
+    assert carry_out.take(folder) is None and asked == [place]
 
 
 def test_all_killed_runs_of_a_folder_are_cleared_and_the_others_left(tmp_path: Path, memory: Path) -> None:
-    first, one = killed(tmp_path, memory, "dataflow-a")
-    living, two = killed(tmp_path, memory, "dataflow-b")
+    first, one = killed(tmp_path, memory)
+    living, two = killed(tmp_path, memory)
     RunFolder.create(tmp_path, "inline")
     with (living.path / "lock").open("r+") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

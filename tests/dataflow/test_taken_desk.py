@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from dataflow import desk as desks
+from dataflow import socket_folder
 from dataflow.desk import TakenDesk
 
 DEADLINE_S = 20.0
@@ -37,7 +38,7 @@ class PlayedNursery:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    made = desks._make_folder()
+    made = socket_folder.make()
     yield made
 
 
