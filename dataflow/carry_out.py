@@ -18,6 +18,7 @@ from dataflow.desk import TakenDesk
 from dataflow.display import SafeView, make_view
 from dataflow.draw import reward_curve_svg
 from dataflow.errors import RunError
+from dataflow.extras import Extras, warn
 from dataflow.graph import Graph
 from dataflow.handover import read
 from dataflow.host import Settings
@@ -117,29 +118,35 @@ class Run:
 
 def carry_out(run: Run) -> Outcome:
     """Run it to its end. Errors: as `dataflow.run.run`."""
-    folder = RunFolder.open(run.settings.folder)
+    said: list[str] = []
+    folder = RunFolder.open(run.settings.folder, Extras(said.append))
     clock = RunClock(0.0 if run.taken is None else run.taken.left.get("away_s", 0.0))
     watch, times = Watch(run.graph, run.plan, folder, run.settings.steps, clock), Times(folder, run.begun)
-    outcome = _inline(run, watch, times) if run.in_one_process else _processes(run, watch, times, clock)
-    times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
-    (folder.path / "curve.svg").write_text(reward_curve_svg(watch.lines, title=run.graph.name), encoding="utf-8")
-    merge(folder)
+    try:
+        outcome = _inline(run, watch, times, said) if run.in_one_process else _processes(run, watch, times, clock, said)
+        times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
+        folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.lines, title=run.graph.name))
+        merge(folder)
+    finally:
+        for text in said:
+            warn(text)
     return outcome
 
 
-def _processes(run: Run, watch: Watch, times: Times, clock: RunClock) -> Outcome:
+def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, said: list[str]) -> Outcome:
     scheduler = _scheduler(run, watch, clock)
     scheduler.handover.parts |= {
         "begun": lambda: asdict(run.begun), "watch": watch.to_plain, "away_s": lambda: clock.away_s,
     }  # fmt: skip
-    folder = RunFolder.open(run.settings.folder)
+    folder = RunFolder.open(run.settings.folder, Extras(said.append))
 
     def look() -> None:
         watch.note(scheduler.conductor, scheduler.beats)
         times.look(watch)
         view.update(watch.snapshot())
-        while scheduler.said:
-            view.message(scheduler.said.pop(0))
+        for texts in (scheduler.said, said):
+            while texts:
+                view.message(texts.pop(0))
 
     try:
         with _view(run.quiet) as view, _interrupts(scheduler, view), _suspends(scheduler, clock):
@@ -153,7 +160,7 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock) -> Outcome
             look()
     finally:
         scheduler.close()
-        (folder.path / socket_folder.CONTROL).unlink(missing_ok=True)
+        folder.extras.remove(folder.path / socket_folder.CONTROL)
     return _outcome(watch, scheduler.conductor)
 
 
@@ -169,7 +176,7 @@ def _scheduler(run: Run, watch: Watch, clock: RunClock) -> Scheduler:
     return made
 
 
-def _inline(run: Run, watch: Watch, times: Times) -> Outcome:
+def _inline(run: Run, watch: Watch, times: Times, said: list[str]) -> Outcome:
     running = InlineRun(run.graph, run.plan, run.settings)
     if run.begun.steps:
         running.conductor.go_on(run.begun.steps, run.begun.rounds)
@@ -178,6 +185,8 @@ def _inline(run: Run, watch: Watch, times: Times) -> Outcome:
         watch.note(running.conductor, {"inline-0": running.snapshot()})
         times.look(watch)
         view.update(watch.snapshot())
+        while said:
+            view.message(said.pop(0))
         return False
 
     try:

@@ -118,8 +118,7 @@ def listens(path: Path) -> bool:
 
 
 def _address(folder: RunFolder) -> str:
-    path = folder.path / CONTROL
-    address = str(folder.read_json(CONTROL).get("address", "")) if path.exists() else ""
+    address = str(folder.read_json(CONTROL).get("address", ""))
     if not address.startswith("ipc://") or not Path(address.removeprefix("ipc://")).exists():
         raise RunError(
             f"'{folder.path.name}' takes no commands: it is over, or it runs in one process; "

@@ -1,15 +1,35 @@
-"""What a run folder says of its run before it begins: graph.json and config.json, as plain values."""
+"""What a run folder says of its run before it begins, as plain values: in the ledger, and for people in graph.json and
+config.json."""
 
+import contextlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from dataflow.check import lanes_of
 from dataflow.graph import Graph
+from dataflow.ledger import Ledger, LedgerError
 from dataflow.node import Operator
 from dataflow.plan import Plan
+from dataflow.run_folder import RunFolder
 from dataflow.trainers import feeding, leading, trainers
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def describe(folder: RunFolder, ledger: Ledger, graph: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Put down what is run, before it runs. Errors: LedgerError."""
+    ledger.set_facts({"graph": graph, "config": config})
+    folder.write_json("graph.json", graph)
+    folder.write_json("config.json", config)
+
+
+def described(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Graph and configuration, as the ledger has them; where that says nothing, as the two files do; else empty."""
+    facts: dict[str, Any] = {}
+    with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
+        facts = ledger.facts()
+    return facts.get("graph") or folder.read_json("graph.json"), facts.get("config") or folder.read_json("config.json")
 
 
 def graph_facts(graph: Graph) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """faults.jsonl of a run folder: a line for every end of a worker that the run did not ask for."""
 
-import contextlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.files import append_line, disk, only_told, to_json
+from dataflow.extras import Extras, Tell, read_lines, warn
+from dataflow.files import to_json
 
 FILE = "faults.jsonl"
 STOPPED = "was stopped by a signal"
@@ -29,7 +28,7 @@ class Faults:
     A line is written once, when it is known how the fault ended: the worker is at work again, has died again, or the
     run has ended. {"at": seconds since 1970 when it was noticed, "worker", "cause", "attempt": the one that ended, 0
     for the first, "noticed_s": since its last sign of life, "recovered_s": from `at` until it was at work again, null
-    where it never was}. A disk that refuses a line is no reason to end a run: the user is told.
+    where it never was}.
     """
 
     def __init__(
@@ -38,6 +37,7 @@ class Faults:
         """folder: of the run; empty: nothing is written. clock: the scheduler's. said: what the user is told."""
         self._path = Path(folder) / FILE if folder else None
         self._clock, self._wall, self._said = clock, wall, said
+        self._extras = Extras(said.append)
         self._open: dict[str, _Open] = {}
 
     def noticed(self, worker: str, cause: str, attempt: int, heard: float) -> None:
@@ -66,25 +66,15 @@ class Faults:
     def _write(self, worker: str, recovered_s: float | None) -> None:
         fault = self._open.pop(worker, None)
         if fault is not None and self._path is not None:
-            with only_told(self._said):
-                append_line(self._path, to_json({**fault.line, "recovered_s": recovered_s}))
+            self._extras.append(self._path, to_json({**fault.line, "recovered_s": recovered_s}))
 
 
-def read_faults(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's faults.jsonl, without those that a crash tore. Errors: RunFolderError."""
-    path = folder / FILE
-    with disk("reading", path):
-        lines = path.read_bytes().splitlines() if path.exists() else []
-    found = []
-    for text in lines:
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict):
-                found.append(line)
-    return found
+def read_faults(folder: Path, tell: Tell = warn) -> list[dict[str, Any]]:
+    """The lines of a run's faults.jsonl, without those that a crash tore."""
+    return read_lines(folder / FILE, tell)[0]
 
 
 def restarts(folder: Path) -> int:
-    """How often a worker of the run in `folder` was started again and came back. Errors: RunFolderError."""
+    """How often a worker of the run in `folder` was started again and came back."""
     ended = [line for line in read_faults(folder) if line.get("cause") != STOPPED]
     return sum(line.get("recovered_s") is not None for line in ended)

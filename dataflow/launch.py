@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dataflow.describe import described
 from dataflow.errors import GraphError, RunError
 from dataflow.files import plain
 from dataflow.run_folder import RunFolder
@@ -72,8 +73,8 @@ def this_launch(flags: Mapping[str, Any]) -> Launch | None:
 
 
 def recorded_launch(folder: RunFolder) -> Launch | None:
-    """How the run in a folder was started; None where it was by a script that calls `run`. Errors: RunFolderError."""
-    found = folder.read_json("config.json").get(KEY)
+    """How the run in a folder was started; None where it was by a script that calls `run`."""
+    found = described(folder)[1].get(KEY)
     return None if found is None else Launch(**{**found, "arguments": tuple(found["arguments"])})
 
 

@@ -7,11 +7,18 @@ from pathlib import Path
 
 import structlog
 
+from dataflow.extras import warn
+
 
 def log_to(path: Path) -> None:
-    """Send this process's logs, standard output and standard error to a file, for good."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Send this process's logs, standard output and standard error to a file, for good; to nowhere, which is told
+    before, where the disk refuses it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        warn(f"'{path}' cannot be opened: {error.strerror or error}; the run goes on without it")
+        handle = os.open(os.devnull, os.O_WRONLY)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(handle, 1)

@@ -6,14 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow.describe import consumers
+from dataflow.describe import consumers, described
 from dataflow.errors import GraphError, RunError
-from dataflow.files import to_json
+from dataflow.extras import Kind
+from dataflow.files import RunFolderError, to_json
 from dataflow.graph import Graph
 from dataflow.ledger import Ledger
 from dataflow.run_folder import RunFolder
 from dataflow.trace import merge
 
+TIMES: Mapping[str, Kind] = {"outcome": str, "seconds": (int, float), "busy_seconds": dict}
+"""What times.json holds, once it is there."""
 CUT_OFF = "round cut off"
 """Why groups of an evaluation are dropped that had not finished when their run ended."""
 
@@ -41,9 +44,14 @@ class Recorded:
 
     @classmethod
     def read(cls, folder: RunFolder) -> "Recorded":
-        """Errors: RunFolderError when graph.json or config.json is missing or no JSON."""
-        times = folder.read_json("times.json") if (folder.path / "times.json").exists() else {}
-        return cls(graph=folder.read_json("graph.json"), config=folder.read_json("config.json"), times=times)
+        """Errors: RunFolderError when neither the ledger nor graph.json and config.json say what the run is."""
+        graph, config = described(folder)
+        if not {"nodes", "edges"} <= graph.keys() or "seed" not in config:
+            raise RunFolderError(
+                f"nothing says what '{folder.path.name}' runs: it stands neither in ledger.db nor in graph.json and "
+                f"config.json; take these from a backup, or start a new run"
+            )
+        return cls(graph=graph, config=config, times=folder.read_json("times.json", TIMES))
 
     @property
     def steps(self) -> int | None:
@@ -179,7 +187,7 @@ def _number_trace(folder: RunFolder) -> None:
         merge(folder)
     if folder.trace.exists():
         number = 1 + len(list(folder.path.glob("trace-*.json")))
-        folder.trace.replace(folder.path / f"trace-{number}.json")
+        folder.extras.rename(folder.trace, folder.path / f"trace-{number}.json")
 
 
 def _number_finished(folder: RunFolder, part: int) -> None:

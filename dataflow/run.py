@@ -15,7 +15,7 @@ import psutil
 from dataflow import left_behind
 from dataflow.carry_out import Run, Times, carry_out, take
 from dataflow.control import Limits
-from dataflow.describe import consumers, graph_facts, plan_facts
+from dataflow.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.display import make_view
 from dataflow.errors import GraphError
 from dataflow.graph import Graph
@@ -211,11 +211,10 @@ def _judged(folder: RunFolder, quiet: bool) -> Verdict:
 
 def _describe(folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, launch: Launch | None) -> None:
     """Put down what is run before it runs."""
-    folder.write_json("graph.json", graph_facts(graph))
     how = {"command": [sys.executable, *sys.argv], KEY: launch, "seed": settings.seed, "steps": settings.steps}
-    folder.write_json("config.json", how | plan_facts(graph, planned))
-    graph.draw(folder.graph_svg, planned)
-    Ledger.create(folder.ledger, consumers(graph)).close()
+    with Ledger.create(folder.ledger, consumers(graph)) as ledger:
+        describe(folder, ledger, graph_facts(graph), how | plan_facts(graph, planned))
+    folder.extras.attempt(folder.graph_svg, lambda: graph.draw(folder.graph_svg, planned))
 
 
 def _describe_again(
@@ -224,7 +223,8 @@ def _describe_again(
     """Put down how a run goes on, before it does."""
     resumed = [*recorded.config.get("resumed", []), {"at": time.time(), "from": begun.steps, "steps": settings.steps}]
     config = {**recorded.config, "steps": settings.steps, "resumed": resumed, **plan_facts(graph, planned)}
-    folder.write_json("config.json", config)
-    graph.draw(folder.graph_svg, planned)
+    with Ledger.open(folder.ledger) as ledger:
+        describe(folder, ledger, recorded.graph, config)
+    folder.extras.attempt(folder.graph_svg, lambda: graph.draw(folder.graph_svg, planned))
     Times(folder, begun).write("not finished", 0.0, {})
     folder.make_latest()

@@ -1,19 +1,19 @@
 """The folder of one run: where each thing stands, written so that a crash leaves it readable."""
 
 import contextlib
-import json
 import os
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import pyarrow as pa
 
 from dataflow.checkpoints import Checkpoints
-from dataflow.files import RunFolderError, append_line, disk, flush_to_disk, to_json, write_atomically
+from dataflow.extras import Extras, Kind, read_lines, read_map
+from dataflow.files import RunFolderError, disk, flush_to_disk, to_json, write_atomically
 
 Rows: TypeAlias = pa.Table | pa.RecordBatch | Iterable[pa.RecordBatch]
 
@@ -24,6 +24,8 @@ class RunFolder:
 
     path: Path
     """runs/<graph>-<time>/."""
+    extras: Extras = field(default_factory=Extras, compare=False, repr=False)
+    """Writes what the run can do without."""
 
     @classmethod
     def create(cls, root: str | Path, graph_name: str, *, now: float | None = None) -> "RunFolder":
@@ -44,7 +46,7 @@ class RunFolder:
         return made
 
     @classmethod
-    def open(cls, path: str | Path) -> "RunFolder":
+    def open(cls, path: str | Path, extras: Extras | None = None) -> "RunFolder":
         """The folder of a run that was made before. Errors: RunFolderError when there is none."""
         found = Path(path)
         if not found.is_dir():
@@ -52,11 +54,12 @@ class RunFolder:
                 f"no run folder at '{path}': {'that is a file' if found.exists() else 'nothing is there'}; "
                 f"give the folder that the run printed, or runs/latest"
             )
-        return cls(found.resolve())
+        return cls(found.resolve(), extras or Extras())
 
     def make_latest(self) -> None:
-        """Let `latest` beside it point to it. Errors: RunFolderError."""
-        _point(self.path.parent / "latest", self.path.name)
+        """Let `latest` beside it point to it."""
+        link = self.path.parent / "latest"
+        self.extras.attempt(link, lambda: _point(link, self.path.name), "pointing")
 
     @property
     def graph_json(self) -> Path:
@@ -129,26 +132,20 @@ class RunFolder:
         step = checkpoints.latest(at_most)
         return None if step is None else checkpoints.folder(step)
 
-    def write_json(self, name: str, value: Any, *, flush: bool = True) -> None:
+    def write_json(self, name: str, value: Any, *, flush: bool = True) -> bool:
         """Put `value` as strict JSON at `name` in the folder, whole or not at all; `flush`: wait for the disk.
 
-        Errors: RunFolderError."""
-        content = to_json(value, indent=1).encode() + b"\n"
-        write_atomically(self.path / name, lambda file: file.write(content), flush=flush)
+        Whether the disk took it.
+        """
+        return self.extras.write(self.path / name, to_json(value, indent=1) + "\n", flush=flush)
 
-    def read_json(self, name: str) -> Any:
-        """The JSON value at `name`. Errors: RunFolderError when it is missing or not JSON."""
-        path = self.path / name
-        with disk("reading", path):
-            content = path.read_bytes()
-        try:
-            return json.loads(content)
-        except ValueError as error:
-            raise RunFolderError(f"'{path}' is not JSON: {error}; take it from a backup, or start a new run") from error
+    def read_json(self, name: str, kinds: Mapping[str, Kind] | None = None) -> dict[str, Any]:
+        """The JSON map at `name`, as `dataflow.extras.read_map` has it: an empty one where it is missing or broken."""
+        return read_map(self.path / name, kinds, self.extras.tell)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl in one write; NaN becomes null. Errors: RunFolderError."""
-        append_line(self.metrics, to_json(line))
+        """Append one line to metrics.jsonl in one write; NaN becomes null."""
+        self.extras.append(self.metrics, to_json(line))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """What metrics.jsonl says, in order: the last line of each step, none that a crash tore."""
@@ -156,22 +153,7 @@ class RunFolder:
 
     def scan_metrics(self) -> tuple[list[dict[str, Any]], int]:
         """All lines of metrics.jsonl in order, and how many were torn by a crash."""
-        if not self.metrics.exists():
-            return [], 0
-        with disk("reading", self.metrics):
-            content = self.metrics.read_bytes()
-        lines: list[dict[str, Any]] = []
-        torn = 0
-        for text in content.splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                line = None
-            if isinstance(line, dict):
-                lines.append(line)
-            elif text.strip():
-                torn += 1
-        return lines, torn
+        return read_lines(self.metrics, self.extras.tell)
 
     def write_rollouts(self, step: int, rows: Rows, *, node: str | None = None) -> Path:
         """Write what `step` trained, before it is committed to the ledger. Errors: RunFolderError.
@@ -274,12 +256,11 @@ def _new_folder(root: Path, name: str) -> Path:
 def _point(link: Path, target: str) -> None:
     """Make `link` a symbolic link to `target` in one step."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
-    with disk("pointing", link):
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        temporary.symlink_to(target)
-        try:
-            temporary.replace(link)
-        except OSError:
-            temporary.unlink()
-            raise
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    temporary.symlink_to(target)
+    try:
+        temporary.replace(link)
+    except OSError:
+        temporary.unlink()
+        raise

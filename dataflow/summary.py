@@ -1,23 +1,24 @@
 """The summary of a run, computed from its folder."""
 
-import json
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from dataflow.describe import described
 from dataflow.display import Summary
 from dataflow.faults import restarts
+from dataflow.resume import TIMES
 from dataflow.run_folder import RunFolder
 from dataflow.trainers import lines_of
 
 
 def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
     """What came of a run: its metrics, its times (`times.json`, written when it ends), and the ledger's verdict."""
-    leaders = _read(folder, "config.json").get("leading") or [None]
+    graph, config = described(folder)
+    leaders = config.get("leading") or [None]
     lines = lines_of(folder.read_metrics(), leaders[0])
-    times = _read(folder, "times.json")
+    times = folder.read_json("times.json", TIMES)
     steps = [line for line in lines if "loss" in line]
     scores = [line["eval_accuracy"] for line in lines if line.get("eval_accuracy") is not None]
     rewards = [line["reward_mean"] for line in steps if line.get("reward_mean") is not None]
@@ -27,14 +28,14 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
     seconds = times.get("seconds")
     path, program = _from_here(folder.path), _program()
     return Summary(
-        graph=_read(folder, "graph.json").get("name", path.name), outcome=times.get("outcome", "not finished"),
+        graph=graph.get("name", path.name), outcome=times.get("outcome", "not finished"),
         steps=len(steps), wall_s=seconds, rollouts=sum(line.get("rollouts", 0) for line in steps),
         dropped=sum(sum((line.get("dropped") or {}).values()) for line in steps),
         reward_before=_mean(rewards[:tenth]), reward_after=_mean(rewards[-tenth:]),
         accuracy_before=scores[0] if scores else None, accuracy_after=scores[-1] if len(scores) > 1 else None,
         efficiency=busy[busiest] / seconds if busiest and seconds else None, busiest=busiest,
-        staleness_mean=_mean([line["staleness_mean"] for line in steps]),
-        staleness_max=max((line["staleness_max"] for line in steps), default=None),
+        staleness_mean=_mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
+        staleness_max=max((line["staleness_max"] for line in steps if "staleness_max" in line), default=None),
         restarts=restarts(folder.path), verdict=verdict, is_clean=is_clean, folder=str(path),
         commands=(
             *(() if times.get("outcome") == "finished" else ((f"{program} resume {path}", "go on from here"),)),
@@ -55,14 +56,6 @@ def _from_here(path: Path) -> Path:
 def _program() -> str:
     """How the `dataflow` command is called from this shell: by its name, or through the Python of its environment."""
     return "dataflow" if shutil.which("dataflow") else f"{_from_here(Path(sys.executable))} -m dataflow"
-
-
-def _read(folder: RunFolder, name: str) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((folder.path / name).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from dataflow.extras import read_text
 from dataflow.run_folder import RunFolder
 
 MOST_SPANS = 50_000
@@ -35,24 +35,32 @@ class Trace:
         """Put the spans beside the process's log, for `merge`."""
         path = folder.logs / f"{self._process}.trace"
         lines = (json.dumps([self._process, node, begin, end]) for node, begin, end in self._spans)
-        path.write_text("\n".join(lines), encoding="utf-8")
+        folder.extras.write(path, "".join(f"{line}\n" for line in lines))
 
 
 def merge(folder: RunFolder) -> None:
-    """Make trace.json of what the processes left, and remove that."""
+    """Make trace.json of what the processes left, and remove that. Lines that are torn are passed over."""
+    torn = 0
     processes: dict[str, int] = {}
     events: list[Mapping[str, Any]] = []
     for path in sorted(folder.logs.glob("*.trace")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            process, node, begin, end = json.loads(line)
-            pid = processes.setdefault(process, len(processes) + 1)
+        for line in read_text(path, folder.extras.tell).splitlines():
+            try:
+                process, node, begin, end = json.loads(line)
+                begin, end = float(begin), float(end)
+                pid = processes.setdefault(str(process), len(processes) + 1)
+            except (ValueError, TypeError):
+                torn += 1
+                continue
             events.append(
                 {"name": node, "ph": "X", "pid": pid, "tid": node, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
             )
-        path.unlink()
+        folder.extras.remove(path)
+    if torn:
+        folder.extras.tell(f"{torn} lines of traces in '{folder.logs}' are torn, and left out of {folder.trace.name}")
     start = min((event["ts"] for event in events), default=0.0)
     names = [
         {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}} for process, pid in processes.items()
     ]
     shifted = [{**event, "ts": round(event["ts"] - start, 1), "dur": round(event["dur"], 1)} for event in events]
-    Path(folder.trace).write_text(json.dumps({"traceEvents": names + shifted}), encoding="utf-8")
+    folder.extras.write(folder.trace, json.dumps({"traceEvents": names + shifted}))

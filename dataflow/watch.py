@@ -166,7 +166,7 @@ class Watch:
             with self._folder.metrics.open("rb") as stream:
                 stream.seek(self._read)
                 content = stream.read()
-        except FileNotFoundError:
+        except OSError:
             return
         whole = content.rfind(b"\n") + 1
         self._read += whole
@@ -174,6 +174,8 @@ class Watch:
             try:
                 line = json.loads(text)
             except ValueError:
+                continue
+            if not isinstance(line, dict):
                 continue
             self._lines.append(line)
             self._steps_made += [found for found in lines_of([line], self._leader) if "loss" in found]

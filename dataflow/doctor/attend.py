@@ -15,6 +15,7 @@ from dataflow.doctor.stall import Stillness, decide
 from dataflow.doctor.verdict import MOVES_S, verdict
 from dataflow.doctor.waiting import SILENT_S, seconds
 from dataflow.errors import DeadlineError
+from dataflow.extras import Extras
 from dataflow.host import Settings
 from dataflow.run_folder import RunFolder
 
@@ -137,10 +138,12 @@ class Attendant:
         moves_s = 0.0 if stalled else MOVES_S
         root = verdict(facts, moves_s=moves_s)
         path = folder.path / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-        path.write_text(report(folder, facts, all_stacks=True, moves_s=moves_s), encoding="utf-8")
+        content = report(folder, facts, all_stacks=True, moves_s=moves_s)
+        told: list[str] = []
+        is_written = Extras(told.append).write(path, content)
         if stalled:
             raise DeadlineError(
                 f"nothing has moved for {seconds(self._still.still_s)}: {root} The run ends; {path} says who waits for "
                 f"whom and where each worker is; if it is to have more time, raise Limits.stall_s or Limits.slice_s"
             )
-        return f"wrote {path}: {root}"
+        return f"wrote {path}: {root}" if is_written else f"{root} {told[0]}"

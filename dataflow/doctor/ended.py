@@ -3,12 +3,14 @@
 import time
 from typing import Any
 
+from dataflow.describe import described
 from dataflow.doctor import processes
-from dataflow.doctor.gather import process_words, read
+from dataflow.doctor.gather import process_words
 from dataflow.doctor.report import ailments
 from dataflow.doctor.waiting import seconds
 from dataflow.files import to_json
 from dataflow.ledger import Ledger, LedgerError
+from dataflow.resume import TIMES
 from dataflow.run_folder import RunFolder
 
 _MOST_COMMAND = 100
@@ -29,14 +31,14 @@ def report(folder: RunFolder, why: str) -> str:
 
 
 def _outcome(folder: RunFolder, alive: bool) -> str:
-    times = read(folder, "times.json")
+    times = folder.read_json("times.json", TIMES)
     if times:
         return f"over: {times.get('outcome', 'ended')}, {seconds(float(times.get('seconds') or 0.0))} of training"
     return "no scheduler answers, but processes of it are alive" if alive else "it did not come to its end"
 
 
 def _ledger(folder: RunFolder) -> list[str]:
-    sinks = [node["name"] for node in read(folder, "graph.json").get("nodes", []) if node.get("kind") == "sink"]
+    sinks = [node["name"] for node in described(folder)[0].get("nodes", []) if node.get("kind") == "sink"]
     try:
         with Ledger.open(folder.ledger, readonly=True) as ledger:
             return [f"  {name}: {ledger.verdict(name)}" for name in sinks]

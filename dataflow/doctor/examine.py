@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dataflow import command
 from dataflow.doctor import ended, processes, report
-from dataflow.doctor.gather import gather, process_words, read
+from dataflow.doctor.gather import gather, process_words
 from dataflow.errors import DeadlineError, RunError
 from dataflow.run_folder import RunFolder
 from dataflow.socket_folder import CONTROL
@@ -47,7 +47,7 @@ def _all_told(said: command.Said, since_s: float) -> bool:
 
 def _scheduler(folder: RunFolder, error: RunError) -> str:
     """What is known of a scheduler that does not answer."""
-    pid = read(folder, CONTROL).get("pid")
+    pid = folder.read_json(CONTROL, {"pid": int}).get("pid")
     if pid is None:
         return "" if not isinstance(error, DeadlineError) else str(error)
     found = processes.look([int(pid)], 0.0)[int(pid)]

@@ -1,10 +1,10 @@
 """From what a scheduler says of its run, its folder and the operating system to facts."""
 
 import contextlib
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dataflow.describe import described
 from dataflow.doctor import processes, stacks
 from dataflow.doctor.facts import Awaited, Edge, Facts, Feedback, Node, Process, Worker
 from dataflow.doctor.waiting import SILENT_S
@@ -18,7 +18,7 @@ _ORDER = ("working", "blocked", "paused", "waiting", "done")
 
 def gather(folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5, wake: bool = True) -> Facts:
     """Facts of a run under way. during_s: for figures of CPU. wake: let silent workers dump their stacks."""
-    graph, config = read(folder, "graph.json"), read(folder, "config.json")
+    graph, config = described(folder)
     workers = _workers(folder, said, during_s, wake)
     data = [edge for edge in graph.get("edges", []) if edge.get("plane") == "data"]
     nodes = {
@@ -35,14 +35,6 @@ def gather(folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5,
         awaited=_awaited(folder, data, config, said), on_demand=tuple(config.get("on_demand", ())),
         leading=tuple(config.get("leading", ())),
     )  # fmt: skip
-
-
-def read(folder: RunFolder, name: str) -> dict[str, Any]:
-    """A JSON map of the folder; empty where it is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads((folder.path / name).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: bool) -> list[Worker]:

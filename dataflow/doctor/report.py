@@ -11,6 +11,8 @@ from dataflow.doctor.facts import Facts, Node, Process, Thread, Worker
 from dataflow.doctor.logs import Trouble, last_errors
 from dataflow.doctor.verdict import MOVES_S, verdict
 from dataflow.doctor.waiting import seconds, trouble, waits
+from dataflow.extras import read_text
+from dataflow.faults import FILE
 from dataflow.run_folder import RunFolder
 
 _FAULTS = 5
@@ -39,8 +41,8 @@ def report(folder: RunFolder, facts: Facts, *, all_stacks: bool = False, moves_s
 def ailments(folder: RunFolder) -> list[list[str]]:
     """The last errors of the logs, and the last faults on record."""
     errors = [line for found in last_errors(folder.logs) for line in _error(found)]
-    path = folder.path / "faults.jsonl"
-    faults = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    path = folder.path / FILE
+    faults = read_text(path).splitlines()
     shown = [f"  {_fault(line)}" for line in faults[-_FAULTS:]]
     if len(faults) > _FAULTS:
         shown.insert(0, f"  {len(faults) - _FAULTS} before these, in {path.name}")

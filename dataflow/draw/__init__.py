@@ -8,6 +8,7 @@ from dataflow.draw import html, svg, text
 from dataflow.draw.curve import reward_curve_svg
 from dataflow.draw.picture import Frame, Picture, read
 from dataflow.errors import GraphError
+from dataflow.files import write_atomically
 
 _FORMATS: Mapping[str, Callable[[Picture], str]] = {
     ".svg": svg.render,
@@ -20,7 +21,8 @@ _FORMATS: Mapping[str, Callable[[Picture], str]] = {
 def draw(graph: Any, path: str | Path, frames: Sequence[Frame] | None = None, title: str | None = None) -> Path:
     """Write the picture of a NetworkX MultiDiGraph (`Graph.nx`) in the format the suffix names; the path.
 
-    Raises GraphError for a suffix other than .svg, .dot, .mmd and .html, and where the folder does not exist.
+    Raises GraphError for a suffix other than .svg, .dot, .mmd and .html, and where the folder does not exist;
+    RunFolderError where the disk refuses.
     """
     path = Path(path)
     form = _FORMATS.get(path.suffix.lower())
@@ -31,7 +33,8 @@ def draw(graph: Any, path: str | Path, frames: Sequence[Frame] | None = None, ti
         )
     if not path.parent.is_dir():
         raise GraphError(f"the picture '{path.name}' needs its folder, but '{path.parent}' is not there; make it first")
-    path.write_text(form(read(graph, frames, title)), encoding="utf-8")
+    content = form(read(graph, frames, title)).encode()
+    write_atomically(path, lambda file: file.write(content), what="drawing", flush=False)
     return path
 
 

@@ -78,6 +78,16 @@ class Ledger:
             check_schema(db, path)
         return cls(db, path, clock)
 
+    def set_facts(self, facts: Mapping[str, Any]) -> None:
+        """Put down what the run says of itself, by name, in place of what it said before under these names."""
+        with self._transaction("put down what the run is"):
+            writes.set_facts(self._db, {name: to_json(value) for name, value in facts.items()})
+
+    def facts(self) -> dict[str, Any]:
+        """What the run says of itself, by name."""
+        with self._snapshot("read what the run is"):
+            return reads.facts(self._db)
+
     def issue(self, source: str, prompts: Iterable[tuple[int, str]]) -> None:
         """Record new groups as (group_id, prompt_id), numbered on from the last; known ones stay as they are.
 

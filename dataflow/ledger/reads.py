@@ -142,6 +142,11 @@ def in_flight(
     return [InFlight(group_id=group, prompt_id=prompt, state=state) for group, prompt, state in rows]
 
 
+def facts(db: sqlite3.Connection) -> dict[str, Any]:
+    """What the run says of itself."""
+    return {name: json.loads(value) for name, value in db.execute("SELECT name, value FROM facts")}
+
+
 def steps(db: sqlite3.Connection, node: str, after: int, upto: int | None) -> list[MadeStep]:
     """The steps of `node` above `after` and not above `upto`, ascending."""
     key = {"node": node, "after": after, "upto": upto}

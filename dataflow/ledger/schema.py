@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dataflow.errors import RunError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 30.0
 WAL_PAGES = 4000  # 16 MB; each time it is full, one call waits for the disk
 STATES = ("issued", "generating", "generated", "scored")
@@ -33,6 +33,8 @@ _STEP_COLUMNS = """
 
 TABLES = (
     "CREATE TABLE schema (version INTEGER NOT NULL)",
+    # What a run says of itself, as JSON: copies for people stand in the run folder.
+    "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     "CREATE TABLE consumers (node TEXT, source TEXT, PRIMARY KEY (node, source)) WITHOUT ROWID",
     f"""CREATE TABLE groups (
     source    TEXT NOT NULL,

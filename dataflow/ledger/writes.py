@@ -39,6 +39,11 @@ def register(db: sqlite3.Connection, node: str, source: str) -> None:
     db.execute("INSERT OR IGNORE INTO consumers VALUES (?, ?)", (node, source))
 
 
+def set_facts(db: sqlite3.Connection, facts: Mapping[str, str]) -> None:
+    """Put down what a run says of itself, in place of what it said before under these names."""
+    db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", facts.items())
+
+
 def issue(db: sqlite3.Connection, source: str, prompts: Iterable[tuple[int, str]]) -> None:
     """Insert groups that follow the last one; known ones must be of the same prompt."""
     following = next_group_id(db, source)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataflow.extras import read_lines, read_map
 from dataflow.faults import STOPPED, read_faults
-from dataflow.files import RunFolderError
+from dataflow.ledger import reads
 from dataflow.ledger.schema import check_schema, connect, snapshot
 from dataflow.run_folder import RunFolder
 
@@ -65,7 +66,9 @@ class Facts:
     metrics: list[dict[str, Any]]
     """Lines of metrics.jsonl."""
     max_staleness: Mapping[str, int | None]
-    """Bound of each trainer, in versions, from config.json; None where the tokens are not of its versions."""
+    """Bound of each trainer, in versions; None where the tokens are not of its versions."""
+    config: Mapping[str, Any]
+    """What the run says of itself."""
 
     def trainers(self) -> Iterator[tuple[str, Sink]]:
         """The sinks that train, by name."""
@@ -79,17 +82,16 @@ class Facts:
         yield from ((node, sink) for node, sink in sorted(self.sinks.items()) if node not in trainers)
 
 
-def note_the_past(folder: RunFolder, findings: Findings) -> None:
+def note_the_past(facts: Facts, findings: Findings) -> None:
     """Note how often the run was taken up again, and which of its workers ended on the way."""
-    with contextlib.suppress(RunFolderError, AttributeError, TypeError):
-        parts = [part.get("from") for part in folder.read_json("config.json").get("resumed", [])]
-        if parts:
-            steps = ", ".join(str(max(part.values(), default=0)) for part in parts)
-            findings.note(f"the run was taken up again after step {steps}")
+    parts = facts.config.get("resumed", [])
+    if parts:
+        steps = ", ".join(str(max(part["from"].values(), default=0)) for part in parts)
+        findings.note(f"the run was taken up again after step {steps}")
     ended: collections.Counter[str] = collections.Counter()
     back: collections.Counter[str] = collections.Counter()
     stopped: collections.Counter[str] = collections.Counter()
-    for line in read_faults(folder.path):
+    for line in read_faults(facts.folder.path, findings.note):
         worker = str(line.get("worker"))
         if line.get("cause") == STOPPED:
             stopped[worker] += 1
@@ -104,24 +106,24 @@ def note_the_past(folder: RunFolder, findings: Findings) -> None:
 
 def read_facts(folder: RunFolder, findings: Findings) -> Facts:
     """Read ledger, metrics and config of a run. Errors: LedgerError when the ledger cannot be read."""
-    groups, sinks = _read_ledger(folder.ledger, findings)
-    metrics, torn = _read_metrics(folder, findings)
+    groups, sinks, said = _read_ledger(folder.ledger, findings)
+    metrics, torn = read_lines(folder.metrics, findings.note)
     if torn:
         findings.note(f"{torn} torn line{'s' if torn > 1 else ''} in metrics.jsonl: a crash during the write")
-    bounds = _read_bounds(folder, findings)
+    config = said.get("config") or read_map(folder.config, {"max_staleness": dict, "resumed": list}, findings.note)
+    bounds = config.get("max_staleness", {})
+    if "max_staleness" not in config:
+        findings.note("neither ledger.db nor config.json says what the bound on staleness is")
     for node in bounds:
         sinks.setdefault(node, Sink())
-    return Facts(folder=folder, groups=groups, sinks=sinks, metrics=metrics, max_staleness=bounds)
+    return Facts(folder=folder, groups=groups, sinks=sinks, metrics=metrics, max_staleness=bounds, config=config)
 
 
-def _read_ledger(path: Path, findings: Findings) -> tuple[dict[str, list[int]], dict[str, Sink]]:
-    db = connect(path, mode="ro")
-    try:
+def _read_ledger(path: Path, findings: Findings) -> tuple[dict[str, list[int]], dict[str, Sink], dict[str, Any]]:
+    with contextlib.closing(connect(path, mode="ro")) as db:
         check_schema(db, path)
         with snapshot(db, path, "be read"):
-            return _read_rows(db, findings)
-    finally:
-        db.close()
+            return *_read_rows(db, findings), reads.facts(db)
 
 
 def _read_rows(db: sqlite3.Connection, findings: Findings) -> tuple[dict[str, list[int]], dict[str, Sink]]:
@@ -142,23 +144,3 @@ def _read_rows(db: sqlite3.Connection, findings: Findings) -> tuple[dict[str, li
     for node, from_step, to_step in db.execute("SELECT node, from_step, to_step FROM lines ORDER BY line"):
         sinks[node].returns.append((from_step, to_step))
     return dict(groups), dict(sinks)
-
-
-def _read_metrics(folder: RunFolder, findings: Findings) -> tuple[list[dict[str, Any]], int]:
-    try:
-        return folder.scan_metrics()
-    except RunFolderError as error:
-        findings.fault(str(error))
-        return [], 0
-
-
-def _read_bounds(folder: RunFolder, findings: Findings) -> dict[str, int | None]:
-    if not folder.config.exists():
-        findings.note("no config.json: the bound on staleness is not known")
-        return {}
-    try:
-        found = folder.read_json("config.json").get("max_staleness", {})
-        return {str(node): None if bound is None else int(bound) for node, bound in found.items()}
-    except (RunFolderError, AttributeError, TypeError, ValueError) as error:
-        findings.fault(f"config.json does not hold max_staleness as {{trainer: number or null}}: {error}")
-        return {}

@@ -235,9 +235,11 @@ def test_a_drop_without_a_line_of_metrics_is_seen(run: RunFolder) -> None:
     broken(run, "the ledger of {'failed': 1}")
 
 
-def test_a_step_in_the_middle_has_its_line_of_metrics(run: RunFolder) -> None:
-    metrics(run, lambda line: None if line["step"] == 3 else line)
-    broken(run, "step 3 of 'trainer' has no line with its drops")
+def test_steps_without_a_line_of_metrics_are_told_and_break_no_law(run: RunFolder) -> None:
+    metrics(run, lambda line: None if line["step"] in (2, 3) else line)
+    verdict = verify(run.path)
+    assert verdict.clean
+    assert verdict.notes == ["steps [2, 3] of 'trainer' have no line with their drops in metrics.jsonl"]
 
 
 def test_evaluated_groups_stand_whole_in_their_file(run: RunFolder) -> None:
@@ -266,8 +268,6 @@ def test_an_evaluation_reads_nothing_older_than_its_prompts_demand(run: RunFolde
             "lacks the columns ['position']",
         ),
         (lambda run: rewrite(run, 2, lambda table: put(table, "position", [None] * len(table))), "nulls"),
-        (lambda run: run.config.write_text("{"), "config.json' is not JSON"),
-        (lambda run: run.config.write_text("[]"), "does not hold max_staleness"),
     ],
 )
 def test_what_cannot_be_read_is_broken_with_the_reason(
@@ -275,6 +275,17 @@ def test_what_cannot_be_read_is_broken_with_the_reason(
 ) -> None:
     damage(run)
     broken(run, fact)
+
+
+def test_the_bound_is_that_of_the_ledger_whatever_became_of_the_file(run: RunFolder) -> None:
+    run.config.write_text("{")
+    verdict = verify(run.path)
+    assert verdict.clean
+    assert any("config.json' is not JSON" in note for note in verdict.notes)
+    assert "neither ledger.db nor config.json says what the bound on staleness is" in verdict.notes
+    with Ledger.open(run.ledger) as ledger:
+        ledger.set_facts({"config": {"max_staleness": {"trainer": 1}}})
+    broken(run, "the bound is 1")
 
 
 def test_a_damaged_page_of_the_ledger_is_broken(run: RunFolder) -> None:
@@ -307,7 +318,7 @@ def test_a_crash_between_the_commit_and_its_metrics_breaks_no_law(run: RunFolder
     assert verdict.clean
     assert verdict.notes == [
         "1 torn line in metrics.jsonl: a crash during the write",
-        "step 5 of 'trainer' has no line with its drops in metrics.jsonl",
+        "steps [5] of 'trainer' have no line with their drops in metrics.jsonl",
     ]
 
 
