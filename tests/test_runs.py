@@ -1,5 +1,8 @@
 """Whole runs, in processes and inline: they end by themselves, and their folder bears out what they say."""
 
+import contextlib
+import sqlite3
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +11,10 @@ import pyarrow.compute as pc
 import pytest
 from rigs.graphs import fake_graph, reward, tiny_graph, words
 from rigs.operators import Keep, slow
+from structlog.testing import capture_logs
 
 from dataflow import Graph, GraphError, Model, Result, collect, inline, run, scorer, verify
+from dataflow.ledger import Ledger
 from dataflow.run_folder import RunFolder
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
@@ -245,3 +250,29 @@ def test_groups_too_few_for_a_step_are_dropped_with_that_reason_at_the_end_of_th
     result = run(graph, steps=9, on=inline(), runs=tmp_path, quiet=True)
     assert (result.steps, outcome(result)) == (2, "finished")
     assert "10 issued = 8 trained + 2 dropped (2 too few for a step)" in result.verdict.line
+
+
+def test_a_program_that_reads_the_ledger_for_ever_holds_no_checkpoint_and_no_end_up(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A browser of databases, opened on a run under way."""
+    create = Ledger.create
+    readers: list[sqlite3.Connection] = []
+
+    def browsed(path: Path, *args: Any, **how: Any) -> Ledger:
+        made = create(path, *args, **how)
+        readers.append(sqlite3.connect(path, isolation_level=None))
+        readers[-1].execute("BEGIN")
+        readers[-1].execute("SELECT count(*) FROM groups").fetchone()
+        return made
+
+    monkeypatch.setattr(Ledger, "create", browsed)
+    monkeypatch.setattr(sys.modules["operators.training.journal"], "WAL_TOLD_BYTES", 1 << 15)
+    graph = tiny_graph(policy, max_staleness=0, eval_every=3, checkpoint_every=1)
+    with capture_logs() as logs:
+        result = run(graph, steps=3, on=inline(), runs=tmp_path, quiet=True)
+    assert any("some program reads ledger.db" in line["event"] for line in logs)
+    with contextlib.closing(readers[0]) as reader:
+        assert reader.execute("SELECT count(*) FROM steps").fetchone() == (0,), "it still reads what it began with"
+    assert result.verdict.clean and result.steps == 3, result.verdict
+    assert RunFolder.open(result.folder).checkpoints.steps() == [1, 2, 3]

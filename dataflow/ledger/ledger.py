@@ -17,17 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dataflow.files import to_json
+from dataflow.files import disk, flush_to_disk, to_json
 from dataflow.ledger import reads, writes
 from dataflow.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
 from dataflow.ledger.schema import (
-    BUSY_TIMEOUT_S,
     LedgerError,
     build,
     check_schema,
     closed_on_error,
     connect,
-    explained,
     snapshot,
     transaction,
 )
@@ -239,20 +237,27 @@ class Ledger:
         return f"{'clean' if found.missing == 0 else 'BROKEN'}: {found}"
 
     def flush(self) -> None:
-        """Bring all that was committed to the disk itself; from any thread, as it has a connection of its own.
+        """Bring all that was committed to the disk itself; from any thread, and whoever reads meanwhile.
 
-        Called before a checkpoint is marked, so that no power cut leaves one whose step the ledger forgot.
+        Called before a checkpoint is marked, so that no power cut leaves one whose step the ledger forgot. What was
+        committed is in the log of the database, or was moved from there into it and flushed by SQLite. The database
+        itself is not opened here: closing it would end the locks that SQLite has on it in this process.
+        Errors: RunFolderError when the disk refuses.
         """
         self._check_owner()
-        deadline = time.monotonic() + BUSY_TIMEOUT_S
-        with contextlib.closing(connect(self.path, mode="rw")) as db, explained("flush", self.path):
-            # SQLite lets nobody wait for another's flush: it says busy at once.
-            while (busy := db.execute("PRAGMA wal_checkpoint(FULL)").fetchone()[0]) and time.monotonic() < deadline:
-                time.sleep(0.01)
-        if busy:
-            raise LedgerError(
-                f"ledger '{self.path}' could not flush: another process holds it; look for a stopped worker of this run"
-            )
+        with disk("flushing", self._wal):
+            with contextlib.suppress(FileNotFoundError):
+                flush_to_disk(self._wal)
+            flush_to_disk(self.path.parent)
+
+    @property
+    def wal_bytes(self) -> int:
+        """Size of the database's log: bounded, unless somebody reads in a transaction that does not end."""
+        return self._wal.stat().st_size if self._wal.exists() else 0
+
+    @property
+    def _wal(self) -> Path:
+        return self.path.with_name(f"{self.path.name}-wal")
 
     def close(self) -> None:
         """End the connection; what was committed stays."""

@@ -10,6 +10,8 @@ from dataflow.errors import RunError
 SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 30.0
 WAL_PAGES = 4000  # 16 MB; each time it is full, one call waits for the disk
+WAL_BYTES = WAL_PAGES * 4096
+"""That the log is cut to when it has grown beyond, because somebody read for long."""
 STATES = ("issued", "generating", "generated", "scored")
 
 _STATES_SQL = ", ".join(f"'{state}'" for state in STATES)
@@ -74,6 +76,7 @@ def connect(path: Path, *, mode: str, busy_timeout_s: float = BUSY_TIMEOUT_S) ->
         with closed_on_error(db):
             db.execute("PRAGMA synchronous = NORMAL")
             db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+            db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             db.execute("PRAGMA foreign_keys = ON")
     return db
 
@@ -148,7 +151,7 @@ def _bracket(db: sqlite3.Connection, path: Path, doing: str, begin: str) -> Iter
 
 def _advice(said: str) -> str:
     for sign, advice in (
-        ("locked", "another process holds it: look for a stopped worker of this run"),
+        ("locked", "another process writes to it: look for a stopped worker of this run, or a program that edits it"),
         ("full", "make room on that disk, then resume: what was committed is whole"),
         ("readonly", "give this user write permission on the run folder"),
         ("unable to open", "check that the run folder exists and that this user may read and write it"),

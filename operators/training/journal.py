@@ -32,7 +32,7 @@ from typing import Any
 from dataflow.checkpoints import TEMPORARY, Checkpoints
 from dataflow.errors import RunError
 from dataflow.files import RunFolderError, disk
-from dataflow.ledger import LedgerError
+from dataflow.ledger import Ledger, LedgerError
 from dataflow.node import Context
 from operators.training import checkpoint
 from operators.training.buffer import Group
@@ -44,6 +44,8 @@ CLOSE_S = 5.0
 """For a checkpoint that is being written when the run ends otherwise than it should."""
 SPARE_BYTES = 1 << 30
 """That a temporary checkpoint leaves free on its disk, for what must be written."""
+WAL_TOLD_BYTES = 1 << 30
+"""Of the ledger's log, before the user is told."""
 TOO_FEW = "too few for a step"
 """Why groups are dropped at the end of the rows."""
 
@@ -177,6 +179,7 @@ class Journal:
                     context.folder.flush_rollouts(trained, node=name)
                     if context.ledger is not None:
                         context.ledger.flush()
+                        self._look_at(context.ledger)
                     staged.write(folder, self.tokenizer, facts)
             finally:
                 self.debt.cost_s = time.monotonic() - began
@@ -206,6 +209,14 @@ class Journal:
     def _record(self, step: int, place: Path) -> None:
         if self.context.ledger is not None:
             self.context.ledger.record_checkpoint(self.context.node, step, str(place))
+
+    def _look_at(self, ledger: Ledger) -> None:
+        """Tell of a program that reads the ledger and does not come to an end."""
+        if (found := ledger.wal_bytes) > WAL_TOLD_BYTES:
+            self.context.log.warning(
+                "some program reads ledger.db in a transaction that does not end: the log of the database grows until "
+                "it does", node=self.context.node, path=f"{ledger.path}-wal", mebibytes=found >> 20,
+            )  # fmt: skip
 
     def _clear(self, checkpoints: Checkpoints, step: int) -> None:
         """Remove the temporary checkpoints before one that is committed."""

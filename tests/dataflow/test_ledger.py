@@ -3,7 +3,9 @@
 import contextlib
 import gc
 import os
+import shutil
 import sqlite3
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from dataflow.ledger import Ledger, LedgerError, PlannedStep
-from dataflow.ledger.schema import SCHEMA_VERSION, STATES, connect
+from dataflow.ledger.schema import SCHEMA_VERSION, STATES, WAL_BYTES, connect
 
 
 @pytest.fixture
@@ -340,11 +342,51 @@ def test_a_wait_for_another_writer_ends_with_a_reason(ledger: Ledger) -> None:
     db = connect(ledger.path, mode="rw", busy_timeout_s=0.0)
     impatient = Ledger(db, ledger.path, lambda: 0.0)
     ledger._db.execute("BEGIN IMMEDIATE")
-    with pytest.raises(LedgerError, match="locked; another process holds it"):
+    with pytest.raises(LedgerError, match="locked; another process writes to it"):
         issue(impatient, 1)
     ledger._db.execute("ROLLBACK")
     issue(impatient, 1)
     impatient.close()
+
+
+def reads_for_ever(path: Path) -> sqlite3.Connection:
+    """A browser of databases that has looked at the groups, and is left open."""
+    db = sqlite3.connect(path, isolation_level=None)
+    db.execute("BEGIN")
+    db.execute("SELECT count(*) FROM groups").fetchone()
+    return db
+
+
+def test_who_reads_holds_no_flush_up_and_what_was_flushed_is_all_that_was_committed(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the disk are the database as SQLite last flushed it, and the files that a flush was asked for: as after a cut
+    of the power."""
+    issue(ledger, 8)
+    ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    shutil.copy(ledger.path, disk)
+    monkeypatch.setattr(
+        sys.modules["dataflow.ledger.ledger"], "flush_to_disk",
+        lambda path: None if path.is_dir() else shutil.copy(path, disk),
+    )  # fmt: skip
+    with contextlib.closing(reads_for_ever(ledger.path)) as reader:
+        for step in (1, 2, 3):
+            commit(ledger, step, [2 * step, 2 * step + 1])
+            ledger.flush()
+            with Ledger.open(disk / ledger.path.name) as found:
+                assert found.last_step("actor") == step
+        assert reader.execute("SELECT count(*) FROM steps").fetchone() == (0,), "it still reads what it began with"
+
+
+def test_the_log_is_cut_when_who_read_for_long_has_ended(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(reads_for_ever(ledger.path)):
+        while ledger.wal_bytes <= 2 * WAL_BYTES:
+            issue(ledger, 20_000)
+    for _ in range(3):  # one moves the log into the database, the next begins it anew
+        issue(ledger, 20_000)
+    assert ledger.wal_bytes <= WAL_BYTES
 
 
 def test_a_forked_process_may_not_use_its_parents_connection(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +446,7 @@ def test_the_fate_of_a_group_is_told_sink_by_sink(ledger: Ledger) -> None:
 
 def test_a_damaged_page_is_found(ledger: Ledger) -> None:
     issue(ledger, 5000)
-    ledger.flush()
+    ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     ledger.check()
     content = bytearray(ledger.path.read_bytes())
     content[-4096:] = os.urandom(4096)
