@@ -264,13 +264,17 @@ class SimulatedDoor:
         self._process.point()
         self.connections[line].back.send(message)
 
-    def open(self, payload: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
+    def gather(self, begun: Any, payload: Any, message: Data) -> Any:
+        """The batch itself, which comes with each of its parts."""
+        return payload
+
+    def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
         """The batch, checked as if it had come from elsewhere."""
         which = (message.sender, message.epoch, message.sequence)
         if which not in self._spared and self._network.random.random() < self._network.weather.damage:
             self._spared.add(which)
             raise FrameError(DAMAGED)
-        batch = cast(pa.RecordBatch, payload)
+        batch = cast(pa.RecordBatch, body)
         frames.check_schema(batch.schema, schema, edge=message.edge)
         frames.check_batch(batch, message)
         return batch

@@ -102,7 +102,7 @@ class Line(Protocol):
         """What travels for a batch; the same may go over several lines, and more than once."""
 
     def put(self, message: Message, payload: Any = None) -> bool:
-        """Send; False when the connection takes nothing now."""
+        """Send, of the payload the part that a Data message names; False when the connection takes nothing now."""
 
     def get(self) -> Message | LineEvent | Junk | None:
         """The next thing that happened; None when nothing did. Never blocks."""
@@ -131,8 +131,13 @@ class Door(Protocol):
     def put(self, line: Hashable, message: Message) -> None:
         """Answer; a line that is gone is ignored, for its sender says Hello when it is back."""
 
-    def open(self, payload: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
-        """The batch of a Data message, checked; raises FrameError."""
+    def gather(self, begun: Any, payload: Any, message: Data) -> Any:
+        """What has come of a batch: `begun`, which is None at its first part, and the part in this payload.
+
+        Raises FrameError for a part of another length, or of a batch that does not fit into memory."""
+
+    def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
+        """The batch that `gather` has whole, checked; raises FrameError."""
 
     def close(self) -> None:
         """Stop listening; the address is free when this returns."""

@@ -127,6 +127,21 @@ def checksum(body: Any) -> int:
     return xxhash.xxh3_64_intdigest(body)
 
 
+def put_together(begun: pa.Buffer | None, part: Any, header: Data) -> pa.Buffer:
+    """The body frame of a batch that comes in parts, with one more of them; `begun` is None at the first.
+
+    It takes the memory of what has come: pages that no part has reached yet are the system's."""
+    try:
+        body = pa.allocate_buffer(header.bytes) if begun is None else begun
+    except MemoryError as error:
+        raise FrameError(
+            f"batch {header.sequence} of '{header.sender}' does not fit into memory; got {header.bytes} bytes; "
+            f"send less at once"
+        ) from error
+    memoryview(body).cast("B")[header.offset : header.offset + header.part_bytes] = part
+    return body
+
+
 def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
     """The batch of a body frame, without a copy where the bytes lie well.
 

@@ -3,6 +3,7 @@
 Pure: messages in, replies out; no socket, no clock. A `line` is whatever names a connection.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
 
 Line = Hashable
 Replies = list[tuple[Line, Message]]
-Verdict = Literal["new", "duplicate", "ahead", "stray", "overrun"]
-"""new: take it. duplicate: had it. ahead: something before it is missing. stray: no Hello came over this line
+Verdict = Literal["new", "part", "duplicate", "ahead", "stray", "overrun"]
+"""new: take it. part: the rest of it follows. duplicate: had it. ahead: something before it is missing. stray: no Hello came over this line
 for this sender and epoch. overrun: sent without credit."""
 
 UNSAID_SHARE = 4
@@ -34,6 +35,8 @@ class _Peer:
     gone: frozenset[int]
     number: int = 0
     end: int | None = None
+    begun: Data | None = None
+    """The newest part of the batch `expected`, while others are missing."""
     held: dict[int, Credit] = field(default_factory=dict)
     used: Credit = NONE
     windows: list[tuple[int, Credit]] = field(default_factory=lambda: [(0, NONE)])
@@ -63,6 +66,13 @@ class _Peer:
     def promised(self) -> Credit:
         """The most of all windows that it may be going by: it has not confirmed a later one."""
         return reduce(Credit.most, (window for _, window in self.windows))
+
+    def goes_on(self, message: Data) -> bool:
+        """Whether it is the next part of the batch that has begun, or the first of one where none has."""
+        begun = self.begun
+        if begun is None:
+            return message.offset == 0
+        return message == dataclasses.replace(begun, offset=begun.bytes - begun.left, left=message.left)
 
     def let_go(self, sequence: int) -> Credit:
         """Forget a batch that is held; its cost."""
@@ -142,7 +152,7 @@ class Inbox:
             peer = _Peer(line=line, epoch=message.epoch, expected=message.base, gone=frozenset(message.gone))
             self._peers[message.sender] = peer
         self._go_by(peer, line, message)
-        peer.line, peer.number = line, message.number
+        peer.line, peer.number, peer.begun = line, message.number, None
         peer.end = message.next if message.ended else None
         others = self._announce(but=message.sender)
         return [*others, (line, self._welcome(peer))]
@@ -155,7 +165,7 @@ class Inbox:
         if message.sequence < peer.expected:
             waits = message.sequence in peer.held or message.sequence in peer.unsaid
             return "duplicate", [] if waits else [(line, self._ack(peer, (message.sequence,)))]
-        if message.sequence > peer.expected:
+        if message.sequence > peer.expected or not peer.goes_on(message):
             if peer.asked == peer.expected:
                 return "ahead", []
             return "ahead", self._ask_again(peer)
@@ -165,7 +175,12 @@ class Inbox:
                 f"{message.bytes} bytes; run the same version of this project on both sides"
             )
             return "overrun", [(line, Refusal(edge=self._edge, reason=reason))]
-        return "new", []
+        return "part" if message.left else "new", []
+
+    def begin(self, message: Data) -> None:
+        """Count a part in, after `judge` said part and it was found sound."""
+        peer = self._peers[message.sender]
+        peer.begun, peer.asked = message, None
 
     def take(self, message: Data) -> None:
         """Count a batch in, after `judge` said new and it was found sound."""
@@ -174,12 +189,12 @@ class Inbox:
         peer.used += peer.held[message.sequence]
         peer.expected += 1
         peer.skip()
-        peer.faults, peer.asked = 0, None
+        peer.faults, peer.asked, peer.begun = 0, None, None
 
     def fault(self, message: Data, reason: str) -> Replies:
         """A new batch was not sound: ask for it again, and give up on its sender when that does not help."""
         peer = self._peers[message.sender]
-        peer.faults += 1
+        peer.faults, peer.begun = peer.faults + 1, None
         if peer.faults < MAX_FAULTS:
             return self._ask_again(peer)
         return [(peer.line, Refusal(edge=self._edge, reason=reason))]
@@ -288,7 +303,7 @@ class Inbox:
         return replies
 
     def _ask_again(self, peer: _Peer) -> Replies:
-        peer.asked = peer.expected
+        peer.asked, peer.begun = peer.expected, None
         return [(peer.line, self._welcome(peer))]
 
     def _ack(self, peer: _Peer, again: tuple[int, ...] = ()) -> Ack:

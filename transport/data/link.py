@@ -44,7 +44,7 @@ class Link:
     def transmit(self) -> None:
         """Send what may leave."""
         for parcel in self.outbox.due():
-            if not self.line.put(self.outbox.header(parcel), parcel.payload.content):
+            if not all(self.line.put(header, parcel.payload.content) for header in self.outbox.headers(parcel)):
                 self.outbox.lost()
                 self._greet = True
                 return
@@ -64,12 +64,11 @@ class Link:
         limits = self.outbox.limits
         if limits is None:
             return
-        most_bytes = min(limits.capacity_bytes, limits.max_message_bytes)
-        if need.rows > limits.capacity_rows or need.bytes > most_bytes:
+        if need.rows > limits.capacity_rows or need.bytes > limits.capacity_bytes:
             raise BatchTooLarge(
                 f"a batch on edge '{self._edge}' can never be sent; got {need.rows} rows and {need.bytes} "
-                f"bytes, the receiver takes {limits.capacity_rows} and {most_bytes}; send less at once, or "
-                f"raise capacity_rows, capacity_bytes and max_message_bytes of the receiver"
+                f"bytes, the receiver holds {limits.capacity_rows} and {limits.capacity_bytes}; send less at once, or "
+                f"raise capacity_rows and capacity_bytes of the receiver"
             )
 
     def _handle(self, event: object, now: float) -> bool:

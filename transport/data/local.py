@@ -122,9 +122,13 @@ class LocalDoor:
         if replies is not None:
             replies.append(message)
 
-    def open(self, payload: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
+    def gather(self, begun: Any, payload: Any, message: Data) -> Any:
+        """The batch itself, which comes with each of its parts."""
+        return payload
+
+    def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
         """The batch, checked as if it had come from elsewhere."""
-        batch = cast(pa.RecordBatch, payload)
+        batch = cast(pa.RecordBatch, body)
         frames.check_schema(batch.schema, schema, edge=message.edge)
         frames.check_batch(batch, message)
         return batch

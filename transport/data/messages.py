@@ -2,7 +2,7 @@
 
 sender -> receiver    Hello     who I am, what I send, where I stand; repeated after every reconnection,
                                 when a window shrank, at the end of the stream, and when it begins again
-                      Data      one record batch
+                      Data      one record batch, or a part of one that is too large for a message
 receiver -> sender    Welcome   your window, and what I have of you: the rest is sent again
                       Ack       these batches are done with, and of others these rows; your window from now on
                       Refusal   no, and why
@@ -43,7 +43,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """The header of one record batch."""
+    """The header of one record batch, or of a part of it: its parts follow each other, and nothing comes between."""
 
     edge: str
     """Name of the edge."""
@@ -59,6 +59,15 @@ class Data:
     """Length of the encoded batch."""
     checksum: int
     """xxh3_64 of the encoded batch; 0 where no bytes are made."""
+    offset: int = 0
+    """Bytes of the batch that earlier parts have."""
+    left: int = 0
+    """Bytes of the batch that later parts have."""
+
+    @property
+    def part_bytes(self) -> int:
+        """Length of this part."""
+        return self.bytes - self.offset - self.left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +89,7 @@ class Welcome:
     capacity_bytes: int
     """Bytes that the receiver holds at most, of all senders."""
     max_message_bytes: int
-    """Bytes of the largest batch that it takes."""
+    """Bytes of the largest message that it takes: a larger batch comes in parts."""
     expected: int
     """Sequence number that it has not seen yet; everything from here on is to be sent again."""
     held: tuple[int, ...]

@@ -134,17 +134,22 @@ class Outbox:
             yield parcel
             self._reached = max(self._reached, parcel.sequence + 1)  # whoever asks on has sent it
 
-    def header(self, parcel: Parcel) -> Data:
-        """What goes before a batch."""
-        return Data(
-            edge=self._edge,
-            sender=self._sender,
-            epoch=self._epoch,
-            sequence=parcel.sequence,
-            rows=parcel.rows,
-            bytes=parcel.payload.size_bytes,
-            checksum=parcel.payload.checksum,
-        )
+    def headers(self, parcel: Parcel) -> Iterator[Data]:
+        """What goes before a batch, or before each of the parts that the receiver takes it in."""
+        assert self.limits is not None, "only what a Welcome gave credit for is due"
+        size, most = parcel.payload.size_bytes, self.limits.max_message_bytes
+        for offset in range(0, size, most):
+            yield Data(
+                edge=self._edge,
+                sender=self._sender,
+                epoch=self._epoch,
+                sequence=parcel.sequence,
+                rows=parcel.rows,
+                bytes=size,
+                checksum=parcel.payload.checksum,
+                offset=offset,
+                left=max(0, size - offset - most),
+            )
 
     def hello(self) -> Hello:
         """Where this sender stands."""

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import pyarrow as pa
 import zmq
@@ -40,7 +41,8 @@ class Receiver:
 
     At any time the unacknowledged batches stay within `capacity_rows` and `capacity_bytes`, shared equally
     among the senders. A batch within the capacity but larger than its sender's share travels alone; choose
-    capacity_bytes >= senders * max_message_bytes, and the bound holds for those too.
+    capacity_bytes >= senders * bytes of the largest batch, and the bound holds for those too. One that is larger than
+    max_message_bytes comes in parts, under the credit of the whole, and is put together here.
     Redelivery: a batch is delivered once by one receiver. When a receiver restarts, what was unacknowledged
     comes again, so a consumer that acted on a batch and died before `ack` sees it twice.
     """
@@ -78,7 +80,8 @@ class Receiver:
             senders=senders,
             max_message_bytes=max_message_bytes,
         )
-        self._max_message_bytes = max_message_bytes
+        self._begun: dict[str, Any] = {}
+        """By sender, what has come of a batch whose later parts have not."""
         self._door = (network or SocketNetwork()).door(
             address, max_message_bytes=max_message_bytes, queue_messages=min(capacity_rows, _MOST_QUEUED)
         )
@@ -175,6 +178,7 @@ class Receiver:
         that, `expect` one less.
         """
         self.poll()
+        self._begun.pop(sender, None)
         self._reply(self._inbox.forget(sender))
 
     def close(self) -> None:
@@ -212,38 +216,56 @@ class Receiver:
             self._refuse(line, str(error))
             self._door.put(line, Refusal(edge=hello.edge, reason=str(error)))
             return
+        self._begun.pop(hello.sender, None)
         self._reply(self._inbox.hello(line, hello))
 
     def _take(self, arrival: Arrival, data: Data) -> None:
         verdict, replies = self._inbox.judge(arrival.line, data)
-        if verdict == "new":
+        if verdict in ("new", "part"):
             try:
-                if data.bytes > self._max_message_bytes:
-                    raise FrameError(
-                        f"a batch of '{data.sender}' is too large; got {data.bytes} bytes of at most "
-                        f"{self._max_message_bytes}; send smaller batches or raise max_message_bytes"
-                    )
-                batch = self._door.open(arrival.payload, data, self.schema)
+                batch = self._open(arrival.payload, data)
             except FrameError as error:
                 self._refuse(arrival.line, str(error))
                 replies = self._inbox.fault(data, str(error))
             else:
-                self._inbox.take(data)
-                self._ready.append(
-                    Delivery(
-                        batch=batch,
-                        sender=data.sender,
-                        epoch=data.epoch,
-                        sequence=data.sequence,
-                        acknowledge=self._acknowledge,
-                        acknowledge_rows=self._inbox.acknowledge_rows,
-                    )
-                )
+                self._count_in(data, batch)
         elif verdict == "duplicate":
-            self.duplicates += 1
+            self.duplicates += not data.left
         elif verdict == "overrun":
             self._refuse(arrival.line, f"'{data.sender}' sent {data.rows} rows without credit")
         self._reply(replies)
+
+    def _open(self, payload: Any, data: Data) -> pa.RecordBatch | None:
+        """The batch, or None until its last part is here. Raises FrameError; then nothing is left of it."""
+        begun = self._begun.pop(data.sender, None)
+        if not data.offset:
+            begun = None  # of a batch that is sent again from its first part on
+        if data.part_bytes < 1 or data.bytes > self._inbox.capacity.bytes:
+            raise FrameError(
+                f"a batch of '{data.sender}' has no room here; got {data.part_bytes} of {data.bytes} bytes, this "
+                f"receiver holds {self._inbox.capacity.bytes}; send smaller batches or raise capacity_bytes"
+            )
+        body = self._door.gather(begun, payload, data)
+        if data.left:
+            self._begun[data.sender] = body
+            return None
+        return self._door.open(body, data, self.schema)
+
+    def _count_in(self, data: Data, batch: pa.RecordBatch | None) -> None:
+        if batch is None:
+            self._inbox.begin(data)
+            return
+        self._inbox.take(data)
+        self._ready.append(
+            Delivery(
+                batch=batch,
+                sender=data.sender,
+                epoch=data.epoch,
+                sequence=data.sequence,
+                acknowledge=self._acknowledge,
+                acknowledge_rows=self._inbox.acknowledge_rows,
+            )
+        )
 
     def _acknowledge(self, sender: str, epoch: int, sequence: int) -> None:
         self._reply(self._inbox.acknowledge(sender, epoch, sequence))

@@ -85,7 +85,7 @@ class SocketLine:
     def put(self, message: Message, payload: Any = None) -> bool:
         """Queue a message; False when ZeroMQ takes nothing."""
         header = frames.encode_message(message)
-        parts = [header] if payload is None else [header, payload]
+        parts = [header] if payload is None else [header, _part(payload, message)]
         try:
             self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -196,9 +196,16 @@ class SocketDoor:
         except zmq.ZMQError:
             return
 
-    def open(self, payload: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
-        """Decode and check, in the memory of the message."""
-        return frames.decode_batch(payload.buffer, message, schema)
+    def gather(self, begun: Any, payload: Any, message: Data) -> Any:
+        """The memory of a message that has all; else of the batch, which fills part by part."""
+        part = payload.buffer
+        if len(part) != message.part_bytes:
+            raise FrameError(f"a batch is cut; got {len(part)} bytes of {message.part_bytes}; send it again")
+        return part if len(part) == message.bytes else frames.put_together(begun, part, message)
+
+    def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
+        """Decode and check, in the memory where it lies."""
+        return frames.decode_batch(body, message, schema)
 
     def close(self) -> None:
         """Stop listening; returns when the address is free."""
@@ -219,6 +226,14 @@ class SocketDoor:
         _close(self.sockets)
         if self._guard is not None:
             self._guard.close()
+
+
+def _part(content: zmq.Frame, message: Message) -> zmq.Frame:
+    """What of an encoded batch travels with a message: a part is lent from it or copied, as a whole one is."""
+    if not isinstance(message, Data) or message.part_bytes == message.bytes:
+        return content
+    part = memoryview(content)[message.offset : message.offset + message.part_bytes]
+    return zmq.Frame(part, copy=len(part) < _COPY_BELOW_BYTES)
 
 
 def _prepare(socket: "zmq.Socket[bytes]", address: str) -> None:

@@ -12,6 +12,8 @@ from transport.data.local import LocalLine
 from .rig import SCHEMA, firsts, make_batch
 
 CAPACITY_ROWS = 6
+PART_BYTES = 400
+"""Of these batches two or three parts, so that connections break between them."""
 
 
 class FragileLine(LocalLine):
@@ -81,6 +83,7 @@ class World:
             schema=SCHEMA,
             address="inbox",
             capacity_rows=CAPACITY_ROWS,
+            max_message_bytes=PART_BYTES,
             network=self.network,
             epoch=self.incarnation,
         )
