@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from dataflow.errors import DataflowError, GraphError
 from dataflow.graph import Graph
+from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.launch import Launch, check_flags, recorded_launch, this_launch
 from dataflow.replay import Wishes, report_replay
 from dataflow.run import inline, make_plan, run
@@ -69,6 +70,7 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
         "executor of the weight plane: shared_memory, cuda_ipc, gloo, nccl; chosen if left out",
     ),
     "listen": (str, "", "address of this machine for edges and control, over tcp with keys; ipc alone if left out"),
+    "message_bytes": (int, MESSAGE_BYTES, "most bytes of one message on a data edge; a larger group goes in parts"),
     "runs": (Path, Path("runs"), "where the run folder goes"),
     "resume": (Path | None, None, "a run folder in which to go on, with the same flags; or use dataflow resume"),
     "standby": (bool, False, "another process takes the scheduler's place should it die"),
@@ -84,7 +86,7 @@ def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None) -> None:
         "gpus": _assignments("gpus", flags["gpus"]), "replicas": _counts("replicas", flags["replicas"]),
         "ranks": _counts("ranks", flags["ranks"]),
         "steps": flags["steps"], "scale": _schedule(flags["scale"]), "weights": flags["weights"],
-        "listen": flags["listen"],
+        "listen": flags["listen"], "message_bytes": flags["message_bytes"],
     }  # fmt: skip
     if flags["explain"] or flags["draw"]:
         planned = make_plan(graph, **how, one_process=flags["inline"])

@@ -1,12 +1,13 @@
 """Every reason to refuse a graph, one function each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import networkx as nx
 
 from dataflow.errors import GraphError
 from dataflow.graph import Graph, nearest
+from dataflow.group_bytes import group_faults
 from dataflow.keep import Keep
 from dataflow.node import Generate, Learn, Operator, Source
 from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES, arrow_type
@@ -216,10 +217,25 @@ def too_few_prompts(graph: Graph) -> Iterator[str]:
                 )
 
 
+def too_large_groups(graph: Graph, replicas: Mapping[str, int] | None = None) -> Iterator[str]:
+    """A group whose rollouts may all be as long as they are allowed to fits on every edge, one of each replica."""
+    for call in graph.calls:
+        generator, lane = call.operator, call.output.lane
+        tokens = getattr(generator, "max_tokens", None)
+        if not isinstance(generator, Generate) or tokens is None:
+            continue
+        widest = {name: kind for c in graph.calls if c.output.lane == lane for name, kind in c.output.columns.items()}
+        yield from group_faults(
+            generator.name, widest, rollouts=group_size(graph, lane) or 1,
+            tokens=min(tokens, getattr(generator, "context_tokens", None) or tokens),
+            ids_left=max(1, getattr(generator, "top_k", 0)), senders=(replicas or {}).get(generator.name, 1),
+        )  # fmt: skip
+
+
 _REASONS = (
     empty, unread_streams, two_trainers, frozen_trainer, missing_feedback, unknown_feedback, mixed_lanes,
     evaluated_and_trained, filtered_evaluation, lonely_groups, too_little_in_flight, untrained_reader,
-    unlike_temperatures, unlike_layouts, too_few_prompts,
+    unlike_temperatures, unlike_layouts, too_few_prompts, too_large_groups,
 )  # fmt: skip
 
 

@@ -126,7 +126,8 @@ class Host:
             ends = [(e.lane, e.producer, inlets[e.name]) for e in self.incoming() if e.consumer == name]
             span = self._trace.add
             self.loops[name] = NodeLoop(
-                name, self.runtimes[name], ends, dict(lanes), most_rows=most_rows, mark=self._marker(name, lanes),
+                name, self.runtimes[name], ends, dict(lanes), most_rows=most_rows,
+                most_bytes=self.plan.message_bytes, mark=self._marker(name, lanes),
                 finished=self._finished(name, lanes), settled=self._settled(name, {lane for lane, _, _ in ends}),
                 span=span,
             )  # fmt: skip

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from dataflow.errors import boundary
 from dataflow.finished import Finished
+from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.holding import Holding
 from dataflow.node import Batch, Runtime
 from dataflow.records import GROUP_ID, group_slices
@@ -57,14 +58,14 @@ _MOST_ROWS = 1024
 """Of a batch on the wire, where the edge does not say."""
 
 
-def whole_groups(records: pa.RecordBatch, most_rows: int) -> list[pa.RecordBatch]:
-    """Slices of at most so many rows, cut between groups; a group that is larger by itself stays whole."""
-    if records.num_rows <= most_rows:
+def whole_groups(records: pa.RecordBatch, most_rows: int, most_bytes: int) -> list[pa.RecordBatch]:
+    """Slices of at most so many rows and bytes, cut between groups; a group that is larger by itself stays whole."""
+    if records.num_rows <= most_rows and records.nbytes <= most_bytes:
         return [records]
     parts, start, last = [], 0, 0
     for _, first, count in group_slices(records):
         end = first + count
-        if end - start > most_rows and last > start:
+        if last > start and (end - start > most_rows or records.slice(start, end - start).nbytes > most_bytes):
             parts.append(records.slice(start, last - start))
             start = last
         last = end
@@ -120,13 +121,14 @@ class NodeLoop:
         outlets: Mapping[str, Sequence[Outlet]],
         *,
         most_rows: Mapping[str, int] | None = None,
+        most_bytes: int = MESSAGE_BYTES,
         mark: Callable[[str, list[int]], None] | None = None,
         finished: Mapping[str, Finished] | None = None,
         settled: Callable[[str, list[int]], Collection[int]] = lambda lane, groups: (),
         span: Callable[[str, float, float], None] = lambda node, begin_s, end_s: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """inlets: (lane, sending node, inlet); outlets by lane; most_rows: of a batch on the wire, by lane;
+        """inlets: (lane, sending node, inlet); outlets by lane; most_rows (by lane), most_bytes: of one batch sent;
         mark: writes (lane, group ids) into the ledger; finished: by lane, where what leaves is kept until it has an
         outcome, and found instead of being made again; settled: which of some groups have an outcome already, though
         their sender has not heard of it; span: is told of every slice of work.
@@ -141,7 +143,7 @@ class NodeLoop:
             *(inlet for _, _, inlet in inlets),
             *(o for each in outlets.values() for o in each),
         ]
-        self._most_rows = most_rows or {}
+        self._most_rows, self._most_bytes = most_rows or {}, most_bytes
         self._mark, self._span, self._clock = mark, span, clock
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, _Sent]] = collections.deque()
         self._finished = finished or {}
@@ -257,7 +259,7 @@ class NodeLoop:
             self._mark(lane, groups)
         outlets = self._outlets.get(lane, ())
         self.holding.sent(lane, groups, len(outlets))
-        for part in whole_groups(records, self._most_rows.get(lane, _MOST_ROWS)):
+        for part in whole_groups(records, self._most_rows.get(lane, _MOST_ROWS), self._most_bytes):
             self._outbox += [
                 (outlet, part, _Sent(part, partial(self.holding.acknowledged, lane))) for outlet in outlets
             ]

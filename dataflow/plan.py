@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import networkx as nx
 
-from dataflow.check import lanes_of, sinks_of
+from dataflow.check import lanes_of, sinks_of, too_large_groups
 from dataflow.errors import GraphError
 from dataflow.executors import WeightPath, amount, explain, summary, weight_paths
 from dataflow.graph import Graph, nearest
+from dataflow.group_bytes import MESSAGE_BYTES, message_fault
 from dataflow.model_size import ModelSize
 from dataflow.node import Bound, Generate, Learn, Operator, Source
 
@@ -89,6 +90,8 @@ class Plan:
     """From which step on how many replicas a node is to have."""
     listen: str = ""
     """Address of this machine at which the run listens; empty: only sockets within it."""
+    message_bytes: int = MESSAGE_BYTES
+    """Most bytes of one message on a data edge: batches are cut, a single group above it goes in parts."""
 
     def executor(self, trainer: str, reader: str, replica: int) -> str:
         """How weights get from a trainer to a replica, to its first rank from the trainer's first; a newcomer's are
@@ -152,6 +155,7 @@ class Plan:
                 f"rows of '{lane}' run at most {bound.max_staleness} versions ahead: "
                 f"{(bound.max_staleness + 1) * bound.prompts_per_step} prompts in flight"
             )
+        lines.append(f"a message on a data edge has at most {amount(self.message_bytes)}; a larger group goes in parts")
         lines += explain(self.weight_paths)
         if self.listen:
             lines.append(
@@ -178,6 +182,7 @@ def plan(
     sizes: Mapping[str, ModelSize] | None = None,
     scale: Mapping[int, Mapping[str, int]] | None = None,
     weights: str | None = None,
+    message_bytes: int = MESSAGE_BYTES,
     one_process: bool = False,
 ) -> Plan:
     """Map the graph onto devices.
@@ -186,11 +191,14 @@ def plan(
     replicas: copies of a node that runs on CPU (accelerators count replicas by themselves).
     ranks: processes that share out the model of a trainer that runs on CPU (accelerators count them by themselves).
     scale: copies of a node from a step of the trainers on. weights: the executor of the weight plane; None: chosen
-    for each pair of ranks. one_process: all operators run in one.
-    Raises GraphError for unknown nodes, for more devices than there are, for ranks that cannot share a model out, and
-    for an executor that cannot serve.
+    for each pair of ranks. message_bytes: most bytes of one message on a data edge; a larger group goes in parts.
+    one_process: all operators run in one.
+    Raises GraphError for unknown nodes, for more devices than there are, for ranks that cannot share a model out,
+    for an executor that cannot serve, and for groups that an edge could never hold.
     """
     graph.check()
+    if fault := message_fault(message_bytes):
+        raise GraphError(fault)
     gpus, replicas, ranks, sizes, scale = gpus or {}, replicas or {}, ranks or {}, sizes or {}, scale or {}
     for name in [*gpus, *replicas, *ranks, *(name for wishes in scale.values() for name in wishes)]:
         if name not in graph.operators:
@@ -222,7 +230,10 @@ def plan(
     made = Plan(
         placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
         scale=scale, weight_paths=weight_paths(graph, placements, sizes, forced=weights, one_process=one_process),
+        message_bytes=message_bytes,
     )  # fmt: skip
+    for fault in too_large_groups(graph, {name: placement.replicas for name, placement in placements.items()}):
+        raise GraphError(fault)
     _check_scale(graph, made, one_process)
     return made
 

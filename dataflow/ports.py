@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from dataflow.executors import COLLECTIVE
 from dataflow.fan_out import FanOut
 from dataflow.graph import Graph
+from dataflow.group_bytes import CAPACITY_BYTES
 from dataflow.host import Host, Settings
 from dataflow.plan import Plan
 from dataflow.records import schema
 from dataflow.secure import RunKeys, endpoint, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, WeightsBeside, WeightsIn, WeightsOut
-from dataflow.wiring import CAPACITY_BYTES, Edge, edges, narrow_format, readers_of
+from dataflow.wiring import Edge, edges, narrow_format, readers_of
 from transport.data import LocalNetwork, Receiver, Sender, SocketNetwork, keep_freed_memory
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Ports:
             receiver = Receiver(
                 edge=edge.name, schema=schema(edge.columns), address=edge.name if local else self._address(edge),
                 capacity_rows=self._capacity(edge), capacity_bytes=CAPACITY_BYTES,
+                max_message_bytes=self._plan.message_bytes,
                 network=self._local if local else self._to_receive,
                 senders=self._settings.senders.get(edge.name, self._plan.placements[edge.producer].replicas),
             )  # fmt: skip

@@ -19,6 +19,7 @@ from dataflow.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.display import make_view
 from dataflow.errors import GraphError
 from dataflow.graph import Graph
+from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.host import Settings
 from dataflow.launch import KEY, Launch
 from dataflow.ledger import Ledger
@@ -90,6 +91,7 @@ def make_plan(
     scale: Mapping[int, Mapping[str, int]] | None = None,
     weights: str | None = None,
     listen: str = "",
+    message_bytes: int = MESSAGE_BYTES,
     one_process: bool = False,
 ) -> Plan:
     """The plan that `run` would use."""
@@ -99,7 +101,8 @@ def make_plan(
         check_listen(listen)
     made = plan(
         graph, devices or this_machine(), gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
-        sizes=measure_models(graph), scale=scale, weights=weights, one_process=one_process,
+        sizes=measure_models(graph), scale=scale, weights=weights, message_bytes=message_bytes,
+        one_process=one_process,
     )  # fmt: skip
     for wishes in made.scale.values():
         Scaling(graph, made).check(wishes)
@@ -121,6 +124,7 @@ def run(
     scale: Mapping[int, Mapping[str, int]] | None = None,
     weights: str | None = None,
     listen: str = "",
+    message_bytes: int = MESSAGE_BYTES,
     resume: str | Path | None = None,
     standby: bool = False,
     launch: Launch | None = None,
@@ -132,6 +136,7 @@ def run(
     weights: the weight plane's executor (see `executors`); None: chosen from where the ranks sit.
     listen: an address of this machine; edges and control go over tcp there, encrypted, with keys made for this run;
     empty: over sockets that only this user's processes can open.
+    message_bytes: most bytes of one message on a data edge: batches are cut, a larger group goes in parts.
     seed: of prompts' order, sampling and scorers; 0 when None. runs: where the run folder goes.
     resume: the folder of a run of this graph that is to go on; it has its seed and, where None is given, its steps.
     Where its scheduler has died a moment ago, its workers are still at work, and are taken over.
@@ -152,7 +157,7 @@ def run(
     devices = dataclasses.replace(this_machine(), cpus=1) if on is not None else None
     planned = make_plan(
         graph, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, devices=devices, scale=scale,
-        weights=weights, listen=listen, one_process=on is not None,
+        weights=weights, listen=listen, message_bytes=message_bytes, one_process=on is not None,
     )  # fmt: skip
     folder = before or RunFolder.create(runs, graph.name)
     settings = Settings(folder=str(folder.path), seed=seed or 0, steps=steps, listen=listen)

@@ -12,8 +12,6 @@ from dataflow.records import Columns
 from dataflow.stream import Stream
 from dataflow.trainers import feeding, own_folder
 
-CAPACITY_BYTES = 16 << 30
-"""Rows bound what an edge holds; fewer bytes than those rows may have would be a deadlock."""
 _CAPACITY_ROWS = 4096
 _PROMPTS = 512
 _MOST_PROMPTS = 1 << 16

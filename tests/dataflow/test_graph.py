@@ -156,3 +156,5 @@ def test_the_plan_is_a_pure_function_and_explains_itself() -> None:
     assert first == second
     text = first.explain()
     assert "generator" in text and "24 prompts in flight" in text
+    assert "a message on a data edge has at most 64.0 MiB; a larger group goes in parts" in text
+    assert "at most 128.0 KiB;" in plan(build(), Devices(cpus=2), message_bytes=1 << 17).explain()

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -309,6 +310,32 @@ def replicas_of_a_forward_operator_of_nobody() -> None:
     plan(with_forward(Logprobs(POLICY.frozen())), Devices(cpus=2), replicas={"ref_logprob": 2})
 
 
+def _with_generator(**knobs: Any) -> Graph:
+    graph = Graph("large")
+    FakeEvaluate()(Generator(POLICY, **knobs)(graph.source(FakePrompts())))
+    return graph
+
+
+def groups_that_no_edge_can_hold() -> None:
+    _with_generator(group_size=64, max_tokens=1 << 23, sampling_mask=True, top_k=7).check()
+
+
+def groups_that_no_column_can_hold() -> None:
+    _with_generator(max_tokens=270_000, sampling_mask=True, top_k=1000).check()
+
+
+def groups_of_more_replicas_than_an_edge_can_hold() -> None:
+    plan(_with_generator(group_size=64, max_tokens=1 << 22), Devices(cpus=2), replicas={"generator": 6})
+
+
+def messages_smaller_than_any_header() -> None:
+    plan(good(), Devices(cpus=2), message_bytes=1000)
+
+
+def messages_larger_than_an_edge_holds() -> None:
+    plan(good(), Devices(cpus=2), message_bytes=1 << 40)
+
+
 def too_few_prompts() -> None:
     good(prompts_per_step=101).check()
 
@@ -448,6 +475,11 @@ REFUSED: dict[Callable[[], None], str] = {
     reward_per_word: r"'score' has per='word', which is not known; use",
     steps_cut_at_nothing: r"'score' has cut=''; give",
     replicas_of_a_forward_operator_of_nobody: r"devices are given to 'ref_logprob'.*did you mean 'ref_logprobs'",
+    groups_that_no_edge_can_hold: r"64 rollouts of 8388608 tokens and \d+ bytes, but a data edge holds .*top_k",
+    groups_that_no_column_can_hold: r"2160000000 numbers in .* 'sampling_mask', .*holds 2147483647; lower.*top_k",
+    groups_of_more_replicas_than_an_edge_can_hold: r"\d+ bytes, \d+ from 6 replicas, but .* holds 17179869184",
+    messages_smaller_than_any_header: r"at most 1000 bytes, which is not from 65536 to .*give message_bytes",
+    messages_larger_than_an_edge_holds: r"at most 1099511627776 bytes, .* to 17179869184, all that an edge holds; give",
     too_few_prompts: r"'prompts' ends after 100 prompts .*needs 101; give more",
     two_lanes_into_a_trainer: r"'trainer' would train on rows of 2 sources.*mix them",
     evaluating_what_is_trained: r"trained by 'trainer' and evaluated by 'eval'; evaluate prompts of their own",

@@ -1,5 +1,6 @@
 """Edges hold what may be in flight, and batches are cut between groups only."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +71,23 @@ def test_a_step_may_be_of_any_length_where_nobody_waits_for_its_weights(tmp_path
 def test_a_batch_is_cut_between_groups_and_nothing_is_lost(sizes: list[int]) -> None:
     ids = np.repeat(np.arange(len(sizes)), sizes)
     batch = pa.RecordBatch.from_arrays([pa.array(ids)], names=["group_id"])
-    parts = whole_groups(batch, 8)
+    parts = whole_groups(batch, 8, 1 << 20)
     assert pa.Table.from_batches(parts).column(0).to_pylist() == ids.tolist()
     groups = [set(part.column(0).to_pylist()) for part in parts]
     assert sum(len(each) for each in groups) == len(sizes)
     assert all(part.num_rows <= 8 or len(each) == 1 for part, each in zip(parts, groups, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [[10], [300, 300, 300], [10, 20, 900, 10, 20, 30], [100] * 30])
+def test_a_batch_is_cut_by_bytes_too_and_only_a_single_group_has_more(lengths: list[int]) -> None:
+    ids = pa.array(np.repeat(np.arange(len(lengths)), 2))
+    tokens = pa.array(
+        [[group] * length for group, length in enumerate(lengths) for _ in range(2)], pa.list_(pa.int32())
+    )
+    batch = pa.RecordBatch.from_arrays([ids, tokens], names=["group_id", "tokens"])
+    parts = whole_groups(batch, 1 << 20, 3000)
+    assert pa.Table.from_batches(parts).equals(pa.Table.from_batches([batch]))
+    groups = [set(part.column(0).to_pylist()) for part in parts]
+    assert sum(len(each) for each in groups) == len(lengths), "no group is cut"
+    assert all(part.nbytes <= 3000 or len(each) == 1 for part, each in zip(parts, groups, strict=True))
+    assert all(one.nbytes + two.nbytes > 3000 for one, two in itertools.pairwise(parts)), "and none needlessly"

@@ -41,6 +41,8 @@ class ChannelWorld:
         self.sizes = {
             sender: [random.randint(1, most) for _ in range(random.randint(1, 12))] for sender in range(senders)
         }
+        self.message_bytes = (64 << 20, 200)[seed % 2]
+        """Every other room's batches go in parts."""
         self.done: set[tuple[int, int]] = set()
         """(sender, item): for good, as if it stood in a ledger."""
         self.in_order = receivers == 1
@@ -174,6 +176,7 @@ class ReceivingProcess:
             self.seen: set[tuple[int, int, int]] = set()
             self.receiver = Receiver(
                 edge="edge", schema=SCHEMA, address=self.way, capacity_rows=world.capacity, senders=world.expected,
+                max_message_bytes=world.message_bytes,
                 network=world.network.of(self.process), epoch=random.getrandbits(62), on_refused=self.refused,
             )  # fmt: skip
         moved = False

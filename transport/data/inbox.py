@@ -16,8 +16,8 @@ from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
 Line = Hashable
 Replies = list[tuple[Line, Message]]
 Verdict = Literal["new", "part", "duplicate", "ahead", "stray", "overrun"]
-"""new: take it. part: the rest of it follows. duplicate: had it. ahead: something before it is missing. stray: no Hello came over this line
-for this sender and epoch. overrun: sent without credit."""
+"""new: take it. part: keep it, the rest of its batch follows. duplicate: had it. ahead: something before it is missing.
+stray: no Hello came over this line for this sender and epoch. overrun: sent without credit."""
 
 UNSAID_SHARE = 4
 """While more has arrived, acknowledgements are gathered up to this part (1/4) of a window."""

@@ -232,7 +232,7 @@ def _part(content: zmq.Frame, message: Message) -> zmq.Frame:
     """What of an encoded batch travels with a message: a part is lent from it or copied, as a whole one is."""
     if not isinstance(message, Data) or message.part_bytes == message.bytes:
         return content
-    part = memoryview(content)[message.offset : message.offset + message.part_bytes]
+    part = content.buffer[message.offset : message.offset + message.part_bytes]
     return zmq.Frame(part, copy=len(part) < _COPY_BELOW_BYTES)
 
 
