@@ -15,16 +15,23 @@ from dataflow.errors import DataflowError, GraphError
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.launch import Launch, check_flags, recorded_launch, this_launch
+from dataflow.limits import Limits
 from dataflow.replay import Wishes, report_replay
 from dataflow.run import inline, make_plan, run
 from dataflow.run_folder import RunFolder
 
 
-def main(build: Callable[..., Graph], *, steps: int | None = None, args: list[str] | None = None) -> None:
+def main(
+    build: Callable[..., Graph],
+    *,
+    steps: int | None = None,
+    args: list[str] | None = None,
+    limits: Limits | None = None,
+) -> None:
     """Run the graph that `build` makes; its keyword arguments become flags, beside those of the run.
 
-    steps: the default of --steps. args: the command line, sys.argv's when None. Ends the process with status 1
-    when the graph is refused or the run fails, 2 for wrong flags, 130 after Ctrl-C.
+    steps: the default of --steps. args: the command line, sys.argv's when None. limits: as `run` has them. Ends the
+    process with status 1 when the graph is refused or the run fails, 2 for wrong flags, 130 after Ctrl-C.
     """
     chosen: dict[str, Any] = {}
     command = _command(build, steps, chosen)
@@ -39,7 +46,7 @@ def main(build: Callable[..., Graph], *, steps: int | None = None, args: list[st
         if wishes is not None:
             status = report_replay(graph, wishes)
         else:
-            _act(graph, flags, this_launch(chosen) if args is None else None)
+            _act(graph, flags, this_launch(chosen) if args is None else None, limits)
     except DataflowError as error:
         _say(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", error)
         status = 1
@@ -81,7 +88,7 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None) -> None:
+def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None, limits: Limits | None) -> None:
     how: dict[str, Any] = {
         "gpus": _assignments("gpus", flags["gpus"]), "replicas": _counts("replicas", flags["replicas"]),
         "ranks": _counts("ranks", flags["ranks"]),
@@ -98,7 +105,7 @@ def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None) -> None:
     run(
         graph, **how, on=inline() if flags["inline"] else None, seed=flags["seed"], runs=flags["runs"],
         quiet=flags["quiet"], resume=flags["resume"],
-        standby=flags["standby"], launch=launch,
+        standby=flags["standby"], launch=launch, limits=limits,
     )  # fmt: skip
 
 

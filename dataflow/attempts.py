@@ -6,9 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.host import Settings
+from dataflow.limits import Limits
 
 _COUNTERS = ("tokens", "scored", "failed", "restarts")
 """What a node's status counts from 0 in each process; all else in it is how things stand."""
+
+_END_S = 5.0
+"""For a worker that failed, or was killed, to be gone; then it is killed again."""
+_LOADING = 4
+"""A worker that is starting may be silent for so many times `Limits.hang_s`: imports hold up its beats."""
 
 Beat = Mapping[str, Any]
 
@@ -70,6 +76,25 @@ class WorkerState:
     def fork(self, settings: Settings, now: float) -> None:
         """An attempt begins."""
         self.settings, self.state, self.cause, self.forked, self.heard = settings, "forked", "", now, now
+
+
+def overdue(state: WorkerState, limits: Limits, now: float, *, begun: bool) -> str | None:
+    """Why a worker is to be killed at `now`; None: it need not. begun: whether the run is past its start."""
+    silent = now - state.heard
+    if state.state == "dying":
+        return state.cause if now - state.dying_since > _END_S else None
+    if state.state == "ready":
+        if silent > limits.hang_s:
+            return f"has not answered for {silent:.0f} s"
+        if (turned_s := state.beat.get("turned_s", 0.0)) > limits.stuck_s:
+            return f"was stuck in one slice of work for {turned_s:.0f} s"
+        if (asleep_s := state.beat.get("asleep_s", 0.0)) > limits.asleep_s:
+            return f"was stuck in one slice of work, and has computed nothing for {asleep_s:.0f} s"
+    elif begun and state.state == "starting" and silent > _LOADING * limits.hang_s:
+        return f"has not answered for {silent:.0f} s while it started"
+    elif state.state in ("forked", "starting") and state.is_away and now - state.forked > limits.start_s:
+        return f"was not ready within {limits.start_s:.0f} s"
+    return None
 
 
 def together(earlier: Beat, now: Beat) -> Beat:

@@ -13,7 +13,7 @@ from typing import Any
 from dataflow import socket_folder
 from dataflow.clocks import RunClock
 from dataflow.conductor import Conductor
-from dataflow.control import Limits, Scheduler
+from dataflow.control import Scheduler
 from dataflow.desk import TakenDesk
 from dataflow.display import SafeView, make_view
 from dataflow.draw import reward_curve_svg
@@ -108,7 +108,6 @@ class Run:
     settings: Settings
     begun: Begun
     quiet: bool = False
-    limits: Limits | None = None
     in_one_process: bool = False
     taken: Taken | None = None
     """The workers that do it already."""
@@ -167,10 +166,8 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, said: list
 def _scheduler(run: Run, watch: Watch, clock: RunClock) -> Scheduler:
     if run.taken is not None:
         watch.take_up(run.taken.left["watch"])
-        return Successor(
-            run.graph, run.plan, run.settings, run.taken.desk, run.taken.left, limits=run.limits, clock=clock
-        )
-    made = Scheduler(run.graph, run.plan, run.settings, limits=run.limits, clock=clock, successor=run.successor)
+        return Successor(run.graph, run.plan, run.settings, run.taken.desk, run.taken.left, clock=clock)
+    made = Scheduler(run.graph, run.plan, run.settings, clock=clock, successor=run.successor)
     if run.begun.steps:
         made.conductor.go_on(run.begun.steps, run.begun.rounds)
     return made

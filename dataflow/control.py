@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from dataflow import worker
-from dataflow.attempts import WorkerState, addresses, all_ended, how, obituary
+from dataflow.attempts import WorkerState, addresses, all_ended, how, obituary, overdue
 from dataflow.command import answer
 from dataflow.conductor import Conductor, Word
 from dataflow.desk import Desk
@@ -22,7 +22,6 @@ from dataflow.graph import Graph
 from dataflow.handover import Handover
 from dataflow.host import Settings
 from dataflow.limits import Limits as Limits
-from dataflow.limits import overdue
 from dataflow.plan import Plan
 from dataflow.recovery import Recovery, Restart
 from dataflow.scaling import Fork, Order, Say, Scaling, Tell
@@ -48,8 +47,9 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic, desk: Desk | None = None,
         successor: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
-        """Without a desk, fork the forkserver: call this before there are threads. successor: as `Desk` has it."""
-        self.graph, self.plan, self.limits = graph, plan, limits or Limits()
+        """Without a desk, fork the forkserver: call this before there are threads. limits: those of the settings when
+        None. successor: as `Desk` has it."""
+        self.graph, self.plan, self.limits = graph, plan, limits or settings.limits
         self._settings, self._clock = settings, clock
         self.conductor = Conductor(graph, plan)
         self.scaling = Scaling(graph, plan)
@@ -331,7 +331,7 @@ class Scheduler:
     def _settings_of(self, worker: str, replica: int, **more: Any) -> Settings:
         return dataclasses.replace(
             self._settings, worker=worker, replica=replica, control=self._desk.address, sockets=str(self._desk.folder),
-            adopt_s=self.limits.adopt_s, drain_s=self.limits.drain_s, **more,
+            limits=self.limits, **more,
         )  # fmt: skip
 
     def _fork(self, state: WorkerState, settings: Settings) -> None:

@@ -15,6 +15,7 @@ from dataflow.errors import boundary
 from dataflow.finished import Finished
 from dataflow.graph import Graph
 from dataflow.ledger import Ledger
+from dataflow.limits import Limits
 from dataflow.loop import Inlet, NodeLoop, Outlet
 from dataflow.node import Context, Generate, Runtime
 from dataflow.plan import Plan
@@ -51,10 +52,13 @@ class Settings:
     """Those of the run, where it listens at an address (as `RunKeys.to_plain`); they are written nowhere."""
     at: Mapping[str, str] = field(default_factory=dict)
     """By edge that ends here, where the attempt before this one listened."""
-    adopt_s: float = 60.0
-    """Without a word from any scheduler, it brings its work to an end after so long."""
-    drain_s: float = 120.0
-    """For that."""
+    limits: Limits = field(default_factory=Limits)
+    """How long it waits for others."""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Settings":
+        """What `to_plain` made of one."""
+        return cls(**{**plain, "limits": Limits.from_plain(plain["limits"])})
 
     def to_plain(self) -> dict[str, Any]:
         """For msgpack."""
@@ -207,6 +211,7 @@ class Host:
             device=self._device(name),
             folder=self.folder,
             ledger=self.ledger,
+            limits=self.settings.limits,
             clock=time.monotonic,
             log=structlog.get_logger(node=name),
             writer=self._writer_of(name) if read_by else None,

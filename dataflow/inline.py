@@ -11,20 +11,17 @@ from dataflow.host import Host, Settings
 from dataflow.plan import Plan
 from dataflow.ports import Ports
 
-STALL_S = 120.0
-_SETTLE_S = 600.0
-
 
 class InlineRun:
     """One run in one thread; the same seed gives the same losses, bit for bit.
 
     consumes, produces: the conductor's words, within the process
     waits for: scorer processes, so that their timing cannot change the order
-    unblocked by: their answers; after `STALL_S` without any movement the run ends with an error
+    unblocked by: their answers; after `Limits.stall_s` without any movement the run ends with an error
     """
 
     def __init__(self, graph: Graph, plan: Plan, settings: Settings) -> None:
-        self.conductor = Conductor(graph, plan)
+        self.conductor, self._limits = Conductor(graph, plan), settings.limits
         self._ports = Ports(graph, plan, list(graph.operators), settings)
         self.host = Host(
             graph, plan, graph.operators, settings,
@@ -46,7 +43,7 @@ class InlineRun:
         while not self.conductor.over and not until():
             if self.turn():
                 moved_at = time.monotonic()
-            elif time.monotonic() - moved_at > STALL_S:
+            elif time.monotonic() - moved_at > self._limits.stall_s:
                 raise DeadlineError(self._stall())
             else:
                 time.sleep(0.0005)
@@ -80,7 +77,7 @@ class InlineRun:
         loop, runtime, moved = self.host.loops[node], self.host.runtimes[node], False
         if self.host.graph.operators[node].kind == "source":
             return moved
-        deadline = time.monotonic() + _SETTLE_S
+        deadline = time.monotonic() + self._limits.stuck_s
         while time.monotonic() < deadline:
             if loop.turn():
                 moved = True
@@ -97,6 +94,6 @@ class InlineRun:
     def _stall(self) -> str:
         state = {name: runtime.status() for name, runtime in self.host.runtimes.items()}
         return (
-            f"nothing has moved for {STALL_S:.0f} s in an inline run; the operators say {state}; "
+            f"nothing has moved for {self._limits.stall_s:.0f} s in an inline run; the operators say {state}; "
             f"one of them waits for rows that never come"
         )

@@ -1,20 +1,15 @@
-"""Deadlines of the scheduler, and which of them a worker has overrun: values in, a reason out."""
+"""How long a run waits, for what: every deadline that a user may have to change, in one place."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from dataflow.attempts import WorkerState
 from dataflow.recovery import Patience
-
-_END_S = 5.0
-"""For a worker that failed, or was killed, to be gone; then it is killed again."""
-
-_LOADING = 4
-"""A worker that is starting may be silent for so many times `Limits.hang_s`: imports hold up its beats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Deadlines of the scheduler."""
+    """Deadlines of a run. Seconds in which it is stopped (Ctrl-Z) count for none of them."""
 
     start_s: float = 300.0
     """From the first fork until every worker is ready, and for each restart: large models take long to load."""
@@ -26,6 +21,12 @@ class Limits:
     """In one slice of work, a worker counts as stuck, though it has a heartbeat."""
     asleep_s: float = 120.0
     """The same where it has computed nothing in all that time, nor has any process that it has started."""
+    exchange_s: float = 120.0
+    """For one exchange between the ranks of a worker: most of it waits for the slowest, or for what that compiles."""
+    transfer_s: float = 120.0
+    """For one version to get from all ranks of a trainer to all ranks of a reader, over gloo or NCCL."""
+    checkpoint_s: float = 1800.0
+    """For a checkpoint to be on the disk, beside the steps that are made meanwhile."""
     stop_s: float = 10.0
     """For workers to wind down before they are killed."""
     adopt_s: float = 60.0
@@ -40,21 +41,12 @@ class Limits:
     patience: Patience = field(default_factory=Patience)
     """With workers that die again and again."""
 
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Limits":
+        """What `dataclasses.asdict` made of one."""
+        return cls(**{**plain, "patience": Patience(**plain["patience"])})
 
-def overdue(state: WorkerState, limits: Limits, now: float, *, begun: bool) -> str | None:
-    """Why a worker is to be killed at `now`; None: it need not. begun: whether the run is past its start."""
-    silent = now - state.heard
-    if state.state == "dying":
-        return state.cause if now - state.dying_since > _END_S else None
-    if state.state == "ready":
-        if silent > limits.hang_s:
-            return f"has not answered for {silent:.0f} s"
-        if (turned_s := state.beat.get("turned_s", 0.0)) > limits.stuck_s:
-            return f"was stuck in one slice of work for {turned_s:.0f} s"
-        if (asleep_s := state.beat.get("asleep_s", 0.0)) > limits.asleep_s:
-            return f"was stuck in one slice of work, and has computed nothing for {asleep_s:.0f} s"
-    elif begun and state.state == "starting" and silent > _LOADING * limits.hang_s:
-        return f"has not answered for {silent:.0f} s while it started"
-    elif state.state in ("forked", "starting") and state.is_away and now - state.forked > limits.start_s:
-        return f"was not ready within {limits.start_s:.0f} s"
-    return None
+    @property
+    def return_s(self) -> float:
+        """For a worker that is started again until the scheduler gives it up."""
+        return max(self.patience.of_one_s, self.patience.of_one * (self.start_s + self.patience.most_s))

@@ -11,6 +11,7 @@ import pyarrow as pa
 import structlog
 
 from dataflow.errors import GraphError
+from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
 from dataflow.weight_ends import WeightsIn, WeightsOut
@@ -149,6 +150,8 @@ class Context:
     ledger: "Ledger | None" = None
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
+    limits: Limits = field(default_factory=Limits)
+    """How long it waits for others."""
     log: Any = field(default_factory=structlog.get_logger)
     writer: Callable[[Mapping[str, Any]], WeightsOut] | None = None
     """For a trainer: opens the weight plane for these tensors; None when nobody reads them. An `OpensWriter` where the

@@ -10,6 +10,7 @@ from dataflow.fan_out import FanOut
 from dataflow.graph import Graph
 from dataflow.group_bytes import CAPACITY_BYTES
 from dataflow.host import Host, Settings
+from dataflow.limits import Limits
 from dataflow.plan import Plan
 from dataflow.records import schema
 from dataflow.secure import RunKeys, endpoint, reachable
@@ -20,9 +21,8 @@ from transport.data import LocalNetwork, Receiver, Sender, SocketNetwork, keep_f
 if TYPE_CHECKING:
     from transport.weights import FlatLayout
     from transport.weights.layout import Layout
+    from transport.weights.sharded.groups import Deadlines
 
-RETURN_S = 3600.0
-"""For a worker that the scheduler starts again; whether it ever comes is the scheduler's to judge."""
 _SENDERS = 64
 """Replicas that may send to a trainer without a scorer between them: what it has not trained stays on the edge."""
 
@@ -69,7 +69,8 @@ class Ports:
             self._outlets[edge.name] = Sender(
                 edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}", epoch=self._settings.attempt,
                 schema=schema(edge.columns), receivers=[edge.name] if local else addresses[edge.name],
-                network=self._local if local else self._to_send, peer_timeout_s=RETURN_S, most_rows=edge.most_rows,
+                network=self._local if local else self._to_send, most_rows=edge.most_rows,
+                peer_timeout_s=self._settings.limits.return_s,
             )  # fmt: skip
         return self._outlets
 
@@ -112,7 +113,7 @@ class Ports:
             sites = [self._shards_site(trainer, executor) for executor in self._executors(trainer)]
 
             def open_shards(tensors: Mapping[str, Any]) -> WeightsOut:
-                end = offer_beside(sites, 0, ranks, self._settings.device, tensors)
+                end = offer_beside(sites, 0, ranks, self._settings.device, tensors, self._settings.limits)
                 self._weights.append(end)
                 return end
 
@@ -205,8 +206,8 @@ class Ports:
         end: Any
         if executor in COLLECTIVE:
             layout = _whole(FlatLayout.of(tensors))
-            device = self._collective(executor)["device"]
-            end = ShardedReader(layout, 0, self._meeting(trainer, executor), name, device=device)
+            knobs = {key: value for key, value in self._collective(executor).items() if key != "backend"}
+            end = ShardedReader(layout, 0, self._meeting(trainer, executor), name, **knobs)
             end.attach(tensors)
         else:
             end = WeightReader(self._site(trainer, executor), name, adopt=_adopt(executor), on_damage="keep")
@@ -215,7 +216,8 @@ class Ports:
 
     def _collective(self, executor: str) -> dict[str, Any]:
         """How torch.distributed carries the weights, and where they are sent from or arrive."""
-        return {"backend": executor, "device": self._settings.device if executor == "nccl" else "cpu"}
+        device = self._settings.device if executor == "nccl" else "cpu"
+        return {"backend": executor, "device": device, "deadlines": _deadlines(self._settings.limits)}
 
     def _site(self, trainer: str, executor: str) -> Any:
         """Where a trainer and its readers meet: a socket between processes, a hub within one."""
@@ -263,7 +265,7 @@ def open_beside(
 
 
 def offer_beside(
-    sites: Sequence[Mapping[str, str]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any]
+    sites: Sequence[Mapping[str, str]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any], limits: Limits
 ) -> "ShardsOut":
     """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
 
@@ -271,11 +273,12 @@ def offer_beside(
     from transport.weights import ShardedWriter
     from transport.weights.from_torch import layout_of
 
+    patience = _deadlines(limits)
     layout = layout_of(tensors, range(ranks))
     return ShardsOut([
         ShardedWriter(
             layout.cast(site["dtype"]), rank, site["address"], ranks=ranks, backend=site["executor"],  # type: ignore[arg-type]
-            device=device if site["executor"] == "nccl" else "cpu",
+            device=device if site["executor"] == "nccl" else "cpu", deadlines=patience,
         )
         for site in sites
     ])  # fmt: skip
@@ -314,6 +317,13 @@ class _Opener:
 
     def __call__(self, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None = None) -> WeightsIn:
         return self.opened(tensors, pieces)
+
+
+def _deadlines(limits: Limits) -> "Deadlines":
+    """Of the collective weight plane: what it has to itself, and what a run says."""
+    from transport.weights.sharded.groups import Deadlines
+
+    return Deadlines(transfer_s=limits.transfer_s)
 
 
 def _site_at(place: Mapping[str, str], device: str) -> Any:

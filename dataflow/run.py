@@ -14,7 +14,6 @@ import psutil
 
 from dataflow import left_behind
 from dataflow.carry_out import Run, Times, carry_out, take
-from dataflow.control import Limits
 from dataflow.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.display import make_view
 from dataflow.errors import GraphError
@@ -23,6 +22,7 @@ from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.host import Settings
 from dataflow.launch import KEY, Launch
 from dataflow.ledger import Ledger
+from dataflow.limits import Limits
 from dataflow.log import log_to
 from dataflow.model_size import measure_models
 from dataflow.plan import Devices, Plan, plan
@@ -140,6 +140,7 @@ def run(
     seed: of prompts' order, sampling and scorers; 0 when None. runs: where the run folder goes.
     resume: the folder of a run of this graph that is to go on; it has its seed and, where None is given, its steps.
     Where its scheduler has died a moment ago, its workers are still at work, and are taken over.
+    limits: how long it waits, for what; `Limits()` when None.
     standby: should this process die, another one takes over by itself, and writes logs/scheduler.log.
     launch: how `dataflow resume` starts this program again; `main` knows it.
     Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
@@ -160,7 +161,7 @@ def run(
         weights=weights, listen=listen, message_bytes=message_bytes, one_process=on is not None,
     )  # fmt: skip
     folder = before or RunFolder.create(runs, graph.name)
-    settings = Settings(folder=str(folder.path), seed=seed or 0, steps=steps, listen=listen)
+    settings = Settings(folder=str(folder.path), seed=seed or 0, steps=steps, listen=listen, limits=limits or Limits())
     may_take = (
         recorded is not None and on is None and steps == recorded.steps and recorded.has(plan_facts(graph, planned))
     )
@@ -177,7 +178,7 @@ def run(
             begun = take_up(folder, graph, recorded, steps)
             _describe_again(folder, graph, planned, settings, recorded, begun)
         what = Run(
-            graph=graph, plan=planned, settings=settings, begun=begun, quiet=quiet, limits=limits,
+            graph=graph, plan=planned, settings=settings, begun=begun, quiet=quiet,
             in_one_process=on is not None, taken=taken,
         )  # fmt: skip
         try:

@@ -62,7 +62,9 @@ class Successor(Scheduler):
         """What is known of one worker: from the scheduler before, and from the forkserver where it ever forked it."""
         worker, _, replica = name.rpartition("-")
         handed, now = self._handed.get(name), self._clock()
-        settings = self._settings_of(worker, int(replica)) if handed is None else Settings(**handed["settings"])
+        settings = (
+            self._settings_of(worker, int(replica)) if handed is None else Settings.from_plain(handed["settings"])
+        )
         return WorkerState(
             name, self.plan.workers[worker], settings, forked=now, heard=now, pid=handed["pid"] if handed else 0,
             addresses=known["addresses"], earlier=known["earlier"],

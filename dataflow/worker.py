@@ -38,7 +38,7 @@ ALONE = 3
 
 def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     """Run one worker; the exit status."""
-    settings = Settings(**plain)
+    settings = Settings.from_plain(plain)
     name = f"{settings.worker}-{settings.replica}"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -49,7 +49,7 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     left_alone, clock = threading.Event(), AwakeClock()
     link = Link(
-        settings.control, name, orphaned=left_alone.set, patience_s=max(_LEAST_PATIENCE_S, settings.adopt_s),
+        settings.control, name, orphaned=left_alone.set, patience_s=max(_LEAST_PATIENCE_S, settings.limits.adopt_s),
         keys=RunKeys.from_plain(settings.keys), clock=clock,
     )  # fmt: skip
     who = {"name": name, "attempt": settings.attempt}
@@ -114,12 +114,12 @@ class Worker:
         log = structlog.get_logger(worker=self._name)
         self._link.send("hello", **self._who, pid=os.getpid(), addresses=self._ports.open_inlets(self._host))
         self._host.build()
-        addresses = self._wait_for("wire", deadline_s=300.0)["addresses"]
+        addresses = self._wait_for("wire")["addresses"]
         outlets = self._ports.open_outlets(self._host, addresses)
         self._host.wire(self._ports.inlets, outlets)
         self._refresh(force=True)
         self._link.send("ready", **self._who)
-        self._wait_for("start", deadline_s=300.0)
+        self._wait_for("start")
         log.info("started", nodes=self._nodes, threads=self._threads, pid=os.getpid())
         self._turned, self._state = self._clock(), "running"
         while self._running:
@@ -189,7 +189,7 @@ class Worker:
         operators = self._host.graph.operators
         if self._ends_at is None:
             structlog.get_logger(worker=self._name).warning("no scheduler is there any more: coming to an end")
-            self._ends_at = self._clock() + self._settings.drain_s
+            self._ends_at = self._clock() + self._settings.limits.drain_s
             for node in self._nodes:
                 if operators[node].trains or operators[node].kind == "source":
                     self._host.tell(node, {"drain": True})
@@ -202,7 +202,9 @@ class Worker:
     def _confirm(self, word: Mapping[str, Any]) -> None:
         self._link.send("done", **self._who, ticket=word["ticket"])
 
-    def _wait_for(self, kind: str, deadline_s: float) -> dict[str, Any]:
+    def _wait_for(self, kind: str) -> dict[str, Any]:
+        """A word that comes when all workers have started."""
+        deadline_s = self._settings.limits.start_s
         deadline = self._clock() + deadline_s
         while self._clock() < deadline:
             self._link.socket.poll(100)
@@ -215,7 +217,7 @@ class Worker:
                     return word
         raise DeadlineError(
             f"worker '{self._settings.worker}' waited {deadline_s:.0f} s for the scheduler's word '{kind}' and did "
-            f"not get it; another worker may not have started: see the other logs of this run"
+            f"not get it; another worker may not have started: see the other logs of this run, or raise Limits.start_s"
         )
 
     def _rest(self) -> None:

@@ -1,7 +1,6 @@
 """Graphs of many shapes and sizes: each makes its steps, loses nothing, and never stands still."""
 
 import shutil
-import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from rigs.graphs import reward, words
 from dataflow import Array, Graph, Model, inline, join, keep, run, scorer, verify, wiring
 from dataflow.errors import DeadlineError
 from dataflow.ledger import Ledger
+from dataflow.limits import Limits
 from dataflow.run_folder import RunFolder
 from operators import Evaluate, Generator, Logprobs, Prompts, Trainer, Values
 from operators.credit import advantage, token_gae, token_rewards
@@ -161,15 +161,17 @@ Holds = Callable[..., None]
 
 
 @pytest.fixture
-def holds(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Holds:
+def holds(policy: Path, tmp_path: Path) -> Holds:
     """The run of a seed makes its steps, and its ledger is clean."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(sys.modules["dataflow.inline"], "STALL_S", 10.0)
 
     def check(seed: int, *, in_processes: bool = False) -> None:
         shape = Shape.of(seed)
         how: dict[str, Any] = {"replicas": {"generator": shape.generators}} if in_processes else {"on": inline()}
-        result = run(build(shape, policy), steps=shape.steps, seed=seed, runs=tmp_path, quiet=True, **how)
+        limits = Limits() if in_processes else Limits(stall_s=10.0)
+        result = run(
+            build(shape, policy), steps=shape.steps, seed=seed, runs=tmp_path, quiet=True, limits=limits, **how
+        )
         verdict = verify(result.folder)
         assert verdict.clean, f"seed {seed}: {verdict.line}"
         with Ledger.open(RunFolder.open(result.folder).ledger, readonly=True) as ledger:

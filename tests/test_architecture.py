@@ -23,6 +23,19 @@ TRANSPORT_USERS = {"dataflow/ports.py", "dataflow/native.py", "dataflow/secure.p
 """Those outside transport/ that import it: the ports open one, for worker and inline; `native` and `secure` do not."""
 
 
+A_LIMIT_S = 60.0
+"""Who waits for so long may wait for a model, a disk or a network, which differ from user to user."""
+OWN_LIMITS = {
+    "dataflow/limits.py", "dataflow/recovery.py",  # the run's, and the patience that is a part of them
+    "transport/weights/handshake.py", "transport/weights/sharded/groups.py",  # the ports hand over what a run says
+    "transport/native/compile.py",  # without a kernel all goes on, slower
+    "operators/engine/vllm/server.py",  # runs where nothing of this project can be imported
+    "operators/trainer.py",  # recover_within_s is no wait
+    "operators/serving/engine_thread.py", "operators/serving/service.py",  # no run
+    "operators/warm_start/launch.py",  # before a run
+}  # fmt: skip
+
+
 def files(*rooms: str) -> list[Path]:
     return sorted(path for room in rooms for path in (ROOT / room).rglob("*.py"))
 
@@ -109,6 +122,46 @@ def test_no_name_that_tests_import_stands_for_two_files(request: pytest.FixtureR
 def test_only_the_ledger_opens_databases() -> None:
     users = {name(path) for path in files(*ROOMS) if re.search(r"\bsqlite3\.connect\b", path.read_text())}
     assert users == {"dataflow/ledger/schema.py"}
+
+
+def test_a_limit_has_one_home() -> None:
+    """Elsewhere nobody writes a wait of a minute or more as a number."""
+    found = {f"{name(path)}:{line}" for path in files(*ROOMS) for line in long_waits(path)}
+    assert not {place for place in found if place.partition(":")[0] not in OWN_LIMITS}
+    assert {place.partition(":")[0] for place in found} >= OWN_LIMITS, "a home that holds no limit any more"
+
+
+def long_waits(path: Path) -> Iterator[int]:
+    """Lines with a number of seconds, under a name that says so or handed to what waits."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        for called, value in named_values(node):
+            is_wait = called.lower().endswith(("_s", "_ms", "timeout", "seconds")) or called in WAITING_CALLS
+            if is_wait and isinstance(value, ast.Constant) and isinstance(value.value, int | float):
+                in_ms = called.lower().endswith("_ms") or called == "poll"
+                if A_LIMIT_S <= value.value / (1000 if in_ms else 1) < 1e5:
+                    yield value.lineno
+
+
+WAITING_CALLS = {"wait", "join", "poll", "settimeout", "sleep"}
+
+
+def named_values(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """What a piece of source calls a value: as a name that it is put under, a parameter, or an argument."""
+    match node:
+        case ast.Assign(targets=[ast.Name(id=called)], value=value):
+            yield called, value
+        case ast.AnnAssign(target=ast.Name(id=called), value=ast.expr() as value):
+            yield called, value
+        case ast.keyword(arg=str(called), value=value):
+            yield called, value
+        case ast.Call(func=ast.Attribute(attr=called), args=[value, *_]):
+            yield called, value
+        case ast.FunctionDef(args=arguments) | ast.AsyncFunctionDef(args=arguments):
+            plain = [*arguments.posonlyargs, *arguments.args]
+            given = plain[len(plain) - len(arguments.defaults) :]
+            yield from ((each.arg, value) for each, value in zip(given, arguments.defaults, strict=True))
+            beside = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+            yield from ((each.arg, value) for each, value in beside if value is not None)
 
 
 def test_no_file_is_longer_than_400_lines_and_the_median_is_small() -> None:

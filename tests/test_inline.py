@@ -15,6 +15,7 @@ from rigs.operators import mute, struck
 
 from dataflow import Devices, Model, Result, inline, run, scorer
 from dataflow.errors import DeadlineError, OperatorError
+from dataflow.limits import Limits
 from dataflow.run_folder import RunFolder
 from dataflow.testing import FakeGenerator, FakeTrainer
 
@@ -179,12 +180,11 @@ def test_an_operator_that_raises_ends_the_run_with_its_name_and_line(tmp_path: P
 
 
 def test_an_inline_run_that_cannot_go_on_says_so_instead_of_waiting_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(sys.modules["dataflow.inline"], "STALL_S", 0.05)
     graph = fake_graph(generator=mute(FakeGenerator(model=MODEL)), trainer=FakeTrainer(model=MODEL))
     with pytest.raises(DeadlineError, match=r"nothing has moved .* one of them waits for rows that never come"):
-        run(graph, on=inline(), runs=tmp_path, quiet=True)
+        run(graph, on=inline(), runs=tmp_path, quiet=True, limits=Limits(stall_s=0.05))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])

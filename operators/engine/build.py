@@ -111,6 +111,8 @@ def _with_vllm(declaration: Generator, context: Context) -> Built:
         device=context.device,
         cache_bytes=declaration.cache_bytes,
         on_update=declaration.on_update,
+        start_s=context.limits.start_s,
+        deadline_s=context.limits.stuck_s,
     )
     return Built(engine, tokenizer, ends)
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from operators.adapters_merged import Merged
     from operators.forward import ForwardOperator
 
-WAIT_S = 1800.0
-"""How long nothing at all may happen while groups wait for weights."""
 _ROOM = 4096
 
 
@@ -229,13 +227,14 @@ class ForwardRuntime(Runtime):
         return Batch(current.groups[0].lane, records.append_column(self._declaration.name, values))
 
     def _check_deadline(self) -> None:
-        if not self._waiting or self._context.clock() - self._moved <= WAIT_S:
+        wait_s = self._context.limits.slice_s
+        if not self._waiting or self._context.clock() - self._moved <= wait_s:
             return
         known, group = self._known(), self._waiting[0]
         lane = group.lane
         wanted = needed(group.newest, self._context.bounds.get(lane), self._own)
         raise DeadlineError(
-            f"'{self._context.node}' waited {WAIT_S:.0f} s for version {wanted} of '{self._declaration.model.name}', "
+            f"'{self._context.node}' waited {wait_s:.0f} s for version {wanted} of '{self._declaration.model.name}', "
             f"which group {group.group_id} of '{lane}' needs (its newest token is of version {group.newest}); it has "
             f"version {known.version} and its trainer spoke of version {known.told} last; see that trainer's log"
         )

@@ -40,7 +40,7 @@ class Exchange:
 
     def answers(self, name: str, wait_s: float | None = None) -> list[Any]:
         """What each of the other ranks answers under `name`, in their order."""
-        wait_s = self.team.timeout_s if wait_s is None else wait_s
+        wait_s = self.team.limits.exchange_s if wait_s is None else wait_s
         return [self.team.answer(rank, name, wait_s) for rank in range(1, self.team.size)]
 
     @contextlib.contextmanager

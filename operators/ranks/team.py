@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
+from dataflow.limits import Limits
 from operators.ranks import group
 from operators.ranks.channel import Channel
 from operators.ranks.processes import Process, Start
@@ -45,18 +46,17 @@ class Team:
     unblocked by: the answer, or the rank's end
     """
 
-    def __init__(self, node: str, size: int, start: Start, *, start_s: float, timeout_s: float) -> None:
+    def __init__(self, node: str, size: int, start: Start, limits: Limits) -> None:
         """Start ranks 1 to size - 1 of `node`; they wait for their first word."""
-        self.node, self.size, self.timeout_s = node, size, timeout_s
+        self.node, self.size, self.limits = node, size, limits
         self.folder = Path(tempfile.mkdtemp(prefix="dataflow-ranks-"))
-        self._start_s = start_s
         self._channels: dict[int, Channel] = {}
         self._processes: dict[int, Process] = {}
         for rank in range(1, size):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
                 self._processes[rank] = start(theirs, rank)
-            self._channels[rank] = Channel(ours, timeout_s)
+            self._channels[rank] = Channel(ours, limits.exchange_s)
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ class Team:
         """What a rank answers under `name`, within `wait_s` seconds; None: as long as a start may take.
 
         Raises WorkerDied when it fails instead, DeadlineError when it is late."""
-        wait_s = self._start_s if wait_s is None else wait_s
+        wait_s = self.limits.start_s if wait_s is None else wait_s
         try:
             word = self._channels[rank].receive(wait_s)
         except EOFError:
@@ -88,7 +88,7 @@ class Team:
         except TimeoutError:
             raise DeadlineError(
                 f"rank 0 of '{self.node}' waited {wait_s:.0f} s for '{name}' of rank {rank} (pid "
-                f"{self._processes[rank].pid}) and did not get it; see this worker's log, or give it more time"
+                f"{self._processes[rank].pid}) and did not get it; see this worker's log, or raise Limits.start_s"
             ) from None
         if name not in word:
             raise self._died(rank, word.get("failed", f"it said {sorted(word)}"), f"its {name}")
@@ -120,8 +120,8 @@ class Team:
         if late and silent:
             ranks = ", ".join(f"{rank} (pid {self._processes[rank].pid})" for rank in silent)
             return DeadlineError(
-                f"rank 0 of '{self.node}' waited {self.timeout_s:.0f} s for rank {ranks} in {doing} "
-                f"({str(error)[:200]}); see whether that process hangs, or raise the time-out"
+                f"rank 0 of '{self.node}' waited {self.limits.exchange_s:.0f} s for rank {ranks} in {doing} "
+                f"({str(error)[:200]}); see whether that process hangs, or raise Limits.exchange_s"
             )
         return self._died(min(hurt), hurt[min(hurt)], doing) if hurt else error
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dataflow.errors import RunError
+from dataflow.limits import Limits
 from operators import adapters
 from operators.models import no_progress_bar
 from operators.training import shards
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 OPTIMIZER_FOLDER = "optimizer"
 STATE_FILE = "trainer_state.json"
 FORMAT = 2
-DEADLINE_S = 1800.0
-"""For a checkpoint to be written."""
+DEADLINE_S = Limits().checkpoint_s
+"""For a checkpoint to be written, where nobody says how long."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Staged:
     """Of the optimiser's state, <parameter>/<moment>."""
     rank: int
     ranks: int
+    deadline_s: float
+    """For the other ranks' parts."""
 
     def write(self, folder: Path, tokenizer: Any, facts: Mapping[str, int | float | str]) -> None:
         """Write all of it, and on rank 0 wait for the others' shards. RunFolderError names the file that it cannot."""
@@ -56,7 +59,7 @@ class Staged:
         place = folder / OPTIMIZER_FOLDER
         shards.write(place / shards.file_name(self.rank, self.ranks), self.pieces)
         if self.rank == 0:
-            shards.wait_for(place, self.ranks, DEADLINE_S)
+            shards.wait_for(place, self.ranks, self.deadline_s)
 
     def _write_model(self, folder: Path, tokenizer: Any) -> None:
         with shards.explained(folder / "model.safetensors"):
@@ -94,14 +97,14 @@ def prepare(folder: Path) -> None:
         (folder / OPTIMIZER_FOLDER).mkdir(exist_ok=True)
 
 
-def stage(learner: Learner, rank: int, ranks: int, folder: Path) -> Staged | None:
+def stage(learner: Learner, rank: int, ranks: int, folder: Path, deadline_s: float = DEADLINE_S) -> Staged | None:
     """Copy this rank's part to main memory: for `Learner.everywhere`, as tensors are gathered one by one.
 
     folder: one that all ranks see, after `prepare`. Rank 0 gets its part, to write it when it likes, before the next
     call; the others write theirs in the background, and return None. What goes wrong there, rank 0's `write` raises.
     """
     desk = _DESKS.setdefault(learner.optimizer, _Desk(Staging(), Background(f"rank {rank}'s part of a checkpoint")))
-    desk.background.wait(DEADLINE_S)
+    desk.background.wait(deadline_s)
     weights = {}
     for name, tensor in _exported(learner.forward.module).items():
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -113,10 +116,10 @@ def stage(learner: Learner, rank: int, ranks: int, folder: Path) -> Staged | Non
         if piece is not None:
             pieces[name] = shards.Piece(desk.staging.copy(name, piece.tensor), piece.offsets)
     desk.staging.settle()
-    staged = Staged(learner.forward.module, weights, pieces, rank, ranks)
+    staged = Staged(learner.forward.module, weights, pieces, rank, ranks, deadline_s)
     if rank == 0:
         return staged
-    desk.background.start(functools.partial(_write_beside, staged, folder), DEADLINE_S)
+    desk.background.start(functools.partial(_write_beside, staged, folder), deadline_s)
     return None
 
 

@@ -126,7 +126,7 @@ class Journal:
         """Keep the last step and wait until all is written. Raises what went wrong with it."""
         if self._writing is None or self._writing.step != step:
             self._begin(step, is_temporary=False)
-        self._written(checkpoint.DEADLINE_S)
+        self._written(self.context.limits.checkpoint_s)
         if self.context.folder is not None and step:
             checkpoints = self.context.folder.checkpoints_of(self.context.own_folder)
             if checkpoints.keep(step):
@@ -157,7 +157,7 @@ class Journal:
         context, name = self.context, self.context.own_folder
         if context.folder is None or step in (0, self.kept_step):
             return
-        self._settle(checkpoint.DEADLINE_S)
+        self._settle(self.context.limits.checkpoint_s)
         self.debt.seconds, began = 0.0, time.monotonic()
         if is_temporary:
             _check_room(context.folder.path, checkpoint.nbytes(self.learner))
@@ -168,7 +168,7 @@ class Journal:
         with contextlib.ExitStack() as opened:
             folder = opened.enter_context(checkpoints.writing(step, node=context.node, version=step, **mark))
             checkpoint.prepare(folder)
-            staged = self.learner.everywhere(checkpoint.stage, folder=folder)[0]
+            staged = self.learner.everywhere(checkpoint.stage, folder=folder, deadline_s=context.limits.checkpoint_s)[0]
             committed = opened.pop_all()
 
         def write() -> None:
@@ -186,7 +186,7 @@ class Journal:
             self._clear(checkpoints, step)
 
         self._writing = _Writing(step, checkpoints.folder(step), is_temporary)
-        self._background.start(write, checkpoint.DEADLINE_S)
+        self._background.start(write, self.context.limits.checkpoint_s)
 
     def _settle(self, deadline_s: float) -> None:
         """Wait for the checkpoint being written, and warn of one that the disk refused."""

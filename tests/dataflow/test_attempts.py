@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from dataflow.attempts import WorkerState, how, together
+from dataflow.attempts import WorkerState, how, overdue, together
 from dataflow.faults import FILE, Faults, restarts
 from dataflow.host import Settings
-from dataflow.limits import Limits, overdue
+from dataflow.limits import Limits
 
 
 def beat(rows: int, busy: float, **more: Any) -> dict[str, Any]:

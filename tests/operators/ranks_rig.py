@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from trainer_rig import tiny_learner, tiny_llama
 
+from dataflow.limits import Limits
 from dataflow.node import Context
 from operators.ranks.channel import Channel
 from operators.ranks.processes import fork
@@ -41,7 +42,7 @@ def in_a_fork(test: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(*given: Any, **named: Any) -> None:
         start = fork(functools.partial(main, body=functools.partial(test, *given, **named)))
-        team = Team(test.__name__, 2, start, start_s=TEST_S, timeout_s=TEST_S)
+        team = Team(test.__name__, 2, start, Limits(start_s=TEST_S, exchange_s=TEST_S))
         try:
             said = team.answer(1, "said")
         finally:
@@ -62,10 +63,9 @@ def led(
 ) -> Iterator[LedLearner]:
     """The learner of so many ranks; they end with the block."""
     torch.set_num_threads(1)
-    context = Context(node="trainer", ranks=ranks, **facts)
-    learner = lead(
-        trainer, context, make or (lambda: tiny_learner(trainer, tiny_llama())), start_s=90.0, timeout_s=timeout_s
-    )  # fmt: skip
+    limits = Limits(start_s=90.0, exchange_s=timeout_s)
+    context = Context(node="trainer", ranks=ranks, limits=limits, **facts)
+    learner = lead(trainer, context, make or (lambda: tiny_learner(trainer, tiny_llama())))
     try:
         yield learner
     finally:

@@ -19,9 +19,9 @@ from rigs.heads import classifier
 
 from dataflow import Model
 from dataflow.errors import DeadlineError
+from dataflow.limits import Limits
 from dataflow.node import Batch, Bound
 from operators import Logprobs, Values
-from operators.forwarding import runtime as forward_runtime
 from operators.forwarding.due import Known, is_due, needed
 
 
@@ -217,7 +217,7 @@ def test_a_wait_without_end_says_who_waits_for_what(critic: Model) -> None:
     plane.offer(0)
     rig.push(rollouts(2, version=1))
     rig.run()
-    rig.clock.now += forward_runtime.WAIT_S + 1
+    rig.clock.now += Limits().slice_s + 1
     with pytest.raises(DeadlineError) as caught:
         rig.step()
     for part in (
@@ -235,7 +235,7 @@ def test_the_wait_begins_anew_when_something_happens(critic: Model) -> None:
     plane.offer(0)
     rig.push(rollouts(6, version=3))
     for version in (1, 2):
-        rig.clock.now += forward_runtime.WAIT_S - 1
+        rig.clock.now += Limits().slice_s - 1
         plane.offer(version)
         assert not rig.step()
     rig.clock.now += 2

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.errors import RunError, WorkerDied
+from dataflow.limits import Limits
 from operators.ranks.channel import Channel
 from operators.ranks.processes import Forked, fork
 from operators.ranks.team import Team
@@ -33,7 +34,7 @@ def test_a_fork_runs_a_closure_with_no_open_file_of_its_parents_but_its_own_end(
         return int(channel.receive(WAIT_S)["status"])
 
     with (tmp_path / "open").open("w"):
-        team = Team("worker", 3, fork(main), start_s=WAIT_S, timeout_s=WAIT_S)
+        team = Team("worker", 3, fork(main), Limits(start_s=WAIT_S, exchange_s=WAIT_S))
         try:
             assert [team.answer(rank, "answer") for rank in (1, 2)] == [
                 [words["said"], 1, True],
@@ -53,7 +54,7 @@ def test_an_error_in_a_fork_ends_it_alone():
     def main(end, rank):
         raise ValueError("in the fork")
 
-    team = Team("worker", 2, fork(main), start_s=WAIT_S, timeout_s=WAIT_S)
+    team = Team("worker", 2, fork(main), Limits(start_s=WAIT_S, exchange_s=WAIT_S))
     with pytest.raises(WorkerDied, match="rank 1 of 'worker' .* ended with status 1"):
         team.answer(1, "answer")
     team.close()

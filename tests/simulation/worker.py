@@ -106,7 +106,7 @@ class SimulatedWorker:
 
     def start(self, plain: Mapping[str, Any]) -> None:
         """An attempt begins."""
-        settings = Settings(**{**plain, "sockets": ""})
+        settings = Settings.from_plain({**plain, "sockets": ""})
         check(settings.attempt > self.process.attempt, f"'{self.name}' restarts as attempt {settings.attempt}")
         self.host = self.ports = None
         self._words: deque[dict[str, Any]] = deque()

@@ -11,9 +11,11 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from dataflow.limits import Limits
 from dataflow.node import Context
 from dataflow.ports import open_beside
 from operators.engine.parallel import group
@@ -24,7 +26,7 @@ from operators.engine.parallel.words import declaration_of
 from operators.ranks.channel import Channel
 from operators.ranks.exchange import last_words, next_word
 
-FIRST_S = 60.0
+FIRST_S = Limits().exchange_s
 """For words before the settings have come."""
 
 
@@ -52,17 +54,18 @@ def main(end: int) -> int:
 
 def _serve(
     channel: Channel, folder: Path, *, rank: int, size: int, device: str, declaration: dict[str, object], node: str,
-    replica: int, site: Mapping[str, str] | None, threads: int, start_s: float, timeout_s: float,
+    replica: int, site: Mapping[str, str] | None, threads: int, limits: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Join, load, build, and follow rank 0 to the end."""
-    mesh = group.join(folder, rank, size, torch.device(device), timeout_s)
+    wait_s = Limits.from_plain(limits).exchange_s
+    mesh = group.join(folder, rank, size, torch.device(device), wait_s)
 
     @contextlib.contextmanager
     def loading() -> Iterator[None]:
-        next_word(channel, rank, os.getppid(), start_s)
+        next_word(channel, rank, os.getppid(), wait_s)
         yield
         channel.send({"loaded": rank})
-        next_word(channel, rank, os.getppid(), start_s)
+        next_word(channel, rank, os.getppid(), wait_s)
 
     context = Context(node=node, device=device, threads=threads)
     member = make_member(declaration_of(declaration), context, mesh, loading())
@@ -74,7 +77,7 @@ def _serve(
             beside = open_beside(site, device, f"{node}-{replica}.{rank}", own, pieces)
             ends.callback(beside.close)
         channel.send({"pieces": pieces})
-        follow(member, channel, rank, start_s, beside)
+        follow(member, channel, rank, wait_s, beside)
 
 
 if __name__ == "__main__":

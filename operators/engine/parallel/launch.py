@@ -21,15 +21,8 @@ from operators.generator import Generator
 from operators.ranks.processes import program
 from operators.ranks.team import Team
 
-START_S = 300.0
-"""For a rank to start and read its weights."""
-TIMEOUT_S = 60.0
-"""For one exchange between ranks: most of it waits for the slowest rank's forward pass."""
 
-
-def make_parallel(
-    declaration: Generator, context: Context, size: int, *, start_s: float = START_S, timeout_s: float = TIMEOUT_S
-) -> Built:
+def make_parallel(declaration: Generator, context: Context, size: int) -> Built:
     """As `make_engine`, on `size` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
 
     Raises:
@@ -38,21 +31,19 @@ def make_parallel(
     """
     device = torch.device(context.device)
     opens = context.reader if isinstance(context.reader, OpensWeights) and context.reader.site else None
-    team = Team(
-        declaration.name, size, program("operators.engine.parallel.follower"), start_s=start_s, timeout_s=timeout_s
-    )
+    team = Team(declaration.name, size, program("operators.engine.parallel.follower"), context.limits)
     with team.starting():
         for rank in range(1, size):
             team.answer(rank, "started")
         settings = {
             "declaration": plain_declaration(declaration), "node": context.node, "threads": context.threads,
-            "size": size, "folder": str(team.folder), "start_s": start_s, "timeout_s": timeout_s,
+            "size": size, "folder": str(team.folder), "limits": dataclasses.asdict(context.limits),
             "replica": context.rank, "site": opens and opens.site,
         }  # fmt: skip
         for rank in range(1, size):
             place = f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else context.device
             team.tell({**settings, "rank": rank, "device": place}, rank)
-        mesh = group.join(team.folder, 0, size, device, timeout_s)
+        mesh = group.join(team.folder, 0, size, device, context.limits.exchange_s)
 
         @contextlib.contextmanager
         def loading() -> Iterator[None]:

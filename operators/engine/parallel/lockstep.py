@@ -40,7 +40,7 @@ class Lockstep:
     def __init__(self, member: Member, team: Team, others: Sequence[Mapping[str, Piece]]) -> None:
         """`others`: which part of each parameter rank r + 1 holds."""
         self._engine = member.engine
-        self.node, self.timeout_s = team.node, team.timeout_s
+        self.node, self.timeout_s = team.node, team.limits.exchange_s
         self.shards = member.shards
         """Rank 0's, by name."""
         self._team, self._others = team, others
@@ -115,10 +115,10 @@ class Lockstep:
         group.leave()
 
 
-def follow(member: Member, channel: Channel, rank: int, start_s: float, beside: WeightsBeside | None = None) -> None:
+def follow(member: Member, channel: Channel, rank: int, wait_s: float, beside: WeightsBeside | None = None) -> None:
     """Do what rank 0 says until it says that all is over.
 
-    beside: this rank's end of the weight plane, where it takes its own slices.
+    wait_s: for a word that has begun. beside: this rank's end of the weight plane, where it takes its own slices.
 
     consumes: words of rank 0
     produces: this rank's part of each exchange
@@ -163,7 +163,7 @@ def follow(member: Member, channel: Channel, rank: int, start_s: float, beside: 
             raise RunError(f"rank {rank} was told to do {word['do']!r}, which it does not know; start it with rank 0")
 
     while True:
-        word = next_word(channel, rank, parent, start_s)
+        word = next_word(channel, rank, parent, wait_s)
         if word["do"] == "close":
             return
         with named(channel, rank, parent, f"{word['do']} {engine.steps + 1}"):

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from dataflow.errors import WorkerDied
+from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.parts import Stretch
 from dataflow.records import AnyArray
@@ -59,8 +60,8 @@ class VllmEngine:
         eager: bool = True,
         page_tokens: int | None = None,
         prefill_tokens: int = 8192,
-        deadline_s: float = 300.0,
-        start_s: float = 900.0,
+        deadline_s: float = Limits.stuck_s,
+        start_s: float = Limits.start_s,
         server: Path = SERVER,
         environment: Mapping[str, str] = os.environ,
     ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import RunError
+from dataflow.limits import Limits
 from dataflow.weight_ends import WeightsOut
 from operators.packing import Array
 from operators.ranks import group
@@ -22,8 +23,6 @@ from operators.training.learner import Learner
 from operators.training.parallel.lead import in_order
 from operators.training.parallel.words import arguments_of, array_of, function_of, rows_of
 
-FIRST_S = 60.0
-"""For the first word."""
 POLL_S = 0.02
 """How often a rank that waits for a word looks after its end of the weight plane."""
 
@@ -33,6 +32,7 @@ class Duties:
     """What a rank does of its own; a fork inherits it."""
 
     ranks: int
+    limits: Limits
     build: Callable[[Channel, Path], Learner]
     """Makes its learner, in step with the other ranks, given the folder that they meet in."""
     opens: Callable[[list[Mapping[str, str]], Learner], WeightsOut]
@@ -42,10 +42,10 @@ class Duties:
 def run_rank(end: int, rank: int, duties: Duties) -> int:
     """Run a rank over the socket of this number; the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=end), FIRST_S)
+    channel = Channel(socket.socket(fileno=end), duties.limits.exchange_s)
     parent = os.getppid()
     try:
-        folder = Path(next_word(channel, rank, parent, FIRST_S)["folder"])
+        folder = Path(next_word(channel, rank, parent, duties.limits.exchange_s)["folder"])
         Follower(duties.build(channel, folder), channel, rank, duties).run()
     except Exception as error:
         traceback.print_exc()
@@ -78,9 +78,9 @@ class Follower:
             WorkerDied: rank 0 ended without saying so.
             DeadlineError: an exchange was not over in time.
         """
-        parent = os.getppid()
+        parent, wait_s = os.getppid(), self._duties.limits.exchange_s
         while True:
-            word = next_word(self._channel, self._rank, parent, FIRST_S, look_s=POLL_S, meanwhile=self._poll)
+            word = next_word(self._channel, self._rank, parent, wait_s, look_s=POLL_S, meanwhile=self._poll)
             if word["do"] == "close":
                 self._close()
                 return

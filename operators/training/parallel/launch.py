@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 
     from operators.trainer import Trainer
 
-START_S = 600.0
-"""For a rank to read the model, which the ranks do one after the other."""
-TIMEOUT_S = 120.0
-"""For one exchange between ranks: most of it waits for the slowest rank's layer."""
-
 
 def led(trainer: Trainer, model: Model, context: Context) -> tuple[LedLearner, Context]:
     """The learner of several ranks that load `model`, and the context with a weight plane that all of them feed."""
@@ -47,14 +42,7 @@ def led(trainer: Trainer, model: Model, context: Context) -> tuple[LedLearner, C
     return learner, dataclasses.replace(context, writer=learner.opener(context.writer))
 
 
-def lead(
-    trainer: Trainer,
-    context: Context,
-    make: Callable[[], Learner],
-    *,
-    start_s: float = START_S,
-    timeout_s: float = TIMEOUT_S,
-) -> LedLearner:
+def lead(trainer: Trainer, context: Context, make: Callable[[], Learner]) -> LedLearner:
     """The learner of `context.ranks` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
 
     make: the learner of the whole model, in main memory. The other ranks are forks of this process, as it is now: call
@@ -64,12 +52,12 @@ def lead(
         ModelError: the model cannot be loaded or shared out.
         WorkerDied, DeadlineError: a rank did not start.
     """
-    ranks = context.ranks
+    ranks, limits = context.ranks, context.limits
 
     def joined(rank: int, folder: Path) -> DeviceMesh:
         device = device_of(context.device, rank)
         torch.set_num_threads(context.threads)
-        group.join(folder, rank, ranks, device, timeout_s)
+        group.join(folder, rank, ranks, device, limits.exchange_s)
         return make_mesh(device, ranks, trainer.tensor_parallel)
 
     def loaded(rank: int, mesh: DeviceMesh) -> Learner:
@@ -81,7 +69,7 @@ def lead(
     def follow(end: int, rank: int) -> int:
         def built(channel: Channel, folder: Path) -> Learner:
             mesh = joined(rank, folder)
-            next_word(channel, rank, os.getppid(), start_s)
+            next_word(channel, rank, os.getppid(), limits.exchange_s)
             learner = loaded(rank, mesh)
             channel.send({"loaded": rank})
             return learner
@@ -89,11 +77,11 @@ def lead(
         def opened(sites: Sequence[Mapping[str, str]], learner: Learner) -> WeightsOut:
             assert isinstance(learner.together, MeshTogether), "its model is shared out"
             tensors = placed(learner.parameters, learner.together.mesh)
-            return offer_beside(sites, rank, ranks, str(device_of(context.device, rank)), tensors)
+            return offer_beside(sites, rank, ranks, str(device_of(context.device, rank)), tensors, limits)
 
-        return run_rank(end, rank, Duties(ranks, built, opened))
+        return run_rank(end, rank, Duties(ranks, limits, built, opened))
 
-    team = Team(context.node, ranks, fork(follow), start_s=start_s, timeout_s=timeout_s)
+    team = Team(context.node, ranks, fork(follow), limits)
     with team.starting():
         team.tell({"folder": str(team.folder)})
         mesh = joined(0, team.folder)
@@ -101,7 +89,7 @@ def lead(
         for rank in range(1, ranks):
             team.tell({"do": "load"}, rank)
             team.answer(rank, "loaded")
-    own.together = MeshTogether(mesh, team.fallen, timeout_s)
+    own.together = MeshTogether(mesh, team.fallen, limits.exchange_s)
     return LedLearner(own, Exchange(team), mesh)
 
 

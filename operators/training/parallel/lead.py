@@ -24,9 +24,6 @@ from operators.training.rows import StepRows
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-CALL_S = 1800.0
-"""For a rank to do what `everywhere` asks for, such as to write its part of a checkpoint."""
-
 
 class LedLearner(Learner):
     """A `Learner` of several ranks, for the trainer's runtime on rank 0.
@@ -100,7 +97,7 @@ class LedLearner(Learner):
         with self._exchange.together(f"{function.__name__}"):
             self._exchange.tell(do="call", function=name_of(function), **plain_arguments(arguments))
             own = function(learner=self, rank=0, ranks=self.ranks, **arguments)
-            return [own, *self._exchange.answers("result", CALL_S)]
+            return [own, *self._exchange.answers("result", self._exchange.team.limits.checkpoint_s)]
 
     def close(self) -> None:
         """End the other ranks; may be called again."""

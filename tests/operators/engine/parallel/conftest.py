@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.node import Context
 from operators.engine.build import make_engine
@@ -43,7 +45,8 @@ def together() -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(declaration: Generator, size: int = 2, timeout_s: float = 30.0) -> Any:
-        made.append(make_parallel(declaration, CONTEXT, size, start_s=90.0, timeout_s=timeout_s).engine)
+        limits = Limits(start_s=90.0, exchange_s=timeout_s)
+        made.append(make_parallel(declaration, replace(CONTEXT, limits=limits), size).engine)
         return made[-1]
 
     yield make

@@ -83,7 +83,7 @@ def test_of_three_ranks_beside_rank_0_the_one_that_broke_the_exchange_is_named(n
 def test_a_model_that_cannot_be_dealt_out_is_refused_and_no_rank_is_left(declare):
     declaration, before = declare(changes={"num_key_value_heads": 1}), descendants()
     with pytest.raises(ModelError, match="1 key/value heads"):
-        make_parallel(declaration, Context(node="generator"), 2, start_s=90.0, timeout_s=30.0)
+        make_parallel(declaration, Context(node="generator"), 2)
     assert descendants() <= before, "no rank runs, and none is left to be waited for"
 
 
@@ -93,12 +93,13 @@ import numpy as np, torch
 torch.set_num_threads(1)
 from dataflow.model import Model
 from dataflow.node import Context
+from dataflow.limits import Limits
 from dataflow.node import Context
 from operators.engine.parallel.launch import make_parallel
 from operators.engine.results import Start
 from operators.generator import Generator
 declaration = Generator(Model(sys.argv[1]), slots=6, context_tokens=64, cache_bytes=1 << 22)
-engine = make_parallel(declaration, Context(node="generator"), 2, start_s=90.0, timeout_s=10.0).engine
+engine = make_parallel(declaration, Context(node="generator", limits=Limits(exchange_s=10.0)), 2).engine
 engine.step([Start(prompt=np.arange(2, 9), limit=40, tickets=[0, 1], seeds=[0, 1])])
 if sys.argv[2] == "in a step":
     engine.model.model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))

@@ -19,6 +19,7 @@ from slices_rig import Opens, Shapes, publish, values, writer
 from dataflow import Graph, Model
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.host import Settings
+from dataflow.limits import Limits
 from dataflow.node import Context
 from dataflow.plan import Devices, plan
 from dataflow.ports import Ports
@@ -38,8 +39,9 @@ class Rig:
 
     def __init__(self, declaration: Any, folder: Path, size: int, timeout_s: float) -> None:
         self.opens = Opens(f"ipc://{folder}/w", str(folder))
-        context = Context(node="generator", reader=self.opens)
-        built = make_parallel(declaration, context, size, start_s=90.0, timeout_s=timeout_s)
+        limits = Limits(start_s=90.0, exchange_s=timeout_s)
+        context = Context(node="generator", reader=self.opens, limits=limits)
+        built = make_parallel(declaration, context, size)
         assert built.reader is not None
         self.engine: Any = built.engine
         self.shards = self.engine.shards
@@ -343,9 +345,7 @@ def test_the_ports_tell_other_ranks_where_versions_are_where_they_can_map_them(e
 
 @pytest.mark.slow
 def test_ranks_that_cannot_reach_the_trainers_memory_are_sent_their_slices_by_rank_0(declare):
-    built = make_parallel(
-        declare(), Context(node="generator", reader=Opens("", "", meets=False)), 2, start_s=90.0, timeout_s=30.0
-    )
+    built = make_parallel(declare(), Context(node="generator", reader=Opens("", "", meets=False)), 2)
     engine: Any = built.engine
     try:
         assert built.reader is None
