@@ -124,7 +124,7 @@ def carry_out(run: Run) -> Outcome:
     try:
         outcome = _inline(run, watch, times, said) if run.in_one_process else _processes(run, watch, times, clock, said)
         times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
-        folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.lines, title=run.graph.name))
+        folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), title=run.graph.name))
         merge(folder)
     finally:
         for text in said:

@@ -2,9 +2,10 @@
 once for each file, and what is missing, torn or broken counts as not there.
 """
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -99,3 +100,21 @@ def read_lines(path: Path, tell: Tell = warn) -> tuple[list[dict[str, Any]], int
         elif text.strip():
             torn += 1
     return lines, torn
+
+
+def stream_lines(path: Path, start: int, tell: Tell = warn) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON maps in a file of one a line, from a byte on: each with the byte where the next begins; no torn one."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(start)
+            for text in stream:
+                if not text.endswith(b"\n"):
+                    return
+                start += len(text)
+                with contextlib.suppress(ValueError):
+                    if isinstance(line := json.loads(text), dict):
+                        yield start, line
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        tell(f"'{path}' cannot be read: {error.strerror or error}; it counts as missing")

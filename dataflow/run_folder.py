@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TypeAlias
 import pyarrow as pa
 
 from dataflow.checkpoints import Checkpoints
-from dataflow.extras import Extras, Kind, read_lines, read_map
+from dataflow.extras import Extras, Kind, read_lines, read_map, stream_lines
 from dataflow.files import RunFolderError, disk, flush_to_disk, to_json, write_atomically
 
 Rows: TypeAlias = pa.Table | pa.RecordBatch | Iterable[pa.RecordBatch]
@@ -150,6 +150,10 @@ class RunFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         """What metrics.jsonl says, in order: the last line of each step, none that a crash tore."""
         return surviving(self.scan_metrics()[0])
+
+    def stream_metrics(self, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The whole lines of metrics.jsonl from a byte on, one by one, each with the byte at which the next begins."""
+        return stream_lines(self.metrics, start, self.extras.tell)
 
     def scan_metrics(self) -> tuple[list[dict[str, Any]], int]:
         """All lines of metrics.jsonl in order, and how many were torn by a crash."""

@@ -6,30 +6,24 @@ from typing import Any
 
 from dataflow.extras import read_text
 from dataflow.run_folder import RunFolder
+from dataflow.spans import Spans
 
 MOST_SPANS = 50_000
-_JOIN_S = 0.0005
 
 
 class Trace:
     """Spans of work of one process; the clock is the machine's monotonic one, so processes fit together.
 
-    Neighbouring spans of a node are joined, and beyond MOST_SPANS nothing is kept.
+    Neighbouring spans of a node are joined, the more of them there are, over the longer pauses.
     """
 
     def __init__(self, process: str) -> None:
         self._process = process
-        self._spans: list[list[Any]] = []
-        self._last: dict[str, list[Any]] = {}
+        self._spans = Spans(MOST_SPANS)
 
     def add(self, node: str, begin_s: float, end_s: float) -> None:
         """`node` was at work from begin to end, in seconds."""
-        last = self._last.get(node)
-        if last is not None and begin_s - last[2] < _JOIN_S:
-            last[2] = end_s
-        elif len(self._spans) < MOST_SPANS:
-            self._last[node] = span = [node, begin_s, end_s]
-            self._spans.append(span)
+        self._spans.add(node, begin_s, end_s)
 
     def write(self, folder: RunFolder) -> None:
         """Put the spans beside the process's log, for `merge`."""

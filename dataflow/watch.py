@@ -1,13 +1,13 @@
 """Turns what the workers report into what the display shows, and keeps the accounts of the training phase."""
 
 import collections
-import json
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from dataflow.conductor import Conductor
 from dataflow.display import EdgeSnapshot, NodeSnapshot, Snapshot
+from dataflow.draw.curve import CURVE_NAMES
 from dataflow.graph import Graph
 from dataflow.plan import Plan
 from dataflow.run_folder import RunFolder
@@ -49,10 +49,14 @@ class Watch:
         self._past: collections.deque[tuple[float, dict[str, dict[str, Any]]]] = collections.deque()
         self._leading = leading(graph)
         self._leader = next(iter(self._leading), None)
-        self._lines: list[dict[str, Any]] = []
-        self._steps_made: list[dict[str, Any]] = []
-        """Lines of the trainer that leads."""
+        self._last_step: dict[str, Any] = {}
+        """The newest line of the trainer that leads."""
+        self._accuracies: tuple[float, float] | None = None
+        """Of the first evaluation and of the last."""
+        self._outcomes: collections.Counter[str] = collections.Counter()
+        """Groups of all its lines: trained, dropped."""
         self._read = 0
+        """Bytes of metrics.jsonl that it knows; what they say in full stays there."""
         self._doing = ""
 
     @property
@@ -107,8 +111,7 @@ class Watch:
 
     def snapshot(self) -> Snapshot:
         """The run as it is now."""
-        last: dict[str, Any] = self._steps_made[-1] if self._steps_made else {}
-        scores = [line["eval_accuracy"] for line in self._lines if "eval_accuracy" in line]
+        last, scores = self._last_step, self._accuracies
         step = last.get("step", 0)
         elapsed = self._clock() - self._began
         left = None
@@ -119,18 +122,17 @@ class Watch:
             graph=self._graph.name, step=step, steps=self._steps, doing=self._doing, version=self._version(),
             staleness_mean=last.get("staleness_mean"), staleness_max=last.get("staleness_max"),
             staleness_bound=max(bounds, default=None), reward=last.get("reward_mean"),
-            accuracy=scores[-1] if scores else None, accuracy_before=scores[0] if scores else None,
+            accuracy=scores[1] if scores else None, accuracy_before=scores[0] if scores else None,
             tokens_per_s=self._rate(lambda nodes: sum(n["status"].get("tokens", 0) for n in nodes.values())),
             rollouts_per_s=self._rate(lambda nodes: sum(nodes[n]["rows_in"] for n in self._leading if n in nodes)),
             elapsed_s=elapsed, left_s=left, groups=self._groups(),
             nodes=tuple(self._node(name) for name in self._graph.operators), edges=self._edges(),
         )  # fmt: skip
 
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl so far, of the trainer that leads and of evaluations."""
-        self._tail()
-        return lines_of(self._lines, self._leader)
+    def curve(self) -> list[dict[str, Any]]:
+        """What the learning curve shows of metrics.jsonl: of the trainer that leads, and of evaluations."""
+        found = (kept for _, line in self._folder.stream_metrics(0) for kept in lines_of([line], self._leader))
+        return [{name: line[name] for name in CURVE_NAMES if name in line} for line in found]
 
     def _merge(self, beats: Mapping[str, Mapping[str, Any]]) -> None:
         """Sum over the replicas of a node; those that left count with what they did."""
@@ -161,24 +163,17 @@ class Watch:
         self._nodes = nodes
 
     def _tail(self) -> None:
-        """Read what has been added to metrics.jsonl."""
-        try:
-            with self._folder.metrics.open("rb") as stream:
-                stream.seek(self._read)
-                content = stream.read()
-        except OSError:
-            return
-        whole = content.rfind(b"\n") + 1
-        self._read += whole
-        for text in content[:whole].splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if not isinstance(line, dict):
-                continue
-            self._lines.append(line)
-            self._steps_made += [found for found in lines_of([line], self._leader) if "loss" in found]
+        """Take in what has been added to metrics.jsonl."""
+        for place, added in self._folder.stream_metrics(self._read):
+            self._read = place
+            for line in lines_of([added], self._leader):
+                if "eval_accuracy" in line:
+                    first = self._accuracies[0] if self._accuracies else line["eval_accuracy"]
+                    self._accuracies = (first, line["eval_accuracy"])
+                if "loss" in line:
+                    self._last_step = line
+                    self._outcomes["trained"] += line.get("groups", 0)
+                    self._outcomes["dropped"] += sum((line.get("dropped") or {}).values())
 
     def _groups(self) -> dict[str, int]:
         """Groups of the training sources, as the nodes tell of them."""
@@ -186,9 +181,7 @@ class Watch:
             n["rows_out"] for name, n in self._nodes.items()
             if self._graph.operators[name].kind == "source" and name not in self._plan.on_demand
         )  # fmt: skip
-        dropped = sum(sum((line.get("dropped") or {}).values()) for line in self._steps_made)
-        trained = sum(line.get("groups", 0) for line in self._steps_made)
-        return {"issued": issued, "trained": trained, "dropped": dropped}
+        return {"issued": issued, "trained": self._outcomes["trained"], "dropped": self._outcomes["dropped"]}
 
     def _add_up(self) -> None:
         """Seconds at work so far, on the mean over the replicas that there were at each time."""

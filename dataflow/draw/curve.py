@@ -16,6 +16,8 @@ SMOOTHED = 20
 """From so many steps on, a running mean is drawn."""
 REWARD_NAMES = ("reward_mean", "reward")
 ACCURACY_NAME = "eval_accuracy"
+CURVE_NAMES = ("step", *REWARD_NAMES, ACCURACY_NAME)
+"""What it reads of a line."""
 
 
 def reward_curve_svg(metrics: Sequence[Mapping[str, Any]], title: str = "Learning curve") -> str:

@@ -1,5 +1,6 @@
 """What workers report becomes what the display shows, while replicas come and go."""
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ class Scene:
         graph.feedback(trainer.weights, generator, max_staleness=1)
         made = plan(graph, Devices(cpus=2))
         self.now = 0.0
-        self.watch = Watch(graph, made, RunFolder.create(folder, "test"), 10, clock=lambda: self.now)
+        self.folder = RunFolder.create(folder, "test")
+        self.watch = Watch(graph, made, self.folder, 10, clock=lambda: self.now)
         self.conductor = Conductor(graph, made)
         self.conductor.start()
 
@@ -104,3 +106,38 @@ def test_a_node_whose_worker_is_away_is_told_as_restarting(scene: Scene) -> None
     assert scene.watch.snapshot().version is None
     scene.note(2.0, generator_0=beat("live", 12, 1.5))
     assert scene.generator.state == "working" and scene.generator.rate == pytest.approx(1.0)
+
+
+def test_it_holds_as_much_after_many_steps_as_after_few(scene: Scene) -> None:
+    """What the curve needs in full stands in metrics.jsonl."""
+
+    def make(steps: range) -> int:
+        for step in steps:
+            line = {"step": step, "loss": 0.5, "reward_mean": 0.1, "groups": 2, "dropped": {"too old": 1}}
+            scene.folder.append_metrics(line)
+            if step % 10 == 0:
+                scene.folder.append_metrics({"step": step, "eval_accuracy": step / 1000})
+                scene.note(float(step))
+        return sum(len(gc.get_referents(value)) for value in vars(scene.watch).values())
+
+    few, many = make(range(1, 101)), make(range(101, 1001))
+    shown = scene.watch.snapshot()
+    assert many <= few
+    assert (shown.step, shown.accuracy_before, shown.accuracy, shown.groups["trained"], shown.groups["dropped"]) == (
+        1000, 0.01, 1.0, 2000, 1000,
+    )  # fmt: skip
+    curve = scene.watch.curve()
+    assert len(curve) == 1100 and curve[0] == {"step": 1, "reward_mean": 0.1}
+
+
+def test_a_line_that_is_being_written_is_read_once_it_is_whole(scene: Scene) -> None:
+    scene.folder.append_metrics({"step": 1, "loss": 0.5, "groups": 2})
+    with scene.folder.metrics.open("a") as stream:
+        stream.write('{"step": 2, "loss": 0.5, ')
+        stream.flush()
+        scene.note(0.0)
+        assert scene.watch.snapshot().step == 1
+        stream.write('"groups": 2}\n')
+    scene.note(1.0)
+    scene.note(2.0)
+    assert (scene.watch.snapshot().step, scene.watch.snapshot().groups["trained"]) == (2, 4)
