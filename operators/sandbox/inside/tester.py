@@ -89,7 +89,7 @@ class Named(Remote):
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError("a test may call what the candidate defines, but not compare with it")
 
-    __eq__ = __iter__ = __len__ = __getitem__ = __contains__ = _refuse  # type: ignore[assignment]
+    __eq__ = __iter__ = __len__ = __getitem__ = __contains__ = _refuse
     __hash__ = object.__hash__
 
 
