@@ -16,6 +16,7 @@ from operators.engine.kv_cache import KVCache
 from operators.engine.native import attention as native
 from operators.engine.native.fused import FusedStep, supports
 from operators.engine.pages import pages_for
+from operators.engine.precision import unrounded
 from operators.engine.prefill import Prefix, lay_out
 from operators.models import ModelError
 
@@ -42,10 +43,17 @@ class Proof:
 def adapt(model: torch.nn.Module, name: str) -> Proof:
     """Switch `model` to attention over pages and prove it on a short sequence, before trained weights reach it.
 
+    Pages and kernels are proved, not the rounding of inputs that layers may do: it is left out meanwhile.
+
     Raises:
         ModelError: it does not use transformers' attention interface, keeps state beside keys and values, or
             gives other logits from pages.
     """
+    with unrounded(model):
+        return _adapt(model, name)
+
+
+def _adapt(model: torch.nn.Module, name: str) -> Proof:
     attention.register()
     device = next(model.parameters()).device
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]

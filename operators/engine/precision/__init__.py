@@ -2,5 +2,6 @@
 
 from operators.engine.precision.formats import FORMATS, Weights
 from operators.engine.precision.intake import Intake, fault, linear_weights, quantise
+from operators.engine.precision.linear import unrounded
 
-__all__ = ["FORMATS", "Intake", "Weights", "fault", "linear_weights", "quantise"]
+__all__ = ["FORMATS", "Intake", "Weights", "fault", "linear_weights", "quantise", "unrounded"]

@@ -5,7 +5,8 @@ Axes: n tokens, out and in features, G groups of input features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +32,14 @@ class QuantisedLinear(torch.nn.Module):
     weight: torch.Tensor
     scale: torch.Tensor
     bias: torch.nn.Parameter | None
+    rounds: bool
+    """Whether inputs are brought into the format."""
 
     def __init__(self, linear: torch.nn.Linear, form: Format, groups: int = 1) -> None:
         """Quantise what `linear` holds now."""
         super().__init__()
         self.in_features, self.out_features, self.form = linear.in_features, linear.out_features, form
+        self.rounds = form.inputs
         device = linear.weight.device
         self.register_buffer("weight", _place(linear.weight.shape, form.dtype, device))
         self.register_buffer("scale", _place((self.out_features, groups), torch.float32, device))
@@ -49,7 +53,7 @@ class QuantisedLinear(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out], in the dtype of `inputs`."""
         rows = inputs.reshape(-1, self.in_features)
-        product = _narrow_product if self.form.inputs else _product
+        product = _narrow_product if self.rounds else _product
         return product(rows, self).view(*inputs.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -80,6 +84,22 @@ class QuantisedExperts(torch.nn.Module):
         return unpack(self.weight[expert], self.scale[expert], self.dtype)
 
 
+@contextmanager
+def unrounded(model: torch.nn.Module) -> Iterator[None]:
+    """Let the layers of `model` multiply inputs as they are, whatever their format.
+
+    Rounding turns differences in the last bit into whole steps, as large as what a wrong cache might do: what judges
+    anything but the rounding itself leaves it out."""
+    layers = [layer for layer in model.modules() if isinstance(layer, QuantisedLinear) and layer.rounds]
+    for layer in layers:
+        layer.rounds = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.rounds = True
+
+
 def _place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
     """Memory of a buffer. It is a Parameter, though not one of the module's: a weight reader makes those views."""
     return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
@@ -87,7 +107,7 @@ def _place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 def _product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
     """x [n, in] times dequantised weights, plus bias: inputs stay as they are."""
-    if layer.scale.shape[1] > 1 or x.dtype is torch.float16:
+    if layer.form.inputs or layer.scale.shape[1] > 1 or x.dtype is torch.float16:
         return F.linear(x, unpack(layer.weight, layer.scale, x.dtype), layer.bias)
     scale = layer.scale[:, 0].to(x.dtype)
     few = len(x) <= FEW_ROWS and layer.in_features % FEW_ROWS_FEATURES == 0

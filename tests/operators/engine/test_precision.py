@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from dataflow import Model
+from operators.engine import attention
 from operators.engine.decode import Engine
-from operators.engine.precision import FORMATS, fault, formats, linear_weights, quantise
+from operators.engine.precision import FORMATS, fault, formats, linear_weights, quantise, unrounded
 from operators.engine.precision.formats import pack, per_token, unpack
 from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, QuantisedLinear
 from operators.engine.precision.names import narrow_names
@@ -21,6 +22,8 @@ from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
 from transport.weights.encoder import EncodedWriter, Encoder
 from transport.weights.encoding import Encoding
 
+WHOLE_STEPS = 2
+"""Of what rounding does, the most that last bits do by rounding: it moves a number by half a step, they by a whole."""
 IDS = torch.from_numpy(np.random.default_rng(0).integers(2, 32, (3, 20)))
 
 
@@ -57,8 +60,10 @@ class Rounding(torch.nn.Linear):
         return out.view(*inputs.shape[:-1], -1).to(inputs.dtype)
 
 
-def stands_for(model, narrow):
-    """A copy of the full `model` that holds the numbers which the layers of `narrow` stand for."""
+def stands_for(model, narrow, *, rounds=True):
+    """A copy of the full `model` that holds the numbers which the layers of `narrow` stand for.
+
+    rounds: it rounds inputs where they do."""
     oracle = copy.deepcopy(model)
     for path, layer in narrow_layers(narrow).items():
         numbers = unpack(layer.weight, layer.scale, torch.float32)
@@ -68,7 +73,7 @@ def stands_for(model, narrow):
             continue
         plain = oracle.get_submodule(path)
         plain.weight.data = numbers
-        if layer.form.inputs:
+        if layer.form.inputs and rounds:
             plain.__class__ = type("Rounding", (Rounding,), {"form": layer.form})
     return oracle
 
@@ -127,10 +132,11 @@ def test_a_quantised_model_computes_what_its_dequantised_weights_do(make_model, 
     quantise(narrow, weights, group=group)
     layers = narrow_layers(narrow)
     assert len(layers) == (12 if family == "mixtral" else 14)
-    expected = logits(stands_for(model, narrow))
-    allowed = 1e-3 if FORMATS[weights].inputs else 1e-5
-    torch.testing.assert_close(logits(narrow), expected, rtol=allowed, atol=allowed)
-    assert (expected - logits(model)).abs().max() > 1e-4
+    plain, rounded = (logits(stands_for(model, narrow, rounds=rounds)) for rounds in (False, True))
+    with unrounded(narrow):
+        torch.testing.assert_close(logits(narrow), plain, rtol=1e-5, atol=1e-5)
+    assert (logits(narrow) - rounded).abs().max() <= WHOLE_STEPS * (rounded - plain).abs().max() + 1e-5
+    assert (plain - logits(model)).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -360,8 +366,41 @@ def test_recorded_logprobs_are_those_of_the_quantised_policy(make_model, weights
     proof = adapt(model, "tiny")
     if not quantised_first:
         quantise(model, weights)
+    plain, rounding = (stands_for(oracle, model, rounds=rounds) for rounds in (False, True))
+    with unrounded(model):
+        rows = decoded(model, kernel=proof.kernel, token_bytes=proof.token_bytes)
+    assert worst_logprob(rows, plain) < 1e-5
     rows = decoded(model, kernel=proof.kernel, token_bytes=proof.token_bytes)
-    assert worst_logprob(rows, stands_for(oracle, model)) < (1e-5 if weights == "int8" else 1e-2)
+    passed = {ticket: (tokens, forward_logprobs(tokens, plain), start) for ticket, (tokens, _, start) in rows.items()}
+    assert worst_logprob(rows, rounding) <= WHOLE_STEPS * worst_logprob(passed, rounding) + 1e-5
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_a_wrong_cache_is_refused_whatever_the_layers_do_with_their_inputs(make_model, weights, monkeypatch):
+    model = make_model()
+    quantise(model, weights)
+    decode = attention.decode
+
+    def forgetful(query, key, value, keys, values, layout, *given):
+        keys[layout.table[:, 0].long(), :, 5] = 0
+        return decode(query, key, value, keys, values, layout, *given)
+
+    monkeypatch.setattr(attention, "decode", forgetful)
+    with pytest.raises(ModelError, match="its logits differ"):
+        adapt(model, "tiny")
+    assert all(layer.rounds == layer.form.inputs for layer in narrow_layers(model).values())
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_a_wrong_kernel_is_left_out_whatever_the_layers_do_with_their_inputs(make_model, weights, monkeypatch):
+    def narrow(query, key, value, keys, values, layout, scale, window, softcap):
+        return attention.decode(query, key, value, keys, values, layout, scale, 20, softcap)
+
+    for kernel, kept in ((attention.decode, attention.decode), (narrow, None)):
+        model = make_model()
+        quantise(model, weights)
+        monkeypatch.setattr("operators.engine.proof.native_kernel", lambda model, found=kernel: found)
+        assert adapt(model, "tiny").kernel is kept
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
