@@ -1,4 +1,5 @@
-# demo: learn to sort; test: the quick tests; test-all: the slow ones too; lint; bench; each sets up what it needs.
+# demo: learn to sort; test: the quick tests; test-all: the slow ones too, and test-narrow: as if the processor were
+# narrower; lint; bench, bench-narrow; each sets up what it needs.
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
@@ -7,7 +8,13 @@ MARK = $(VENV)/.installed
 PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 TEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n $(PROCESSES) --dist loadfile
 
-.PHONY: venv demo test test-all quick every lint style types bench clean
+# What a processor without AVX-512 computes, and one without a C compiler: the tests of the rooms that compute.
+NARROW = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+NARROW_KERNELS = $(if $(filter x86_64,$(shell uname -m)),x86-64-v3,native)
+NARROW_TEST = $(TEST) -m 'not slow and not gpu' tests/operators tests/transport/weights
+RESULTS ?= runs
+
+.PHONY: venv demo test test-all test-narrow quick every lint style types bench bench-narrow clean
 
 venv: $(MARK)
 
@@ -25,6 +32,11 @@ test: style
 
 test-all: style
 	$(MAKE) --no-print-directory --jobs 2 types every
+	$(MAKE) --no-print-directory test-narrow
+
+test-narrow: venv
+	$(NARROW) DATAFLOW_MARCH=$(NARROW_KERNELS) $(NARROW_TEST)
+	$(NARROW) DATAFLOW_MARCH=none $(NARROW_TEST)
 
 quick: venv
 	$(TEST) -m 'not slow and not gpu'
@@ -43,11 +55,14 @@ types: venv
 
 bench: venv
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,bench]'
-	$(RUN) -m bench.data_plane --json runs/data_plane.jsonl
-	$(RUN) -m bench.end_to_end --json runs/end_to_end.jsonl
-	$(RUN) -m bench.generator --json runs/generator.jsonl
-	$(RUN) -m bench.weight_plane --json runs/weight_plane.jsonl
-	$(RUN) -m bench.trainer --json runs/trainer.jsonl
+	$(RUN) -m bench.data_plane --json $(RESULTS)/data_plane.jsonl
+	$(RUN) -m bench.end_to_end --json $(RESULTS)/end_to_end.jsonl
+	$(RUN) -m bench.generator --json $(RESULTS)/generator.jsonl
+	$(RUN) -m bench.weight_plane --json $(RESULTS)/weight_plane.jsonl
+	$(RUN) -m bench.trainer --json $(RESULTS)/trainer.jsonl
+
+bench-narrow: venv
+	$(NARROW) DATAFLOW_MARCH=$(NARROW_KERNELS) $(MAKE) --no-print-directory bench RESULTS=$(RESULTS)/narrow
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
