@@ -2,17 +2,23 @@
 
 import collections
 import contextlib
+import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dataflow.extras import read_lines, read_map
 from dataflow.faults import STOPPED, read_faults
 from dataflow.ledger import reads
 from dataflow.ledger.schema import check_schema, connect, snapshot
+from dataflow.records import AnyArray
 from dataflow.run_folder import RunFolder
+
+NO_STEP = -1
 
 
 class Findings:
@@ -31,6 +37,21 @@ class Findings:
         self.notes.append(fact)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """Groups of one source with the same outcome for a sink."""
+
+    source: str
+    outcome: str
+    """trained | evaluated | dropped."""
+    reason: str | None
+    """Of a drop."""
+    groups: AnyArray
+    """int64 [n]."""
+    steps: AnyArray
+    """Of the sink, int64 [n]; NO_STEP for a drop outside any."""
+
+
 @dataclass
 class Sink:
     """The rows of one trainer or evaluation on the surviving line."""
@@ -39,17 +60,28 @@ class Sink:
     """Sources whose groups it consumes."""
     steps: list[int] = field(default_factory=list)
     """Committed steps, ascending."""
-    rows: list[tuple[str, int, str, int | None, str | None]] = field(default_factory=list)
-    """Outcomes as (source, group_id, outcome, step, reason)."""
+    ended: list[Ended] = field(default_factory=list)
+    """The outcomes, each group that has one in one of them."""
     returns: list[tuple[int, int]] = field(default_factory=list)
     """Returns to a checkpoint as (from_step, to_step)."""
 
-    def at(self, outcome: str) -> dict[int, set[tuple[str, int]]]:
-        """Groups (source, group_id) with this outcome, by step."""
-        found: dict[int, set[tuple[str, int]]] = collections.defaultdict(set)
-        for source, group, was, step, _ in self.rows:
-            if was == outcome and step is not None:
-                found[step].add((source, group))
+    def groups(self, source: str) -> list[AnyArray]:
+        """Groups of a source that have an outcome."""
+        return [each.groups for each in self.ended if each.source == source]
+
+    def dropped(self) -> list[Ended]:
+        """Those that were given up."""
+        return [each for each in self.ended if each.outcome == "dropped"]
+
+    def at(self, outcome: str) -> dict[int, dict[str, AnyArray]]:
+        """Groups with this outcome, ascending, by step and source."""
+        found: dict[int, dict[str, AnyArray]] = {}
+        for each in self.ended:
+            if each.outcome == outcome and len(each.groups):
+                order = np.lexsort((each.groups, each.steps))
+                steps, begins = np.unique(each.steps[order], return_index=True)
+                for step, groups in zip(steps.tolist(), np.split(each.groups[order], begins[1:]), strict=True):
+                    found.setdefault(step, {})[each.source] = groups
         return found
 
 
@@ -59,8 +91,8 @@ class Facts:
 
     folder: RunFolder
     """The folder under judgement."""
-    groups: dict[str, list[int]]
-    """Groups issued by each source, ascending."""
+    groups: dict[str, AnyArray]
+    """Groups issued by each source, ascending, int64."""
     sinks: dict[str, Sink]
     """What each trainer and evaluation did."""
     metrics: list[dict[str, Any]]
@@ -73,7 +105,7 @@ class Facts:
     def trainers(self) -> Iterator[tuple[str, Sink]]:
         """The sinks that train, by name."""
         for node, sink in sorted(self.sinks.items()):
-            if sink.steps or node in self.max_staleness or any(row[2] == "trained" for row in sink.rows):
+            if sink.steps or node in self.max_staleness or any(each.outcome == "trained" for each in sink.ended):
                 yield node, sink
 
     def evaluations(self) -> Iterator[tuple[str, Sink]]:
@@ -119,28 +151,39 @@ def read_facts(folder: RunFolder, findings: Findings) -> Facts:
     return Facts(folder=folder, groups=groups, sinks=sinks, metrics=metrics, max_staleness=bounds, config=config)
 
 
-def _read_ledger(path: Path, findings: Findings) -> tuple[dict[str, list[int]], dict[str, Sink], dict[str, Any]]:
+def _read_ledger(path: Path, findings: Findings) -> tuple[dict[str, AnyArray], dict[str, Sink], dict[str, Any]]:
     with contextlib.closing(connect(path, mode="ro")) as db:
         check_schema(db, path)
         with snapshot(db, path, "be read"):
             return *_read_rows(db, findings), reads.facts(db)
 
 
-def _read_rows(db: sqlite3.Connection, findings: Findings) -> tuple[dict[str, list[int]], dict[str, Sink]]:
+def _read_rows(db: sqlite3.Connection, findings: Findings) -> tuple[dict[str, AnyArray], dict[str, Sink]]:
     for (said,) in db.execute("PRAGMA quick_check(3)"):
         if said != "ok":
             findings.fault(f"ledger.db is damaged: {said}")
-    groups: dict[str, list[int]] = collections.defaultdict(list)
-    for source, group in db.execute("SELECT source, group_id FROM groups ORDER BY source, group_id"):
-        groups[source].append(group)
+    groups = {
+        source: np.sort(_array(ids))
+        for source, ids in db.execute("SELECT source, json_group_array(group_id) FROM groups GROUP BY source")
+    }
     sinks: dict[str, Sink] = collections.defaultdict(Sink)
     for node, source in db.execute("SELECT node, source FROM consumers"):
         sinks[node].sources.add(source)
-    for node, *row in db.execute("SELECT node, source, group_id, outcome, step, reason FROM outcomes"):
-        sinks[node].rows.append(tuple(row))
-        sinks[node].sources.add(row[0])
+    for node, source, outcome, reason, ids, steps in db.execute(
+        "SELECT node, source, outcome, reason, json_group_array(group_id), json_group_array(coalesce(step, :none)) "
+        "FROM outcomes GROUP BY node, source, outcome, reason",
+        {"none": NO_STEP},
+    ):
+        ended = Ended(source=source, outcome=outcome, reason=reason, groups=_array(ids), steps=_array(steps))
+        sinks[node].ended.append(ended)
+        sinks[node].sources.add(source)
     for node, step in db.execute("SELECT node, step FROM steps ORDER BY node, step"):
         sinks[node].steps.append(step)
     for node, from_step, to_step in db.execute("SELECT node, from_step, to_step FROM lines ORDER BY line"):
         sinks[node].returns.append((from_step, to_step))
-    return dict(groups), dict(sinks)
+    return groups, dict(sinks)
+
+
+def _array(numbers: str) -> AnyArray:
+    """A JSON list of whole numbers, int64."""
+    return np.array(json.loads(numbers), np.int64)

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dataflow.errors import DataflowError
 from dataflow.ledger.reads import Counts
 from dataflow.ledger.writes import some
 from dataflow.run_folder import RunFolder
-from dataflow.verify.facts import Facts, Findings, Sink, note_the_past, read_facts
+from dataflow.verify.facts import NO_STEP, Facts, Findings, Sink, note_the_past, read_facts
 from dataflow.verify.rollouts import judge_evaluations, judge_steps
 
 FAULTS_SHOWN = 3
@@ -99,8 +101,8 @@ def _judge_evaluation(facts: Facts, node: str, sink: Sink, findings: Findings) -
 
 def _groups_are_contiguous(facts: Facts, findings: Findings) -> None:
     for source, groups in facts.groups.items():
-        if groups != list(range(len(groups))):
-            missing = set(range(groups[-1] + 1)) - set(groups)
+        if not np.array_equal(groups, np.arange(len(groups))):
+            missing = set(range(int(groups[-1]) + 1)) - set(groups.tolist())
             findings.fault(f"groups {some(missing)} of source '{source}' were never issued, but later ones were")
 
 
@@ -112,35 +114,37 @@ def _steps_are_contiguous(node: str, sink: Sink, findings: Findings) -> None:
 
 def _outcomes_stand_at_steps(node: str, sink: Sink, findings: Findings) -> None:
     """Drops alone may stand at the next step, which is under way."""
-    steps, following = {None, *sink.steps}, len(sink.steps) + 1
-    lost = {
-        group for _, group, was, step, _ in sink.rows
-        if step not in steps and not (was == "dropped" and step == following)
-    }  # fmt: skip
+    lost: list[int] = []
+    for each in sink.ended:
+        steps = [NO_STEP, *sink.steps, *([len(sink.steps) + 1] if each.outcome == "dropped" else [])]
+        lost += each.groups[~np.isin(each.steps, steps)].tolist()
     if lost:
         findings.fault(f"groups {some(lost)} have an outcome at a step that '{node}' never committed")
 
 
 def _identity(facts: Facts, node: str, sink: Sink, findings: Findings) -> Counts:
     """Issued = trained + evaluated + dropped + in flight, each side counted for itself."""
-    issued = {(source, group) for source in sink.sources for group in facts.groups.get(source, ())}
-    ended = {(source, group) for source, group, *_ in sink.rows}
-    if len(ended) < len(sink.rows):
-        twice = [key for key, times in collections.Counter(row[:2] for row in sink.rows).items() if times > 1]
-        findings.fault(f"'{node}' has two outcomes for groups {some(group for _, group in twice)}")
-    if unknown := ended - issued:
-        findings.fault(f"'{node}' has outcomes for groups {some(group for _, group in unknown)}, never issued")
-    if unexplained := [group for _, group, was, _, reason in sink.rows if was == "dropped" and not reason]:
+    issued = waiting = 0
+    for source in sorted(sink.sources):
+        given = facts.groups.get(source, np.zeros(0, np.int64))
+        found, times = np.unique(np.concatenate([given[:0], *sink.groups(source)]), return_counts=True)
+        issued += len(given)
+        waiting += len(np.setdiff1d(given, found, assume_unique=True))
+        if len(twice := found[times > 1]):
+            findings.fault(f"'{node}' has two outcomes for groups {some(twice.tolist())}")
+        if len(unknown := np.setdiff1d(found, given, assume_unique=True)):
+            findings.fault(f"'{node}' has outcomes for groups {some(unknown.tolist())}, never issued")
+    if unexplained := [group for each in sink.dropped() if not each.reason for group in each.groups.tolist()]:
         findings.fault(f"'{node}' dropped groups {some(unexplained)} without a reason")
-    kinds = collections.Counter(row[2] for row in sink.rows)
-    waiting = len(issued - ended)
+    kinds, dropped = collections.Counter[str](), collections.Counter[str]()
+    for each in sink.ended:
+        kinds[each.outcome] += len(each.groups)
+    for each in sink.dropped():
+        dropped[str(each.reason)] += len(each.groups)
     counts = Counts(
-        issued=len(issued),
-        trained=kinds["trained"],
-        evaluated=kinds["evaluated"],
-        dropped=dict(collections.Counter(str(row[4]) for row in sink.rows if row[2] == "dropped")),
+        issued=issued, trained=kinds["trained"], evaluated=kinds["evaluated"], dropped=dict(dropped.most_common()),
         in_flight={"waiting": waiting} if waiting else {},
-    )
+    )  # fmt: skip
     if counts.missing:
         findings.fault(f"'{node}': {counts}")
     return counts
@@ -154,9 +158,9 @@ def _metrics_agree(facts: Facts, node: str, sink: Sink, findings: Findings) -> N
         if "dropped" in line and isinstance(line.get("step"), int) and line.get("node", alone and node) == node:
             told[line["step"]] = line["dropped"]
     dropped: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for _, _, was, step, reason in sink.rows:
-        if was == "dropped" and step is not None:
-            dropped[step][str(reason)] += 1
+    for each in sink.dropped():
+        for step, times in zip(*np.unique(each.steps, return_counts=True), strict=True):
+            dropped[int(step)][str(each.reason)] += int(times)
     if silent := [step for step in sink.steps if step not in told]:
         findings.note(f"steps {some(silent)} of '{node}' have no line with their drops in metrics.jsonl")
     for step in sink.steps:

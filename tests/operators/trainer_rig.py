@@ -255,6 +255,10 @@ class FakeLedger:
     def record_checkpoint(self, node: str, step: int, checkpoint: str) -> None:
         self.events.append(("recorded", step))
 
+    @property
+    def wal_bytes(self) -> int:
+        return 0
+
     def flush(self) -> None:
         self.events.append(("flush",))
 
