@@ -68,9 +68,10 @@ def _together(files: Iterable[tuple[int, Path]], findings: Findings) -> Iterator
 
 def _columns(path: Path) -> pa.Table:
     table = read_arrow(path)
-    if missing := [name for name in _NEEDED if name not in table.column_names]:
+    names = set(table.column_names)
+    if missing := [name for name in _NEEDED if name not in names]:
         raise RunFolderError(f"{path.name} lacks the columns {missing}")
-    return table.select([name for name in (*_NEEDED, *_OPTIONAL) if name in table.column_names])
+    return table.select([name for name in (*_NEEDED, *_OPTIONAL) if name in names])
 
 
 def _judged(files: list[Read], findings: Findings) -> Iterator[tuple[int, Path, RolloutFile]]:

@@ -1,7 +1,7 @@
 """Whether the rollouts on disk are those that the ledger says were trained: whole, once, and in time."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +100,6 @@ def _folder(facts: Facts, node: str, kind: str) -> Path:
     return own if any(own.glob(f"{kind}-*.arrow")) else facts.folder.rollouts
 
 
-def _steps_in(folder: Path) -> Iterator[int]:
-    matches = (re.fullmatch(r"step-(\d+)\.arrow", path.name) for path in sorted(folder.glob("step-*.arrow")))
-    return (int(match[1]) for match in matches if match)
+def _steps_in(folder: Path) -> list[int]:
+    matches = (re.fullmatch(r"step-(\d+)\.arrow", path.name) for path in folder.glob("step-*.arrow"))
+    return sorted(int(match[1]) for match in matches if match)
