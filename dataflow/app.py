@@ -81,6 +81,7 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "runs": (Path, Path("runs"), "where the run folder goes"),
     "resume": (Path | None, None, "a run folder in which to go on, with the same flags; or use dataflow resume"),
     "standby": (bool, False, "another process takes the scheduler's place should it die"),
+    "keep_steps": (int | None, None, "keep the rollouts of the last steps alone, and what recovery and replay need"),
     "inline": (bool, False, "one process, one thread, bit-exact"),
     "explain": (bool, False, "print the plan and stop"),
     "draw": (Path | None, None, "draw the graph (.svg, .dot, .mmd or .html) and stop"),
@@ -105,7 +106,7 @@ def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None, limits: Lim
     run(
         graph, **how, on=inline() if flags["inline"] else None, seed=flags["seed"], runs=flags["runs"],
         quiet=flags["quiet"], resume=flags["resume"],
-        standby=flags["standby"], launch=launch, limits=limits,
+        standby=flags["standby"], keep_steps=flags["keep_steps"], launch=launch, limits=limits,
     )  # fmt: skip
 
 

@@ -76,6 +76,10 @@ class Checkpoints:
         found = [_NAME.fullmatch(path.name) for path in below]
         return sorted(int(match[1]) for match in found if match)
 
+    def staying(self) -> list[int]:
+        """Steps of those that no newer one removes, oldest first, whether good or not."""
+        return [step for step in self.steps() if not self._is_temporary(step)]
+
     def latest(self, at_most: int | None = None) -> int | None:
         """Newest step, not above `at_most`, whose checkpoint is committed and undamaged; None without one."""
         self._finish_interrupted()

@@ -34,6 +34,8 @@ class Settings:
     seed: int = 0
     steps: int | None = None
     """Steps the run will make; None: until the prompts end."""
+    keep_steps: int | None = None
+    """As `Context` has it."""
     worker: str = "inline"
     replica: int = 0
     attempt: int = 0
@@ -208,6 +210,7 @@ class Host:
             attempt=self.settings.attempt,
             seed=self.settings.seed,
             steps=self.settings.steps,
+            keep_steps=self.settings.keep_steps,
             device=self._device(name),
             folder=self.folder,
             ledger=self.ledger,

@@ -147,6 +147,8 @@ class Context:
     folder: "RunFolder | None" = None
     own_folder: str | None = None
     """For a trainer: its own folder in rollouts/ and checkpoints/; None where it is the run's only one."""
+    keep_steps: int | None = None
+    """Of the last so many steps the rollouts are kept, beside what recovery and replay need; None: of all."""
     ledger: "Ledger | None" = None
     clock: Callable[[], float] = time.monotonic
     """Seconds."""

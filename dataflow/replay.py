@@ -20,6 +20,7 @@ from dataflow.ledger import Ledger, MadeStep
 from dataflow.ledger.writes import some
 from dataflow.records import GROUP_ID
 from dataflow.resume import Recorded, check_same
+from dataflow.retention import KNOB, gone
 from dataflow.run_folder import RunFolder
 from dataflow.trainers import own_folder, trainers
 
@@ -119,8 +120,10 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
         raise RunError(f"a replay writes nothing into the run's folder, but --out is '{out}'; give another folder")
     own = own_folder(graph, node)
     with Ledger.open(folder.ledger, readonly=True) as ledger:
-        made = ledger.steps(node, 0, wishes.last)
+        made, missing = ledger.steps(node, 0, wishes.last), gone(ledger, node)
     start, place = starting_point(folder.checkpoints_of(own), wishes.first)
+    if start < missing:
+        raise RunError(_not_kept(folder.checkpoints_of(own), node, start, missing))
     script = Script(
         node=node, start=start, checkpoint=place, steps=steps_to_train(node, made, start, wishes.last),
         read=lambda step: rows_of(folder, step, own), threads=_threads(recorded, node), device=wishes.device,
@@ -139,6 +142,15 @@ def starting_point(checkpoints: Checkpoints, first: int) -> tuple[int, Path | No
         if step <= first and checkpoints.damage(step) is None:
             return step, checkpoints.folder(step)
     return 0, None
+
+
+def _not_kept(checkpoints: Checkpoints, node: str, start: int, missing: int) -> str:
+    good = [step for step in checkpoints.steps() if step >= missing and checkpoints.damage(step) is None]
+    advice = f"give --from {good[0]}" if good else f"make the next run with a larger {KNOB}, and with checkpoint_every"
+    return (
+        f"the rollouts of '{node}' up to step {missing} were not kept, and this replay would train those from step "
+        f"{start + 1} on; {advice}"
+    )
 
 
 def steps_to_train(node: str, made: Sequence[MadeStep], start: int, last: int | None) -> list[MadeStep]:

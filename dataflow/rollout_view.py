@@ -18,6 +18,7 @@ from dataflow import records
 from dataflow.errors import RunError
 from dataflow.files import to_json
 from dataflow.ledger import Fate, Ledger
+from dataflow.retention import KNOB, not_kept
 from dataflow.run_folder import RunFolder, read_arrow
 
 _SHOWN = {*records.PROMPT_COLUMNS, *records.ROLLOUT_COLUMNS}
@@ -46,12 +47,15 @@ def find_rollout(folder: RunFolder, rollout_id: int, *, lane: str | None = None,
             for each in _in_file(folder, ledger, path, outcome, step, rollout_id)
             if lane in (None, each.lane) and group_id in (None, each.row[records.GROUP_ID])
         ]  # fmt: skip
+        lost = not_kept(ledger.facts())
     by_lane = {each.lane: each for each in reversed(found)}
     if not found:
         which = "".join(f" of {what} {it!r}" for what, it in (("lane", lane), ("group", group_id)) if it is not None)
+        upto = "".join(f", or of a step of '{node}' up to {step}, which were not kept" for node, step in lost.items())
         raise RunError(
             f"'{folder.path.name}' has no rollout {rollout_id}{which} in its files; it was not finished, or dropped "
-            f"before its step, or take --lane and --group away"
+            f"before its step{upto}; take --lane and --group away"
+            f"{f', or make the next run with a larger {KNOB}' if lost else ''}"
         )
     if len(by_lane) > 1:
         raise RunError(f"rollout {rollout_id} stands in several lanes: {sorted(by_lane)}; choose one with --lane")

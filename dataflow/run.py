@@ -34,6 +34,9 @@ from dataflow.secure import check_listen
 from dataflow.summary import summarize
 from dataflow.verify import Verdict, verify
 
+KEEP = "keep_steps"
+"""In config.json."""
+
 
 @dataclass(frozen=True)
 class Inline:
@@ -127,6 +130,7 @@ def run(
     message_bytes: int = MESSAGE_BYTES,
     resume: str | Path | None = None,
     standby: bool = False,
+    keep_steps: int | None = None,
     launch: Launch | None = None,
 ) -> Result:
     """Run a graph to its end, or for so many steps.
@@ -142,6 +146,8 @@ def run(
     Where its scheduler has died a moment ago, its workers are still at work, and are taken over.
     limits: how long it waits, for what; `Limits()` when None.
     standby: should this process die, another one takes over by itself, and writes logs/scheduler.log.
+    keep_steps: rollouts are kept of the last so many steps, and of those that recovery and replay need; None: of all,
+    or as the run that is resumed had it. See docs/recovery.md.
     launch: how `dataflow resume` starts this program again; `main` knows it.
     Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
     way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once. What is raised in the midst
@@ -149,22 +155,29 @@ def run(
     """
     if steps is not None and steps < 1:
         raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")
+    if keep_steps is not None and keep_steps < 0:
+        raise GraphError(
+            f"a run keeps the last 0 steps or more, but keep_steps is {keep_steps}; leave it out to keep all"
+        )
     before, recorded = None, None
     if resume is not None:
         before = RunFolder.open(resume)
         recorded = Recorded.read(before)
         check_same(before, recorded, graph_facts(graph), seed)
         steps, seed = recorded.steps if steps is None else steps, recorded.seed
+        keep_steps = recorded.config.get(KEEP) if keep_steps is None else keep_steps
     devices = dataclasses.replace(this_machine(), cpus=1) if on is not None else None
     planned = make_plan(
         graph, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, devices=devices, scale=scale,
         weights=weights, listen=listen, message_bytes=message_bytes, one_process=on is not None,
     )  # fmt: skip
     folder = before or RunFolder.create(runs, graph.name)
-    settings = Settings(folder=str(folder.path), seed=seed or 0, steps=steps, listen=listen, limits=limits or Limits())
-    may_take = (
-        recorded is not None and on is None and steps == recorded.steps and recorded.has(plan_facts(graph, planned))
-    )
+    settings = Settings(
+        folder=str(folder.path), seed=seed or 0, steps=steps, keep_steps=keep_steps, listen=listen,
+        limits=limits or Limits(),
+    )  # fmt: skip
+    as_it_was = {"steps": steps, KEEP: keep_steps} | plan_facts(graph, planned)
+    may_take = recorded is not None and on is None and recorded.has(as_it_was)
     with held(folder, take=lambda: take(folder, may_take)) as taken:
         if taken is not None:
             begun = taken.begun
@@ -217,7 +230,8 @@ def _judged(folder: RunFolder, quiet: bool) -> Verdict:
 
 def _describe(folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, launch: Launch | None) -> None:
     """Put down what is run before it runs."""
-    how = {"command": [sys.executable, *sys.argv], KEY: launch, "seed": settings.seed, "steps": settings.steps}
+    how = {"command": [sys.executable, *sys.argv], KEY: launch, "seed": settings.seed, "steps": settings.steps,
+           KEEP: settings.keep_steps}  # fmt: skip
     with Ledger.create(folder.ledger, consumers(graph)) as ledger:
         describe(folder, ledger, graph_facts(graph), how | plan_facts(graph, planned))
     folder.extras.attempt(folder.graph_svg, lambda: graph.draw(folder.graph_svg, planned))
@@ -228,7 +242,8 @@ def _describe_again(
 ) -> None:
     """Put down how a run goes on, before it does."""
     resumed = [*recorded.config.get("resumed", []), {"at": time.time(), "from": begun.steps, "steps": settings.steps}]
-    config = {**recorded.config, "steps": settings.steps, "resumed": resumed, **plan_facts(graph, planned)}
+    now = {"steps": settings.steps, KEEP: settings.keep_steps, "resumed": resumed}
+    config = {**recorded.config, **now, **plan_facts(graph, planned)}
     with Ledger.open(folder.ledger) as ledger:
         describe(folder, ledger, recorded.graph, config)
     folder.extras.attempt(folder.graph_svg, lambda: graph.draw(folder.graph_svg, planned))

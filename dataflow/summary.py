@@ -1,5 +1,6 @@
 """The summary of a run, computed from its folder."""
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Sequence
@@ -8,7 +9,9 @@ from pathlib import Path
 from dataflow.describe import described
 from dataflow.display import Summary
 from dataflow.faults import restarts
+from dataflow.ledger import Ledger, LedgerError
 from dataflow.resume import TIMES
+from dataflow.retention import not_kept
 from dataflow.run_folder import RunFolder
 from dataflow.trainers import lines_of
 
@@ -37,6 +40,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         staleness_mean=_mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
         staleness_max=max((line["staleness_max"] for line in steps if "staleness_max" in line), default=None),
         restarts=restarts(folder.path), verdict=verdict, is_clean=is_clean, folder=str(path),
+        folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),
         commands=(
             *(() if times.get("outcome") == "finished" else ((f"{program} resume {path}", "go on from here"),)),
             (f"{program} verify {path}", "the ledger, recomputed from the folder"),
@@ -46,6 +50,14 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
             (str(path / "trace.json"), "who worked when, for ui.perfetto.dev"),
         ),
     )  # fmt: skip
+
+
+def _not_kept(folder: RunFolder) -> str:
+    with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
+        return ", ".join(
+            f"rollouts of {node} up to step {step} not kept" for node, step in not_kept(ledger.facts()).items()
+        )
+    return ""
 
 
 def _from_here(path: Path) -> Path:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dataflow import retention
 from dataflow.errors import OperatorError
 from dataflow.files import RunFolderError
 from dataflow.finished import Finished
@@ -184,6 +185,8 @@ class EvaluateRuntime(Runtime):
             context.ledger.commit_round(context.node, step, groups)
         if context.folder is not None:
             context.folder.append_metrics(metrics)
+        if context.keep_steps is not None:
+            retention.remove(context, step - max(1, context.keep_steps), kind="eval")
         for lane, kept in self._kept.items():
             for group in lanes[lane].groups:
                 kept.forget(group)

@@ -2,7 +2,7 @@
 
 from dataflow.display.screen import Line
 from dataflow.display.snapshot import Snapshot, Summary
-from dataflow.display.words import ASCII, Glyphs, age, clean, count, duration, known, rate, score, several
+from dataflow.display.words import ASCII, Glyphs, age, clean, count, duration, known, rate, score, several, size_of
 
 
 def plain_line(snapshot: Snapshot) -> str:
@@ -69,7 +69,9 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         verdict = "" if summary.is_clean is None else "good" if summary.is_clean else "bad"
         found.append([(f"  {'ledger':<12}", "dim"), (clean(summary.verdict), verdict)])
     if summary.folder:
-        found.append([(f"  {'run folder':<12}", "dim"), (clean(summary.folder), "")])
+        size = f"  {size_of(summary.folder_bytes)}" if known(summary.folder_bytes) is not None else ""
+        kept = f", {clean(summary.not_kept)}" if summary.not_kept else ""
+        found.append([(f"  {'run folder':<12}", "dim"), (clean(summary.folder), ""), (f"{size}{kept}", "dim")])
     if summary.commands:
         commands = [(clean(command), clean(shows)) for command, shows in summary.commands]
         longest = max(len(command) for command, _ in commands)

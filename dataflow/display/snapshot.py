@@ -114,5 +114,9 @@ class Summary:
     """Whether the verdict is good."""
     folder: str = ""
     """Path of the run folder."""
+    folder_bytes: int | None = None
+    """Its size."""
+    not_kept: str = ""
+    """What of it was not kept, in a few words."""
     commands: tuple[tuple[str, str], ...] = ()
     """Commands that look further, each with what it shows."""

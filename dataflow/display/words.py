@@ -66,6 +66,17 @@ def count(value: Any, dash: str = "–") -> str:
     return f"{number:,.0f}"
 
 
+def size_of(value: Any, dash: str = "–") -> str:
+    """Bytes in the unit that suits them: 830 MB."""
+    number = known(value)
+    if number is None:
+        return dash
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f} bytes"
+
+
 def rate(value: Any, dash: str = "–") -> str:
     """Something per second: 0.4, 38, 1,240, 23 k."""
     number = known(value)

@@ -16,6 +16,7 @@ from dataflow.faults import STOPPED, read_faults
 from dataflow.ledger import reads
 from dataflow.ledger.schema import check_schema, connect, snapshot
 from dataflow.records import AnyArray
+from dataflow.retention import not_kept
 from dataflow.run_folder import RunFolder
 
 NO_STEP = -1
@@ -101,6 +102,8 @@ class Facts:
     """Bound of each trainer, in versions; None where the tokens are not of its versions."""
     config: Mapping[str, Any]
     """What the run says of itself."""
+    not_kept: Mapping[str, int]
+    """By node, the last step whose file of rollouts may have been removed."""
 
     def trainers(self) -> Iterator[tuple[str, Sink]]:
         """The sinks that train, by name."""
@@ -148,7 +151,10 @@ def read_facts(folder: RunFolder, findings: Findings) -> Facts:
         findings.note("neither ledger.db nor config.json says what the bound on staleness is")
     for node in bounds:
         sinks.setdefault(node, Sink())
-    return Facts(folder=folder, groups=groups, sinks=sinks, metrics=metrics, max_staleness=bounds, config=config)
+    return Facts(
+        folder=folder, groups=groups, sinks=sinks, metrics=metrics, max_staleness=bounds, config=config,
+        not_kept=not_kept(said),
+    )  # fmt: skip
 
 
 def _read_ledger(path: Path, findings: Findings) -> tuple[dict[str, AnyArray], dict[str, Sink], dict[str, Any]]:

@@ -20,7 +20,7 @@ def judge_steps(facts: Facts, node: str, sink: Sink, findings: Findings) -> int 
     standing: dict[str, list[tuple[int, AnyArray]]] = {}
     bound = facts.max_staleness.get(node)
     largest: int | None = None
-    paths = [(step, folder / f"step-{step:06d}.arrow") for step in sink.steps]
+    paths = _kept(facts, node, [(step, folder / f"step-{step:06d}.arrow") for step in sink.steps], findings)
     for step, path, found in digests(paths, findings):
         wanted = trained.get(step, {})
         _same_groups(path.name, node, step, wanted, found, findings)
@@ -42,7 +42,7 @@ def judge_evaluations(facts: Facts, node: str, sink: Sink, findings: Findings) -
     """Compare each evaluation file with the ledger."""
     folder = _folder(facts, node, "eval")
     evaluated = sink.at("evaluated")
-    paths = [(step, folder / f"eval-{step:06d}.arrow") for step in sorted(evaluated)]
+    paths = _kept(facts, node, [(step, folder / f"eval-{step:06d}.arrow") for step in sorted(evaluated)], findings)
     for step, path in paths:
         if not path.exists():
             findings.note(f"the evaluation of '{node}' at step {step} has no file {path.name}")
@@ -50,6 +50,18 @@ def judge_evaluations(facts: Facts, node: str, sink: Sink, findings: Findings) -
         _same_groups(path.name, node, step, evaluated[step], found, findings)
         if found.too_early:
             findings.fault(f"{found.too_early} rollouts in {path.name} are older than their min_version")
+
+
+def _kept(facts: Facts, node: str, paths: list[tuple[int, Path]], findings: Findings) -> list[tuple[int, Path]]:
+    """Without files that the run removed itself: of what stood in them the ledger alone tells."""
+    upto = facts.not_kept.get(node, 0)
+    found = [(step, path) for step, path in paths if step > upto or path.exists()]
+    if len(found) < len(paths):
+        findings.note(
+            f"the rollouts of {len(paths) - len(found)} steps of '{node}' up to step {upto} were not kept: what became "
+            f"of their groups is judged by the ledger alone"
+        )
+    return found
 
 
 def _same_groups(

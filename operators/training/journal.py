@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataflow import retention
 from dataflow.checkpoints import TEMPORARY, Checkpoints
 from dataflow.errors import RunError
 from dataflow.files import RunFolderError, disk
@@ -205,6 +206,18 @@ class Journal:
         self.kept_step = written.step
         if not written.is_temporary:
             self._record(written.step, written.place)
+        self._forget_rollouts()
+
+    def _forget_rollouts(self) -> None:
+        """Remove those that nothing needs, as a newer checkpoint is committed."""
+        context = self.context
+        if context.keep_steps is None or context.folder is None or context.ledger is None:
+            return
+        upto = retention.removable(
+            last=context.ledger.last_step(context.node), checkpoint=self.kept_step, keep_steps=context.keep_steps,
+            staying=context.folder.checkpoints_of(context.own_folder).staying() if self.every else None,
+        )  # fmt: skip
+        retention.remove(context, upto, kind="step", own=context.own_folder)
 
     def _record(self, step: int, place: Path) -> None:
         if self.context.ledger is not None:

@@ -11,8 +11,10 @@ from typing import Any
 from dataflow.errors import RunError
 from dataflow.files import disk
 from dataflow.ledger import MadeStep
+from dataflow.ledger.writes import some
 from dataflow.model import Model
 from dataflow.node import Context
+from dataflow.retention import KNOB, gone
 from operators.training import checkpoint
 
 
@@ -52,6 +54,12 @@ def find_start(model: Model, context: Context) -> Start:
     if found is not None:
         model = dataclasses.replace(model, source=str(found), revision=None)
     missing = [each for each in made if each.step > step]
+    if lost := [each.step for each in missing if each.step <= gone(ledger, context.node)]:
+        raise RunError(
+            f"'{context.node}' cannot come back to step {last}: its newest good checkpoint is of step {step}, and the "
+            f"rollouts of steps {some(lost)} after it were not kept ({KNOB}); take a newer checkpoint from a backup, "
+            f"or start a new run"
+        )
     if missing:
         context.log.info(
             "catching up", node=context.node, step=last, steps=len(missing),

@@ -83,8 +83,8 @@ RECORDS = (
         "a rollout opens without this project",
         "tests/test_laws.py::test_a_rollouts_file_is_read_by_sql_without_this_project",
         "dataflow/run_folder.py",
-        "with pa.ipc.new_file(file, table.schema) as writer:",
-        "with pa.ipc.new_stream(file, table.schema) as writer:",
+        "with pa.ipc.new_file(file, table.schema, options=options) as writer:",
+        "with pa.ipc.new_stream(file, table.schema, options=options) as writer:",
         "Arrow's own file format",
     ),
     Law(
