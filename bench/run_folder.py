@@ -72,13 +72,13 @@ def make(root: Path, steps: int, prompts: int = PROMPTS, group: int = GROUP, tok
     return folder
 
 
-def seconds(work: Callable[[], object], times: int) -> float:
+def seconds(work: Callable[[], object], times: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Median of so many calls."""
     taken = []
     for _ in range(times):
-        began = time.perf_counter()
+        began = clock()
         work()
-        taken.append(time.perf_counter() - began)
+        taken.append(clock() - began)
     return statistics.median(taken)
 
 
@@ -88,8 +88,33 @@ def measure_verify(report: Report, folder: RunFolder, times: int) -> None:
     verdict = verify(folder.path)
     report.add(
         case=f"{steps:,} steps", system="dataflow verify", seconds=seconds(lambda: verify(folder.path), times),
-        clean=str(verdict.clean),
+        processor_seconds=seconds(lambda: verify(folder.path), times, time.process_time), clean=str(verdict.clean),
     )  # fmt: skip
+
+
+def measure_files(report: Report, tokens: int, prompts: int, times: int) -> None:
+    """Bytes of a step's file, and milliseconds to write and to read it, with each codec."""
+    rows = step_rows(1, 0, prompts, GROUP, tokens)
+    for codec in (None, pa.Codec("lz4"), pa.Codec("zstd", 1), pa.Codec("zstd", 3)):
+        content = encoded(rows, codec)
+        report.add(
+            case=f"{prompts * GROUP} rollouts of {tokens:,} tokens", system=str(codec or "as it is"),
+            megabytes=len(content) / 1e6, write_ms=1e3 * seconds(lambda codec=codec: encoded(rows, codec), times),
+            read_ms=1e3 * seconds(lambda content=content: decoded(content), times),
+        )  # fmt: skip
+
+
+def encoded(rows: pa.Table, codec: pa.Codec | None) -> pa.Buffer:
+    """An Arrow file in memory."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, rows.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+        writer.write_table(rows)
+    return sink.getvalue()
+
+
+def decoded(content: pa.Buffer) -> None:
+    """Read and check it whole."""
+    pa.ipc.open_file(content).read_all().validate(full=True)
 
 
 if __name__ == "__main__":
@@ -104,4 +129,6 @@ if __name__ == "__main__":
         root = how.folder or Path(temporary)
         made = RunFolder.open(root / "latest") if (root / "latest").exists() else make(root, how.steps)
         measure_verify(report, made, how.times)
+    for tokens, prompts, times in ((12, PROMPTS, 100), (200, 64, 20), (8000, 8, 5)):
+        measure_files(report, tokens, prompts, times)
     report.show()
