@@ -97,8 +97,9 @@ def measure_files(report: Report, tokens: int, prompts: int, times: int) -> None
     rows = step_rows(1, 0, prompts, GROUP, tokens)
     for codec in (None, pa.Codec("lz4"), pa.Codec("zstd", 1), pa.Codec("zstd", 3)):
         content = encoded(rows, codec)
+        name = f"{codec.name}, level {codec.compression_level}" if codec else "as it is"
         report.add(
-            case=f"{prompts * GROUP} rollouts of {tokens:,} tokens", system=str(codec or "as it is"),
+            case=f"{prompts * GROUP} rollouts of {tokens:,} tokens", system=name,
             megabytes=len(content) / 1e6, write_ms=1e3 * seconds(lambda codec=codec: encoded(rows, codec), times),
             read_ms=1e3 * seconds(lambda content=content: decoded(content), times),
         )  # fmt: skip

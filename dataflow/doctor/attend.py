@@ -139,11 +139,12 @@ class Attendant:
         root = verdict(facts, moves_s=moves_s)
         path = folder.path / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         content = report(folder, facts, all_stacks=True, moves_s=moves_s)
-        told: list[str] = []
-        is_written = Extras(told.append).write(path, content)
+        refused: list[str] = []
+        Extras(refused.append).write(path, content)
         if stalled:
+            where = refused[0] if refused else f"{path} says who waits for whom and where each worker is"
             raise DeadlineError(
-                f"nothing has moved for {seconds(self._still.still_s)}: {root} The run ends; {path} says who waits for "
-                f"whom and where each worker is; if it is to have more time, raise Limits.stall_s or Limits.slice_s"
+                f"nothing has moved for {seconds(self._still.still_s)}: {root} The run ends; {where}; if it is to have "
+                f"more time, raise Limits.stall_s or Limits.slice_s"
             )
-        return f"wrote {path}: {root}" if is_written else f"{root} {told[0]}"
+        return f"{root} {refused[0]}" if refused else f"wrote {path}: {root}"
