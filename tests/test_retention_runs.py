@@ -1,5 +1,6 @@
 """Runs that keep the rollouts of their last steps alone: what recovery needs stays, and what went is accounted for."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dataflow.replay import Wishes, replay
 from dataflow.retention import FACT, gone, removable
 from dataflow.run_folder import COMPRESSED_BYTES, RunFolder, read_arrow, write_arrow
 from dataflow.summary import summarize
+from dataflow.verify.facts import read_facts
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
@@ -152,6 +154,22 @@ def test_a_file_that_went_by_itself_is_a_fault_as_ever(policy: Path, tmp_path: P
     done = run(graph_of(policy), steps=6, on=inline(), runs=tmp_path, quiet=True, keep_steps=1)
     RunFolder.open(done.folder).step_file(5).unlink()
     assert "step-000005.arrow" in verify(done.folder).line and not verify(done.folder).clean
+
+
+def test_a_file_that_goes_while_a_run_under_way_is_judged_is_no_fault(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run(graph_of(policy), steps=4, on=inline(), runs=tmp_path, quiet=True)
+
+    def goes_on(folder: RunFolder, findings: Any) -> Any:
+        found = read_facts(folder, findings)
+        with Ledger.open(folder.ledger) as ledger:
+            ledger.set_facts({f"{FACT}/trainer": 2})
+        folder.step_file(2).unlink()
+        return found
+
+    monkeypatch.setattr(sys.modules["dataflow.verify.verdict"], "read_facts", goes_on)
+    assert verify(done.folder).clean, verify(done.folder)
 
 
 def test_keep_steps_is_no_negative_number(tmp_path: Path) -> None:

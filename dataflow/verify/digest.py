@@ -1,6 +1,6 @@
 """What the laws need of Arrow files of rollouts, looked at many at a time: small ones cost little more than one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -41,13 +41,20 @@ Read: TypeAlias = tuple[int, Path, pa.Table]
 """A step, its file, and the columns of it that are judged."""
 
 
-def digests(files: Iterable[tuple[int, Path]], findings: Findings) -> Iterator[tuple[int, Path, RolloutFile]]:
-    """What stands in the file of each step, in their order, without those that cannot be judged, which are faults."""
-    for some in _together(files, findings):
+def digests(
+    files: Iterable[tuple[int, Path]], findings: Findings, is_gone: Callable[[int], bool]
+) -> Iterator[tuple[int, Path, RolloutFile]]:
+    """What stands in the file of each step, in their order, without those that cannot be judged, which are faults.
+
+    is_gone: whether the run has meanwhile removed the file of a step, where it is not there any more.
+    """
+    for some in _together(files, findings, is_gone):
         yield from _judged(some, findings)
 
 
-def _together(files: Iterable[tuple[int, Path]], findings: Findings) -> Iterator[list[Read]]:
+def _together(
+    files: Iterable[tuple[int, Path]], findings: Findings, is_gone: Callable[[int], bool]
+) -> Iterator[list[Read]]:
     """Files of the same columns, not too many and not too large together; each is read and checked whole."""
     found: list[Read] = []
     size = 0
@@ -55,7 +62,8 @@ def _together(files: Iterable[tuple[int, Path]], findings: Findings) -> Iterator
         try:
             table = _columns(path)
         except RunFolderError as error:
-            findings.fault(f"the rollouts cannot be judged: {error}")
+            if path.exists() or not is_gone(step):
+                findings.fault(f"the rollouts cannot be judged: {error}")
             continue
         if found and (size > MOST_BYTES or len(found) == MOST_FILES or table.schema != found[0][2].schema):
             yield found

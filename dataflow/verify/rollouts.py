@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from dataflow.ledger import Ledger
 from dataflow.ledger.writes import some
 from dataflow.records import AnyArray
+from dataflow.retention import gone
 from dataflow.staleness import NO_TOKEN
 from dataflow.verify.digest import RolloutFile, digests
 from dataflow.verify.facts import Facts, Findings, Sink
@@ -21,7 +24,7 @@ def judge_steps(facts: Facts, node: str, sink: Sink, findings: Findings) -> int 
     bound = facts.max_staleness.get(node)
     largest: int | None = None
     paths = _kept(facts, node, [(step, folder / f"step-{step:06d}.arrow") for step in sink.steps], findings)
-    for step, path, found in digests(paths, findings):
+    for step, path, found in digests(paths, findings, partial(_is_gone, facts, node)):
         wanted = trained.get(step, {})
         _same_groups(path.name, node, step, wanted, found, findings)
         for source in wanted:
@@ -46,7 +49,9 @@ def judge_evaluations(facts: Facts, node: str, sink: Sink, findings: Findings) -
     for step, path in paths:
         if not path.exists():
             findings.note(f"the evaluation of '{node}' at step {step} has no file {path.name}")
-    for step, path, found in digests([(step, path) for step, path in paths if path.exists()], findings):
+    for step, path, found in digests(
+        [(step, path) for step, path in paths if path.exists()], findings, partial(_is_gone, facts, node)
+    ):
         _same_groups(path.name, node, step, evaluated[step], found, findings)
         if found.too_early:
             findings.fault(f"{found.too_early} rollouts in {path.name} are older than their min_version")
@@ -62,6 +67,12 @@ def _kept(facts: Facts, node: str, paths: list[tuple[int, Path]], findings: Find
             f"of their groups is judged by the ledger alone"
         )
     return found
+
+
+def _is_gone(facts: Facts, node: str, step: int) -> bool:
+    """Whether a run under way has removed the file of a step since its ledger was read."""
+    with Ledger.open(facts.folder.ledger, readonly=True) as ledger:
+        return step <= gone(ledger, node)
 
 
 def _same_groups(

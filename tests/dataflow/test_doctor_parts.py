@@ -313,6 +313,15 @@ def test_a_run_that_stands_still_is_warned_of_once_and_then_ended_with_a_report(
     assert "who waits for whom" in next(folder.path.glob("doctor-*.txt")).read_text()
 
 
+def test_a_report_that_the_disk_refuses_does_not_hide_why_a_run_is_ended(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataflow.doctor.attend.time.strftime", lambda form: "now")
+    (folder.path / "doctor-now.txt").mkdir()
+    with pytest.raises(DeadlineError, match=r"nothing has moved for 4\d s: .*doctor-now.txt' failed: Is a directory"):
+        Watched(folder).watch(60.0)
+
+
 def test_a_run_that_moves_is_left_alone(folder: RunFolder) -> None:
     watched = Watched(folder)
 

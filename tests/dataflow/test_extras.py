@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dataflow.carry_out import take
 from dataflow.extras import Extras, read_lines, read_map
 from dataflow.faults import Faults, read_faults
 from dataflow.run_folder import RunFolder
@@ -95,6 +96,14 @@ def test_a_folder_in_the_place_of_the_book_of_faults_is_told_once(tmp_path: Path
     faults.close()
     assert len(told) == 1 and "faults.jsonl" in told[0]
     assert read_faults(tmp_path, told.append) == [] and "cannot be read" in told[1]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"{}", b'{"address": 3}', b'{"address": ""}'])
+def test_without_a_whole_address_there_is_nobody_to_take_over(content: bytes | None, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    if content is not None:
+        (tmp_path / "control.json").write_bytes(content)
+    assert take(folder) is None
 
 
 def test_a_log_that_cannot_be_opened_ends_nobody(tmp_path: Path) -> None:
