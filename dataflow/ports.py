@@ -113,7 +113,8 @@ class Ports:
             sites = [self._shards_site(trainer, executor) for executor in self._executors(trainer)]
 
             def open_shards(tensors: Mapping[str, Any]) -> WeightsOut:
-                end = offer_beside(sites, 0, ranks, self._settings.device, tensors, self._settings.limits)
+                limits, attempt = self._settings.limits, self._settings.attempt
+                end = offer_beside(sites, 0, ranks, self._settings.device, tensors, limits=limits, attempt=attempt)
                 self._weights.append(end)
                 return end
 
@@ -196,7 +197,9 @@ class Ports:
 
         if executor not in COLLECTIVE:
             return WeightWriter(layout, self._site(trainer, executor))
-        return ShardedWriter(_whole(layout), 0, self._meeting(trainer, executor), **self._collective(executor))
+        return ShardedWriter(
+            _whole(layout), 0, self._meeting(trainer, executor), **self._collective(executor),
+        )  # fmt: skip
 
     def _reader(
         self, trainer: str, executor: str, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None, name: str
@@ -210,14 +213,18 @@ class Ports:
             end = ShardedReader(layout, 0, self._meeting(trainer, executor), name, **knobs)
             end.attach(tensors)
         else:
-            end = WeightReader(self._site(trainer, executor), name, adopt=_adopt(executor), on_damage="keep")
+            end = WeightReader(
+                self._site(trainer, executor), name, adopt=_adopt(executor), on_damage="keep",
+                attempt=self._settings.attempt,
+            )  # fmt: skip
             end.attach(tensors, pieces)
         return end
 
     def _collective(self, executor: str) -> dict[str, Any]:
         """How torch.distributed carries the weights, and where they are sent from or arrive."""
         device = self._settings.device if executor == "nccl" else "cpu"
-        return {"backend": executor, "device": device, "deadlines": _deadlines(self._settings.limits)}
+        deadlines = _deadlines(self._settings.limits)
+        return {"backend": executor, "device": device, "deadlines": deadlines, "attempt": self._settings.attempt}
 
     def _site(self, trainer: str, executor: str) -> Any:
         """Where a trainer and its readers meet: a socket between processes, a hub within one."""
@@ -265,11 +272,13 @@ def open_beside(
 
 
 def offer_beside(
-    sites: Sequence[Mapping[str, str]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any], limits: Limits
-) -> "ShardsOut":
+    sites: Sequence[Mapping[str, str]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any],
+    *, limits: Limits, attempt: int,
+) -> "ShardsOut":  # fmt: skip
     """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
 
-    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them."""
+    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them.
+    attempt: the scheduler's, at the worker of the first rank."""
     from transport.weights import ShardedWriter
     from transport.weights.from_torch import layout_of
 
@@ -278,7 +287,7 @@ def offer_beside(
     return ShardsOut([
         ShardedWriter(
             layout.cast(site["dtype"]), rank, site["address"], ranks=ranks, backend=site["executor"],  # type: ignore[arg-type]
-            device=device if site["executor"] == "nccl" else "cpu", deadlines=patience,
+            device=device if site["executor"] == "nccl" else "cpu", deadlines=patience, attempt=attempt,
         )
         for site in sites
     ])  # fmt: skip

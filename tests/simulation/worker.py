@@ -155,7 +155,7 @@ class SimulatedWorker:
 
         def reader_of(trainer: str, reader: str) -> Any:
             def opened(tensors: Mapping[str, Any]) -> WeightReader:
-                end = WeightReader(site, f"{reader}-{settings.replica}", clock=world.clock)
+                end = WeightReader(site, f"{reader}-{settings.replica}", clock=world.clock, attempt=settings.attempt)
                 end.attach(tensors)
                 self.weights.append(end)
                 return end

@@ -64,7 +64,7 @@ class ReaderStatus:
 @dataclass(kw_only=True)
 class _Seat:
     name: str
-    born: int
+    incarnation: int
     attempt: int
     epoch: int
     version: int
@@ -213,7 +213,7 @@ class WriterHandshake:
     def _join(self, peer: bytes, seat: _Seat | None, hello: Hello, now: float) -> Outgoing:
         out: Outgoing = []
         others = [p for p, s in self._seats.items() if s.name == hello.name and p != peer]
-        if any(self._seats[other].born > hello.born for other in others):
+        if any(self._seats[other].incarnation > hello.incarnation for other in others):
             # Words of a reader that was killed, or has slept, while its successor came in.
             return [(peer, Fenced(epoch=0, replaced=True))]
         if seat is None or seat.attempt != hello.attempt:
@@ -221,7 +221,12 @@ class WriterHandshake:
             self._epochs += 1
             held = hello.version if hello.writer == self._writer else -1
             seat = self._seats[peer] = _Seat(
-                name=hello.name, born=hello.born, attempt=hello.attempt, epoch=self._epochs, version=held, heard=now
+                name=hello.name,
+                incarnation=hello.incarnation,
+                attempt=hello.attempt,
+                epoch=self._epochs,
+                version=held,
+                heard=now,
             )
         seat.heard, seat.unanswered = now, 0
         out.append(
@@ -262,8 +267,8 @@ class WriterHandshake:
 class ReaderHandshake:
     """A reader's side: whether it is in, which version it holds, and which it may take."""
 
-    def __init__(self, name: str, pace: Pace | None = None, *, born: int = 0) -> None:
-        """`born`: as in `Hello`."""
+    def __init__(self, name: str, pace: Pace | None = None, *, incarnation: int = 0) -> None:
+        """`incarnation`: as in `Hello`."""
         self.name = name
         self.pace = pace or Pace()
         self.version = -1
@@ -284,7 +289,7 @@ class ReaderHandshake:
         """Whether another reader took the name; then this one stays out."""
         self.heard = float("-inf")
         """When the writer was last heard, in seconds."""
-        self._born, self._attempt = born, 1
+        self._incarnation, self._attempt = incarnation, 1
         self._writer = self._source = 0
         """Of this join; and the one that `version` is from, 0 for none."""
         self._floor = -1
@@ -327,7 +332,8 @@ class ReaderHandshake:
             return [Beat(epoch=self.epoch, version=self.version if self._source == self._writer else -1)]
         return [
             Hello(
-                name=self.name, born=self._born, attempt=self._attempt, writer=self._source, version=self.version
+                name=self.name, incarnation=self._incarnation, attempt=self._attempt, writer=self._source,
+                version=self.version,
             )
         ]  # fmt: skip
 

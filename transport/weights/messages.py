@@ -17,8 +17,8 @@ class Hello:
 
     name: str
     """The reader's name, unique among the live readers of one writer."""
-    born: int
-    """When the reader was made, in ns of the machine's monotonic clock: of two with one name the younger is let in."""
+    incarnation: int
+    """The scheduler's attempt at the reader's process: of two with one name the later is let in."""
     attempt: int
     """Counts the reader's joins; a repeated Hello of one join carries the same number."""
     writer: int

@@ -49,8 +49,10 @@ class WeightReader:
         threads: int = 1,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
+        attempt: int = 0,
     ) -> None:
         """`name` is unique among the writer's live readers; a newcomer of the same name replaces the older.
+        `attempt`: the scheduler's, at this process; a reader of an earlier one never takes the name back.
 
         A reader whose writer has died keeps its version, finds the next writer at the same address by itself, and
         takes what that one offers, whatever its number: the restarted trainer's line is the one that counts.
@@ -65,7 +67,7 @@ class WeightReader:
         `prove_bytes_per_poll` checks about that much at each poll; None checks it all in `adopt`."""
         self.name = name
         self._port = (SharedMemory(address) if isinstance(address, str) else address).reader()
-        self._handshake = ReaderHandshake(name, pace, born=time.monotonic_ns())
+        self._handshake = ReaderHandshake(name, pace, incarnation=attempt)
         self._plain: Mapping[str, object] | None = None
         self._layout: FlatLayout | None = None
         self._attached = Attached(self._port, f"reader '{name}'", view=adopt == "view", threads=threads)

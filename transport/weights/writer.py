@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -46,7 +47,7 @@ class WeightWriter:
         AddressTaken when another live writer has the address."""
         self.layout = layout
         self._port = (SharedMemory(address) if isinstance(address, str) else address).writer(self.poll)
-        self._handshake = WriterHandshake(layout.to_plain(), writer=time.time_ns() // 1000, pace=pace)
+        self._handshake = WriterHandshake(layout.to_plain(), writer=secrets.randbits(62), pace=pace)
         self._segments: dict[str, WriterSegment] = {}
         self._abandoned: dict[str, WriterSegment] = {}
         self._fillers: dict[str, Copier] = {}

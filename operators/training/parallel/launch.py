@@ -77,7 +77,8 @@ def lead(trainer: Trainer, context: Context, make: Callable[[], Learner]) -> Led
         def opened(sites: Sequence[Mapping[str, str]], learner: Learner) -> WeightsOut:
             assert isinstance(learner.together, MeshTogether), "its model is shared out"
             tensors = placed(learner.parameters, learner.together.mesh)
-            return offer_beside(sites, rank, ranks, str(device_of(context.device, rank)), tensors, limits)
+            device = str(device_of(context.device, rank))
+            return offer_beside(sites, rank, ranks, device, tensors, limits=limits, attempt=context.attempt)
 
         return run_rank(end, rank, Duties(ranks, limits, built, opened))
 

@@ -166,7 +166,7 @@ def train_shard(
     """As `train`, for one rank. Others than rank 0 stay until they find it gone."""
     torch.set_num_threads(1)
     SHARDED_TRAINER_DIES.get(moment, lambda: None)()
-    writer = ShardedWriter(layout, rank, address, deadlines=ROUNDS, bucket_bytes=BUCKET_BYTES)
+    writer = ShardedWriter(layout, rank, address, deadlines=ROUNDS, bucket_bytes=BUCKET_BYTES, attempt=int(not moment))
     try:
         _publish(writer, lambda version: values(layout, rank, LINE * line + version), versions, set(names))
         while rank > 0:
@@ -185,7 +185,7 @@ def generate(address: str, name: str, adopt: str, last: Serves, folder: Path, mo
     torch.set_num_threads(1)
     GENERATOR_DIES.get(moment, lambda: None)()
     mine = model()
-    reader = WeightReader(address, name, adopt=adopt, pace=PACE)
+    reader = WeightReader(address, name, adopt=adopt, pace=PACE, attempt=int(not moment))
     reader.attach(mine)
     _serve(reader, mine, last, folder / f"{name}.log")
 
@@ -197,7 +197,7 @@ def generate_shard(
     torch.set_num_threads(1)
     SHARDED_GENERATOR_DIES.get(moment, lambda: None)()
     mine = {name: torch.nn.Parameter(tensor) for name, tensor in values(layout, rank, 0).items()}
-    reader = ShardedReader(layout, rank, address, name, deadlines=ROUNDS)
+    reader = ShardedReader(layout, rank, address, name, deadlines=ROUNDS, attempt=int(not moment))
     reader.attach(mine)
     _serve(reader, mine, last, folder / f"{name}.{rank}.log")
 

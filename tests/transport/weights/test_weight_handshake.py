@@ -16,8 +16,8 @@ PACE = Pace(beat_s=1.0, silent_s=3.0, fence_s=5.0, forget_s=50.0)
 class Reader:
     """A reader, the messages on their way to it, and the segments it is inside."""
 
-    def __init__(self, name: str, peer: bytes, born: int) -> None:
-        self.handshake = ReaderHandshake(name, PACE, born=born)
+    def __init__(self, name: str, peer: bytes, incarnation: int) -> None:
+        self.handshake = ReaderHandshake(name, PACE, incarnation=incarnation)
         self.peer = peer
         self.inbox = []
         self.taking = None
@@ -380,9 +380,9 @@ def test_an_offer_of_the_version_that_a_dead_writer_had_too_is_made_again_until_
 
 
 def test_a_reader_that_was_killed_says_nothing_that_fences_its_successor():
-    writer, victim = offering(1, writer=1), ReaderHandshake("r", PACE, born=1)
+    writer, victim = offering(1, writer=1), ReaderHandshake("r", PACE, incarnation=1)
     left = victim.tick(0.0) + victim.tick(PACE.beat_s)
-    successor = ReaderHandshake("r", PACE, born=2)
+    successor = ReaderHandshake("r", PACE, incarnation=2)
     assert len(left) == 2
     talk(writer, victim, left[:1], 2.0, b"victim")
     talk(writer, successor, successor.tick(2.0), 2.0)
@@ -391,10 +391,10 @@ def test_a_reader_that_was_killed_says_nothing_that_fences_its_successor():
 
 
 def test_a_reader_that_wakes_after_its_successor_has_come_stays_out_for_good():
-    writer, frozen = offering(1, writer=1), ReaderHandshake("r", PACE, born=1)
+    writer, frozen = offering(1, writer=1), ReaderHandshake("r", PACE, incarnation=1)
     talk(writer, frozen, frozen.tick(0.0), 0.0, b"frozen")
     writer.tick(PACE.forget_s)
-    successor = ReaderHandshake("r", PACE, born=2)
+    successor = ReaderHandshake("r", PACE, incarnation=2)
     talk(writer, successor, successor.tick(60.0), 60.0)
     talk(writer, frozen, frozen.tick(61.0), 61.0, b"frozen")
     assert frozen.replaced

@@ -56,7 +56,7 @@ def test_a_writer_drops_junk_tells_of_it_once_and_serves_its_readers(address: st
     writer = WeightWriter(FlatLayout.of(tensors), address)
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.connect(address)
-    for word in junk([encode(Hello(name="r", attempt=1, version=-1, born=1, writer=0))], seed=1, count=400):
+    for word in junk([encode(Hello(name="r", attempt=1, version=-1, incarnation=1, writer=0))], seed=1, count=400):
         stranger.send_multipart([word] * (1 + len(word) % 3))
     reader, mine = WeightReader(address, "reader"), {"w": torch.zeros(64)}
     reader.attach(mine)

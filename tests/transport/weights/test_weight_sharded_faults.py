@@ -7,7 +7,7 @@ import time
 import pytest
 
 from transport.errors import PeerGone
-from transport.weights import ShardedWriter
+from transport.weights import AddressTaken, ShardedWriter, WeightError
 
 from .sharded_programs import (
     BUCKET_BYTES,
@@ -66,6 +66,54 @@ def test_a_reader_killed_in_the_middle_of_a_transfer_holds_nobody_up_and_its_suc
     for child in (other, successor):
         child.join(DEADLINE_S)
         assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("back_s", [0, 3600], ids=["right", "an hour back"])
+def test_of_two_readers_of_one_name_the_later_attempt_serves_whatever_its_clock_says(
+    address, writer, monkeypatch, back_s
+):
+    first = Group(WHOLE, address, deadlines=QUICK, attempt=3)
+    publish(writer, 1)
+    until(lambda: first.versions == {1}, first)
+    for name in ("time", "time_ns", "monotonic_ns"):
+        unit = 10**9 if name.endswith("_ns") else 1
+        monkeypatch.setattr(time, name, lambda read=getattr(time, name), unit=unit: read() - back_s * unit)
+    second = Group(WHOLE, address, deadlines=QUICK, attempt=4)
+    until(lambda: second.versions == {1}, second)
+    publish(writer, 2)
+    until(lambda: second.versions == {2}, second)
+    with pytest.raises(AddressTaken, match="fenced off for good"):
+        until(lambda: False, first, second)
+    assert first.versions == {1}
+    first.close()
+    second.close()
+
+
+def test_a_trainer_rank_of_an_earlier_attempt_never_takes_its_place_back(address, monkeypatch):
+    first = ShardedWriter(HALVES, 0, address, deadlines=QUICK, attempt=2)
+    second = ShardedWriter(HALVES, 1, address, deadlines=QUICK, attempt=2)
+    group = Group(WHOLE, address, deadlines=QUICK)
+
+    def published(version):
+        first.publish(version, values(HALVES, 0, version))
+        second.publish(version, values(HALVES, 1, version))
+        until(lambda: (first.poll(), second.poll(), group.versions == {version})[2], group)
+
+    published(1)
+    monkeypatch.setattr(time, "time_ns", lambda now=time.time_ns: now() + 3600 * 10**9)
+    late = ShardedWriter(HALVES, 1, address, deadlines=QUICK, attempt=1)
+    until(lambda: "was there before" in failure(late), group)
+    published(2)
+    for one in (late, group, second, first):
+        one.close()
+
+
+def failure(writer) -> str:
+    try:
+        writer.poll()
+    except (PeerGone, WeightError) as error:
+        return str(error)
+    return ""
 
 
 def test_a_frozen_reader_loses_its_epoch_and_catches_up_when_it_wakes(start, address, writer):

@@ -74,7 +74,7 @@ class World:
     def start_source(self, rank: int) -> None:
         self.count += 1
         peer = b"source%d/%d" % (rank, self.count)
-        self.ranks[peer] = Source(rank, self.sources, KEY, PACE, self.now, born=self.count)
+        self.ranks[peer] = Source(rank, self.sources, KEY, PACE, self.now, incarnation=self.count)
         self.ranks[peer].hold({self.latest} - {-1})
         self.lines[peer] = self.line
 

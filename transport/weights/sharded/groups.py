@@ -41,7 +41,7 @@ class SourceSeat:
     """A rank of the trainer."""
 
     peer: bytes
-    born: int
+    incarnation: int
     heard: float
     versions: set[int] = field(default_factory=set)
 
@@ -79,8 +79,8 @@ class Group:
     early: set[bytes] = field(default_factory=set)
     """Destination ranks that are ready for the next round already."""
     damage: str = ""
-    born: dict[int, int] = field(default_factory=dict)
-    """When the youngest process of each rank began."""
+    incarnations: dict[int, int] = field(default_factory=dict)
+    """By rank, the latest that has come."""
 
     def enter(self, phase: str, waiting: set[bytes], deadline: float = float("inf")) -> None:
         """Go on to the next phase, which ends when all of `waiting` have answered."""

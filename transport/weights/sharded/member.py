@@ -79,12 +79,14 @@ class _Turn:
 class Source:
     """A trainer's rank: it keeps a version for as long as a round needs it."""
 
-    def __init__(self, rank: int, ranks: int, key: bytes, deadlines: Deadlines, now: float, *, born: int = 0) -> None:
+    def __init__(
+        self, rank: int, ranks: int, key: bytes, deadlines: Deadlines, now: float, *, incarnation: int = 0
+    ) -> None:
         self.failure = ""
         """Why nothing can be sent; empty when all is well."""
         self.versions: set[int] = set()
         """Those that rounds may ask for."""
-        self._enrol = Enrol(rank=rank, ranks=ranks, key=key, born=born, writer=0)
+        self._enrol = Enrol(rank=rank, ranks=ranks, key=key, incarnation=incarnation, writer=0)
         self._deadlines = deadlines
         self._enrolled = False
         self._turns: dict[int, _Turn] = {}
@@ -185,7 +187,7 @@ class Destination:
         key: bytes,
         layout: dict[str, object],
         deadlines: Deadlines,
-        born: int,
+        incarnation: int,
     ) -> None:
         self.version = -1
         """Computed with, -1 for none."""
@@ -202,7 +204,7 @@ class Destination:
         self.note: Note = {}
         self.heard = float("-inf")
         """When the coordinator was last heard."""
-        self._join = (group, rank, ranks, born, key, layout if rank == 0 else {})
+        self._join = (group, rank, ranks, incarnation, key, layout if rank == 0 else {})
         self._deadlines = deadlines
         self._attempt = 1
         self._writer = self._forming = 0
@@ -251,11 +253,11 @@ class Destination:
             held = self.version if self._writer == self._forming else -1
             return [Beat(epoch=self.epoch, version=held, whole=self.offer)]
         self._asked = now
-        group, rank, ranks, born, key, layout = self._join
+        group, rank, ranks, incarnation, key, layout = self._join
         return [
             Join(
-                group=group, rank=rank, ranks=ranks, born=born, attempt=self._attempt, writer=self._writer,
-                version=self.version, key=key, layout=layout,
+                group=group, rank=rank, ranks=ranks, incarnation=incarnation, attempt=self._attempt,
+                writer=self._writer, version=self.version, key=key, layout=layout,
             )
         ]  # fmt: skip
 

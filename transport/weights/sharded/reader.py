@@ -59,12 +59,14 @@ class ShardedReader:
         device: str | torch.device = "cpu",
         deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.monotonic,
+        attempt: int = 0,
     ) -> None:
         """`layout`: of all ranks of the group called `name`. `ranks`: how many they are, if the last hold nothing.
 
         `adopt`: "view" turns parameters into views of the buffer received into, so that an update is a pointer
         flip; "copy" copies into the parameters' own memory. Tensors that are no Parameter, or have another dtype
-        or device, are always copied. `device`: where versions arrive; a GPU where the trainer sends by nccl."""
+        or device, are always copied. `device`: where versions arrive; a GPU where the trainer sends by nccl.
+        `attempt`: the scheduler's, at this process; a later one takes the rank's place, whatever clocks say."""
         self.layout, self.rank, self.name = layout, rank, name
         self.ranks = ranks if ranks is not None else layout.ranks
         self._deadlines = deadlines or Deadlines()
@@ -77,7 +79,7 @@ class ShardedReader:
         self._torn = False
         self._closed = False
         self._member = Destination(
-            name, rank, self.ranks, layout.key, layout.to_plain(), self._deadlines, born=time.time_ns()
+            name, rank, self.ranks, layout.key, layout.to_plain(), self._deadlines, incarnation=attempt
         )
         self._control = Control(
             self._member, self._connect, socket=Address(address).connected(), beat_s=self._deadlines.beat_s,

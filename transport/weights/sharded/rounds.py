@@ -180,13 +180,15 @@ class Coordinator:
             found = f"rank {word.rank} of {word.ranks} with {same} layout, where rank 0 is one of {self._ranks}"
             return [(peer, Denied(reason=f"the trainer's ranks differ; found {found}; start them all alike"))]
         known, out = self._sources.get(word.rank), Outgoing()
-        if word.writer not in (0, self._writer) or (known and known.peer != peer and word.born < known.born):
+        if word.writer not in (0, self._writer) or (
+            known and known.peer != peer and word.incarnation < known.incarnation
+        ):
             found = f"rank {word.rank} of the trainer that was there before"
             return [(peer, Denied(reason=f"a trainer starts with all its ranks; found {found}; end it"))]
         if known is None or known.peer != peer:
             for group in list(self._groups.values()) if known else ():
                 out += self._fence(group)
-            self._sources[word.rank] = SourceSeat(peer=peer, born=word.born, heard=now)
+            self._sources[word.rank] = SourceSeat(peer=peer, incarnation=word.incarnation, heard=now)
             self._left.discard(word.rank)
             if len(self._sources) == self._ranks and self.failure:
                 self.failure = ""
@@ -207,9 +209,9 @@ class Coordinator:
         if group is None:
             self._joined += 1
             group = self._groups[word.group] = Group(name=word.group, order=self._joined)
-        if word.born < group.born.get(word.rank, word.born):
+        if word.incarnation < group.incarnations.get(word.rank, word.incarnation):
             return [(peer, Fenced(epoch=0, replaced=True))]
-        group.born[word.rank] = word.born
+        group.incarnations[word.rank] = word.incarnation
         mine = group.seats.get(word.rank)
         if mine and mine.peer == peer and mine.join.attempt == word.attempt:
             mine.heard = now

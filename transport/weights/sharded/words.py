@@ -21,8 +21,8 @@ class Enrol:
     """Of the trainer."""
     key: bytes
     """Of its layout."""
-    born: int
-    """When this rank's process began, in ns: of two that claim one rank, the younger has it."""
+    incarnation: int
+    """The scheduler's attempt at this rank's process: of two that claim one rank, the later has it."""
     writer: int
     """The coordinator that it belongs to, 0 before the first `Enrolled`."""
 
@@ -53,8 +53,8 @@ class Join:
     rank: int
     ranks: int
     """Of the group."""
-    born: int
-    """When this rank's process began, in ns: of two that claim one rank, the younger has it."""
+    incarnation: int
+    """The scheduler's attempt at this rank's process: of two that claim one rank, the later has it."""
     attempt: int
     """Counts this rank's joins."""
     writer: int

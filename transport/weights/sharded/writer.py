@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections import Counter
@@ -58,6 +59,7 @@ class ShardedWriter:
         link_bytes_per_s: float | None = None,
         deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.monotonic,
+        attempt: int = 0,
     ) -> None:
         """`layout`: of all ranks of the trainer. `ranks`: how many they are, if some of the last hold nothing.
 
@@ -67,7 +69,8 @@ class ShardedWriter:
         `device`: where versions are sent from; this rank's GPU with nccl. `bucket_bytes`: of a message, at most.
         `threads`: for the copy. `link_bytes_per_s`: to the readers; where it is told and slow, messages of a snapshot
         travel as deltas, if that is cheaper, to a rank that has the version before it; rank 0 decides whether any
-        may. Rank 0 raises AddressTaken when another live writer has the address."""
+        may. `attempt`: the scheduler's, at this process; a later one takes the rank's place, whatever clocks say.
+        Rank 0 raises AddressTaken when another live writer has the address."""
         if link_bytes_per_s is not None and hold != "snapshot":
             raise WeightError(
                 f"a delta needs the version before it; found hold='{hold}', which keeps none; take hold='snapshot', or "
@@ -89,11 +92,11 @@ class ShardedWriter:
         self._sent: Counter[str] = Counter()
         self._pending: tuple[int, Tensors] | None = None
         self._closed = False
-        member = Source(rank, self.ranks, layout.key, self._deadlines, clock(), born=time.time_ns())
+        member = Source(rank, self.ranks, layout.key, self._deadlines, clock(), incarnation=attempt)
         hall = Hall(address) if rank == 0 else None
         coordinator = None if hall is None else Coordinator(
             self.ranks, layout.key, layout.to_plain(), f"{hall.folder}/", backend=backend, bucket_bytes=bucket_bytes,
-            deltas=link_bytes_per_s is not None, writer=time.time_ns() // 1000, now=clock(), deadlines=self._deadlines,
+            deltas=link_bytes_per_s is not None, writer=secrets.randbits(62), now=clock(), deadlines=self._deadlines,
         )  # fmt: skip
         self._member, self._coordinator = member, coordinator
         self._control = Control(
