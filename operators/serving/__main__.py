@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BAD_INPUT = 2
 """Exit status where an argument cannot be right."""
 BACKLOG = 1024
-"""Connections that may wait to be accepted."""
+"""Connections that may wait to be accepted, and that may be open."""
 LAST_ANSWERS_S = 30
 """Seconds for answers to go out, after calls that were not over have been ended."""
 
@@ -83,7 +83,11 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
         app = make_app(service, api_key=key)
         server = uvicorn.Server(
             uvicorn.Config(
-                app, log_level="warning", access_log=False, timeout_graceful_shutdown=arguments.grace + LAST_ANSWERS_S
+                app,
+                log_level="warning",
+                access_log=False,
+                limit_concurrency=BACKLOG,
+                timeout_graceful_shutdown=arguments.grace + LAST_ANSWERS_S,
             )
         )
         door.listen(BACKLOG)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -16,14 +15,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from operators.serving.bounds import read_json
 from operators.serving.calls import Call
 from operators.serving.errors import ApiError
 from operators.serving.requests import Kind, parse
 from operators.serving.responses import DONE, Chunks, event, whole
 from operators.serving.service import Service
 
-MOST_BYTES = 32 << 20
-"""Largest body."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Hosts that a server without a key answers to; a web page elsewhere cannot reach it under another name."""
 GONE = "the client went away before the rollout ended"
@@ -115,7 +113,9 @@ def _admit(http: HttpRequest, api_key: str | None) -> None:
 
 
 async def _serve(service: Service, http: HttpRequest, kind: Kind) -> Response:
-    request = parse(kind, await _body(http))
+    service.check_room()
+    async with _body(http, service) as body:
+        request = parse(kind, body, service.bounds)
     call = service.begin(request, http.headers.get("x-session-id") or request.user)
     if request.stream:
         return StreamingResponse(_stream(service, http, call), media_type="text/event-stream", headers=_HEADERS)
@@ -188,20 +188,29 @@ async def _leave(http: HttpRequest) -> None:
         pass
 
 
-async def _body(http: HttpRequest) -> Any:
-    """The JSON of a request. Raises ApiError: 413, 415, 400."""
+@contextlib.asynccontextmanager
+async def _body(http: HttpRequest, service: Service) -> AsyncIterator[Any]:
+    """The JSON of a request, whose bytes count as being read meanwhile. Raises ApiError: 408, 413, 415, 429, 400."""
+    bounds, read = service.bounds, bytearray()
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"a call is JSON; found Content-Type {kind!r}; send Content-Type: application/json")
-    read = bytearray()
-    async for piece in http.stream():
-        read += piece
-        if len(read) > MOST_BYTES:
-            raise ApiError(413, f"the body has more than {MOST_BYTES} bytes; shorten it")
     try:
-        return json.loads(read)
-    except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}; mend it", code="invalid_json") from error
+        try:
+            async with asyncio.timeout(bounds.body_s):
+                async for piece in http.stream():
+                    if len(read) + len(piece) > bounds.body_bytes:
+                        raise ApiError(413, f"the body has more than {bounds.body_bytes} bytes; shorten it")
+                    service.reading.take(len(piece))
+                    read += piece
+            found = read_json(read.decode(), bounds.values)
+        except TimeoutError as error:
+            raise ApiError(408, f"the body was not there after {bounds.body_s:g} s; send it at once") from error
+        except ValueError as error:
+            raise ApiError(400, f"the body cannot be read as JSON: {error}; mend it", code="invalid_json") from error
+        yield found
+    finally:
+        service.reading.give(len(read))
 
 
 def _refusal(error: ApiError) -> JSONResponse:

@@ -96,17 +96,20 @@ class EngineThread:
             RunError: the thread is closed.
         """
         with self._lock:
-            if self._closing:
-                raise RunError("the engine takes no more calls; it is shutting down; call another server")
-            waiting = self._waiting_count
-            if waiting + len(works) > self._most_waiting:
-                raise Overloaded(
-                    f"{len(works)} prompts cannot be queued; {waiting} of at most {self._most_waiting} are waiting; "
-                    f"try again later"
-                )
+            self.check_room(len(works))
             self._waiting_count += len(works)
             for work in works:
                 self._inbox.put(work)
+
+    def check_room(self, prompts: int = 1) -> None:
+        """Refuse what `submit` would refuse, before anything is made of it. Raises Overloaded, RunError."""
+        if self._closing:
+            raise RunError("the engine takes no more calls; it is shutting down; call another server")
+        if self._waiting_count + prompts > self._most_waiting:
+            raise Overloaded(
+                f"{prompts} prompts cannot be queued; {self._waiting_count} of at most {self._most_waiting} are "
+                f"waiting; try again later"
+            )
 
     def cancel(self, work: Work, why: str) -> None:
         """End a work's rollouts as they are, with `why` as their error; those that have ended stay as they were."""

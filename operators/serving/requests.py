@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from operators.serving.bounds import Bounds, read_json
 from operators.serving.errors import ApiError, bad
 
 Kind = Literal["completion", "chat"]
 
 MOST_CHOICES = 128
 """Largest n."""
+MOST_TOKENS = 2**31 - 1
+"""Of a completion, and of top_k: what the engine's numbers hold."""
 
 _SHARED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stop", "seed", "logprobs", "stream",
@@ -43,6 +46,10 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Fields that are accepted with the values that ask for nothing."""
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +86,9 @@ class Request:
         return {name: getattr(self, name) for name in names}
 
 
-def parse(kind: Kind, body: Any) -> Request:
+def parse(kind: Kind, body: Any, bounds: Bounds | None = None) -> Request:
     """The call that a JSON body asks for. Raises ApiError (400) for what is wrong, unknown or cannot be done."""
+    bounds = bounds or Bounds()
     if not isinstance(body, dict):
         raise ApiError(
             400, f"the body is no JSON object; found {type(body).__name__}; send {{...}}", code="invalid_json"
@@ -89,26 +97,27 @@ def parse(kind: Kind, body: Any) -> Request:
     for name, value in given.items():
         _check_known(kind, name, value)
     chat = kind == "chat"
+    n = _whole(given, "n", 1, least=1, most=MOST_CHOICES)
     return Request(
         kind=kind,
-        model=_text(given, "model"),
-        prompts=() if chat else _prompts(given),
-        messages=_messages(given) if chat else (),
+        model=_text(given, "model", bounds.name_characters),
+        prompts=() if chat else _prompts(given, bounds.rollouts // n),
+        messages=_messages(given, bounds) if chat else (),
         tools=_tools(given) if chat else (),
         max_tokens=_max_tokens(kind, given),
         temperature=_number(given, "temperature", 1.0, least=0.0),
         top_p=_number(given, "top_p", 1.0, above=0.0, most=1.0),
         min_p=_number(given, "min_p", 0.0, least=0.0, most=1.0),
         repetition_penalty=_number(given, "repetition_penalty", 1.0, above=0.0),
-        top_k=max(0, _whole(given, "top_k", 0, least=-1)),
-        n=_whole(given, "n", 1, least=1, most=MOST_CHOICES),
-        stop=_stop(given),
+        top_k=max(0, _whole(given, "top_k", 0, least=-1, most=MOST_TOKENS)),
+        n=n,
+        stop=_stop(given, bounds),
         seed=_whole(given, "seed", None, least=-(2**63), most=2**63 - 1) if "seed" in given else None,
         logprobs=_logprobs(kind, given),
         stream=_flag(given, "stream"),
         include_usage=_include_usage(given),
         return_token_ids=_flag(given, "return_token_ids"),
-        user=_text(given, "user") if "user" in given else None,
+        user=_text(given, "user", bounds.name_characters) if "user" in given else None,
     )
 
 
@@ -123,15 +132,17 @@ def _check_known(kind: Kind, name: str, value: Any) -> None:
                 "unsupported_parameter",
             )
         return
-    close = difflib.get_close_matches(name, FIELDS[kind], n=1)
+    close = difflib.get_close_matches(name[:80], FIELDS[kind], n=1)
     hint = f"did you mean '{close[0]}'?" if close else "leave it out"
     raise bad(
-        name, f"'{name}' is not a field that this server knows; found {_shown(value)}; {hint}", "unknown_parameter"
+        name[:80],
+        f"'{name[:80]}' is not a field that this server knows; found {_shown(value)}; {hint}",
+        "unknown_parameter",
     )
 
 
-def _prompts(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
-    """A text, texts, token ids, or lists of them."""
+def _prompts(given: Mapping[str, Any], most: int) -> tuple[str | tuple[int, ...], ...]:
+    """A text, texts, token ids, or lists of them: at most so many prompts."""
     found = given.get("prompt")
     many: list[Any] = found if isinstance(found, list) and not _is_ids(found) else [found]
     if found is None or not many or not all(isinstance(one, str) or _is_ids(one) for one in many):
@@ -141,6 +152,8 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
             f"give at least one, none of them empty",
             "missing_required_parameter" if found is None else "invalid_value",
         )
+    if len(many) > most:
+        raise bad("prompt", f"'prompt' has too many prompts for this n; found {len(many)} of at most {most}; send less")
     return tuple(one if isinstance(one, str) else tuple(one) for one in many)
 
 
@@ -148,7 +161,7 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)
 
 
-def _messages(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def _messages(given: Mapping[str, Any], bounds: Bounds) -> tuple[Mapping[str, Any], ...]:
     found = given.get("messages")
     if not isinstance(found, list) or not found or not all(isinstance(message, dict) for message in found):
         raise bad(
@@ -156,10 +169,12 @@ def _messages(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
             f'\'messages\' must be a list of {{"role", "content"}}; found {_shown(found)}; give at least one',
             "missing_required_parameter" if found is None else "invalid_value",
         )
-    return tuple(_message(place, message) for place, message in enumerate(found))
+    if len(found) > bounds.messages:
+        raise bad("messages", f"'messages' is too long; found {len(found)} of at most {bounds.messages}; send fewer")
+    return tuple(_message(place, message, bounds.values) for place, message in enumerate(found))
 
 
-def _message(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _message(place: int, message: Mapping[str, Any], values: int) -> Mapping[str, Any]:
     """A message as chat templates take it: no nulls, text content in one piece, arguments of tool calls as objects."""
     where = f"messages[{place}]"
     made = {name: value for name, value in message.items() if value is not None}
@@ -167,7 +182,9 @@ def _message(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
         raise bad(f"{where}.role", f'\'{where}\' needs a role; found {_shown(message)}; add "role": "user", say')
     made["content"] = _content(f"{where}.content", made.get("content", ""))
     if "tool_calls" in made:
-        made["tool_calls"] = [_tool_call(f"{where}.tool_calls", call) for call in _list(where, made["tool_calls"])]
+        made["tool_calls"] = [
+            _tool_call(f"{where}.tool_calls", call, values) for call in _list(where, made["tool_calls"])
+        ]
     return made
 
 
@@ -186,14 +203,14 @@ def _content(where: str, content: Any) -> str:
     return "".join(texts)
 
 
-def _tool_call(where: str, call: Any) -> Any:
+def _tool_call(where: str, call: Any, values: int) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise bad(where, f"'{where}' holds something that is no call of a function: {_shown(call)}; mend it")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = read_json(arguments or "{}", values)
         except ValueError:
             return call
     return {**call, "function": {**function, "arguments": arguments}}
@@ -217,9 +234,11 @@ def _max_tokens(kind: Kind, given: Mapping[str, Any]) -> int | None:
     """16 for a completion that does not say, as OpenAI has it; a chat may fill the context."""
     asked = {name: given[name] for name in ("max_completion_tokens", "max_tokens") if name in given}
     if len(set(map(str, asked.values()))) > 1:
-        raise bad("max_tokens", f"'max_tokens' and 'max_completion_tokens' differ; found {asked}; send one of them")
+        raise bad(
+            "max_tokens", f"'max_tokens' and 'max_completion_tokens' differ; found {_shown(asked)}; send one of them"
+        )
     for name in asked:
-        return int(_whole(given, name, 0, least=1))
+        return int(_whole(given, name, 0, least=1, most=MOST_TOKENS))
     return 16 if kind == "completion" else None
 
 
@@ -237,11 +256,18 @@ def _logprobs(kind: Kind, given: Mapping[str, Any]) -> bool:
     return "logprobs" in given if kind == "completion" else _flag(given, "logprobs")
 
 
-def _stop(given: Mapping[str, Any]) -> tuple[str, ...]:
+def _stop(given: Mapping[str, Any], bounds: Bounds) -> tuple[str, ...]:
     found = given.get("stop", [])
     texts = [found] if isinstance(found, str) else found
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise bad("stop", f"'stop' must be a text or a list of texts, none empty; found {_shown(found)}; mend it")
+    longest = max(map(len, texts), default=0)
+    if len(texts) > bounds.stops or longest > bounds.stop_characters:
+        raise bad(
+            "stop",
+            f"'stop' may have {bounds.stops} texts of {bounds.stop_characters} characters; found {len(texts)}, the "
+            f"longest of {longest}; send fewer or shorter ones",
+        )
     return tuple(dict.fromkeys(texts))
 
 
@@ -255,11 +281,11 @@ def _include_usage(given: Mapping[str, Any]) -> bool:
     return _flag(options, "include_usage")
 
 
-def _text(given: Mapping[str, Any], name: str) -> str:
+def _text(given: Mapping[str, Any], name: str, most: int) -> str:
     found = given.get(name)
-    if not isinstance(found, str) or not found:
+    if not isinstance(found, str) or not 0 < len(found) <= most:
         code = "missing_required_parameter" if found is None else "invalid_value"
-        raise bad(name, f"'{name}' must be a text; found {_shown(found)}; give one", code)
+        raise bad(name, f"'{name}' must be a text of at most {most} characters; found {_shown(found)}; give one", code)
     return found
 
 
@@ -303,5 +329,6 @@ def _number(
 
 
 def _shown(value: Any) -> str:
-    shown = repr(value)
+    """Of a value whatever its size, what fits into a sentence."""
+    shown = _BRIEF.repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

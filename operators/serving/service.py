@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ import xxhash
 
 from dataflow.errors import RunError
 from operators.engine.reasons import ABORTED
+from operators.serving.bounds import Bounds, Budget
 from operators.serving.calls import Call, Choice, Part
 from operators.serving.engine_thread import EngineThread, Overloaded
 from operators.serving.errors import ApiError, bad, too_long
@@ -52,6 +54,7 @@ class Service:
         vocabulary: int | None = None,
         call_timeout_s: float = 600.0,
         exchanges: int = 1024,
+        bounds: Bounds | None = None,
     ) -> None:
         """Serve `model`, the name that callers use.
 
@@ -65,7 +68,10 @@ class Service:
             vocabulary: tokens that the model knows; None: those of the tokenizer.
             call_timeout_s: a call that takes longer is ended, and recorded with an error.
             exchanges: how many earlier exchanges a prompt may go on from.
+            bounds: what a call may ask for.
         """
+        self.bounds = bounds or Bounds()
+        self.reading = Budget(self.bounds.bodies_bytes)
         self.thread, self.model, self.call_timeout_s = thread, model, call_timeout_s
         self.vocabulary = Vocabulary(tokenizer)
         self.started_s = int(time.time())
@@ -79,6 +85,9 @@ class Service:
 
     def begin(self, request: Request, session: str | None) -> Call:
         """Start a call. Raises ApiError where it cannot be: 400, 404 (model), 429 (overload), 503 (shutting down)."""
+        self.check_room(max(1, len(request.prompts)))
+        if session is not None and len(session) > self.bounds.name_characters:
+            raise bad("user", f"a session's name has at most {self.bounds.name_characters} characters; shorten it")
         if request.model != self.model:
             raise ApiError(
                 404,
@@ -98,14 +107,15 @@ class Service:
         call = Call(request, parts, self._ends, self._over)
         self._check_room(call)
         works = [self._work(call, part, sampling, stop) for part in parts]
-        try:
+        with _refused():
             self.thread.submit(works)
-        except Overloaded as error:
-            raise ApiError(429, str(error), code="overloaded") from error
-        except RunError as error:
-            raise ApiError(503, str(error), code="shutting_down") from error
         self._calls.add(call)
         return call
+
+    def check_room(self, prompts: int = 1) -> None:
+        """Whether the engine would take so many more. Raises ApiError: 429, 503."""
+        with _refused():
+            self.thread.check_room(prompts)
 
     def end(self, call: Call, why: str) -> None:
         """Give up what is left of a call; its rows say why."""
@@ -121,17 +131,40 @@ class Service:
     def _encoded(self, request: Request, session: str | None) -> list[tuple[str, str | None, Encoded]]:
         """Of each prompt: how it is recorded, its text, its tokens."""
         if request.kind == "chat":
-            text = self._rendered(request)
             shown = json.dumps(request.messages, ensure_ascii=False)
+            self._check_size("messages", shown)
+            self._check_size("tools", json.dumps(request.tools))
+            text = self._rendered(request)
+            self._check_size("messages", text)
             return [(shown, text, encode(self.vocabulary, self._exchanges, text, session=session, chat=True))]
         found: list[tuple[str, str | None, Encoded]] = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
+                self._check_size("prompt", prompt)
                 encoded = encode(self.vocabulary, self._exchanges, prompt, session=session, chat=False)
                 found.append((prompt, prompt, encoded))
             else:
+                self._check_tokens("prompt", prompt)
                 found.append((self.vocabulary.decode(prompt, special=True), None, Encoded(prompt)))
         return found
+
+    def _check_size(self, param: str, text: str) -> None:
+        """Refuse a text that is far too long to be made tokens of."""
+        most = self.bounds.characters_per_token * self.thread.engine.context_tokens
+        if len(text) > most:
+            raise too_long(
+                f"'{param}' is too long: it has {len(text)} characters, and a context of "
+                f"{self.thread.engine.context_tokens} tokens takes at most {most}; shorten it",
+                param,
+            )
+
+    def _check_tokens(self, param: str, tokens: Sequence[int]) -> None:
+        if tokens and max(tokens) >= self._tokens:
+            raise bad(
+                param,
+                f"the prompt has token {max(tokens)}; found a model of {self._tokens} tokens; leave it out",
+                "unknown_token",
+            )
 
     def _rendered(self, request: Request) -> str:
         """The messages as the tokenizer's chat template lays them out."""
@@ -170,12 +203,7 @@ class Service:
                 "messages" if request.kind == "chat" else "prompt",
                 "the prompt is empty: the tokenizer made 0 tokens of it; give it a text",
             )
-        if max(encoded.tokens) >= self._tokens:
-            raise bad(
-                "messages" if request.kind == "chat" else "prompt",
-                f"the prompt has token {max(encoded.tokens)}; found a model of {self._tokens} tokens; leave it out",
-                "unknown_token",
-            )
+        self._check_tokens("messages" if request.kind == "chat" else "prompt", encoded.tokens)
         group = Group(
             group_id=self._numbers.take(request.n),
             size=request.n,
@@ -242,6 +270,17 @@ class Service:
             except Exception:
                 self._log.exception("rollouts could not be recorded", request=part.group.request_id)
                 raise
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """What the engine's thread says to a call that it does not take, as a caller hears it."""
+    try:
+        yield
+    except Overloaded as error:
+        raise ApiError(429, str(error), code="overloaded") from error
+    except RunError as error:
+        raise ApiError(503, str(error), code="shutting_down") from error
 
 
 def _seed(asked: int | None, place: int, position: int) -> int:

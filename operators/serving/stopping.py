@@ -9,6 +9,10 @@ import torch
 
 from dataflow.records import AnyArray
 from operators.engine.stops import StopStrings
+from operators.serving.bounds import Latest
+
+MOST_STOPS = 64
+"""Lists of stop strings that are kept: each has a mask as wide as the vocabulary."""
 
 
 class RequestStop(StopStrings):
@@ -39,13 +43,14 @@ class Stopping:
         """ends: tokens that end every rollout anyway. The tokenizer is used on the engine's thread."""
         self._tokenizer, self._ends = tokenizer, ends
         self._special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        self._made: dict[tuple[str, ...], RequestStop | None] = {}
+        self.made = Latest(MOST_STOPS, self._make)
 
     def __call__(self, stop: tuple[str, ...]) -> RequestStop | None:
         """What ends a rollout at any of these strings; None where end tokens do already."""
-        if stop not in self._made:
-            tokens = [self._special[text] for text in stop if text in self._special]
-            tokens = [token for token in tokens if token not in self._ends]
-            texts = [text for text in stop if text not in self._special]
-            self._made[stop] = RequestStop(self._tokenizer, tokens, texts) if tokens or texts else None
-        return self._made[stop]
+        return self.made(stop)
+
+    def _make(self, stop: tuple[str, ...]) -> RequestStop | None:
+        tokens = [self._special[text] for text in stop if text in self._special]
+        tokens = [token for token in tokens if token not in self._ends]
+        texts = [text for text in stop if text not in self._special]
+        return RequestStop(self._tokenizer, tokens, texts) if tokens or texts else None

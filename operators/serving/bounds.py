@@ -1,0 +1,102 @@
+"""How much of a stranger's call is taken in before anything is built of it, and how its JSON is read."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from operators.serving.errors import ApiError
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What one call may ask for; what it asks beyond is refused before it costs more than reading it."""
+
+    body_bytes: int = 8 << 20
+    """Of a body."""
+    bodies_bytes: int = 64 << 20
+    """Of all bodies that are being read."""
+    body_s: float = 60.0
+    """For a body to arrive."""
+    values: int = 1 << 18
+    """Values in a body's JSON: brackets, braces and commas are counted, those in texts too."""
+    messages: int = 4096
+    rollouts: int = 1024
+    """Prompts times n."""
+    stops: int = 16
+    """Stop strings."""
+    stop_characters: int = 256
+    """Of each."""
+    name_characters: int = 256
+    """Of a model's, user's or session's name."""
+    characters_per_token: int = 16
+    """A prompt's text, tools and messages as JSON have at most so many for each token of the context."""
+
+
+def read_json(text: str, most_values: int) -> Any:
+    """The values of a JSON text.
+
+    Raises ValueError where it is none, has too many values or nests too deep, and for a lone surrogate: half of a
+    character, which no file and no answer can hold.
+    """
+    values = 1 + sum(map(text.count, "[{,"))
+    if values > most_values:
+        raise ValueError(f"it may have {values} values, and at most {most_values} are taken; send less at once")
+    try:
+        found = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("its brackets nest too deep") from error
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ValueError(f"it has {half} alone, half of a character that needs two; leave it out") from error
+    return found
+
+
+class Budget:
+    """Bytes of bodies that are being read: whoever would take more than there are is told to come again."""
+
+    def __init__(self, most: int) -> None:
+        """Begin with none taken."""
+        self._most, self.taken = most, 0
+
+    def take(self, size: int) -> None:
+        """Raises ApiError (429)."""
+        if self.taken + size > self._most:
+            raise ApiError(
+                429, f"{self.taken} bytes of calls are being read, of at most {self._most}; try again later",
+                code="overloaded",
+            )  # fmt: skip
+        self.taken += size
+
+    def give(self, size: int) -> None:
+        """So many are not needed any more."""
+        self.taken -= size
+
+
+class Latest(Generic[K, V]):
+    """What was made for the latest keys, at most `most` of them; those asked for longest ago go first."""
+
+    def __init__(self, most: int, make: Callable[[K], V]) -> None:
+        """Begin with none."""
+        self._most, self._make = most, make
+        self._made: OrderedDict[K, V] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __call__(self, key: K) -> V:
+        """What stands for the key, made now if it is not there."""
+        if key not in self._made:
+            self._made[key] = self._make(key)
+        self._made.move_to_end(key)
+        while len(self._made) > self._most:
+            self._made.popitem(last=False)
+        return self._made[key]
