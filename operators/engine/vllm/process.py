@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dataflow.errors import RunError, WorkerDied
+from operators.engine.vllm.keeper import END
 from operators.engine.vllm.wire import Connection
 from operators.models import ModelError
 
@@ -26,6 +28,7 @@ INSTALL = (
     f"torch and transformers apart: name its interpreter in the environment variable {PYTHON}"
 )
 SERVER = Path(__file__).with_name("server.py")
+KEEPER = Path(__file__).with_name("keeper.py")
 LAST_BYTES = 2000
 """Of the log that an error shows."""
 END_S = 30.0
@@ -72,7 +75,10 @@ def environment_of(python: str, threads: int, device: str, base: Mapping[str, st
 
 
 class Process:
-    """A running server and the stream to it. Ends with its parent, whose end of the stream closes."""
+    """A running server and the stream to it. It ends with this process, as all that it has started does: `keeper`, in
+    between, sees to that, whatever state the server is in. They are of this process's group: stopped and let go on
+    with it.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = ()) -> None:
         """Start `command` with the number of its end of the stream as last argument; it inherits `files`."""
@@ -80,20 +86,19 @@ class Process:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
             self._child = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid()), *command, str(theirs.fileno())],
                 pass_fds=[theirs.fileno(), *files],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
-                start_new_session=True,
             )
         self._connection = Connection(ours)
         self._end = weakref.finalize(self, _end, self._child, self._connection, self._log)
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The number of the process that keeps it."""
         return self._child.pid
 
     def send(self, message: dict[str, Any], doing: str, timeout_s: float) -> None:
@@ -120,7 +125,7 @@ class Process:
                 f"vLLM's process {self.pid} gave no answer within {timeout_s:g} s while {doing}; it {state}; its log "
                 f"ends: {self._last_words()}; start again, with a longer deadline_s if the machine is only slow"
             )
-            self._child.kill()
+            _kill(self._child)
             self.close()
             return found
         return self._died(f"ended while {doing}")
@@ -151,6 +156,16 @@ class Process:
 def _end(child: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
     connection.close()
     log.close()
+    try:
+        child.wait(END_S)
+    except subprocess.TimeoutExpired:
+        _kill(child)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Have the server and all that it has started killed."""
+    with contextlib.suppress(ProcessLookupError):
+        child.send_signal(END)
     try:
         child.wait(END_S)
     except subprocess.TimeoutExpired:

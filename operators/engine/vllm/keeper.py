@@ -1,0 +1,112 @@
+"""Stands between a worker and vLLM's process: when the worker is gone, so is vLLM, and all that vLLM has started.
+
+consumes: the end of its parent, the end of its child, SIGUSR2
+produces: SIGKILL for every process below it, at any of the three; then it ends as its child did
+waits for: the next of these
+unblocked by: the kernel's signals; at the latest it looks once in LOOK_S
+
+Started by path, as `keeper.py PARENT COMMAND...`, with nothing but Python's library. A vLLM that hangs, in a GPU's
+kernel or with signals ignored, cannot look after itself; what it has started becomes this process's child when it dies.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+LOOK_S = 1.0
+"""Between two looks at the parent, at most: the signal of its end may come when only a thread of it has ended."""
+PARENT_ENDED, END = signal.SIGUSR1, signal.SIGUSR2
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_NEWS = {PARENT_ENDED, END, signal.SIGCHLD}
+
+
+def keep(parent: int, command: list[str]) -> int:
+    """Run a command until it ends, or has to; its exit code, negative for a signal."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what they mean is for its worker to decide
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _NEWS)
+    _ask(_PR_SET_CHILD_SUBREAPER, 1)
+    _ask(_PR_SET_PDEATHSIG, PARENT_ENDED)
+    child = os.fork()
+    if child == 0:
+        _become(command, os.getppid())
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the stream is vLLM's alone: its end tells of vLLM's end
+    status = None
+    while status is None and os.getppid() == parent:
+        news = signal.sigtimedwait(_NEWS, LOOK_S)
+        if news is not None and news.si_signo == END:
+            break
+        status = _reaped(child)
+    return _end_all(child, status)
+
+
+def _become(command: list[str], keeper: int) -> None:
+    try:
+        _ask(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == keeper:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _NEWS)
+            os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(127)
+
+
+def _reaped(child: int) -> int | None:
+    """The exit code of the child, once it has ended; others that have ended are let go of."""
+    status = None
+    while True:
+        try:
+            pid, found = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if not pid:
+            return status
+        if pid == child:
+            status = os.waitstatus_to_exitcode(found)
+
+
+def _end_all(child: int, status: int | None) -> int:
+    """Kill what is below this process, generation after generation, until nothing is."""
+    while True:
+        for pid in _children() or [child] * (status is None):
+            os.kill(pid, signal.SIGKILL)  # it is not reaped, so the number is still its own
+        try:
+            pid, found = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return 0 if status is None else status
+        if pid == child:
+            status = os.waitstatus_to_exitcode(found)
+
+
+def _children() -> list[int]:
+    """Processes whose parent this one is."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(entry.read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
+                found.append(int(entry.parent.name))
+        except (OSError, IndexError):  # it has gone
+            continue
+    return found
+
+
+def _ask(what: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(what, ctypes.c_ulong(value))
+
+
+def main() -> None:
+    """End as the command did."""
+    status = keep(int(sys.argv[1]), sys.argv[2:])
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(max(0, status))
+
+
+if __name__ == "__main__":
+    main()
