@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import structlog
-
 from dataflow.check import sinks_of
 from dataflow.errors import boundary
 from dataflow.finished import Finished
 from dataflow.graph import Graph
 from dataflow.ledger import Ledger
 from dataflow.limits import Limits
+from dataflow.log import node_log
 from dataflow.loop import Inlet, NodeLoop, Outlet
 from dataflow.node import Context, Generate, Runtime
 from dataflow.plan import Plan
@@ -216,7 +215,7 @@ class Host:
             ledger=self.ledger,
             limits=self.settings.limits,
             clock=time.monotonic,
-            log=structlog.get_logger(node=name),
+            log=node_log(name),
             writer=self._writer_of(name) if read_by else None,
             reader=self._reader_of(reads[0].weights.trainer.name, name) if reads else None,
         )

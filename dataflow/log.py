@@ -4,10 +4,22 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from dataflow.extras import warn
+
+
+def node_log(node: str) -> Any:
+    """A node's log: where `log_to`, or the user, has said; else, as in a notebook, what is wrong goes to
+    standard error, and nothing else is said."""
+    if structlog.is_configured():
+        return structlog.get_logger(node=node)
+    told = structlog.wrap_logger(
+        structlog.PrintLogger(sys.stderr), wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING)
+    )
+    return told.bind(node=node)
 
 
 def log_to(path: Path) -> None:

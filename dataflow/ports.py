@@ -197,9 +197,7 @@ class Ports:
 
         if executor not in COLLECTIVE:
             return WeightWriter(layout, self._site(trainer, executor))
-        return ShardedWriter(
-            _whole(layout), 0, self._meeting(trainer, executor), **self._collective(executor),
-        )  # fmt: skip
+        return ShardedWriter(_whole(layout), 0, self._meeting(trainer, executor), **self._collective(executor))
 
     def _reader(
         self, trainer: str, executor: str, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None, name: str
