@@ -264,7 +264,7 @@ class SimulatedDoor:
         self._process.point()
         self.connections[line].back.send(message)
 
-    def gather(self, begun: Any, payload: Any, message: Data) -> Any:
+    def assemble(self, begun: Any, payload: Any, message: Data) -> Any:
         """The batch itself, which comes with each of its parts."""
         return payload
 

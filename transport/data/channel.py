@@ -131,13 +131,13 @@ class Door(Protocol):
     def put(self, line: Hashable, message: Message) -> None:
         """Answer; a line that is gone is ignored, for its sender says Hello when it is back."""
 
-    def gather(self, begun: Any, payload: Any, message: Data) -> Any:
+    def assemble(self, begun: Any, payload: Any, message: Data) -> Any:
         """What has come of a batch: `begun`, which is None at its first part, and the part in this payload.
 
         Raises FrameError for a part of another length, or of a batch that does not fit into memory."""
 
     def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
-        """The batch that `gather` has whole, checked; raises FrameError."""
+        """The batch that `assemble` has whole, checked; raises FrameError."""
 
     def close(self) -> None:
         """Stop listening; the address is free when this returns."""

@@ -122,7 +122,7 @@ class LocalDoor:
         if replies is not None:
             replies.append(message)
 
-    def gather(self, begun: Any, payload: Any, message: Data) -> Any:
+    def assemble(self, begun: Any, payload: Any, message: Data) -> Any:
         """The batch itself, which comes with each of its parts."""
         return payload
 

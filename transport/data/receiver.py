@@ -245,7 +245,7 @@ class Receiver:
                 f"a batch of '{data.sender}' has no room here; got {data.part_bytes} of {data.bytes} bytes, this "
                 f"receiver holds {self._inbox.capacity.bytes}; send smaller batches or raise capacity_bytes"
             )
-        body = self._door.gather(begun, payload, data)
+        body = self._door.assemble(begun, payload, data)
         if data.left:
             self._begun[data.sender] = body
             return None

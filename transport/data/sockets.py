@@ -196,7 +196,7 @@ class SocketDoor:
         except zmq.ZMQError:
             return
 
-    def gather(self, begun: Any, payload: Any, message: Data) -> Any:
+    def assemble(self, begun: Any, payload: Any, message: Data) -> Any:
         """The memory of a message that has all; else of the batch, which fills part by part."""
         part = payload.buffer
         if len(part) != message.part_bytes:
