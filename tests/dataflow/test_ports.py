@@ -112,3 +112,18 @@ def _rows(columns: dict[str, pa.DataType], count: int) -> pa.RecordBatch:
     zeros = pa.array(np.zeros(count, np.int64))
     arrays = [zeros.cast(f.type) if pa.types.is_integer(f.type) else pa.nulls(count, f.type) for f in made]
     return pa.RecordBatch.from_arrays(arrays, schema=made)
+
+
+@pytest.mark.parametrize("executor", ["shared_memory", "gloo"])
+def test_the_ends_of_the_weight_plane_are_known_by_the_scheduler_s_attempt(executor: str, folder: str) -> None:
+    import torch
+
+    graph, tensors = build(), {"w": torch.nn.Parameter(torch.zeros(4))}
+    made = plan(graph, Devices(cpus=2), weights=executor)
+    opened, _ = ports(graph, made, "generator", folder, attempt=5)
+    end: Any = opened.reader_of("trainer", "generator")(tensors, None)
+    try:
+        member = end._handshake if executor == "shared_memory" else end._member
+        assert member._incarnation == 5 if executor == "shared_memory" else member._join[3] == 5
+    finally:
+        opened.close()
