@@ -39,6 +39,8 @@ class WorkerState:
     """Whether it was told where to send, so that it may hear what changes."""
     cause: str = ""
     """Why it is dying, or down."""
+    lasting: bool = False
+    """Whether that is something which a restart does not mend."""
     dying_since: float = 0.0
     beat: Beat = field(default_factory=dict)
     earlier: Beat = field(default_factory=dict)
@@ -64,8 +66,9 @@ class WorkerState:
         """The last beat, with the sums of all attempts."""
         return together(self.earlier, self.beat)
 
-    def die(self, cause: str, now: float) -> None:
+    def die(self, cause: str, now: float, *, lasting: bool = False) -> None:
         """It failed, or is being killed: of what it says from now on only sums count."""
+        self.lasting |= lasting
         self.state, self.cause, self.dying_since = "dying", self.cause or cause, now
 
     def fall(self, cause: str) -> None:
@@ -75,7 +78,8 @@ class WorkerState:
 
     def fork(self, settings: Settings, now: float) -> None:
         """An attempt begins."""
-        self.settings, self.state, self.cause, self.forked, self.heard = settings, "forked", "", now, now
+        self.settings, self.state, self.forked, self.heard = settings, "forked", now, now
+        self.cause, self.lasting = "", False
 
 
 def overdue(state: WorkerState, limits: Limits, now: float, *, begun: bool) -> str | None:

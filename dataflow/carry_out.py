@@ -143,7 +143,7 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, said: list
         watch.note(scheduler.conductor, scheduler.beats)
         times.look(watch)
         view.update(watch.snapshot())
-        for texts in (scheduler.said, said):
+        for texts in (scheduler.said, watch.said, said):
             while texts:
                 view.message(texts.pop(0))
 
@@ -182,8 +182,9 @@ def _inline(run: Run, watch: Watch, times: Times, said: list[str]) -> Outcome:
         watch.note(running.conductor, {"inline-0": running.snapshot()})
         times.look(watch)
         view.update(watch.snapshot())
-        while said:
-            view.message(said.pop(0))
+        for texts in (watch.said, said):
+            while texts:
+                view.message(texts.pop(0))
         return False
 
     try:

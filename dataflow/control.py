@@ -215,7 +215,7 @@ class Scheduler:
         elif kind == "stacks":
             self.attendant.hear(name, message["threads"])
         elif kind == "failed":
-            state.die(f"failed: {message['message']}", self._clock())
+            state.die(f"failed: {message['message']}", self._clock(), lasting=message.get("lasting") is True)
             if not self._begun:
                 raise RunError(f"worker '{name}' {state.cause}")
         elif kind == "bye":
@@ -267,9 +267,9 @@ class Scheduler:
             self._give_up(state)
             return
         self._obey(self.scaling.fell(state.name))
-        self.recovery.died(state.name, cause, self._clock())
+        self.recovery.died(state.name, cause, self._clock(), lasting=state.lasting)
         if self.recovery.hopeless is not None:
-            raise WorkerDied(f"{self.recovery.hopeless} ({self._settings.folder})")
+            raise (RunError if state.lasting else WorkerDied)(f"{self.recovery.hopeless} ({self._settings.folder})")
 
     def _give_up(self, state: WorkerState) -> None:
         """A worker is down while the run is ending: without a trainer it cannot end as it should."""

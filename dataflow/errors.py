@@ -5,6 +5,7 @@
     ├── RecordError (ValueError)   rows do not have the columns or types that were promised
     └── RunError                   a run could not go on
         ├── OperatorError          an operator of the user's graph failed, with the node and the user's file and line
+        │   └── Unusable           what the user's functions or data give cannot be used, however often it is tried
         ├── WorkerDied             a worker process ended or stopped answering
         └── DeadlineError          a wait reached its deadline; names who waited for whom
 
@@ -14,18 +15,27 @@ Messages have three parts: what is wrong, what was found, what to do.
 import contextlib
 import traceback
 from collections.abc import Iterator
+from typing import ClassVar
 
 
 class DataflowError(Exception):
     """Anything this engine raises on purpose."""
 
+    is_lasting: ClassVar[bool] = False
+    """Whether a process that is started anew would meet it again: settings, data, models and functions are as they
+    were."""
+
 
 class GraphError(DataflowError, ValueError):
     """A graph or a knob that cannot be right, found before anything runs."""
 
+    is_lasting = True
+
 
 class RecordError(DataflowError, ValueError):
     """Rows that do not have the promised columns or types."""
+
+    is_lasting = True
 
 
 class RunError(DataflowError, RuntimeError):
@@ -34,6 +44,12 @@ class RunError(DataflowError, RuntimeError):
 
 class OperatorError(RunError):
     """An operator failed; the message names the node and the line of the user's function."""
+
+
+class Unusable(OperatorError):
+    """What the user's functions or data give cannot be used; the message says which, and why."""
+
+    is_lasting = True
 
 
 class WorkerDied(RunError):

@@ -13,6 +13,7 @@ import structlog
 from dataflow.errors import GraphError
 from dataflow.limits import Limits
 from dataflow.model import Model
+from dataflow.model_files import start_fault
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
 from dataflow.weight_ends import WeightsIn, WeightsOut
 
@@ -138,6 +139,8 @@ class Context:
     """Columns of the rows that arrive, by lane."""
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Nodes that rows arrive from, by lane."""
+    scores: Mapping[str, str] = field(default_factory=dict)
+    """Columns of theirs that scorers of single rollouts write, and where each of these is defined."""
     bounds: Mapping[str, Bound] = field(default_factory=dict)
     """Lanes that lead to a trainer with a feedback edge, and how far they may run ahead."""
     feedback: Bound | None = None
@@ -198,6 +201,10 @@ class Operator(metaclass=KnobCheck):
     def __post_init__(self) -> None:
         if not self.name:
             object.__setattr__(self, "name", type(self).__name__.lower())
+
+    def missing(self) -> str | None:
+        """Why a run cannot start with it, as far as a look at files tells; asked before any process is started."""
+        return None if self.uses is None else start_fault(self.uses)
 
     @property
     def uses(self) -> Model | None:

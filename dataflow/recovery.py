@@ -93,8 +93,11 @@ class Recovery:
         known = self._workers.get(worker)
         return known is not None and known.due is not None
 
-    def died(self, worker: str, cause: str, now: float) -> None:
-        """The attempt under way has ended, or was ended; a worker that waits for its restart cannot die again."""
+    def died(self, worker: str, cause: str, now: float, *, lasting: bool = False) -> None:
+        """The attempt under way has ended, or was ended; a worker that waits for its restart cannot die again.
+
+        lasting: the cause would be there again after a restart (`DataflowError.is_lasting`): there is no hope.
+        """
         known = self._workers.setdefault(worker, _Worker(recovered=now))
         if known.due is not None:
             return
@@ -106,7 +109,7 @@ class Recovery:
         known.delay_s = self.patience.first_s if quiet or not known.delay_s else 2 * known.delay_s
         known.delay_s = min(known.delay_s, self.patience.most_s)
         known.due, known.recovered = now + known.delay_s, None
-        self.hopeless = self.hopeless or self._judge(worker, now)
+        self.hopeless = self.hopeless or (_for_good(worker, cause) if lasting else self._judge(worker, now))
 
     def recovered(self, worker: str, now: float) -> None:
         """A worker that was started again is at work."""
@@ -151,6 +154,10 @@ class Recovery:
                 f"logs, mend the cause, and resume the run"
             )
         return None
+
+
+def _for_good(worker: str, cause: str) -> str:
+    return f"worker '{worker}' {cause}; a restart would not mend that; see logs/{worker}.log"
 
 
 def _causes(failures: Iterable[Failure]) -> str:

@@ -155,6 +155,15 @@ def take_up(folder: RunFolder, graph: Graph, recorded: Recorded, steps: int | No
     )
 
 
+def has_begun(folder: RunFolder) -> bool:
+    """Whether a run has issued anything, so that there is something to go on with."""
+    try:
+        with Ledger.open(folder.ledger, readonly=True) as ledger:
+            return any(ledger.next_group_id(source) for source in ledger.sources())
+    except RunError:
+        return True
+
+
 def go_on_with(folder: RunFolder, launch: object) -> str:
     """What a user does to take a run up again that has failed. launch: how it was started; None: by a call of run."""
     path = folder.path

@@ -26,7 +26,7 @@ from dataflow.limits import Limits
 from dataflow.log import log_to
 from dataflow.model_size import measure_models
 from dataflow.plan import Devices, Plan, plan
-from dataflow.resume import Begun, Recorded, check_same, go_on_with, take_up
+from dataflow.resume import Begun, Recorded, check_same, go_on_with, has_begun, take_up
 from dataflow.run_folder import RunFolder
 from dataflow.run_lock import held
 from dataflow.scaling import Scaling
@@ -171,6 +171,8 @@ def run(
         graph, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, devices=devices, scale=scale,
         weights=weights, listen=listen, message_bytes=message_bytes, one_process=on is not None,
     )  # fmt: skip
+    if before is None and (missing := [each for op in graph.operators.values() if (each := op.missing()) is not None]):
+        raise GraphError("\n".join(dict.fromkeys(missing)))
     folder = before or RunFolder.create(runs, graph.name)
     settings = Settings(
         folder=str(folder.path), seed=seed or 0, steps=steps, keep_steps=keep_steps, listen=listen,
@@ -197,7 +199,8 @@ def run(
         try:
             outcome = carry_out(dataclasses.replace(what, successor=partial(_stand_in, what)) if standby else what)
         except BaseException as error:
-            error.add_note(go_on_with(folder, recorded.config.get(KEY) if recorded else launch))
+            if recorded is not None or has_begun(folder):
+                error.add_note(go_on_with(folder, recorded.config.get(KEY) if recorded else launch))
             raise
     verdict = _judged(folder, quiet)
     return Result(

@@ -13,6 +13,7 @@ from dataflow.ledger import Ledger, LedgerError
 from dataflow.resume import TIMES
 from dataflow.retention import not_kept
 from dataflow.run_folder import RunFolder
+from dataflow.silence import silence
 from dataflow.trainers import lines_of
 
 
@@ -39,7 +40,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         efficiency=busy[busiest] / seconds if busiest and seconds else None, busiest=busiest,
         staleness_mean=_mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
         staleness_max=max((line["staleness_max"] for line in steps if "staleness_max" in line), default=None),
-        restarts=restarts(folder.path), verdict=verdict, is_clean=is_clean, folder=str(path),
+        restarts=restarts(folder.path), signal=silence(steps), verdict=verdict, is_clean=is_clean, folder=str(path),
         folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),
         commands=(
             *(() if times.get("outcome") == "finished" else ((f"{program} resume {path}", "go on from here"),)),

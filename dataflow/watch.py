@@ -11,6 +11,7 @@ from dataflow.draw.curve import CURVE_NAMES
 from dataflow.graph import Graph
 from dataflow.plan import Plan
 from dataflow.run_folder import RunFolder
+from dataflow.silence import Silence
 from dataflow.trainers import feeding, leading, lines_of
 from dataflow.wiring import edges
 
@@ -58,6 +59,9 @@ class Watch:
         self._read = 0
         """Bytes of metrics.jsonl that it knows; what they say in full stays there."""
         self._doing = ""
+        self._silence = Silence()
+        self.said: list[str] = []
+        """What the user is to be told."""
 
     @property
     def seconds(self) -> float:
@@ -174,6 +178,8 @@ class Watch:
                     self._last_step = line
                     self._outcomes["trained"] += line.get("groups", 0)
                     self._outcomes["dropped"] += sum((line.get("dropped") or {}).values())
+                    if told := self._silence.take(line):
+                        self.said.append(told)
 
     def _groups(self) -> dict[str, int]:
         """Groups of the training sources, as the nodes tell of them."""

@@ -1,6 +1,7 @@
 """The data edges of a planned graph as values: who sends which rows to whom, how much may be under way."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from dataflow.graph import Graph
 from dataflow.node import Bound, Generate, Learn, Operator
 from dataflow.plan import Plan, bounds_of
 from dataflow.records import Columns
+from dataflow.scorer import Scorer
 from dataflow.stream import Stream
 from dataflow.trainers import feeding, own_folder
 
@@ -109,13 +111,20 @@ def context_facts(graph: Graph, plan: Plan, node: str) -> dict[str, object]:
             origins[edge.lane] = (*origins.get(edge.lane, ()), edge.producer)
     trainers = [feedback.weights.trainer.name for feedback in graph.feedbacks if feedback.reader.name == node]
     return {
-        "node": node, "columns": columns, "origins": origins,
+        "node": node, "columns": columns, "origins": origins, "scores": _scores(graph, columns),
         "bounds": bounds_at(graph, plan, operator), "feedback": _feedback(graph, node),
         "own_folder": own_folder(graph, node), "prompt_steps": _prompt_steps(graph, operator),
         "on_demand": operator.name in plan.on_demand, "threads": plan.placements[node].threads,
         "replicas": plan.placements[node].replicas, "ranks": plan.placements[node].ranks,
         "narrow": narrow_format(graph, trainers[0]) if trainers else None,
     }  # fmt: skip
+
+
+def _scores(graph: Graph, columns: Mapping[str, Columns]) -> dict[str, str]:
+    """The scorers of single rollouts whose columns arrive, and where each is defined."""
+    arriving = {name for of_lane in columns.values() for name in of_lane}
+    rows = [op for op in graph.operators.values() if isinstance(op, Scorer) and op.per == "row"]
+    return {op.name: op.where for op in rows if op.name in arriving}
 
 
 def _prompt_steps(graph: Graph, operator: Operator) -> int | None:

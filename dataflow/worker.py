@@ -18,7 +18,7 @@ import zmq
 
 from dataflow.asleep import Asleep
 from dataflow.clocks import AwakeClock
-from dataflow.errors import DeadlineError
+from dataflow.errors import DataflowError, DeadlineError
 from dataflow.graph import Graph
 from dataflow.host import Host, Settings
 from dataflow.link import Link
@@ -59,7 +59,10 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         worker.run()
     except BaseException as error:
         traceback.print_exc()
-        link.send("failed", **who, error=type(error).__name__, message=str(error), traceback=traceback.format_exc())
+        link.send(
+            "failed", **who, error=type(error).__name__, message=str(error), traceback=traceback.format_exc(),
+            lasting=isinstance(error, DataflowError) and error.is_lasting,
+        )  # fmt: skip
         link.close()
         return 1
     if left_alone.is_set():

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from dataflow.errors import RunError
-from dataflow.model import ADAPTER_CONFIG, Model
+from dataflow.model import Model
+from dataflow.model_files import folder_fault
 
 if TYPE_CHECKING:
     import torch
 
-INDEX = "model.safetensors.index.json"
-
 
 class ModelError(RunError):
     """A model or tokenizer that could not be loaded: folder, shard, weights, or code that may not run."""
+
+    is_lasting = True
 
 
 def load_model(
@@ -140,35 +139,8 @@ def _loader(model: Model) -> Any:
 
 def _check_folder(model: Model) -> None:
     """Refuse a folder that is not there or lacks a shard that its index names."""
-    folder = Path(model.source)
-    if not folder.is_dir():
-        if folder.is_absolute() or model.source.startswith((".", "~")) or model.source.count("/") > 1:
-            raise ModelError(
-                f"model '{model.name}' cannot be loaded: there is no folder {model.source}; "
-                f"give a folder with config.json and safetensors, or an id on the hub"
-            )
-        return
-    if (folder / ADAPTER_CONFIG).is_file():
-        return
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"model '{model.name}' cannot be loaded: {folder} has no config.json, only "
-            f"{sorted(path.name for path in folder.iterdir())[:8]}; give a folder that save_pretrained wrote"
-        )
-    if not (folder / INDEX).is_file():
-        return
-    try:
-        shards = set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(
-            f"model '{model.name}' cannot be loaded: {folder / INDEX} is broken ({error}); copy it again"
-        ) from error
-    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-    if missing:
-        raise ModelError(
-            f"model '{model.name}' cannot be loaded: {INDEX} names {len(shards)} shards but {missing} "
-            f"are not in {folder}; copy the missing files there"
-        )
+    if (fault := folder_fault(model)) is not None:
+        raise ModelError(fault)
 
 
 def _check_weights(model: Model, found: dict[str, Any]) -> None:

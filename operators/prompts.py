@@ -139,14 +139,17 @@ class Prompts(Source):
             return unknown, []
         try:
             return sample_columns(self.origin, self.recipe)
-        except RecordError:
-            return unknown, []  # said when the run starts, with the whole file read
+        except RecordError as error:
+            self.seen["unreadable"] = str(error)
+            return unknown, []
 
     def _column_faults(self) -> list[str]:
         """A file that is not there, or a fault that all of the first rows have, is one of the graph."""
         if (missing := self.origin.missing) is not None:
             return [f"'{self.name}': {missing}"]
         self.extra_columns()
+        if "unreadable" in self.seen:
+            return [f"'{self.name}': {self.seen['unreadable']}"]
         faults: list[Fault] = self.seen.get("faults", [])
         kinds = {fault.kind for fault in faults}
         if len(kinds) != 1 or not faults[0].kind.startswith("no column"):

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pyarrow as pa
 
-from dataflow.errors import OperatorError
-from dataflow.node import Bound
+from dataflow.errors import OperatorError, Unusable
+from dataflow.node import Bound, Context
 from dataflow.records import ERROR, VERSIONS
 from dataflow.staleness import newest_versions, oldest_versions, sweep
 from operators.training.buffer import Group
 from operators.training.journal import TOO_FEW, Journal
 from operators.training.rows import drop_reason, usable
+from operators.training.signal import example, silent_scores
 
 ABANDONED = "abandoned"
 """Why groups are dropped with tokens of a version that is not there yet: its weights were those of a line of steps that
 was taken back."""
-OWN_REASONS = ("failed", "skipped", "stale", ABANDONED, "non-finite", TOO_FEW)
+LATE = ("stale", ABANDONED)
+OWN_REASONS = ("failed", "skipped", *LATE, "non-finite", TOO_FEW)
 """Why the trainer drops groups by itself; any other reason is the name of a filter."""
 MOST_DROPPED_STEPS = 8
 """Steps' worth of groups in a row that may be dropped with none trained."""
@@ -32,10 +34,10 @@ class Drops:
     """
 
     def __init__(
-        self, node: str, journal: Journal, columns: Collection[str], bound: Bound | None, step_prompts: int
+        self, context: Context, journal: Journal, columns: Collection[str], bound: Bound | None, step_prompts: int
     ) -> None:
         """columns: that the loss reads. bound: of the rows' age, if any."""
-        self._node, self._journal, self._step_prompts = node, journal, step_prompts
+        self._node, self._journal, self._step_prompts = context.node, journal, step_prompts
         self._columns, self._bound = columns, bound
         self.reasons: dict[int, str] = {}
         """By group, of those that the ledger does not know yet."""
@@ -47,6 +49,10 @@ class Drops:
         self._in_a_row: Counter[str] = Counter()
         """By reason, since the last group that could be trained."""
         self._last_failure = "none"
+        self._scores = context.scores
+        self._silent: Mapping[str, str] = context.scores
+        """Scorers that told no rollout from its siblings, since the last group that could be trained."""
+        self._example = ""
 
     @property
     def counts(self) -> Counter[str]:
@@ -69,6 +75,7 @@ class Drops:
             if sweep(oldest, step, self._bound.max_staleness).any():
                 return "stale"
         self._in_a_row.clear()
+        self._silent = self._scores
         return None
 
     def add(self, groups: Sequence[Group], reason: str, step: int | None) -> None:
@@ -77,6 +84,10 @@ class Drops:
         self.reasons |= {group.group_id: reason for group in groups}
         self.total += len(groups)
         self._in_a_row[reason] += len(groups)
+        if groups and (silent := silent_scores([group.records for group in groups], self._silent)):
+            self._silent, self._example = silent, example(groups[-1].records, silent)
+        elif groups:
+            self._silent = {}
         if len(self._groups) >= self._step_prompts:
             self.record(step)
 
@@ -92,15 +103,24 @@ class Drops:
         self._release()
 
     def check(self) -> None:
-        """Raise OperatorError when nothing could be trained for long."""
+        """Raise when nothing could be trained for long: Unusable, or OperatorError where rows came too late."""
         if self._in_a_row.total() > MOST_DROPPED_STEPS * max(8, self._step_prompts):
             (most, _), *_ = self._in_a_row.most_common(1)
             do = "mend the operator that it names"
             if most not in OWN_REASONS:
                 do = f"loosen the filter '{most}', or give it prompts and a policy that it lets through"
-            raise OperatorError(
+                if self._silent:
+                    do = f"mend what is asked or how it is scored, or loosen the filter '{most}'"
+            found = [f"found {dict(self._in_a_row)}"]
+            if self._last_failure != "none":
+                found.append(f"the last failure: {self._last_failure}")
+            if self._silent:
+                names = ", ".join(f"'{name}' ({where})" for name, where in self._silent.items())
+                found.append(f"in each of them {names} gave all rollouts the same, such as {self._example}")
+            kind = OperatorError if most in LATE else Unusable
+            raise kind(
                 f"'{self._node}' dropped {self._in_a_row.total()} groups in a row and trained none; "
-                f"found {dict(self._in_a_row)}, the last failure: {self._last_failure}; {do}"
+                f"{', '.join(found)}; {do}"
             )
 
     def _release(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataflow.errors import OperatorError
+from dataflow.errors import Unusable
 from dataflow.records import ADVANTAGE, REF_LOGPROBS, VALUES
 from dataflow.staleness import NO_TOKEN
 from operators.packing import Array, Kept, Packed, gather, pack, split
@@ -213,7 +213,7 @@ class Learner:
         losses = self.loss.call(**arguments)
         if not isinstance(losses, Tensor) or losses.shape not in (new_T.shape, torch.Size(())):
             found = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-            raise OperatorError(
+            raise Unusable(
                 f"loss '{self.loss.name}' ({self.loss.where}) of '{self.node}' must return a tensor "
                 f"[{len(new_T)}] with a number per token, or a single number; found {found}; mend its return"
             )

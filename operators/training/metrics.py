@@ -11,6 +11,7 @@ from dataflow.records import ADVANTAGE
 from dataflow.staleness import NO_TOKEN
 from operators.training.learner import Outcome
 from operators.training.rows import StepRows, mean_of
+from operators.training.signal import no_signal
 
 
 @dataclass
@@ -45,12 +46,14 @@ def step_metrics(
     pace: Pace,
     dropped: Mapping[str, int],
     skipped_steps: int,
+    scores: Mapping[str, str],
 ) -> dict[str, Any]:
     """Every figure of one step, under its plain name.
 
     Units: seconds; versions for staleness; shares from 0 to 1; for measures see `Diagnostics.measures`, which leave
     out rollouts of advantage 0 where the trainer skips them, and for by_staleness the function of that name.
-    dropped: groups given up since the step before, by reason. rollouts: trained.
+    dropped: groups given up since the step before, by reason. rollouts: trained. scores: as `Context.scores`.
+    no_signal: see the function of that name; null where some group had one, or advantages are not asked for.
     """
     wall = max(now - pace.began, 1e-9)
     aged = rows.oldest_R[rows.oldest_R != NO_TOKEN]
@@ -71,6 +74,7 @@ def step_metrics(
         "reward_mean": reward,
         "advantage_std": float(advantage.std()) if advantage is not None and len(advantage) else None,
         "signal_share": float(signal.mean()) if len(signal) else None,
+        "no_signal": no_signal(trained, scores) if len(signal) and not signal.any() else None,
         "staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
         "staleness_max": int(staleness.max()) if len(staleness) else 0,
         "by_staleness": by_staleness(version - 1, rows),
@@ -79,6 +83,7 @@ def step_metrics(
         "lr": lr,
         "completion_tokens_mean": float(tokens.mean()) if len(tokens) else 0.0,
         "rollouts": rows.rollouts,
+        "groups": len(trained),
         "generated_tokens_per_s": pace.arrived_tokens / wall,
         "trained_tokens_per_s": float(tokens.sum()) / wall,
         "computed_tokens": outcome.nodes,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 import torch
 
-from dataflow.errors import GraphError, OperatorError
+from dataflow.errors import GraphError, Unusable
 from dataflow.ledger import MadeStep
 from dataflow.model import Model
 from dataflow.node import Batch, Context, Runtime
@@ -70,7 +70,7 @@ class TrainerRuntime(Runtime):
         self._group_rows = 1
         self._groups: list[Group] = []
         """Of the step under way."""
-        self._drops = Drops(context.node, self._journal, learner.loss.columns, self._bound, trainer.prompts_per_step)
+        self._drops = Drops(context, self._journal, learner.loss.columns, self._bound, trainer.prompts_per_step)
         self._taken_back = 0
         self._surplus = 0
         """Groups that came after its last step."""
@@ -289,7 +289,10 @@ class TrainerRuntime(Runtime):
             pace=pace,
             dropped=self._drops.counts,
             skipped_steps=self._skipped_steps,
+            scores=context.scores,
         )
+        if metrics["no_signal"] is not None:
+            context.log.warning("no signal", node=context.node, step=step, **metrics["no_signal"])
         journal.commit(step, groups, self._drops.reasons, metrics)
         journal.made(making.seconds)
         recorded = clock()
@@ -317,7 +320,7 @@ class TrainerRuntime(Runtime):
         node = self._context.node
         self._context.log.warning("step skipped", node=node, step=self._making.step + 1, not_finite=culprit)
         if self._bad_steps >= MOST_BAD_STEPS:
-            raise OperatorError(
+            raise Unusable(
                 f"'{node}' skipped {self._bad_steps} steps in a row because numbers were not finite; found "
                 f"{culprit}; look at those rollouts' advantage and logprobs, or lower lr or max_grad_norm"
             )

@@ -1,0 +1,68 @@
+"""What the files of a model's folder tell before anything is loaded: whether it can be a model at all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dataflow.model import ADAPTER_CONFIG, Model
+
+INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
+
+
+def folder_fault(model: Model) -> str | None:
+    """Why a model's folder cannot be loaded from, in three parts: it is not there, or lacks what loading needs; None
+    where it may be well, or the model is none of this machine's."""
+    folder = Path(model.source)
+    head = f"model '{model.name}' cannot be loaded: "
+    if not folder.is_dir():
+        if folder.is_absolute() or model.source.startswith((".", "~")) or model.source.count("/") > 1:
+            return (
+                f"{head}there is no folder {model.source}; "
+                f"give a folder with config.json and safetensors, or an id on the hub"
+            )
+        return None
+    if (folder / ADAPTER_CONFIG).is_file():
+        return None
+    if not (folder / _CONFIG).is_file():
+        return (
+            f"{head}{folder} has no config.json, only {sorted(path.name for path in folder.iterdir())[:8]}; "
+            f"give a folder that save_pretrained wrote"
+        )
+    if not (folder / INDEX).is_file():
+        return None
+    try:
+        shards = set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        return f"{head}{folder / INDEX} is broken ({error}); copy it again"
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing:
+        return (
+            f"{head}{INDEX} names {len(shards)} shards but {missing} are not in {folder}; copy the missing files there"
+        )
+    return None
+
+
+def start_fault(model: Model) -> str | None:
+    """Why a run cannot start with this model: what `folder_fault` says, a config of a kind that no decoder has, or
+    weights that are no safetensors."""
+    if (fault := folder_fault(model)) is not None:
+        return fault
+    folder = Path(model.source)
+    if not folder.is_dir() or ((folder / ADAPTER_CONFIG).is_file() and not (folder / _CONFIG).is_file()):
+        return None
+    head = f"model '{model.name}' cannot be loaded: "
+    try:
+        config: Any = json.loads((folder / _CONFIG).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{head}{folder / _CONFIG} is no JSON ({error}); copy it again"
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        return f"{head}{folder / _CONFIG} names no model_type; give a folder that save_pretrained wrote"
+    if config.get("is_encoder_decoder"):
+        return f"{head}a '{config['model_type']}' reads with an encoder; give a decoder, such as a Llama or a Qwen"
+    if "auto_map" in config and not model.trust_remote_code and not config.get("architectures"):
+        return f"{head}it has code of its own (auto_map); read it and, if you trust it, give trust_remote_code=True"
+    if not (folder / INDEX).is_file() and not any(folder.glob("*.safetensors")):
+        found = sorted(path.name for path in folder.iterdir())[:8]
+        return f"{head}{folder} has no weights in safetensors, only {found}; save them with save_pretrained"
+    return None

@@ -1,0 +1,52 @@
+"""Says of a run that learns nothing what is silent: from the lines of metrics.jsonl, for the view and the summary."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+TOLD_AT = (3, 30, 300, 3000)
+"""Steps in a row without a signal after which it is said."""
+
+
+class Silence:
+    """The steps in a row of whose groups none had a signal.
+
+    consumes: the lines of steps, in order
+    produces: a sentence, now and then
+    waits for: nothing
+    unblocked by: -
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._groups = 0
+        self._scorers: set[str] = set()
+        """Those that were silent in all of them."""
+        self._example = ""
+
+    def take(self, line: Mapping[str, Any]) -> str:
+        """The sentence that is due after this step; empty where none is."""
+        found = line.get("no_signal")
+        if not found:
+            self.steps = self._groups = 0
+            return ""
+        silent = set(found["scorers"])
+        self._scorers = silent if not self.steps else (self._scorers & silent) or silent
+        self._example = found["example"]
+        self.steps += 1
+        self._groups += int(line.get("groups") or 0)
+        return str(self) if self.steps in TOLD_AT else ""
+
+    def __str__(self) -> str:
+        """What is silent, in how many groups, with an example."""
+        return (
+            f"nothing to learn from: {', '.join(sorted(self._scorers))} gave all rollouts of a group the same value in "
+            f"all {self._groups} groups of {self.steps} steps, such as {self._example}"
+        )
+
+
+def silence(lines: Iterable[Mapping[str, Any]]) -> str:
+    """What to say of a run with these steps, of which none had a signal; empty where one had, or there are none."""
+    found, steps = Silence(), list(lines)
+    for line in steps:
+        found.take(line)
+    return str(found) if steps and found.steps == len(steps) else ""

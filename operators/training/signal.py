@@ -1,0 +1,44 @@
+"""Which scorers told no rollout of a group from its siblings, so that nothing could be learned from them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow.records import COMPLETION, GROUP_ID, PROMPT
+
+_SHOWN = 60
+
+
+def silent_scores(groups: Sequence[pa.RecordBatch], scores: Mapping[str, str]) -> dict[str, str]:
+    """Of these columns those that have values, and in each group of rows the same for all; none without groups."""
+    return {name: where for name, where in scores.items() if groups and all(_is_silent(rows, name) for rows in groups)}
+
+
+def no_signal(groups: Sequence[pa.RecordBatch], scores: Mapping[str, str]) -> dict[str, Any] | None:
+    """The silent scorers of a step, as "'reward' (file:line)", and a row with what they gave; None where there are
+    none."""
+    silent = silent_scores(groups, scores)
+    if not silent:
+        return None
+    return {"scorers": [f"'{name}' ({where})" for name, where in silent.items()], "example": example(groups[0], silent)}
+
+
+def example(rows: pa.RecordBatch, names: Mapping[str, str]) -> str:
+    """A row for people: `reward 0.0 for the completion 'blue' of 'What is 2 + 3?'`."""
+    row = rows.slice(0, 1).to_pylist()[0]
+    given = ", ".join(f"{name} {row[name]}" for name in names)
+    return f"{given} for the completion {_short(row[COMPLETION])} of {_short(row[PROMPT])}"
+
+
+def _is_silent(rows: pa.RecordBatch, name: str) -> bool:
+    if name not in rows.schema.names or len(pc.unique(rows.column(GROUP_ID))) != 1 or rows.num_rows < 2:
+        return False
+    values = pc.unique(rows.column(name).drop_null())
+    return len(values) == 1
+
+
+def _short(text: Any) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 1]}…"
