@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dataflow.errors import GraphError
 from dataflow.graph import Graph, nearest
+from dataflow.memory_need import amount
 from dataflow.model_size import ModelSize
 
 if TYPE_CHECKING:
@@ -137,14 +138,6 @@ def summary(paths: list[WeightPath]) -> str:
     """The executors of some pairs: one name, or several with the number of pairs of each."""
     counts = collections.Counter(path.executor for path in paths)
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{name} x{n}" for name, n in counts.items())
-
-
-def amount(size: int | None) -> str:
-    """Bytes for people: 8.2 MiB."""
-    if size is None:
-        return "-"
-    unit, shift = ("GiB", 30) if size >= 1 << 30 else ("MiB", 20) if size >= 1 << 20 else ("KiB", 10)
-    return f"{size / (1 << shift):.1f} {unit}"
 
 
 def _seat(placement: "Placement", replica: int, rank: int, one_process: bool) -> Seat:

@@ -1,6 +1,7 @@
 """What the files of a model's folder tell before anything is loaded: whether it can be a model at all."""
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from dataflow.model import ADAPTER_CONFIG, Model
 
 INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
+_MOST_HEADER = 100 << 20
 
 
 def folder_fault(model: Model) -> str | None:
@@ -62,7 +64,25 @@ def start_fault(model: Model) -> str | None:
         return f"{head}a '{config['model_type']}' reads with an encoder; give a decoder, such as a Llama or a Qwen"
     if "auto_map" in config and not model.trust_remote_code and not config.get("architectures"):
         return f"{head}it has code of its own (auto_map); read it and, if you trust it, give trust_remote_code=True"
-    if not (folder / INDEX).is_file() and not any(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         found = sorted(path.name for path in folder.iterdir())[:8]
         return f"{head}{folder} has no weights in safetensors, only {found}; save them with save_pretrained"
+    for file in files:
+        try:
+            tensor_shapes(file)
+        except (OSError, ValueError) as error:
+            return f"{head}{error}; copy it again"
     return None
+
+
+def tensor_shapes(file: Path) -> dict[str, list[int]]:
+    """Shapes by name of a safetensors file: 8 bytes of length, then a JSON header with every tensor's. ValueError where
+    it is none."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(min(length, _MOST_HEADER)))
+        return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is torn or no safetensors file ({error})") from error

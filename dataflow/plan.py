@@ -8,9 +8,10 @@ import networkx as nx
 
 from dataflow.check import lanes_of, sinks_of, too_large_groups
 from dataflow.errors import GraphError
-from dataflow.executors import WeightPath, amount, explain, summary, weight_paths
+from dataflow.executors import WeightPath, explain, summary, weight_paths
 from dataflow.graph import Graph, nearest
 from dataflow.group_bytes import MESSAGE_BYTES, message_fault
+from dataflow.memory_need import Need, amount, check_fit, need_of
 from dataflow.model_size import ModelSize
 from dataflow.node import Bound, Generate, Learn, Operator, Source
 
@@ -46,8 +47,13 @@ class Placement:
     """Accelerators, replica by replica; empty: CPU."""
     threads: int = 1
     """CPU threads of each process."""
-    memory_bytes: int | None = None
-    """Estimate for one process; None: unknown or small."""
+    need: Need | None = None
+    """Memory that one process needs at least; None: unknown or small."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Estimate for one process; None: unknown or small."""
+        return None if self.need is None else self.need.total
 
     @property
     def devices(self) -> str:
@@ -156,6 +162,8 @@ class Plan:
                 f"{(bound.max_staleness + 1) * bound.prompts_per_step} prompts in flight"
             )
         lines.append(f"a message on a data edge has at most {amount(self.message_bytes)}; a larger group goes in parts")
+        lines += [f"each process of '{each.node}' needs at least {each.need}" for each in self.placements.values()
+                  if each.need is not None]  # fmt: skip
         lines += explain(self.weight_paths)
         if self.listen:
             lines.append(
@@ -223,9 +231,7 @@ def plan(
         placements[name] = Placement(
             node=name, worker=workers[name], replicas=count, ranks=shared[name], gpus=on,
             threads=1 if operator.light else threads,
-            memory_bytes=(
-                size.memory_bytes(model.dtype, operator.trains, model.lora) // shared[name] if size and model else None
-            ),
+            need=need_of(graph, operator, size, shared[name]),
         )  # fmt: skip
     made = Plan(
         placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
@@ -235,7 +241,24 @@ def plan(
     for fault in too_large_groups(graph, {name: placement.replicas for name, placement in placements.items()}):
         raise GraphError(fault)
     _check_scale(graph, made, one_process)
+    check_fit(_needs(made), _room(devices))
     return made
+
+
+def _needs(made: Plan) -> list[tuple[str, str, Need]]:
+    """Of every rank, which knows its device."""
+    return [
+        (f"{each.worker}-{replica}" + (f".{rank}" if each.ranks > 1 else ""), each.device(replica, rank), each.need)
+        for each in made.placements.values() if each.need is not None
+        for replica in range(each.replicas) for rank in range(each.ranks)
+    ]  # fmt: skip
+
+
+def _room(devices: Devices) -> dict[str, int]:
+    """Bytes by device, 0 where unknown."""
+    return {"cpu": devices.memory_bytes} | {
+        f"cuda:{number}": devices.gpu_memory_bytes for number in range(devices.gpus)
+    }
 
 
 def check_replicas(operator: Operator, count: int) -> None:

@@ -17,6 +17,7 @@ from dataflow.carry_out import Run, Times, carry_out, take
 from dataflow.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.display import make_view
 from dataflow.errors import GraphError
+from dataflow.gpu_memory import gpu_memory
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.host import Settings
@@ -80,7 +81,9 @@ def this_machine() -> Devices:
     """Cores, memory and accelerators at hand, without importing torch."""
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Devices(cpus=cpus, gpus=gpus, memory_bytes=psutil.virtual_memory().total)
+    return Devices(
+        cpus=cpus, gpus=gpus, memory_bytes=psutil.virtual_memory().total, gpu_memory_bytes=gpu_memory() if gpus else 0
+    )
 
 
 def make_plan(
@@ -160,7 +163,9 @@ def run(
             f"a run keeps the last 0 steps or more, but keep_steps is {keep_steps}; leave it out to keep all"
         )
     before, recorded = None, None
-    if resume is not None:
+    if resume is None:
+        _check_files(graph)
+    else:
         before = RunFolder.open(resume)
         recorded = Recorded.read(before)
         check_same(before, recorded, graph_facts(graph), seed)
@@ -171,8 +176,6 @@ def run(
         graph, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, devices=devices, scale=scale,
         weights=weights, listen=listen, message_bytes=message_bytes, one_process=on is not None,
     )  # fmt: skip
-    if before is None and (missing := [each for op in graph.operators.values() if (each := op.missing()) is not None]):
-        raise GraphError("\n".join(dict.fromkeys(missing)))
     folder = before or RunFolder.create(runs, graph.name)
     settings = Settings(
         folder=str(folder.path), seed=seed or 0, steps=steps, keep_steps=keep_steps, listen=listen,
@@ -207,6 +210,13 @@ def run(
         folder=folder.path, seconds=outcome.seconds, steps=outcome.steps, verdict=verdict,
         busy_seconds=outcome.busy_seconds,
     )  # fmt: skip
+
+
+def _check_files(graph: Graph) -> None:
+    """Refuse a graph of which an operator lacks what it needs to start. GraphError."""
+    missing = [fault for fault in (operator.missing() for operator in graph.operators.values()) if fault is not None]
+    if missing:
+        raise GraphError("\n".join(dict.fromkeys(missing)))
 
 
 def _stand_in(what: Run) -> int:

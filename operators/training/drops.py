@@ -66,7 +66,7 @@ class Drops:
         good = usable(records, self._columns)
         if not good.any():
             errors = [error for error in records.column(ERROR).to_pylist() if error]
-            self._last_failure = errors[0] if errors else "no value in a column that the loss reads"
+            self._last_failure = self._attributed(errors[0]) if errors else "no value in a column that the loss reads"
             return "failed" if errors else "skipped"
         if self._bound is not None:
             if newest_versions(records.column(VERSIONS)).max() > step:
@@ -122,6 +122,11 @@ class Drops:
                 f"'{self._node}' dropped {self._in_a_row.total()} groups in a row and trained none; "
                 f"{', '.join(found)}; {do}"
             )
+
+    def _attributed(self, error: str) -> str:
+        """A row's error with where the scorer that it names is defined, if it does not say so itself."""
+        where = self._scores.get(error.partition(":")[0], "")
+        return error if where in error else f"{error} ({where})"
 
     def _release(self) -> None:
         groups, self._groups, self.reasons = self._groups, [], {}

@@ -221,6 +221,28 @@ def test_a_worker_that_failed_and_does_not_end_is_killed(play: Any) -> None:
     assert run.desk.killed == [("trainer-0", signal.SIGKILL)]
 
 
+def test_a_failure_that_a_restart_does_not_mend_ends_the_run_at_once(play: Any) -> None:
+    run = play().begin()
+    run.say("trainer-0", "failed", message="reward() in mine.py:3 returned nan", lasting=True)
+    run.turn()
+    run.exits("trainer-0", status=1)
+    with pytest.raises(RunError, match="mine.py:3 returned nan; a restart would not mend that") as found:
+        run.turn()
+    assert not isinstance(found.value, WorkerDied) and run.desk.spawned == []
+
+
+@pytest.mark.parametrize("said", [{}, {"lasting": False}, {"lasting": "yes"}])
+def test_any_other_failure_is_worth_a_restart(play: Any, said: dict[str, Any]) -> None:
+    run = play().begin()
+    run.say("trainer-0", "failed", message="no memory", **said)
+    run.turn()
+    run.exits("trainer-0", status=1)
+    run.turn()
+    run.everyone_beats()
+    run.restart("trainer-0")
+    assert run.desk.spawned == [("trainer-0", 1)]
+
+
 def test_what_a_worker_said_before_it_ended_is_its_cause_also_when_its_end_is_noticed_first(play: Any) -> None:
     run = play().begin()
     run.exits("trainer-0", status=1)

@@ -163,3 +163,12 @@ def test_a_worker_that_only_dies_ends_the_run_at_the_set_number_whatever_the_tim
         assert recovery.due(now) == ([Restart("a", number + 1)] if number < 4 else [])
         recovery.recovered("a", now)
     assert recovery.hopeless is not None
+
+
+def test_what_a_restart_does_not_mend_is_hopeless_the_first_time() -> None:
+    recovery = Recovery(Patience())
+    recovery.died("a", "failed: reward() in mine.py:3 returned nan", 0.0, lasting=True)
+    assert recovery.hopeless is not None
+    for part in ("'a'", "mine.py:3 returned nan", "a restart would not mend that"):
+        assert part in recovery.hopeless
+    assert recovery.due(1_000.0) == []
