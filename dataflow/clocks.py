@@ -46,3 +46,29 @@ class AwakeClock:
                 self._away_s += now - self._looked
             self._looked = now
             return now - self._away_s
+
+
+LOOK_S = 0.2
+"""How long one slice of a wait may be, so that its countdown sees a stop."""
+
+
+class Countdown:
+    """What is left of a wait, without the seconds in which this process was stopped.
+
+    Its owner waits in slices: `while not came(wait.slice_s): if wait.is_over: ...`.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] | None = None) -> None:
+        """clock: an `AwakeClock`; one of its own when None."""
+        self._clock = clock or AwakeClock()
+        self._ends = self._clock() + seconds
+
+    @property
+    def slice_s(self) -> float:
+        """How long to wait before the next look."""
+        return min(LOOK_S, max(0.0, self._ends - self._clock()))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left."""
+        return self._clock() >= self._ends

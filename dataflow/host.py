@@ -89,8 +89,10 @@ class Host:
         writer_of: WriterOf,
         reader_of: ReaderOf,
         device: Callable[[str], str] = lambda node: "cpu",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """writer_of(trainer) and reader_of(trainer, reader) open the weight plane's ends for given tensors."""
+        """writer_of(trainer) and reader_of(trainer, reader) open the weight plane's ends for given tensors. clock: of
+        the operators, which stands still while the process is stopped."""
         self.graph, self.plan, self.settings = graph, plan, settings
         self.nodes = [name for name in graph.operators if name in set(nodes)]
         self.folder = RunFolder.open(settings.folder) if settings.folder else None
@@ -101,7 +103,7 @@ class Host:
         """The node that is being built, or whose turn it is; empty while nobody is at work."""
         self.at_since = time.monotonic()
         self._trace = Trace(f"{settings.worker}-{settings.replica}")
-        self._writer_of, self._reader_of, self._device = writer_of, reader_of, device
+        self._writer_of, self._reader_of, self._device, self._clock = writer_of, reader_of, device, clock
 
     def incoming(self) -> list[Edge]:
         """Edges that end here."""
@@ -214,7 +216,7 @@ class Host:
             folder=self.folder,
             ledger=self.ledger,
             limits=self.settings.limits,
-            clock=time.monotonic,
+            clock=self._clock,
             log=node_log(name),
             writer=self._writer_of(name) if read_by else None,
             reader=self._reader_of(reads[0].weights.trainer.name, name) if reads else None,

@@ -1,10 +1,12 @@
 """The transports of one process: data edges over ZeroMQ or within it, and the ends of the weight planes."""
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from dataflow.clocks import AwakeClock
 from dataflow.executors import COLLECTIVE
 from dataflow.fan_out import FanOut
 from dataflow.graph import Graph
@@ -30,8 +32,12 @@ _SENDERS = 64
 class Ports:
     """Opens what the plan says, closes all of it."""
 
-    def __init__(self, graph: Graph, plan: Plan, nodes: list[str], settings: Settings) -> None:
-        self._graph, self._plan, self._settings = graph, plan, settings
+    def __init__(
+        self, graph: Graph, plan: Plan, nodes: list[str], settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """clock: of this process, which stands still while it is stopped."""
+        self._graph, self._plan, self._settings, self._clock = graph, plan, settings, clock
         self._nodes = set(nodes)
         self._edges = edges(graph)
         self.inlets: dict[str, Receiver] = {}
@@ -70,7 +76,7 @@ class Ports:
                 edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}", epoch=self._settings.attempt,
                 schema=schema(edge.columns), receivers=[edge.name] if local else addresses[edge.name],
                 network=self._local if local else self._to_send, most_rows=edge.most_rows,
-                peer_timeout_s=self._settings.limits.return_s,
+                peer_timeout_s=self._settings.limits.return_s, clock=self._clock,
             )  # fmt: skip
         return self._outlets
 
@@ -222,7 +228,10 @@ class Ports:
         """How torch.distributed carries the weights, and where they are sent from or arrive."""
         device = self._settings.device if executor == "nccl" else "cpu"
         deadlines = _deadlines(self._settings.limits)
-        return {"backend": executor, "device": device, "deadlines": deadlines, "attempt": self._settings.attempt}
+        return {
+            "backend": executor, "device": device, "deadlines": deadlines, "attempt": self._settings.attempt,
+            "clock": AwakeClock(),
+        }  # fmt: skip
 
     def _site(self, trainer: str, executor: str) -> Any:
         """Where a trainer and its readers meet: a socket between processes, a hub within one."""
@@ -286,9 +295,17 @@ def offer_beside(
         ShardedWriter(
             layout.cast(site["dtype"]), rank, site["address"], ranks=ranks, backend=site["executor"],  # type: ignore[arg-type]
             device=device if site["executor"] == "nccl" else "cpu", deadlines=patience, attempt=attempt,
+            clock=AwakeClock(),
         )
         for site in sites
     ])  # fmt: skip
+
+
+def abort_gloo(group: Any, rank: int, size: int) -> None:
+    """End all that is under way in a process group of gloo's, here and at the other ranks, from any thread."""
+    from transport.weights.sharded.process_group import abort_gloo
+
+    abort_gloo(group, rank, size)
 
 
 class ShardsOut(FanOut):

@@ -90,11 +90,11 @@ class Worker:
         self._left_alone = left_alone or threading.Event()
         self._ends_at: float | None = None
         self._nodes = plan.workers[settings.worker]
-        self._ports = Ports(graph, plan, self._nodes, settings)
+        self._ports = Ports(graph, plan, self._nodes, settings, clock)
         self._host = Host(
             graph, plan, self._nodes, settings,
             writer_of=self._ports.writer_of, reader_of=self._ports.reader_of,
-            device=lambda node: settings.device if plan.placements[node].gpus else "cpu",
+            device=lambda node: settings.device if plan.placements[node].gpus else "cpu", clock=clock,
         )  # fmt: skip
         self._process = psutil.Process()
         self._threads = max(plan.placements[node].threads for node in self._nodes)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import select
 import socket
 import struct
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import msgpack
+
+from dataflow.clocks import Countdown
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16
@@ -30,14 +31,18 @@ class Channel:
     def send(self, word: Mapping[str, Any]) -> None:
         """Hand over one word. Raises OSError (TimeoutError, BrokenPipeError) when the peer does not take it."""
         data = msgpack.packb(dict(word))
-        self._end.settimeout(self._send_s)
-        self._end.sendall(_LENGTH.pack(len(data)) + data)
+        left, wait = memoryview(_LENGTH.pack(len(data)) + data), Countdown(self._send_s)
+        while left:
+            if select.select([], [self._end], [], wait.slice_s)[1]:
+                left = left[self._end.send(left, socket.MSG_DONTWAIT) :]
+            elif wait.is_over:
+                raise TimeoutError
 
     def receive(self, wait_s: float) -> dict[str, Any]:
         """The next word. Raises EOFError when the peer has closed its end, TimeoutError after `wait_s` seconds."""
-        deadline = time.monotonic() + wait_s
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline))
-        return msgpack.unpackb(self._exactly(length, deadline))  # type: ignore[no-any-return]
+        wait = Countdown(wait_s)
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, wait))
+        return msgpack.unpackb(self._exactly(length, wait))  # type: ignore[no-any-return]
 
     def readable(self, wait_s: float) -> bool:
         """Whether a word, or the peer's end, comes within `wait_s` seconds."""
@@ -47,11 +52,13 @@ class Channel:
         """Close this end."""
         self._end.close()
 
-    def _exactly(self, count: int, deadline: float) -> bytes:
+    def _exactly(self, count: int, wait: Countdown) -> bytes:
         parts: list[bytes] = []
         while count:
-            if not self.readable(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError
+            if not self.readable(wait.slice_s):
+                if wait.is_over:
+                    raise TimeoutError
+                continue
             try:
                 part = self._end.recv(min(count, _CHUNK))
             except ConnectionResetError:

@@ -10,6 +10,7 @@ from typing import Any
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from operators.ranks.channel import Channel
 from operators.ranks.team import BLAME_S, Team, timed_out
+from operators.ranks.watch import Watch
 
 LOOK_S = 5.0
 """A rank that waits for a word looks this often whether rank 0 still lives."""
@@ -24,8 +25,8 @@ class Exchange:
     unblocked by: their part of it, their end, or the time-out; after an error every word raises
     """
 
-    def __init__(self, team: Team) -> None:
-        self.team = team
+    def __init__(self, team: Team, watch: Watch) -> None:
+        self.team, self._watch = team, watch
         self._broken = ""
 
     def tell(self, **word: Any) -> None:
@@ -41,13 +42,15 @@ class Exchange:
     def answers(self, name: str, wait_s: float | None = None) -> list[Any]:
         """What each of the other ranks answers under `name`, in their order."""
         wait_s = self.team.limits.exchange_s if wait_s is None else wait_s
-        return [self.team.answer(rank, name, wait_s) for rank in range(1, self.team.size)]
+        with self._watch.lifted():
+            return [self.team.answer(rank, name, wait_s) for rank in range(1, self.team.size)]
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
         """An error that another rank may have caused, as one that names it; the ranks end with it."""
         try:
-            yield
+            with self._watch.within():
+                yield
         except Exception as error:
             if self._broken:
                 raise
@@ -57,6 +60,11 @@ class Exchange:
             if cause is error:
                 raise
             raise cause from error
+
+    def close(self) -> None:
+        """End the other ranks; may be called again."""
+        self._watch.close()
+        self.team.close()
 
 
 def next_word(
@@ -79,11 +87,12 @@ def next_word(
 
 
 @contextlib.contextmanager
-def named(channel: Channel, rank: int, parent: int, doing: str) -> Iterator[None]:
+def named(channel: Channel, rank: int, parent: int, doing: str, watch: Watch) -> Iterator[None]:
     """In another rank: an exchange that broke, as an error that says who waited for whom."""
     try:
-        yield
-    except RuntimeError as error:
+        with watch.within():
+            yield
+    except (RuntimeError, TimeoutError) as error:
         if isinstance(error, RunError):
             raise
         waited = f"rank {rank} waited for the other ranks in {doing}"

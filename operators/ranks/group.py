@@ -12,10 +12,14 @@ import torch
 import torch.distributed as dist
 
 from dataflow.errors import RunError
+from dataflow.ports import abort_gloo
+from operators.ranks.watch import Watch
+
+NEVER = datetime.timedelta(days=365)
 
 
 def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-    """Meet the other ranks in `folder` (mode 0700), on loopback only; every later exchange ends within `timeout_s`.
+    """Meet the other ranks in `folder` (mode 0700), on loopback only, within `timeout_s`; then call `watched`.
 
     Raises:
         RunError: this process is in a process group already.
@@ -37,6 +41,30 @@ def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: fl
         world_size=size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+
+
+def watched(limit_s: float) -> Watch:
+    """Bound the waits of all process groups that there are, in the place of their own time-outs, which run on while the
+    run is stopped."""
+    for found in _groups():
+        dist.distributed_c10d._set_pg_timeout(NEVER, found)  # type: ignore[attr-defined]
+    return Watch(limit_s, _abort, computes=not any("cuda" in str(found._device_types) for found in _groups()))
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map)  # type: ignore[attr-defined]
+
+
+def _abort() -> None:
+    """End all that is under way, here and at the other ranks."""
+    for found in _groups():
+        for device in found._device_types:
+            backend = found._get_backend(device)
+            with contextlib.suppress(RuntimeError):
+                if device.type == "cuda":
+                    backend.abort()
+                else:
+                    abort_gloo(backend, found.rank(), found.size())
 
 
 def leave() -> None:

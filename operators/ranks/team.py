@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dataflow.clocks import Countdown
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.limits import Limits
 from operators.ranks import group
@@ -104,15 +105,20 @@ class Team:
             return error
         late = timed_out(error)
         hurt: dict[int, str] = {}
-        deadline = time.monotonic() + BLAME_S
-        while len(hurt) < len(self._channels) and time.monotonic() < deadline:
+        failed: dict[int, str] = {}
+        wait = Countdown(BLAME_S)
+        while len(hurt) < len(self._channels) and not wait.is_over:
             for rank in self._channels.keys() - hurt.keys():
                 if not self._channels[rank].readable(0.0):
                     continue
                 kind, said = self._last_words(rank)
                 if kind not in HURT:
-                    return self._died(rank, said, doing)
-                hurt[rank], late = said, late or kind == DeadlineError.__name__
+                    failed[rank] = said
+                else:
+                    hurt[rank], late = said, late or kind == DeadlineError.__name__
+            if failed:  # who was ended said nothing; others may speak of the connections that this broke
+                rank = min(failed, key=lambda each: (bool(failed[each]), each))
+                return self._died(rank, failed[rank], doing)
             if late and len(hurt) + 1 == len(self._channels):
                 break
             time.sleep(0.02)
@@ -128,7 +134,7 @@ class Team:
     def close(self) -> None:
         """End the other ranks, by SIGKILL where a word does not do; may be called again."""
         for channel in self._channels.values():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # the end is closed already
                 channel.send({"do": "close"})
             channel.close()
         deadline = time.monotonic() + END_S

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dataflow.clocks import Countdown
 from dataflow.errors import DeadlineError, RunError
 from dataflow.files import RunFolderError, disk
 
@@ -78,11 +79,11 @@ def wait_for(folder: Path, ranks: int, deadline_s: float) -> None:
 
     Raises RunFolderError where a rank left word of why it has none (see `give_up`), DeadlineError after so long.
     """
-    deadline = time.monotonic() + deadline_s
+    wait = Countdown(deadline_s)
     while missing := [rank for rank in range(ranks) if not (folder / file_name(rank, ranks)).exists()]:
         for note in folder.glob("failed-*.txt"):
             raise RunFolderError(note.read_text("utf-8") or _UNSAID.format(folder=folder))
-        if time.monotonic() > deadline:
+        if wait.is_over:
             raise DeadlineError(
                 f"rank 0 waited {deadline_s:.0f} s for the shards of ranks {missing} in '{folder}', and they did not "
                 f"come; look whether all ranks write to the same disk, and whether it is slow"

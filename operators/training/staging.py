@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dataflow.clocks import Countdown
 from dataflow.errors import DeadlineError
 
 
@@ -64,8 +65,9 @@ class Background:
 
     def wait(self, deadline_s: float) -> None:
         """Until nothing is under way. Raises what the work raised; DeadlineError after so many seconds."""
-        if self._thread is not None:
-            self._thread.join(deadline_s)
+        wait = Countdown(deadline_s)
+        while self._thread is not None and not self.is_idle and not wait.is_over:
+            self._thread.join(wait.slice_s)
         if not self.is_idle:
             raise DeadlineError(
                 f"{self._what} was not over after {deadline_s:.0f} s; the disk may hang: look at it and its log, "

@@ -59,16 +59,19 @@ def _serve(
     """Join, load, build, and follow rank 0 to the end."""
     wait_s = Limits.from_plain(limits).exchange_s
     mesh = group.join(folder, rank, size, torch.device(device), wait_s)
+    watch = group.watched(wait_s)
 
     @contextlib.contextmanager
     def loading() -> Iterator[None]:
-        next_word(channel, rank, os.getppid(), wait_s)
-        yield
-        channel.send({"loaded": rank})
-        next_word(channel, rank, os.getppid(), wait_s)
+        with watch.lifted():
+            next_word(channel, rank, os.getppid(), wait_s)
+            yield
+            channel.send({"loaded": rank})
+            next_word(channel, rank, os.getppid(), wait_s)
 
     context = Context(node=node, device=device, threads=threads)
-    member = make_member(declaration_of(declaration), context, mesh, loading())
+    with watch.within():
+        member = make_member(declaration_of(declaration), context, mesh, loading())
     pieces = plain_pieces(member.shards)
     with contextlib.ExitStack() as ends:
         beside = None
@@ -77,7 +80,7 @@ def _serve(
             beside = open_beside(site, device, f"{node}-{replica}.{rank}", own, pieces)
             ends.callback(beside.close)
         channel.send({"pieces": pieces})
-        follow(member, channel, rank, wait_s, beside)
+        follow(member, channel, rank, wait_s, watch, beside)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from operators.engine.parallel.shards import AXES, Piece, Shard
 from operators.ranks import group
-from operators.ranks.group import leave
+from operators.ranks.group import leave, watched
 
-__all__ = ["digests", "join", "least", "leave", "receive", "spread"]
+__all__ = ["digests", "join", "least", "leave", "receive", "spread", "watched"]
 
 
 def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> DeviceMesh:

@@ -18,6 +18,7 @@ from operators.engine.parallel.member import make_member
 from operators.engine.parallel.shards import pieces_of
 from operators.engine.parallel.words import plain_declaration
 from operators.generator import Generator
+from operators.ranks.exchange import Exchange
 from operators.ranks.processes import program
 from operators.ranks.team import Team
 
@@ -44,17 +45,20 @@ def make_parallel(declaration: Generator, context: Context, size: int) -> Built:
             place = f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else context.device
             team.tell({**settings, "rank": rank, "device": place}, rank)
         mesh = group.join(team.folder, 0, size, device, context.limits.exchange_s)
+        watch = group.watched(context.limits.exchange_s)
 
         @contextlib.contextmanager
         def loading() -> Iterator[None]:
-            yield
-            for rank in range(1, size):
-                team.tell({"do": "load"}, rank)
-                team.answer(rank, "loaded")
+            with watch.lifted():
+                yield
+                for rank in range(1, size):
+                    team.tell({"do": "load"}, rank)
+                    team.answer(rank, "loaded")
             team.tell({"do": "build"})
 
-        member = make_member(declaration, context, mesh, loading())
+        with watch.within():
+            member = make_member(declaration, context, mesh, loading())
         others = [pieces_of(team.answer(rank, "pieces")) for rank in range(1, size)]
-    lockstep = Lockstep(member, team, others)
+    lockstep = Lockstep(member, Exchange(team, watch), others, context.clock)
     reader = None if opens is None else functools.partial(lockstep.lead, opens)
     return dataclasses.replace(member.built, engine=lockstep, reader=reader)

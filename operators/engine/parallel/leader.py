@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -76,7 +75,7 @@ class Leader:
 
     def _bear(self, outside: list[int], version: int) -> None:
         """Put up with a refusal for a while: a segment that the trainer has given up cannot be opened any more."""
-        now, limit = time.monotonic(), self._lockstep.timeout_s
+        now, limit = self._lockstep.clock(), self._lockstep.timeout_s
         self._refused_at = now if self._refused_at is None else self._refused_at
         if now - self._refused_at >= limit:
             raise DeadlineError(

@@ -25,7 +25,7 @@ from operators.engine.results import Finished, Start
 from operators.engine.stops import StopStrings
 from operators.ranks.channel import Channel
 from operators.ranks.exchange import Exchange, named, next_word
-from operators.ranks.team import Team
+from operators.ranks.watch import Watch
 
 
 class Lockstep:
@@ -37,14 +37,15 @@ class Lockstep:
     unblocked by: their part of the exchange, their end, or the time-out; after an error every call raises
     """
 
-    def __init__(self, member: Member, team: Team, others: Sequence[Mapping[str, Piece]]) -> None:
-        """`others`: which part of each parameter rank r + 1 holds."""
+    def __init__(
+        self, member: Member, exchange: Exchange, others: Sequence[Mapping[str, Piece]], clock: Callable[[], float]
+    ) -> None:
+        """`others`: which part of each parameter rank r + 1 holds. clock: the worker's."""
         self._engine = member.engine
-        self.node, self.timeout_s = team.node, team.limits.exchange_s
+        self.node, self.timeout_s, self.clock = exchange.team.node, exchange.team.limits.exchange_s, clock
         self.shards = member.shards
         """Rank 0's, by name."""
-        self._team, self._others = team, others
-        exchange = Exchange(team)
+        self._exchange, self._others = exchange, others
         self._tell, self._together, self._answers = exchange.tell, exchange.together, exchange.answers
         self._leader: Leader | None = None
 
@@ -111,14 +112,17 @@ class Lockstep:
     def close(self) -> None:
         """Give up all rows and end the other ranks; may be called again."""
         self._engine.close()
-        self._team.close()
+        self._exchange.close()
         group.leave()
 
 
-def follow(member: Member, channel: Channel, rank: int, wait_s: float, beside: WeightsBeside | None = None) -> None:
+def follow(
+    member: Member, channel: Channel, rank: int, wait_s: float, watch: Watch, beside: WeightsBeside | None = None
+) -> None:
     """Do what rank 0 says until it says that all is over.
 
-    wait_s: for a word that has begun. beside: this rank's end of the weight plane, where it takes its own slices.
+    wait_s: for a word that has begun. watch: bounds exchanges. beside: this rank's end of the weight plane, where it
+    takes its own slices.
 
     consumes: words of rank 0
     produces: this rank's part of each exchange
@@ -166,5 +170,5 @@ def follow(member: Member, channel: Channel, rank: int, wait_s: float, beside: W
         word = next_word(channel, rank, parent, wait_s)
         if word["do"] == "close":
             return
-        with named(channel, rank, parent, f"{word['do']} {engine.steps + 1}"):
+        with named(channel, rank, parent, f"{word['do']} {engine.steps + 1}", watch):
             obey(word)

@@ -79,12 +79,13 @@ class Follower:
             DeadlineError: an exchange was not over in time.
         """
         parent, wait_s = os.getppid(), self._duties.limits.exchange_s
+        watch = group.watched(wait_s)
         while True:
             word = next_word(self._channel, self._rank, parent, wait_s, look_s=POLL_S, meanwhile=self._poll)
             if word["do"] == "close":
                 self._close()
                 return
-            with named(self._channel, self._rank, parent, f"{word['do']}"):
+            with named(self._channel, self._rank, parent, f"{word['do']}", watch):
                 self._obey(word)
             self._poll()
 

@@ -91,7 +91,7 @@ def lead(trainer: Trainer, context: Context, make: Callable[[], Learner]) -> Led
             team.tell({"do": "load"}, rank)
             team.answer(rank, "loaded")
     own.together = MeshTogether(mesh, team.fallen, limits.exchange_s)
-    return LedLearner(own, Exchange(team), mesh)
+    return LedLearner(own, Exchange(team, group.watched(limits.exchange_s)), mesh)
 
 
 def device_of(first: str, rank: int) -> torch.device:

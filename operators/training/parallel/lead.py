@@ -101,7 +101,7 @@ class LedLearner(Learner):
 
     def close(self) -> None:
         """End the other ranks; may be called again."""
-        self._exchange.team.close()
+        self._exchange.close()
         group.leave()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from dataflow.clocks import Countdown
 from operators.training.together import local
 
 AXES = ("pp", "dp_replicate", "fsdp", "tp")
@@ -82,12 +83,12 @@ class MeshTogether:
     def _settle(self) -> None:
         """Wait for this rank's GPU, which waits for those of the others. RuntimeError when one of them is gone."""
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        deadline = time.monotonic() + self.timeout_s
+        wait = Countdown(self.timeout_s)
         event.record()
         while not event.query():
             if self.fallen():
                 raise RuntimeError("another rank has ended")
-            if time.monotonic() > deadline:
+            if wait.is_over:
                 raise RuntimeError(f"timed out after {self.timeout_s:.0f} s")
             time.sleep(LOOK_S)
 

@@ -172,6 +172,8 @@ class Control(threading.Thread):
                 now = self._clock()
                 if due := self.member.tick(now):
                     self.act(due)
+                for thread in self._threads.values():
+                    thread.look(now)
                 if self.coordinator:
                     self.route(self.coordinator.tick(now))
                 self._deliver()

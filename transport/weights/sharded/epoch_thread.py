@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -25,7 +26,7 @@ class Party(Protocol):
 
 
 class EpochThread(threading.Thread):
-    """Consumes: moves. Produces: outcomes. Waits for: its peers, until a deadline. Unblocked by: them, `abort`."""
+    """Consumes: moves. Produces: outcomes. Waits for: its peers. Unblocked by: them, `abort`, `look` at a deadline."""
 
     def __init__(
         self,
@@ -42,16 +43,28 @@ class EpochThread(threading.Thread):
         self._party: Party | None = None
         self._over = threading.Event()
         self._aborting: threading.Thread | None = None
+        self._deadline = math.inf
+        """Of the move under way."""
+        self._is_late = False
         self.start()
 
     def move(self, move: Move, deadline: float) -> None:
         """Begin to move a version; its outcome comes later."""
         self._jobs.put((move, deadline))
 
+    def look(self, now: float) -> None:
+        """Break off a move whose deadline has passed."""
+        if now >= self._deadline:
+            self._deadline, self._is_late = math.inf, True
+            self._break_off()
+
     def abort(self) -> None:
         """End it all; returns at once, whatever the thread is in."""
         self._over.set()
         self._jobs.put(None)
+        self._break_off()
+
+    def _break_off(self) -> None:
         if party := self._party:
             self._aborting = threading.Thread(target=party.abort, name="weights-abort", daemon=True)
             self._aborting.start()
@@ -81,7 +94,13 @@ class EpochThread(threading.Thread):
         return None
 
     def _move(self, party: Party, move: Move, deadline: float) -> Outcome:
+        self._deadline = deadline
         try:
-            return party.move(move.version, deadline)
+            outcome = party.move(move.version, deadline)
         except Exception as error:
-            return Outcome(BROKEN, f"{type(error).__name__}: {error}"[:300])
+            outcome = Outcome(BROKEN, f"{type(error).__name__}: {error}"[:300])
+        finally:
+            self._deadline = math.inf
+        if outcome.state == BROKEN and self._is_late:
+            return Outcome(BROKEN, f"it was not over at its deadline: {outcome.fault}"[:300])
+        return outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -16,10 +16,10 @@ NAP_S = 0.002
 class Meeting(dist.Store):  # type: ignore[name-defined, misc]
     """A store that gloo's ranks meet in, whose waits another thread can end: torch's own last their full time."""
 
-    def __init__(self, store: Any, stop: threading.Event, patience: datetime.timedelta) -> None:
-        """`patience`: of every wait."""
+    def __init__(self, store: Any, stop: threading.Event, patience_s: float, clock: Callable[[], float]) -> None:
+        """`patience_s`: of every wait."""
         super().__init__()
-        self._store, self._stop, self._patience = store, stop, patience
+        self._store, self._stop, self._patience_s, self._clock = store, stop, patience_s, clock
 
     def set(self, key: str, value: Any) -> None:
         """See torch.distributed.Store."""
@@ -44,7 +44,7 @@ class Meeting(dist.Store):  # type: ignore[name-defined, misc]
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         """Until all are there, however short gloo's own timeout is. RuntimeError when late, or `stop` is set."""
-        until = time.monotonic() + self._patience.total_seconds()
+        until = self._clock() + self._patience_s
         while not self._store.check(list(keys)):
-            if self._stop.wait(NAP_S) or time.monotonic() > until:
+            if self._stop.wait(NAP_S) or self._clock() > until:
                 raise RuntimeError(f"other ranks have not come to the meeting; found no '{keys[0]}'")

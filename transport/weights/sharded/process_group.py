@@ -24,6 +24,7 @@ from transport.weights.sharded.meeting import Meeting
 Backend = Literal["gloo", "nccl"]
 CONNECT_S = 3.0
 """For connections to ranks that have come to the meeting: one that died since keeps gloo waiting so long."""
+NEVER = datetime.timedelta(days=365)
 UNUSED_TAG = (1 << 30) + 1
 """Of messages that nobody sends."""
 
@@ -32,8 +33,9 @@ class ProcessGroup:
     """Point-to-point exchange between the ranks of one epoch."""
 
     def __init__(
-        self, backend: str, store: str, rank: int, size: int, *, connect_s: float, stop: threading.Event
-    ) -> None:
+        self, backend: str, store: str, rank: int, size: int, *, connect_s: float, stop: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """Meets the other ranks, all of which do the same, within `connect_s`; RuntimeError if they do not.
 
         `stop`: ends the waiting for them."""
@@ -42,7 +44,7 @@ class ProcessGroup:
         timeout = datetime.timedelta(seconds=connect_s)
         meeting.set_timeout(timeout)
         if backend == "gloo":
-            meeting = Meeting(meeting, stop, timeout)
+            meeting = Meeting(meeting, stop, connect_s, clock)
         self._group = _gloo(meeting, rank, size) if backend == "gloo" else _nccl(meeting, rank, size, timeout)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
@@ -53,10 +55,13 @@ class ProcessGroup:
         """Begin to receive into a dense tensor."""
         return self._group.recv([tensor], peer, tag)
 
-    def wait(self, work: Any, deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Until it is done. RuntimeError when a rank is gone, the group is aborted or the deadline passed."""
+    def wait(self, work: Any, deadline: float, clock: Callable[[], float], *, is_watched: bool) -> None:
+        """Until it is done. RuntimeError when a rank is gone, the group is aborted or the deadline passed.
+
+        is_watched: another thread aborts the group at the deadline. gloo's own time-outs run on while the process is
+        stopped, so where they are the only ones, a stop ends the group."""
         if self.backend == "gloo":
-            work.wait(datetime.timedelta(seconds=max(0.001, deadline - clock())))
+            work.wait(NEVER if is_watched else datetime.timedelta(seconds=max(0.001, deadline - clock())))
             return
         while not work.is_completed():
             if clock() >= deadline:
@@ -71,10 +76,17 @@ class ProcessGroup:
         with contextlib.suppress(RuntimeError):
             if self.backend == "nccl":
                 self._group.abort()
-            elif self.size > 1:
-                # gloo closes every connection of a group once one of its waits has timed out.
-                nothing = self._group.recv([torch.empty(1)], (self.rank + 1) % self.size, UNUSED_TAG)
-                nothing.wait(datetime.timedelta(milliseconds=1))
+            else:
+                abort_gloo(self._group, self.rank, self.size)
+
+
+def abort_gloo(group: Any, rank: int, size: int) -> None:
+    """End all that is under way in a group of gloo's, here and at the other ranks, from any thread."""
+    if size > 1:
+        # gloo closes every connection of a group once one of its waits has timed out.
+        with contextlib.suppress(RuntimeError):
+            nothing = group.recv([torch.empty(1)], (rank + 1) % size, UNUSED_TAG)
+            nothing.wait(datetime.timedelta(milliseconds=1))
 
 
 def _gloo(meeting: Any, rank: int, size: int) -> Any:

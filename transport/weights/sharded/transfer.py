@@ -97,8 +97,9 @@ class Exchange:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._group = ProcessGroup(
-            form.backend, form.store, rank, form.sources + form.ranks, connect_s=connect_s, stop=stop
-        )
+            form.backend, form.store, rank, form.sources + form.ranks, connect_s=connect_s, stop=stop,
+            clock=clock,
+        )  # fmt: skip
         self._device, self._clock = device, clock
         self._stop = stop
         # One byte to each in the order of the ranks, which is the same for all: NCCL connects a pair at its first
@@ -106,7 +107,7 @@ class Exchange:
         greeting = torch.zeros(1, dtype=torch.uint8, device=device)
         exchange = self._group.send if rank < form.sources else self._group.receive
         for peer in sorted(peers):
-            self._wait(exchange(greeting, peer, GREETING_TAG), clock() + connect_s)
+            self._group.wait(exchange(greeting, peer, GREETING_TAG), clock() + connect_s, clock, is_watched=False)
 
     def abort(self) -> None:
         """End what runs, from another thread."""
@@ -200,7 +201,7 @@ class Exchange:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _wait(self, work: Any, deadline: float) -> None:
-        self._group.wait(work, deadline, self._clock)
+        self._group.wait(work, deadline, self._clock, is_watched=True)
         if self._stop.is_set():
             raise Cancelled("the transfer was given up")
 

@@ -26,13 +26,13 @@ def start() -> Start:
 
 
 def follower(engine) -> int:
-    return engine._team._processes[1].pid
+    return engine._exchange.team._processes[1].pid
 
 
 def test_a_killed_rank_is_named_and_the_engine_is_done(declare, together):
     engine = together(declare())
     engine.step([start()])
-    pid, folder = follower(engine), engine._team.folder
+    pid, folder = follower(engine), engine._exchange.team.folder
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=rf"rank 1 of 'generator' \(pid {pid}\) ended by signal 9 .* in step 2"):
         engine.step()
@@ -73,7 +73,7 @@ def test_a_rank_that_drew_other_tokens_ends_the_run_before_it_answers(declare, t
 def test_of_three_ranks_beside_rank_0_the_one_that_broke_the_exchange_is_named(number, error, says, declare, together):
     engine = together(declare(changes={"num_key_value_heads": 4}), 4, timeout_s=3.0)
     engine.step([start()])
-    pid = engine._team._processes[2].pid
+    pid = engine._exchange.team._processes[2].pid
     os.kill(pid, number)
     with pytest.raises(error, match=says.format(pid=pid)):
         engine.step()

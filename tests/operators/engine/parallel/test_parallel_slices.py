@@ -250,7 +250,7 @@ def test_a_rank_that_is_killed_is_named_at_the_next_version_and_holds_the_traine
     ranks.take()
     ranks.publish(2)
     ranks.offered()
-    pid = ranks.engine._team._processes[1].pid
+    pid = ranks.engine._exchange.team._processes[1].pid
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=rf"rank 1 of 'generator' \(pid {pid}\) ended by signal 9 .* in its entry"):
         ranks.reader.adopt()
@@ -266,7 +266,7 @@ def test_a_rank_that_is_frozen_is_named_when_the_time_out_has_passed(rig):
     ranks = rig(timeout_s=2.0)
     ranks.publish(1)
     ranks.offered()
-    pid = ranks.engine._team._processes[1].pid
+    pid = ranks.engine._exchange.team._processes[1].pid
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(DeadlineError, match=rf"waited 2 s for 'entry' of rank 1 \(pid {pid}\)"):
         ranks.reader.adopt()
