@@ -137,3 +137,26 @@ def test_trainer_and_generator_that_stood_still_together_go_on_with_each_other(p
     goes_on(running, workers)
     running.process.wait(100)
     assert "ended after 60 steps: clean" in running.output()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_of_several_ranks_goes_on_after_stops_that_are_longer_than_any_of_their_deadlines(program: Start) -> None:
+    """The ranks wait for each other most of the time, so a stop falls into a collective or into a transfer."""
+    running = program("ranks", steps=60, adopt_s=2.0, limits={"exchange_s": 8.0, "transfer_s": 8.0, "hang_s": 10.0})
+    under_way(running)
+    workers = press_control_z(running)
+    for stop in range(3):
+        assert stop == 0 or press_control_z(running) == workers
+        made = running.steps()
+        time.sleep(16.0)
+        assert running.steps() == made
+        fg(running)
+        wait_until(lambda before=made: running.steps() >= before + 2, 90.0, "2 steps more")
+        assert leaders(running) == workers
+        assert not (running.runs / "latest" / FILE).exists()
+        time.sleep(0.37)  # so that the next stop falls into another place of a step
+    running.press_control_c()
+    running.process.wait(90)
+    verdict = verify((running.runs / "latest").resolve())
+    assert verdict.clean, verdict.line

@@ -3,7 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from dataflow.clocks import ABSENT_S, AwakeClock, RunClock
+from dataflow.clocks import ABSENT_S, LOOK_S, AwakeClock, Countdown, RunClock
 
 
 class Machine:
@@ -42,3 +42,16 @@ def test_a_run_s_clock_does_not_count_what_its_owner_took_out() -> None:
     before = clock()
     clock.stand_still(lambda: time.sleep(0.2))
     assert 0.0 <= clock() - before < 0.2 <= clock.away_s - 1000.0
+
+
+def test_a_countdown_counts_only_the_seconds_in_which_its_owner_could_wait() -> None:
+    machine = Machine()
+    wait = Countdown(3 * LOOK_S, AwakeClock(machine))
+    assert (wait.slice_s, wait.is_over) == (LOOK_S, False)
+    for away_s in (60.0, 86_400.0):
+        machine.now += away_s
+        assert not wait.is_over
+    machine.now += 2.5 * LOOK_S
+    assert wait.slice_s < LOOK_S and not wait.is_over
+    machine.now += 0.6 * LOOK_S
+    assert (wait.slice_s, wait.is_over) == (0.0, True)

@@ -77,15 +77,44 @@ def learning(folder: Path) -> Graph:
     return tiny_graph(Path(sys.argv[3]))
 
 
+def ranks(folder: Path) -> Graph:
+    """The real operators on two ranks each, which wait for each other for most of the time: in collectives, since the
+    second rank of the trainer is slow, and in exchanges of weights, since both send late."""
+    preload = worker.preload
+
+    def dawdle(operators: object) -> None:
+        preload(operators)  # type: ignore[arg-type]
+        import torch.distributed as dist
+
+        from operators.training.learner import Learner
+        from transport.weights.sharded.transfer import Exchange
+
+        micro, send = Learner.micro, Exchange._send
+
+        def slow_micro(self: Learner, part: object) -> None:
+            time.sleep(0.4 * dist.get_rank())
+            micro(self, part)  # type: ignore[arg-type]
+
+        def slow_send(self: Exchange, *arguments: object) -> object:
+            time.sleep(0.4)
+            return send(self, *arguments)  # type: ignore[arg-type]
+
+        Learner.micro, Exchange._send = slow_micro, slow_send  # type: ignore[method-assign,assignment]
+
+    worker.preload = dawdle
+    return tiny_graph(Path(sys.argv[3]), max_tokens=8, generator_knobs={"tensor_parallel": 2})
+
+
 KINDS: dict[str, Callable[[Path], Graph]] = {
     "endless": endless, "deaf_trainer": deaf_trainer, "late": late, "learning": learning, "loading": loading,
+    "ranks": ranks,
 }  # fmt: skip
 
 
 def main() -> None:
     """Run on one core; the folders made for sockets stand in the file `made`."""
     kind, folder = sys.argv[1], Path(sys.argv[2])
-    if kind != "learning":
+    if kind not in ("learning", "ranks"):
         worker.preload = lambda operators: None
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with (folder / "made").open("a", buffering=1) as made:
@@ -96,10 +125,12 @@ def main() -> None:
 def go(kind: str, folder: Path) -> None:
     """Run, and say what came of it."""
     how = json.loads(os.environ.get("HOW", "{}"))
+    more = {"ranks": {"trainer": 2}, "weights": "gloo"} if kind == "ranks" else {}
     latest = (folder / "runs" / "latest").resolve() if how.get("resume") else None
     result = run(
         KINDS[kind](folder), runs=folder / "runs", quiet=True, steps=how.get("steps"), resume=latest,
         standby=how.get("standby", False), limits=Limits(adopt_s=how.get("adopt_s", 60.0), **how.get("limits", {})),
+        **more,
     )  # fmt: skip
     print(f"ended after {result.steps} steps: {result.verdict.line}")
 

@@ -409,3 +409,31 @@ def test_a_collective_never_holds_the_thread_that_keeps_the_deadline():
     thread.abort()
     assert ended.wait(DEADLINE_S) and thread.ended(DEADLINE_S)
     assert outcomes == [(7, "aborted")]
+
+
+def test_the_thread_that_keeps_the_deadline_breaks_a_transfer_off_that_passes_it():
+    stuck, over, ended, outcomes = threading.Event(), threading.Event(), threading.Event(), []
+
+    class Stuck:
+        def move(self, version: int, deadline: float) -> Outcome:
+            stuck.set()
+            assert over.wait(DEADLINE_S)
+            return Outcome(BROKEN, "pair closed")
+
+        def abort(self) -> None:
+            over.set()
+
+    def moved(move: Move, outcome: Outcome) -> None:
+        outcomes.append(outcome.fault)
+        ended.set()
+
+    thread = EpochThread(lambda stop: Stuck(), lambda fault, mismatch: None, moved)
+    thread.look(1e9)
+    thread.move(Move(epoch=1, round=1, version=7), 100.0)
+    assert stuck.wait(DEADLINE_S)
+    thread.look(99.0)
+    assert not over.is_set()
+    thread.look(100.0)
+    assert ended.wait(DEADLINE_S) and outcomes == ["it was not over at its deadline: pair closed"]
+    thread.abort()
+    assert thread.ended(DEADLINE_S)
