@@ -143,8 +143,8 @@ def test_trainer_and_generator_that_stood_still_together_go_on_with_each_other(p
 @pytest.mark.timeout(400)
 def test_a_run_of_several_ranks_goes_on_after_stops_that_are_longer_than_any_of_their_deadlines(program: Start) -> None:
     """The ranks wait for each other most of the time, so a stop falls into a collective or into a transfer."""
-    running = program("ranks", steps=60, adopt_s=2.0, limits={"exchange_s": 8.0, "transfer_s": 8.0, "hang_s": 10.0})
-    under_way(running)
+    running = program("ranks", adopt_s=2.0, limits={"exchange_s": 8.0, "transfer_s": 8.0, "hang_s": 10.0})
+    wait_until(lambda: running.steps() >= 2, 200.0, "step 2")
     workers = press_control_z(running)
     for stop in range(3):
         assert stop == 0 or press_control_z(running) == workers

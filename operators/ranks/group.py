@@ -47,12 +47,12 @@ def watched(limit_s: float) -> Watch:
     """Bound the waits of all process groups that there are, in the place of their own time-outs, which run on while the
     run is stopped."""
     for found in _groups():
-        dist.distributed_c10d._set_pg_timeout(NEVER, found)  # type: ignore[attr-defined]
+        dist.distributed_c10d._set_pg_timeout(NEVER, found)
     return Watch(limit_s, _abort, computes=not any("cuda" in str(found._device_types) for found in _groups()))
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    return list(dist.distributed_c10d._world.pg_map)  # type: ignore[attr-defined]
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def _abort() -> None:
