@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 from rich.markup import escape
 
+from dataflow.display import say
 from dataflow.errors import DataflowError, GraphError
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
@@ -59,9 +59,7 @@ def main(
 
 def _say(text: str, error: BaseException) -> None:
     """What went wrong, and the notes on it, such as how to go on."""
-    console = Console(stderr=True)
-    for line in filter(None, (text, *map(escape, getattr(error, "__notes__", ())))):
-        console.print(line, soft_wrap=True)
+    say("\n".join(filter(None, (text, *map(escape, getattr(error, "__notes__", ()))))), sys.stderr)
 
 
 _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {

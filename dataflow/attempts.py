@@ -1,5 +1,6 @@
 """What the scheduler knows of one worker, over all of its attempts: as plain values."""
 
+import os
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ _END_S = 5.0
 """For a worker that failed, or was killed, to be gone; then it is killed again."""
 _LOADING = 4
 """A worker that is starting may be silent for so many times `Limits.hang_s`: imports hold up its beats."""
+
+ALONE = os.EX_TEMPFAIL
+"""Exit status of a worker that had no scheduler any more."""
 
 Beat = Mapping[str, Any]
 
@@ -127,6 +131,8 @@ def how(status: int | None) -> str:
     """What a process did that ended with this status, for people; a signal's number is below 0."""
     if status is None:
         return "ended for an unknown reason"
+    if status == ALONE:
+        return "ended, as no scheduler spoke to it"
     if status >= 0:
         return f"ended with status {status}"
     try:

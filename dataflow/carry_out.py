@@ -15,7 +15,7 @@ from dataflow.clocks import RunClock
 from dataflow.conductor import Conductor
 from dataflow.control import Scheduler
 from dataflow.desk import TakenDesk
-from dataflow.display import SafeView, make_view
+from dataflow.display import showing
 from dataflow.draw import reward_curve_svg
 from dataflow.errors import RunError
 from dataflow.extras import Extras, warn
@@ -141,6 +141,7 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, said: list
 
     def look() -> None:
         watch.note(scheduler.conductor, scheduler.beats)
+        scheduler.check()
         times.look(watch)
         view.update(watch.snapshot())
         for texts in (scheduler.said, watch.said, said):
@@ -148,7 +149,7 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, said: list
                 view.message(texts.pop(0))
 
     try:
-        with _view(run.quiet) as view, _interrupts(scheduler, view), _suspends(scheduler, clock):
+        with showing(sys.stdout, quiet=run.quiet) as view, _interrupts(scheduler, view), _suspends(scheduler, clock):
             asked_at = {"address": scheduler.address, "pid": os.getpid()}
             socket_folder.mark(scheduler.handover.folder, folder)
             folder.write_json(socket_folder.CONTROL, asked_at)
@@ -188,7 +189,7 @@ def _inline(run: Run, watch: Watch, times: Times, said: list[str]) -> Outcome:
         return False
 
     try:
-        with _view(run.quiet) as view:
+        with showing(sys.stdout, quiet=run.quiet) as view:
             running.start()
             running.run(until=look)
             look()
@@ -201,10 +202,6 @@ def _outcome(watch: Watch, conductor: Conductor) -> Outcome:
     return Outcome(
         seconds=watch.seconds, steps=conductor.step, stopped=conductor.draining, busy_seconds=watch.busy_seconds
     )
-
-
-def _view(quiet: bool) -> SafeView:
-    return SafeView([]) if quiet else make_view(sys.stdout)
 
 
 @contextlib.contextmanager

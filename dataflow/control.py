@@ -13,9 +13,9 @@ from dataflow import worker
 from dataflow.attempts import WorkerState, addresses, all_ended, how, obituary, overdue
 from dataflow.command import answer
 from dataflow.conductor import Conductor, Word
-from dataflow.desk import Desk
+from dataflow.desk import Asker, Desk
 from dataflow.doctor.attend import Attendant
-from dataflow.errors import DeadlineError, GraphError, RunError, WorkerDied
+from dataflow.errors import DeadlineError, GraphError, Replaced, RunError, WorkerDied
 from dataflow.faults import Faults
 from dataflow.files import only_told
 from dataflow.graph import Graph
@@ -77,14 +77,15 @@ class Scheduler:
             desk = Desk(
                 lambda plain: worker.main(graph, plan, plain), environment,
                 lambda: worker.preload(graph.operators.values()), settings.listen, keys, successor,
+                f"{settings.folder}/logs" if settings.folder else "",
             )  # fmt: skip
         self._desk = desk
         self.handover = Handover(self._desk.folder, parts={
             "conductor": self.conductor.to_plain, "scaling": self.scaling.to_plain, "schedule": lambda: self._schedule,
             "workers": lambda: {name: state.to_plain() for name, state in self.workers.items()},
             "ended": lambda: sorted(self._ended),
-        })  # fmt: skip
-        desk.ahead = self._leave_handover
+        }, number=desk.number)  # fmt: skip
+        desk.ahead, desk.told = self._leave_handover, self.said.append
         self.attendant = Attendant(self.conductor, self.workers, self._desk.send, settings, self.limits, clock)
 
     @property
@@ -116,7 +117,7 @@ class Scheduler:
         self._say(self.conductor.start())
         self._broadcast({"kind": "start"})
         self._obey(self.scaling.begin({state.name: state.addresses for state in self.workers.values()}))
-        self._desk.stay(self.limits.adopt_s, self.limits.drain_s)
+        self._desk.stay(self.limits.adopt_s, self.limits.drain_s, self.limits.silent_s)
 
     def scale(self, node: str, replicas: int) -> None:
         """Let processes of a node join, or leave when they have done what they have, until it has so many.
@@ -161,8 +162,21 @@ class Scheduler:
                 self._give_up(state)
         self._say(self.conductor.drain())
 
+    def check(self) -> None:
+        """Errors: Replaced when it is not the run's scheduler any more."""
+        self._desk.check()
+
     def close(self) -> None:
-        """Stop the workers, by force after the limit; leave no process and no socket behind."""
+        """Stop the workers, by force after the limit; leave no process and no socket behind. Errors: Replaced: they are
+        another scheduler's, and nothing of the run was touched."""
+        try:
+            self._close()
+        except Replaced:
+            self._desk.leave()
+            raise
+
+    def _close(self) -> None:
+        self.check()
         self.recovery.end()
         self._broadcast({"kind": "stop"})
         deadline = self._clock() + self.limits.stop_s
@@ -180,10 +194,13 @@ class Scheduler:
         """Send a signal to a worker."""
         self._desk.kill(name, number)
 
-    def _take(self, name: str, message: Mapping[str, Any]) -> None:
-        state = self.workers.get(name)
+    def _take(self, who: str | Asker, message: Mapping[str, Any]) -> None:
+        if isinstance(who, Asker):
+            self._desk.send(who, answer(message, self._command, self.attendant.answer, self.wish_drain))
+            return
+        state, name = self.workers.get(who), who
         if state is None:
-            self._desk.send(name, answer(message, self._command, self.attendant.answer, self.wish_drain))
+            self._desk.refuse(f"'{who}', who is no worker,")
             return
         if message.get("attempt", state.settings.attempt) != state.settings.attempt or not state.is_live:
             return  # the last words of an attempt that has ended
@@ -207,6 +224,8 @@ class Scheduler:
             self._desk.send(name, {"kind": "heard"})
             if message["drained"]:
                 self._obey(self.scaling.drained(name))
+            if message.get("alone"):
+                return  # it ends because nobody spoke to it, not because anything is done
             for node, report in message["nodes"].items():
                 self._say(self.conductor.hear(node, report["status"]))
                 if report["ended"] and node not in self._ended and all_ended(node, self.workers.values()):

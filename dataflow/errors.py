@@ -7,7 +7,8 @@
         ├── OperatorError          an operator of the user's graph failed, with the node and the user's file and line
         │   └── Unusable           what the user's functions or data give cannot be used, however often it is tried
         ├── WorkerDied             a worker process ended or stopped answering
-        └── DeadlineError          a wait reached its deadline; names who waited for whom
+        ├── DeadlineError          a wait reached its deadline; names who waited for whom
+        └── Replaced               this scheduler leads its run no more: another one took its place
 
 Messages have three parts: what is wrong, what was found, what to do.
 """
@@ -58,6 +59,10 @@ class WorkerDied(RunError):
 
 class DeadlineError(RunError, TimeoutError):
     """A wait reached its deadline; the message names who waited for whom."""
+
+
+class Replaced(RunError):
+    """A scheduler finds that another one has taken its place; it must touch nothing of the run any more."""
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import msgpack
 
+from dataflow.clocks import AwakeClock
 from dataflow.forking import fork
 
 MESSAGE_BYTES = 1 << 16
@@ -50,8 +51,9 @@ class _Child:
 class Forkserver:
     """One process between a scheduler and its workers.
 
-    consumes: spawn, kill, pause, stay and end of the scheduler that holds its socket
-    produces: started, stopped, continued and exited; to a successor that comes to its door all workers, as they are
+    consumes: spawn, kill, pause, stay and end of the scheduler that holds its socket; its sign of life
+    produces: started, stopped, continued and exited; to a successor that comes to its door all workers, as they are;
+        to a scheduler that gives no sign of life, and has a successor, that it is replaced
     waits for: requests; without a scheduler for a successor, for as long as `stay` said, then for the workers that
         have something to bring to an end
     unblocked by: either; its limit, after which it kills all workers
@@ -74,11 +76,24 @@ class Forkserver:
     _loaded: bool = False
     _stays: tuple[float, float] | None = None
     """Seconds to wait for a successor, and then for workers to end; None: end with the scheduler."""
+    _silent_s: float = 0.0
+    """A scheduler that was not heard for longer is replaced, where there is something to replace it with."""
+    _number: int = 0
+    """Of the scheduler: how many there were before it."""
+    _is_cut_off: bool = False
+    """Whether the last scheduler lives, and was replaced."""
     _is_paused: bool = False
     """Whether the user has stopped the run (Ctrl-Z): its scheduler stands still, and all workers do."""
     _alone_since: float = 0.0
     _successors: list[int] = field(default_factory=list)
     """Process numbers of those that were forked."""
+    _expects: bool = False
+    """Whether the last of them was forked since there is no scheduler."""
+
+    def __post_init__(self) -> None:
+        self._awake = AwakeClock(self.clock)
+        """Nobody is silent while this process does not listen."""
+        self._heard = self._awake()
 
     def run(self) -> NoReturn:
         """Serve until the end of the scheduler, or of its last successor."""
@@ -103,7 +118,10 @@ class Forkserver:
         """Take in one request, or a successor; False: none came."""
         who = self.control or self.door
         if not select.select([who] if who else [], [], [], wait_s)[0]:
+            if self._is_silent():
+                self._cut_off()
             return False
+        self._heard = self._awake()
         if self.control is None:
             self._hand_over()
             return True
@@ -116,8 +134,7 @@ class Forkserver:
             return True
         self._pause(False)
         if self._stays:
-            self.control.close()
-            self.control, self._alone_since = None, self.clock()
+            self._lose()
         else:
             self._end()
         return True
@@ -130,7 +147,9 @@ class Forkserver:
         elif "pause" in message:
             self._pause(message["pause"])
         elif "stay" in message:
-            self._stays = (message["stay"], message["end"])
+            self._stays, self._silent_s = (message["stay"], message["end"]), message["silent"]
+        elif "here" in message:
+            return
         elif "spawn" not in message:
             self._end()
         elif message["heavy"] and not self._loaded:
@@ -148,16 +167,41 @@ class Forkserver:
             if not child.has_ended:
                 _signal_group(child.pid, signal.SIGSTOP if is_paused else signal.SIGCONT)
 
+    def _is_silent(self) -> bool:
+        """Whether the scheduler gives no sign of life though it is not paused, and another could take its place."""
+        silent_s = self._awake() - self._heard
+        if self.control is None or self._stays is None or self._is_paused or self.door is None:
+            return False
+        return self.successor is not None and len(self._successors) < _SUCCESSORS and silent_s > self._silent_s
+
+    def _cut_off(self) -> None:
+        """From here on the scheduler can do nothing to a worker; it is told, for when it wakes up."""
+        assert self.control is not None, "it is silent"
+        with contextlib.suppress(OSError):
+            event = {"event": "replaced", "name": "nursery", "pid": os.getpid(), "status": None}
+            self.control.send(msgpack.packb(event), socket.MSG_DONTWAIT)
+        self._is_cut_off = True
+        self._lose()
+
+    def _lose(self) -> None:
+        """From now on there is no scheduler."""
+        assert self.control is not None, "it was there"
+        self.control.close()
+        self.control, self._alone_since, self._expects = None, self.clock(), False
+
     def _hand_over(self) -> None:
         """A successor has come: it gets every worker as it is."""
         assert self.door is not None, "it came there"
         self._reap()
         self.control, _ = self.door.accept()
+        self._number += 1
         for child in self._children.values():
             facts = {"name": child.name, "pid": child.pid, "settings": child.settings, "status": child.status}
             self._tell({"event": "handed", "alive": not child.has_ended, **facts})
         alone_s = self.clock() - self._alone_since
-        self._tell({"event": "all_handed", "name": "nursery", "pid": os.getpid(), "alone_s": alone_s})
+        before = {"number": self._number, "lives": self._is_cut_off}
+        self._is_cut_off = False
+        self._tell({"event": "all_handed", "name": "nursery", "pid": os.getpid(), "alone_s": alone_s} | before)
         for child in self._children.values():
             if child.is_stopped and not child.has_ended:
                 self._tell_of("stopped", child)
@@ -170,20 +214,17 @@ class Forkserver:
         if alone_s < wait_s:
             if self.successor is not None and self.door is not None and self._may_succeed():
                 self._successors.append(self._forked(self.successor))
+                self._expects = True
             return
-        if self.door is not None:
-            self.door.close()
-            self.door = None
         if alone_s > wait_s + end_s or not any(c.keeps and not c.has_ended for c in self._children.values()):
             self._end()
 
     def _may_succeed(self) -> bool:
-        """Whether a successor is to be forked: the one before, if any, has ended too."""
-        if not self._successors:
-            return True
-        with contextlib.suppress(ChildProcessError):
-            if os.waitpid(self._successors[-1], os.WNOHANG)[0] == 0:
-                return False
+        """Whether a successor is to be forked: none is on its way."""
+        if self._expects:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(self._successors[-1], os.WNOHANG)[0] == 0:
+                    return False
         return len(self._successors) < _SUCCESSORS
 
     def _fork(self, message: Mapping[str, Any]) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 from dataflow.errors import RunError
 from dataflow.files import to_json, write_atomically
 
-FILE = "scheduler.json"
-"""In the folder of the run's sockets, which is in memory and goes with the run."""
+FILE = "scheduler-{}.json"
+"""In the folder of the run's sockets, which is in memory and goes with the run; one for each scheduler, so that none
+that was replaced spoils another's."""
 
 
 @dataclass
@@ -25,6 +26,8 @@ class Handover:
 
     folder: Path
     parts: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    number: int = 0
+    """How many schedulers there were before."""
     _written: bytes = b""
 
     def write(self) -> None:
@@ -33,13 +36,15 @@ class Handover:
         content = to_json({name: part() for name, part in self.parts.items()}).encode()
         if content != self._written:
             self._written = content
-            write_atomically(self.folder / FILE, lambda file: file.write(content), flush=False)
+            write_atomically(self.folder / FILE.format(self.number), lambda file: file.write(content), flush=False)
 
 
 def read(folder: Path) -> Mapping[str, Any]:
-    """What the last scheduler left in the folder of the run's sockets. Errors: RunError when it is no whole file."""
+    """What the last scheduler that decided anything left in the folder of the run's sockets. Errors: RunError when it
+    is no whole file."""
     try:
-        found: Mapping[str, Any] = json.loads((folder / FILE).read_bytes())
+        last = max(folder.glob(FILE.format("*")), key=lambda path: int(path.stem.rpartition("-")[2]), default=folder)
+        found: Mapping[str, Any] = json.loads(last.read_bytes())
     except (OSError, ValueError) as error:
         raise RunError(
             f"the scheduler that has ended left nothing to go on with in '{folder.name}': {error}"

@@ -32,6 +32,9 @@ class Limits:
     adopt_s: float = 60.0
     """When the scheduler has died, workers go on for so long and wait for another one; then they finish the step under
     way, write a checkpoint and end."""
+    silent_s: float = 30.0
+    """With a standby, a scheduler that lives, but was not heard for so long, is replaced: it was stopped (SIGSTOP), or
+    hangs. What Ctrl-Z takes does not count. Below `adopt_s`, so that the workers do not notice."""
     drain_s: float = 120.0
     """For the step under way and its checkpoint, after the user asked to stop, or nobody took the workers over."""
     stall_s: float = 300.0

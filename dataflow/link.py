@@ -14,6 +14,8 @@ from dataflow.doctor import stacks
 from dataflow.secure import MESSAGE_BYTES, RunKeys, present, word
 
 BEAT_S = 0.2
+SEEK_S = 2.0
+"""Without a word for so long it looks where the scheduler is, and again after as much."""
 _UNSENT = 100
 """Messages that wait for a scheduler that is not there; the beats after them are left out."""
 
@@ -23,8 +25,8 @@ class Link:
 
     consumes: words from the scheduler (msgpack maps with "kind")
     produces: hello, beats (the newest snapshot), events; the stacks of all threads, also while the others are stuck
-    waits for: the scheduler; after `patience_s` without a word from it, `orphaned` is called
-    unblocked by: its answers to the beats
+    waits for: the scheduler; after `patience_s` without a word from it, `orphaned` is called, and `found` with the next
+    unblocked by: its answers to the beats; those of another one, which `seek` finds
     """
 
     def __init__(
@@ -37,14 +39,18 @@ class Link:
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
         keys: RunKeys | None = None,
         clock: Callable[[], float] | None = None,
+        found: Callable[[], None] = lambda: None,
+        seek: Callable[[], str] = lambda: "",
     ) -> None:
-        """address: the scheduler's; name: this worker's; orphaned: called in the thread, once; keys: the run's;
-        clock: of this process, which stands still while it is stopped."""
+        """address: the scheduler's; name: this worker's; orphaned, found: called in the thread, once each time; keys:
+        the run's; clock: of this process, which stands still while it is stopped; seek: where the scheduler is now,
+        empty where nobody knows."""
         self._clock = clock or AwakeClock()
         self._keys = keys
         self._own, self._zmq = context is None, context or zmq.Context()
         self._name, self._address = name, address
-        self._orphaned, self._patience_s = orphaned, patience_s
+        self._orphaned, self._found, self._patience_s = orphaned, found, patience_s
+        self._seek = seek
         self._words: collections.deque[dict[str, Any]] = collections.deque()
         self._events: collections.deque[dict[str, Any]] = collections.deque()
         self._beat: Callable[[], Mapping[str, Any]] = dict
@@ -96,7 +102,7 @@ class Link:
         if self._keys is not None:
             present(dealer, self._keys.senders)
         dealer.connect(self._address)
-        heard = beaten = self._clock()
+        heard = beaten = sought = self._clock()
         alone = False
         try:
             while True:
@@ -111,6 +117,9 @@ class Link:
                     return
                 if dealer.poll(50):
                     heard = now
+                    if alone:
+                        alone = False
+                        self._found()
                     said = word(dealer.recv_multipart()[0])
                     if said is None:
                         continue
@@ -119,9 +128,21 @@ class Link:
                     elif said["kind"] != "heard":
                         self._words.append(said)
                         wake.send(b"")
-                elif not alone and now - heard > self._patience_s:
+                    continue
+                if now - max(heard, sought) > SEEK_S:
+                    sought = now
+                    self._follow(dealer)
+                if not alone and now - heard > self._patience_s:
                     alone = True
                     self._orphaned()
         finally:
             dealer.close()
             wake.close(0)
+
+    def _follow(self, dealer: "zmq.Socket[bytes]") -> None:
+        """Turn to another scheduler where there is one; the one before may live, and not speak."""
+        address = self._seek()
+        if address and address != self._address:
+            dealer.disconnect(self._address)
+            dealer.connect(address)
+            self._address = address

@@ -15,9 +15,10 @@ from typing import Any
 
 import msgpack
 
-from dataflow.errors import RunError
+from dataflow.errors import Replaced, RunError
 from dataflow.forking import fork, has_used_cuda
 from dataflow.forkserver import MESSAGE_BYTES, Forkserver, Main, open_door, run_forever
+from dataflow.log import log_to
 
 Event = dict[str, Any]
 """{"event": "started" | "stopped" | "continued" | "exited" | "gone", "name", "pid", "status"}."""
@@ -40,12 +41,14 @@ class Nursery:
         clean_up: Callable[[], None] = lambda: None,
         door: str = "",
         successor: Callable[[], int] | None = None,
+        log: str = "",
     ) -> None:
         """Fork it.
 
         main: run by each worker; environment: set before anything heavy is imported; preload: imports it; clean_up:
         run once all workers have ended, also where the scheduler was killed; door: path at which a successor of the
-        scheduler takes the workers over; successor: what one runs that the forkserver is to fork itself.
+        scheduler takes the workers over; successor: what one runs that the forkserver is to fork itself; log: where it
+        writes what it would print, as a terminal that nobody reads would hold it up.
         """
         _refuse_used_cuda()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -53,6 +56,8 @@ class Nursery:
         if pid == 0:
             ours.close()
             os.environ.update(environment)
+            if log:
+                log_to(Path(log))
             run_forever(
                 lambda: Forkserver(theirs, open_door(door) if door else None, main, preload, clean_up, successor).run()
             )
@@ -61,7 +66,7 @@ class Nursery:
 
     def _hold(self, connection: socket.socket, pid: int) -> None:
         self.pid = pid
-        self._socket = connection
+        self._socket, self._is_replaced = connection, False
         self._socket.setblocking(False)
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
@@ -78,14 +83,20 @@ class Nursery:
         """Let all workers stand still, or go on."""
         self._send({"pause": is_paused})
 
-    def stay(self, wait_s: float, end_s: float) -> None:
-        """From now on the workers outlive a scheduler that dies: so long they wait for another, then to end."""
-        self._send({"stay": wait_s, "end": end_s})
+    def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
+        """From now on the workers outlive a scheduler that dies: so long they wait for another, then to end. Where one
+        can be forked, it comes also when this one was silent for `silent_s`."""
+        self._send({"stay": wait_s, "end": end_s, "silent": silent_s})
+
+    def live(self) -> None:
+        """Give a sign of life."""
+        with contextlib.suppress(OSError):  # it has much to do, or has ended, which is an event
+            self._socket.send(msgpack.packb({"here": True}))
 
     def events(self) -> list[Event]:
-        """What has happened since the last call."""
+        """What has happened since the last call. Errors: Replaced, as soon as another one has the workers."""
         found: list[Event] = []
-        while True:
+        while not self._is_replaced:
             try:
                 data = self._socket.recv(MESSAGE_BYTES)
             except BlockingIOError:
@@ -95,16 +106,27 @@ class Nursery:
             if not data:
                 found.append({"event": "gone", "name": "nursery", "pid": self.pid, "status": None})
                 return found
-            found.append(msgpack.unpackb(data))
+            event = msgpack.unpackb(data)
+            self._is_replaced = event["event"] == "replaced"
+            found.append(event)
+        raise Replaced(
+            f"this scheduler (process {os.getpid()}) was not heard for too long, so its standby has taken the run "
+            f"over, and it ends without touching it; logs/scheduler.log in the run's folder tells how that goes on, "
+            f"and `dataflow stop` ends it"
+        )
 
     def fileno(self) -> int:
         """For a poller."""
         return self._socket.fileno()
 
+    def leave(self) -> None:
+        """Leave it to another scheduler."""
+        self._socket.close()
+
     def close(self, timeout_s: float = 5.0) -> None:
-        """End it and all of its workers; returns within the time-out, by SIGKILL if need be."""
-        with contextlib.suppress(RunError):
-            self._send({"end": True})
+        """End it and all of its workers; returns within the time-out, by SIGKILL if need be. Errors: Replaced."""
+        with contextlib.suppress(OSError):
+            self._socket.send(msgpack.packb({"end": True}))
         deadline = time.monotonic() + timeout_s
         while not self._has_ended() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -121,6 +143,7 @@ class Nursery:
         try:
             self._socket.send(msgpack.packb(message))
         except OSError as error:
+            self.events()  # perhaps it is another's
             raise RunError(
                 f"the forkserver (pid {self.pid}) is gone: {error}; see logs/nursery.log, and start the run again"
             ) from error
@@ -142,6 +165,10 @@ class TakenOver(Nursery):
                     self._hold(connection, event["pid"])
                     self.alone_s: float = event["alone_s"]
                     """Seconds that the workers had no scheduler."""
+                    self.number: int = event["number"]
+                    """How many schedulers there were before."""
+                    self.lives: bool = event["lives"]
+                    """Whether the last of them lives, though it leads the run no more."""
                     return
                 self.handed.append(event)
             raise ConnectionResetError("it ended in the midst of its answer")

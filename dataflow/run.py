@@ -15,8 +15,8 @@ import psutil
 from dataflow import left_behind
 from dataflow.carry_out import Run, Times, carry_out, take
 from dataflow.describe import consumers, describe, graph_facts, plan_facts
-from dataflow.display import make_view
-from dataflow.errors import GraphError
+from dataflow.display import for_a_while, make_view
+from dataflow.errors import GraphError, Replaced
 from dataflow.gpu_memory import gpu_memory
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
@@ -199,8 +199,12 @@ def run(
             graph=graph, plan=planned, settings=settings, begun=begun, quiet=quiet,
             in_one_process=on is not None, taken=taken,
         )  # fmt: skip
+        if standby:
+            what = dataclasses.replace(what, successor=partial(_stand_in, what, os.dup(2)))
         try:
-            outcome = carry_out(dataclasses.replace(what, successor=partial(_stand_in, what)) if standby else what)
+            outcome = carry_out(what)
+        except Replaced:
+            raise
         except BaseException as error:
             if recorded is not None or has_begun(folder):
                 error.add_note(go_on_with(folder, recorded.config.get(KEY) if recorded else launch))
@@ -219,13 +223,14 @@ def _check_files(graph: Graph) -> None:
         raise GraphError("\n".join(dict.fromkeys(missing)))
 
 
-def _stand_in(what: Run) -> int:
-    """In a process of its own: go on with a run whose scheduler has died."""
+def _stand_in(what: Run, terminal: int) -> int:
+    """In a process of its own: go on with a run whose scheduler has died. terminal: where the user may read of it."""
     folder = RunFolder.open(what.settings.folder)
     log = folder.logs / "scheduler.log"
-    print(f"the scheduler of {folder.path.name} died; process {os.getpid()} goes on, see {log}", file=sys.stderr)
+    told = f"process {os.getpid()} takes the place of the scheduler of {folder.path.name}, see {log}\n".encode()
+    for_a_while(lambda: os.write(terminal, told), 0.0)
     log_to(log)
-    with held(folder, take=partial(take, folder)) as taken:
+    with held(folder, take=partial(take, folder), replaces=True) as taken:
         if taken is None:
             return 1
         carry_out(dataclasses.replace(what, begun=taken.begun, taken=taken))

@@ -25,21 +25,24 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def held(
-    folder: RunFolder, *, take: Callable[[], T | None] = lambda: None, wait_s: float = WORKERS_S,
-    clock: Callable[[], float] = time.monotonic,
+    folder: RunFolder, *, take: Callable[[], T | None] = lambda: None, replaces: bool = False,
+    wait_s: float = WORKERS_S, clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[T | None]:  # fmt: skip
     """Be the only scheduler in a run folder, for as long as the block lasts; nobody else has a hand in it meanwhile,
     but the workers of one that has died, where `take` could take them over: what it returned is given.
 
     A lock of this process, which no child inherits, says that the scheduler lives; one of the open file, which all
-    that are forked from here inherit, says that some process of the run does. Errors: UnderWay; RunFolderError.
+    that are forked from here inherit, says that some process of the run does. Each scheduler that `replaces` another,
+    which may live on for a while, and can do nothing any more, locks another byte of the file: that of its number,
+    which stands in it. Errors: UnderWay; RunFolderError.
     """
     with disk("locking", folder.path / FILE):
         handle = os.open(folder.path / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        if not _try(fcntl.lockf, handle):
+        number = _holder(handle)[1] + replaces
+        if not _try(lambda file, how: fcntl.lockf(file, how, 1, number), handle):
             raise UnderWay(
-                f"'{folder.path.name}' is under way: process {_holder(handle)} runs it; wait until it has ended, "
+                f"'{folder.path.name}' is under way: process {_holder(handle)[0]} runs it; wait until it has ended, "
                 f"or stop it with Ctrl-C there"
             )
         deadline = clock() + wait_s
@@ -49,12 +52,12 @@ def held(
                 break
             if clock() > deadline:
                 raise UnderWay(
-                    f"'{folder.path.name}' has processes left, which process {_holder(handle)} started, and they have "
-                    f"not ended within {wait_s:.0f} s; look for them with ps, end them, and try again"
+                    f"'{folder.path.name}' has processes left, which process {_holder(handle)[0]} started, and they "
+                    f"have not ended within {wait_s:.0f} s; look for them with ps, end them, and try again"
                 )
             time.sleep(0.05)
         os.ftruncate(handle, 0)
-        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        os.pwrite(handle, f"{os.getpid()} {number}".encode(), 0)
         yield taken
     finally:
         os.close(handle)
@@ -83,5 +86,7 @@ def _try(lock: Callable[[int, int], object], handle: int) -> bool:
     return True
 
 
-def _holder(handle: int) -> str:
-    return os.pread(handle, 32, 0).decode(errors="replace") or "of unknown number"
+def _holder(handle: int) -> tuple[str, int]:
+    """The process that leads the run, or did last, and its number among the run's schedulers."""
+    pid, _, number = os.pread(handle, 64, 0).decode(errors="replace").partition(" ")
+    return pid or "of unknown number", int(number) if number.isdecimal() and number.isascii() else 0

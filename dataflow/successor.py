@@ -33,12 +33,12 @@ class Successor(Scheduler):
         keys: Mapping[str, bytes] = next((event["settings"]["keys"] for event in desk.handed), {})
         super().__init__(graph, plan, dataclasses.replace(settings, keys=keys), limits=limits, clock=clock, desk=desk)
         self._left, self._handed = left, {event["name"]: event for event in desk.handed}
-        self._alone_s = desk.alone_s
+        self._alone_s, self._was = desk.alone_s, "did not answer" if desk.lives else "ended"
 
     def start(self, progress: Callable[[Collection[str]], None] = lambda late: None) -> None:
         """Take the run up where it stands; it goes on at once."""
         left, now = self._left, self._clock()
-        self._faults.noticed(NAME, "ended", 0, now - self._alone_s)
+        self._faults.noticed(NAME, self._was, self._desk.number - 1, now - self._alone_s)
         self.conductor.take_up(left["conductor"])
         self._schedule, self._ended = [(step, wishes) for step, wishes in left["schedule"]], set(left["ended"])
         orders = self.scaling.take_up(left["scaling"])
@@ -54,9 +54,9 @@ class Successor(Scheduler):
             self._desk.send(state.name, {"kind": "start"})
             for word in [word for node in state.nodes for word in self.conductor.words_for(node, again=False)]:
                 self._tell(state, word)
-        self._desk.stay(self.limits.adopt_s, self.limits.drain_s)
-        ago = f"{self._alone_s:.1f} s ago"
-        self._faults.recovered(NAME, f"process {os.getpid()} goes on with the run, whose scheduler ended {ago}")
+        self._desk.stay(self.limits.adopt_s, self.limits.drain_s, self.limits.silent_s)
+        why = f"whose scheduler {self._was}: without one for {self._alone_s:.1f} s"
+        self._faults.recovered(NAME, f"process {os.getpid()} goes on with the run, {why}")
 
     def _state(self, name: str, known: Mapping[str, Any]) -> WorkerState:
         """What is known of one worker: from the scheduler before, and from the forkserver where it ever forked it."""

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import structlog
 import zmq
 
 from dataflow.asleep import Asleep
+from dataflow.attempts import ALONE
 from dataflow.clocks import AwakeClock
 from dataflow.errors import DataflowError, DeadlineError
 from dataflow.graph import Graph
@@ -27,13 +29,12 @@ from dataflow.node import Operator
 from dataflow.plan import Plan
 from dataflow.ports import Ports
 from dataflow.secure import RunKeys
+from dataflow.whereabouts import Whereabouts
 
 _NAP_MS = 100
 _BLOCKED_NAP_MS = 5
 _LEAST_PATIENCE_S = 5.0
 """Between two words of a scheduler that lives there may be so much."""
-ALONE = 3
-"""Exit status of a worker that had no scheduler any more."""
 
 
 def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
@@ -49,8 +50,8 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     left_alone, clock = threading.Event(), AwakeClock()
     link = Link(
-        settings.control, name, orphaned=left_alone.set, patience_s=max(_LEAST_PATIENCE_S, settings.limits.adopt_s),
-        keys=RunKeys.from_plain(settings.keys), clock=clock,
+        settings.control, name, orphaned=left_alone.set, found=left_alone.clear, seek=partial(_seek, settings),
+        patience_s=max(_LEAST_PATIENCE_S, settings.limits.adopt_s), keys=RunKeys.from_plain(settings.keys), clock=clock,
     )  # fmt: skip
     who = {"name": name, "attempt": settings.attempt}
     worker = Worker(graph, plan, settings, link, left_alone, clock)
@@ -65,7 +66,7 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         )  # fmt: skip
         link.close()
         return 1
-    if left_alone.is_set():
+    if worker.ended_alone:
         return ALONE
     link.send("bye", **who)
     link.close()
@@ -85,7 +86,7 @@ class Worker:
         self, graph: Graph, plan: Plan, settings: Settings, link: Link, left_alone: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """left_alone: set when no scheduler is there any more. clock: as the link's."""
+        """left_alone: set while no scheduler is there. clock: as the link's."""
         self._settings, self._link, self._clock = settings, link, clock
         self._left_alone = left_alone or threading.Event()
         self._ends_at: float | None = None
@@ -133,12 +134,17 @@ class Worker:
                 self._rest()
             self._part()
             self._refresh()
-            if self._left_alone.is_set():
+            if self._left_alone.is_set() or self.ended_alone:
                 self._end_alone()
         self._state = "stopping"
         self._host.close()
         self._ports.close()
         log.info("stopped")
+
+    @property
+    def ended_alone(self) -> bool:
+        """Whether it has begun to end, or has ended, because nobody was there."""
+        return self._ends_at is not None
 
     def snapshot(self) -> dict[str, Any]:
         """For the beat; called from the link's thread, reads only."""
@@ -147,7 +153,7 @@ class Worker:
         return {
             **self._who, "state": self._state, "nodes": self._report, "edges": self._depths, "turned_s": turned_s,
             "asleep_s": self._asleep.look(turned_s, now), "at": self._host.at,
-            "at_s": time.monotonic() - self._host.at_since, "drained": self._drained,
+            "at_s": time.monotonic() - self._host.at_since, "drained": self._drained, "alone": self.ended_alone,
             "rss_bytes": self._process.memory_info().rss,
         }  # fmt: skip
 
@@ -188,15 +194,19 @@ class Worker:
     def _end_alone(self) -> None:
         """No scheduler has come back: let trainers finish the step under way and write a checkpoint, then end.
 
-        Where there is no trainer, the forkserver says when all others have ended."""
+        Where there is no trainer, the forkserver says when all others have ended, and any word that all goes on. A
+        trainer that has begun to end is started again by whoever is the scheduler then."""
         operators = self._host.graph.operators
+        trainers = [self._host.runtimes[node] for node in self._nodes if operators[node].trains]
         if self._ends_at is None:
             structlog.get_logger(worker=self._name).warning("no scheduler is there any more: coming to an end")
             self._ends_at = self._clock() + self._settings.limits.drain_s
-            for node in self._nodes:
-                if operators[node].trains or operators[node].kind == "source":
-                    self._host.tell(node, {"drain": True})
-        trainers = [self._host.runtimes[node] for node in self._nodes if operators[node].trains]
+            for node in [node for node in self._nodes if operators[node].trains]:
+                self._host.tell(node, {"drain": True})
+        elif not trainers and not self._left_alone.is_set():
+            structlog.get_logger(worker=self._name).warning("a scheduler has spoken: going on")
+            self._ends_at = None
+            return
         if trainers and all(runtime.status().get("done") for runtime in trainers):
             self._running = False
         elif self._clock() > self._ends_at:
@@ -235,6 +245,12 @@ class Worker:
         slept = time.monotonic() - began
         for loop in self._host.loops.values():
             loop.waited(slept)
+
+
+def _seek(settings: Settings) -> str:
+    """Where the scheduler is now."""
+    found = Whereabouts.read(Path(settings.sockets)) if settings.sockets else None
+    return found.control if found else ""
 
 
 def preload(operators: Iterable[Operator]) -> None:

@@ -93,7 +93,7 @@ def test_a_standby_takes_over_by_itself_as_often_as_a_scheduler_dies(program: St
         wait_until(lambda: faults(first) == ["scheduler"] * count, 60.0, f"the scheduler after {count} deaths")  # noqa: B023
         further(first)
         if count == 1:
-            os.kill(int((first.runs / "latest" / "lock").read_text()), signal.SIGKILL)
+            os.kill(int((first.runs / "latest" / "lock").read_text().split()[0]), signal.SIGKILL)
     wait_until(lambda: first.outcome() == "finished", 90.0, "the end of the run")
     ended(first, family, 10.0)
     is_done(first)

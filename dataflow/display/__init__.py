@@ -1,21 +1,46 @@
 """What a user sees while a graph runs, and when it has ended."""
 
+import contextlib
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from rich.console import Console
 
+from dataflow.display.aside import SafeView, told_by
+from dataflow.display.outlet import direct, for_a_while
 from dataflow.display.snapshot import EdgeSnapshot, NodeSnapshot, Snapshot, Summary
-from dataflow.display.views import LiveView, PlainView, SafeView, View
+from dataflow.display.views import LiveView, PassedOn, PlainView, View
 
 
 def make_view(stream: TextIO, interval_s: float = 5.0) -> SafeView:
-    """A live view where `stream` is a terminal, else a line every `interval_s` seconds; it never raises."""
-    makers: list[Callable[[], View]] = [lambda: PlainView(stream, interval_s)]
+    """A live view where `stream` is a terminal, else a line every `interval_s` seconds; it never raises, and whoever
+    tells it something never waits for the stream."""
+    way = direct(stream)
+    makers: list[Callable[[], View]] = [lambda: PlainView(way, interval_s)]
     if _is_terminal(stream):
-        makers.insert(0, lambda: LiveView(Console(file=stream)))
+        makers.insert(0, lambda: LiveView(Console(file=way)))
     return SafeView(makers)
+
+
+@contextlib.contextmanager
+def showing(stream: TextIO, *, quiet: bool) -> Iterator[SafeView]:
+    """A view of a run, and none where it is to be quiet; what else this process prints does not wait for a terminal
+    either: it stands above the live view, or comes to sys.stderr by a way of its own."""
+    with contextlib.ExitStack() as stack:
+        view = stack.enter_context(SafeView([]) if quiet else make_view(stream))
+        if not quiet and _is_terminal(stream):
+            stack.enter_context(told_by(view, "stdout", "stderr"))
+        else:
+            way = direct(sys.stderr)
+            stack.enter_context(told_by(stack.enter_context(SafeView([lambda: PassedOn(way)])), "stderr"))
+        yield view
+
+
+def say(text: str, stream: TextIO) -> None:
+    """Print lines of rich's markup, whether or not anybody reads them."""
+    for_a_while(lambda: Console(file=direct(stream)).print(text, soft_wrap=True))
 
 
 def _is_terminal(stream: TextIO) -> bool:
@@ -36,5 +61,8 @@ __all__ = [
     "Snapshot",
     "Summary",
     "View",
+    "for_a_while",
     "make_view",
+    "say",
+    "showing",
 ]

@@ -1,11 +1,9 @@
-"""The views of a run: live on a terminal, plain lines elsewhere, and a guard: neither may stop a run."""
+"""The views of a run: live on a terminal, plain lines elsewhere."""
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -88,6 +86,14 @@ class PlainView:
         self._stream.flush()
 
 
+class PassedOn(PlainView):
+    """What others print, as it is."""
+
+    def message(self, text: str) -> None:
+        """Write it."""
+        self._write([text])
+
+
 class LiveView:
     """A screen at the foot of the terminal that shows the run as it is; messages scroll past above it."""
 
@@ -102,6 +108,8 @@ class LiveView:
             console=console,
             auto_refresh=False,
             transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
             get_renderable=lambda: self._drawn(self._lines()),
         )
         self._live.start()
@@ -140,69 +148,6 @@ class LiveView:
         width, height = self._console.size
         screen = Screen(width=width - 1, height=max(height - 3, 1), glyphs=self._glyphs)
         return lines(self._snapshot, self._rewards, screen)
-
-
-class SafeView:
-    """A view that never raises into the run: where one fails the next takes its place, at last none."""
-
-    def __init__(self, makers: Iterable[Callable[[], View]]) -> None:
-        self._makers = list(makers)
-        self._view: View | None = None
-        self._is_acting = False
-        self._later: list[Callable[[View], None]] = []
-        self._next()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def update(self, snapshot: Snapshot) -> None:
-        """Show the run as it is now."""
-        self._attempt(lambda view: view.update(snapshot))
-
-    def message(self, text: str) -> None:
-        """Say something that stays on the screen."""
-        self._attempt(lambda view: view.message(text))
-
-    def summary(self, summary: Summary) -> None:
-        """Say how the run ended."""
-        self._attempt(lambda view: view.summary(summary))
-
-    def close(self) -> None:
-        """Give the terminal back; may be called twice."""
-        self._attempt(lambda view: view.close())
-
-    def _attempt(self, act: Callable[[View], None]) -> None:
-        self._later.append(act)
-        if self._is_acting:
-            return  # called by a signal handler from the midst of another act, which will see to it
-        self._is_acting = True
-        try:
-            while self._later:
-                self._act(self._later.pop(0))
-        finally:
-            self._is_acting = False
-
-    def _act(self, act: Callable[[View], None]) -> None:
-        while self._view is not None:
-            try:
-                act(self._view)
-                return
-            except Exception:
-                # A display is no reason to end a run: fall back to a simpler one and try again.
-                with contextlib.suppress(Exception):
-                    self._view.close()
-                self._next()
-
-    def _next(self) -> None:
-        self._view = None
-        while self._makers and self._view is None:
-            with contextlib.suppress(Exception):
-                self._view = self._makers.pop(0)()
 
 
 class _Lines:

@@ -24,6 +24,7 @@ class PlayedDesk:
     """Takes down what the scheduler does; says what the test has put in."""
 
     FOLDER: ClassVar = Path()
+    number, lives = 0, False
 
     def __init__(self, *args: Any) -> None:
         self.folder, self.address = self.FOLDER, "ipc:///sockets/control"
@@ -35,6 +36,7 @@ class PlayedDesk:
         self.settings: dict[str, Any] = {}
         self.killed: list[tuple[str, int]] = []
         self.closed = False
+        self.refused: list[str] = []
         self.waited: Callable[[float], None] = lambda seconds: None
 
     def wait(self, wait_s: float) -> tuple[list[Any], list[Any]]:
@@ -50,8 +52,14 @@ class PlayedDesk:
     def send(self, name: str, message: Any) -> None:
         self.sent.append((name, message))
 
-    def stay(self, wait_s: float, end_s: float) -> None:
-        self.stays = (wait_s, end_s)
+    def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
+        self.stays = (wait_s, end_s, silent_s)
+
+    def check(self) -> None:
+        """Nobody has taken its place."""
+
+    def refuse(self, who: str) -> None:
+        self.refused.append(who)
 
     def spawn(self, name: str, settings: Any, heavy: bool, keeps: bool) -> None:
         self.spawned.append((name, settings["attempt"]))

@@ -13,14 +13,14 @@ def test_the_newest_is_read_whole_and_only_what_changed_is_written(tmp_path: Pat
     found: dict[str, object] = {"step": 1}
     handover = Handover(tmp_path, {"conductor": lambda: found, "begun": lambda: [1.5, None]})
     handover.write()
-    first = (tmp_path / FILE).stat().st_ino
+    first = (tmp_path / FILE.format(0)).stat().st_ino
     handover.write()
-    assert (tmp_path / FILE).stat().st_ino == first
+    assert (tmp_path / FILE.format(0)).stat().st_ino == first
     found["step"] = 2
     handover.write()
-    assert (tmp_path / FILE).stat().st_ino != first
+    assert (tmp_path / FILE.format(0)).stat().st_ino != first
     assert read(tmp_path) == {"conductor": {"step": 2}, "begun": [1.5, None]}
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert [path.name for path in tmp_path.iterdir()] == [FILE.format(0)]
 
 
 def test_a_folder_that_is_gone_is_told_once_for_each_change(tmp_path: Path) -> None:
@@ -36,6 +36,6 @@ def test_a_folder_that_is_gone_is_told_once_for_each_change(tmp_path: Path) -> N
 @pytest.mark.parametrize("content", [None, b"", b'{"conductor": '])
 def test_what_is_no_whole_handover_is_refused(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
-        (tmp_path / FILE).write_bytes(content)
+        (tmp_path / FILE.format(0)).write_bytes(content)
     with pytest.raises(RunError, match="left nothing to go on with"):
         read(tmp_path)

@@ -2,13 +2,16 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgpack
 import pytest
 
-from dataflow.errors import RunError
+from dataflow.errors import Replaced, RunError
+from dataflow.forkserver import Forkserver
 from dataflow.nursery import Nursery, TakenOver
 
 
@@ -158,8 +161,11 @@ def test_closing_ends_a_worker_that_does_not_listen() -> None:
         nursery.spawn("b", {}, heavy=False)
 
 
-def left_behind(tmp_path: Path, stay_s: float, end_s: float = 30.0, keeps: bool = False, **more: object) -> list[int]:
-    """Numbers of a forkserver and two workers whose scheduler was killed after it had let them stay."""
+def left_behind(
+    tmp_path: Path, stay_s: float, end_s: float = 30.0, keeps: bool = False, number: int = signal.SIGKILL,
+    silent_s: float = 30.0, **more: object,
+) -> list[int]:  # fmt: skip
+    """Numbers of a forkserver and two workers whose scheduler got a signal after it had let them stay."""
     scheduler = os.fork()
     if scheduler == 0:
         nursery = Nursery(
@@ -171,14 +177,14 @@ def left_behind(tmp_path: Path, stay_s: float, end_s: float = 30.0, keeps: bool 
         events = Events(nursery)
         wait_until(lambda: events.seen.extend(nursery.events()) or len(events.seen) >= 2)
         pids = [each["pid"] for each in events.seen]
-        nursery.stay(stay_s, end_s)
+        nursery.stay(stay_s, end_s, silent_s)
         (tmp_path / "pids.part").write_text(" ".join(map(str, [nursery.pid, *pids])))
         (tmp_path / "pids.part").rename(tmp_path / "pids")
         time.sleep(60)
         os._exit(0)
     wait_until((tmp_path / "pids").exists)
-    os.kill(scheduler, signal.SIGKILL)
-    os.waitpid(scheduler, 0)
+    os.kill(scheduler, number)
+    os.waitpid(scheduler, os.WUNTRACED)
     return [int(pid) for pid in (tmp_path / "pids").read_text().split()]
 
 
@@ -270,3 +276,88 @@ def test_a_pause_lets_workers_and_what_they_started_stand_still_and_is_no_news(t
         assert told == [("stopped", everyone[0]), ("continued", everyone[0]), ("exited", everyone[1])]
     finally:
         nursery.close()
+
+
+def took_over(tmp_path: Path) -> Callable[[], int]:
+    """What a successor runs: it takes the workers, says so, and gives signs of life."""
+
+    def succeed() -> int:
+        taken = TakenOver(str(tmp_path / "door"))
+        (tmp_path / f"taken-{taken.number}").write_text(f"{os.getpid()} {taken.lives} {len(taken.handed)}")
+        for _ in range(6_000):
+            taken.live()
+            time.sleep(0.01)
+        return 0
+
+    return succeed
+
+
+def read(path: Path) -> list[str]:
+    wait_until(lambda: path.exists() and bool(path.read_text()), 20.0)
+    return path.read_text().split()
+
+
+def test_a_scheduler_that_is_stopped_is_replaced_where_there_is_a_successor_and_so_is_that_one(tmp_path: Path) -> None:
+    pids = left_behind(
+        tmp_path, 60.0, number=signal.SIGSTOP, silent_s=0.2, successor=took_over(tmp_path)
+    )  # fmt: skip
+    first, lives, workers = read(tmp_path / "taken-1")
+    assert (lives, workers) == ("True", "2") and all(alive(pid) for pid in pids[:2])
+    os.kill(int(first), signal.SIGSTOP)
+    assert read(tmp_path / "taken-2")[1:] == ["True", "2"]
+    os.kill(int(first), signal.SIGKILL)
+    os.kill(int(read(tmp_path / "taken-2")[0]), signal.SIGKILL)
+    assert read(tmp_path / "taken-3")[1:] == ["False", "2"]
+    os.kill(int(read(tmp_path / "taken-3")[0]), signal.SIGKILL)
+    os.kill(pids[0], signal.SIGTERM)
+    wait_until(lambda: not any(map(alive, pids)))
+
+
+@pytest.mark.parametrize(
+    ("paused", "stays", "has_successor"), [(True, True, True), (False, False, True), (False, True, False)]
+)
+def test_nobody_replaces_a_scheduler_that_is_paused_or_has_not_begun_or_has_no_successor(
+    paused: bool, stays: bool, has_successor: bool
+) -> None:
+    """The clock is the test's: years go by."""
+    now = [0.0]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door = socket.socket(socket.AF_UNIX)
+    server = Forkserver(
+        theirs, door, lambda settings: 0, lambda: None, lambda: None, (lambda: 0) if has_successor else None,
+        clock=lambda: now[0],
+    )  # fmt: skip
+    if stays:
+        server._do({"stay": 60.0, "end": 60.0, "silent": 30.0})
+    server._pause(paused)
+
+    def hours_pass() -> None:
+        for _ in range(4_000):
+            now[0] += 0.9
+            if server.control is not None:
+                assert not server._listen(0.0)
+
+    hours_pass()
+    assert server.control is theirs
+    if paused:
+        server._pause(False)
+        ours.send(msgpack.packb({"here": True}))
+        assert server._listen(0.0)
+        assert not server._listen(0.0) and server.control is theirs, "what it was paused is no silence"
+        hours_pass()
+        assert server.control is None and msgpack.unpackb(ours.recv(1000))["event"] == "replaced"
+    for each in (ours, theirs, door):
+        each.close()
+
+
+def test_a_scheduler_that_was_replaced_hears_of_nothing_else_any_more(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    nursery = object.__new__(Nursery)
+    nursery._hold(ours, os.getpid())
+    for event in ("exited", "replaced"):
+        theirs.send(msgpack.packb({"event": event, "name": "a", "pid": 1, "status": 0}))
+    theirs.close()
+    for touch in (nursery.events, nursery.events, lambda: nursery.kill("a"), lambda: nursery.close(5.0)):
+        with pytest.raises(Replaced, match="its standby has taken the run over"):
+            touch()
+    nursery.leave()

@@ -22,7 +22,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
 
 def left_by(play: Play) -> dict[str, Any]:
     play.run.handover.write()
-    found: dict[str, Any] = json.loads((play.desk.folder / "scheduler.json").read_text())
+    found: dict[str, Any] = json.loads((play.desk.folder / "scheduler-0.json").read_text())
     return found
 
 
@@ -39,7 +39,7 @@ def successor(
         for name, state in play.run.workers.items()
     }  # fmt: skip
     change(handed)
-    desk.handed, desk.alone_s = list(handed.values()), 2.5  # type: ignore[attr-defined]
+    desk.handed, desk.alone_s, desk.number = list(handed.values()), 2.5, 1  # type: ignore[attr-defined]
     settings = Settings(folder=str(play.folder))
     made = Successor(play.run.graph, play.run.plan, settings, desk, left, limits=Limits(), clock=lambda: play.now)  # type: ignore[arg-type]
     made.start()
@@ -57,7 +57,7 @@ def test_whoever_was_at_work_stays_so_and_hears_again_what_it_may_have_missed(be
     assert desk.spawned == [] and desk.killed == []
     assert sorted(name for name, word in desk.sent if word["kind"] == "start") == sorted(begun.NAMES)
     assert ("held_out-0", {"kind": "tell", "node": "held_out", "message": {"evaluate": 0}}) in desk.sent
-    assert desk.stays == (Limits().adopt_s, Limits().drain_s)
+    assert desk.stays == (Limits().adopt_s, Limits().drain_s, Limits().silent_s)
     (line,) = [json.loads(text) for text in (begun.folder / FILE).read_text().splitlines()]
     assert (line["worker"], line["noticed_s"]) == ("scheduler", 2.5)
 

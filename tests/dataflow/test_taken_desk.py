@@ -22,7 +22,7 @@ class PlayedNursery:
 
     def __init__(self, door: str) -> None:
         self.handed = [{"name": "a-0", "alive": True, "settings": {}}]
-        self.alone_s = 0.1
+        self.alone_s, self.number, self.lives = 0.1, 1, False
         self._socket, self._other = socket.socketpair()
 
     def fileno(self) -> int:
@@ -30,6 +30,9 @@ class PlayedNursery:
 
     def events(self) -> list[Any]:
         return []
+
+    def live(self) -> None:
+        """Nobody listens."""
 
     def close(self) -> None:
         self._socket.close()

@@ -1,7 +1,7 @@
 """A program that runs a graph until a test ends it: python program.py KIND FOLDER [POLICY].
 
 The environment's HOW is JSON: {"steps", "standby", "adopt_s", "limits",
-"resume": whether to go on with the latest run}.
+"quiet", "resume": whether to go on with the latest run}.
 """
 
 import json
@@ -128,7 +128,7 @@ def go(kind: str, folder: Path) -> None:
     more = {"ranks": {"trainer": 2}, "weights": "gloo"} if kind == "ranks" else {}
     latest = (folder / "runs" / "latest").resolve() if how.get("resume") else None
     result = run(
-        KINDS[kind](folder), runs=folder / "runs", quiet=True, steps=how.get("steps"), resume=latest,
+        KINDS[kind](folder), runs=folder / "runs", quiet=how.get("quiet", True), steps=how.get("steps"), resume=latest,
         standby=how.get("standby", False), limits=Limits(adopt_s=how.get("adopt_s", 60.0), **how.get("limits", {})),
         **more,
     )  # fmt: skip

@@ -68,16 +68,17 @@ class Program:
 
 @pytest.fixture
 def program(machine: None, tmp_path: Path, policy: Path) -> Iterator[Callable[..., Program]]:
-    """Starts one of the kinds; knobs: as `program.How`."""
+    """Starts one of the kinds; output: in the place of a file; knobs: as in HOW of
+    program.py."""
     started: list[Program] = []
 
-    def start(kind: str, **how: Any) -> Program:
+    def start(kind: str, *, output: int | None = None, **how: Any) -> Program:
         command = [sys.executable, str(PROGRAM), kind, str(tmp_path), str(policy)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HOW": json.dumps(how)}
-        with (tmp_path / "output").open("a") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=output, text=True, env=environment, process_group=0
-            )
+        environment.pop("CI", None)
+        with (tmp_path / "output").open("a") as file:
+            to = file if output is None else output
+            process = subprocess.Popen(command, stdout=to, stderr=to, text=True, env=environment, process_group=0)
         started.append(Program(process, tmp_path))
         return started[-1]
 

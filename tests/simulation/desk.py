@@ -8,14 +8,15 @@ from typing import Any
 
 import msgpack
 
+from dataflow.desk import Asker
 from dataflow.unheard import Unheard
 
 from .clock import Clock
 from .exchange import Exchange
 from .forks import Event, Forks
 
-Message = tuple[str, Any]
-_SOMEBODY = "?somebody"
+Message = tuple[str | Asker, Any]
+_SOMEBODY = Asker(b"somebody")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class SimulatedDesk:
     """Messages and processes of one scheduler; it decides nothing."""
 
     commands = "commands"
+    number, lives = 0, False
 
     def __init__(self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False) -> None:
         """handed, alone_s: as `TakenDesk` has them. keeps: whether what is decided is written before it is said."""
@@ -78,28 +80,32 @@ class SimulatedDesk:
         said, events = list(self._said), list(self._events)
         self._said.clear()
         self._events.clear()
-        for name, _ in said:
-            self._unheard.spoke(name)
+        for who, _ in said:
+            if isinstance(who, str):
+                self._unheard.spoke(who)
         return said, events
 
     def last_words(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
         """What is said soon."""
         yield from self.wait(pause_s)[0]
 
-    def send(self, name: str, message: Mapping[str, Any]) -> None:
+    def send(self, to: str | Asker, message: Mapping[str, Any]) -> None:
         """Say something to a worker, or answer a command."""
         if message.get("kind") == "heard":
+            return
+        if isinstance(to, Asker):
+            self._outgoing.append(self._answered)
             return
         packed = msgpack.packb(message)
 
         def say() -> None:
             word = msgpack.unpackb(packed)
             self._room.told(word)
-            self._room.exchange.say(name, word)
+            self._room.exchange.say(to, word)
 
-        self._outgoing.append(self._answered if name == _SOMEBODY else lambda: self._unheard.reach(name, say))
+        self._outgoing.append(lambda: self._unheard.reach(to, say))
 
-    def stay(self, wait_s: float, end_s: float) -> None:
+    def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
         """From now on workers outlive the scheduler, where this world has another one."""
         self._outgoing.append(self._stay)
 
@@ -115,6 +121,13 @@ class SimulatedDesk:
     def kill(self, name: str, number: int) -> None:
         """Send a signal to a worker: all of them end it."""
         self._outgoing.append(lambda: self._room.kill(name))
+
+    def check(self) -> None:
+        """No scheduler is replaced that lives."""
+
+    def refuse(self, who: str) -> None:
+        """Nobody is a stranger."""
+        raise AssertionError(who)
 
     def close(self) -> None:
         """The world is closed by its owner."""
