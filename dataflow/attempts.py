@@ -8,6 +8,7 @@ from typing import Any
 
 from dataflow.host import Settings
 from dataflow.limits import Limits
+from dataflow.wiring import Edge
 
 _COUNTERS = ("tokens", "scored", "failed", "restarts")
 """What a node's status counts from 0 in each process; all else in it is how things stand."""
@@ -156,6 +157,16 @@ def addresses(workers: Iterable[WorkerState]) -> dict[str, list[str]]:
         for edge, address in state.addresses.items():
             found.setdefault(edge, []).append(address)
     return found
+
+
+def is_of(state: WorkerState, message: Mapping[str, Any], edges: Iterable[Edge]) -> bool:
+    """Whether a word names what belongs to this worker."""
+    if message["kind"] == "beat":
+        return set(message["nodes"]) <= set(state.nodes)
+    if message["kind"] == "hello":
+        ends = [edge for edge in edges if edge.consumer in state.nodes and edge.producer not in state.nodes]
+        return {edge.name for edge in ends} <= set(message["addresses"])
+    return True
 
 
 def all_ended(node: str, workers: Iterable[WorkerState]) -> bool:

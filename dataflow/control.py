@@ -10,23 +10,25 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from dataflow import worker
-from dataflow.attempts import WorkerState, addresses, all_ended, how, obituary, overdue
+from dataflow.attempts import WorkerState, addresses, all_ended, how, is_of, obituary, overdue
 from dataflow.command import answer
 from dataflow.conductor import Conductor, Word
 from dataflow.desk import Asker, Desk
 from dataflow.doctor.attend import Attendant
-from dataflow.errors import DeadlineError, GraphError, Replaced, RunError, WorkerDied
+from dataflow.errors import GraphError, Replaced, RunError, WorkerDied
 from dataflow.faults import Faults
 from dataflow.files import only_told
 from dataflow.graph import Graph
 from dataflow.handover import Handover
 from dataflow.host import Settings
 from dataflow.limits import Limits as Limits
+from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
 from dataflow.plan import Plan
 from dataflow.recovery import Recovery, Restart
 from dataflow.scaling import Fork, Order, Say, Scaling, Tell
 from dataflow.secure import RunKeys
 from dataflow.stops import Stops
+from dataflow.wiring import edges
 
 _LAST_WORDS_S = 1.0
 """For what a worker said before it ended to arrive, whatever the others say meanwhile."""
@@ -79,7 +81,7 @@ class Scheduler:
                 lambda: worker.preload(graph.operators.values()), settings.listen, keys, successor,
                 f"{settings.folder}/logs" if settings.folder else "",
             )  # fmt: skip
-        self._desk = desk
+        self._desk, self.check = desk, desk.check
         self.handover = Handover(self._desk.folder, parts={
             "conductor": self.conductor.to_plain, "scaling": self.scaling.to_plain, "schedule": lambda: self._schedule,
             "workers": lambda: {name: state.to_plain() for name, state in self.workers.items()},
@@ -97,8 +99,7 @@ class Scheduler:
         """Start all workers, light ones first, until all are ready. progress: told who is not. Errors: RunError."""
         for name, replica, nodes in sorted(self.plan.processes(), key=lambda each: not self.graph.is_light(each[2])):
             self._spawn(name, replica, device=self.plan.placements[nodes[0]].device(replica))
-        deadline = self._clock() + self.limits.start_s
-        wired = False
+        deadline, wired = self._clock() + self.limits.start_s, False
         while not all(state.state == "ready" for state in self.workers.values()):
             self.turn(0.1)
             if not wired and all(state.pid and state.state != "forked" for state in self.workers.values()):
@@ -106,13 +107,9 @@ class Scheduler:
                 for state in self.workers.values():
                     state.wired = True
                 self._broadcast({"kind": "wire", "addresses": addresses(self.workers.values())})
-            late = [state.name for state in self.workers.values() if state.state != "ready"]
-            progress(late)
+            progress(late := [state.name for state in self.workers.values() if state.state != "ready"])
             if self._clock() > deadline:
-                raise DeadlineError(
-                    f"the scheduler waited {self.limits.start_s:.0f} s for {late} to start; "
-                    f"see their logs in {self._settings.folder}/logs"
-                )
+                raise starts_too_long(self.limits, self._settings.folder, late)
         self._begun = True
         self._say(self.conductor.start())
         self._broadcast({"kind": "start"})
@@ -162,37 +159,26 @@ class Scheduler:
                 self._give_up(state)
         self._say(self.conductor.drain())
 
-    def check(self) -> None:
-        """Errors: Replaced when it is not the run's scheduler any more."""
-        self._desk.check()
-
     def close(self) -> None:
         """Stop the workers, by force after the limit; leave no process and no socket behind. Errors: Replaced: they are
         another scheduler's, and nothing of the run was touched."""
         try:
-            self._close()
+            self.check()
+            self.recovery.end()
+            self._broadcast({"kind": "stop"})
+            deadline = self._clock() + self.limits.stop_s
+            while self._clock() < deadline and any(self._may_wind_down(state) for state in self.workers.values()):
+                for event in self._desk.wait(0.05)[1]:
+                    self._count(event)
+            self._faults.close()
+            self._desk.close()
         except Replaced:
             self._desk.leave()
             raise
 
-    def _close(self) -> None:
-        self.check()
-        self.recovery.end()
-        self._broadcast({"kind": "stop"})
-        deadline = self._clock() + self.limits.stop_s
-        while self._clock() < deadline and any(self._may_wind_down(state) for state in self.workers.values()):
-            for event in self._desk.wait(0.05)[1]:
-                self._count(event)
-        self._faults.close()
-        self._desk.close()
-
     def pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on."""
         self._desk.pause(is_paused)
-
-    def kill(self, name: str, number: int) -> None:
-        """Send a signal to a worker."""
-        self._desk.kill(name, number)
 
     def _take(self, who: str | Asker, message: Mapping[str, Any]) -> None:
         if isinstance(who, Asker):
@@ -205,6 +191,9 @@ class Scheduler:
         if message.get("attempt", state.settings.attempt) != state.settings.attempt or not state.is_live:
             return  # the last words of an attempt that has ended
         kind = message["kind"]
+        if not is_of(state, message, edges(self.graph)):
+            self._desk.refuse(f"'{who}'")
+            return
         if state.state != "dying":
             state.heard = self._clock()
         elif kind != "beat":
@@ -325,16 +314,10 @@ class Scheduler:
             if cause is not None:
                 self._kill(state, cause)
         if self.conductor.draining and not self.conductor.over and now > self._deadline:
-            raise DeadlineError(
-                f"the scheduler waited {self.limits.drain_s:.0f} s for the step under way to end; it stops without "
-                f"it, and the last checkpoint in {self._settings.folder} is good"
-            )
+            raise drains_too_long(self.limits, self._settings.folder)
         name = self.scaling.joining
         if name is not None and now > self._join_deadline:
-            raise DeadlineError(
-                f"the scheduler waited {self.limits.start_s:.0f} s for '{name}' to join, which waits for "
-                f"{self.scaling.missing()}; see {self._settings.folder}/logs/{name}.log, or raise Limits.start_s"
-            )
+            raise joins_too_long(self.limits, self._settings.folder, name, self.scaling.missing())
 
     @property
     def _ending(self) -> bool:

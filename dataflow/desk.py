@@ -32,7 +32,7 @@ class Asker:
 
 Message = tuple[str | Asker, Any]
 """Who said it, a worker by its name, and what."""
-_LIVES_S = 1.0
+_LIVES_S = 0.25
 """Between two signs of life for the forkserver."""
 _REMEMBERED = 100
 _DECIDE_NOTHING = ("heard", "ask_stacks")

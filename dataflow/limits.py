@@ -1,9 +1,10 @@
 """How long a run waits, for what: every deadline that a user may have to change, in one place."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dataflow.errors import DeadlineError
 from dataflow.recovery import Patience
 
 
@@ -53,3 +54,26 @@ class Limits:
     def return_s(self) -> float:
         """For a worker that is started again until the scheduler gives it up."""
         return max(self.patience.of_one_s, self.patience.of_one * (self.start_s + self.patience.most_s))
+
+
+def starts_too_long(limits: Limits, folder: str, late: Collection[str]) -> DeadlineError:
+    """Of a run whose workers are not all ready."""
+    return DeadlineError(
+        f"the scheduler waited {limits.start_s:.0f} s for {late} to start; see their logs in {folder}/logs"
+    )
+
+
+def joins_too_long(limits: Limits, folder: str, name: str, missing: object) -> DeadlineError:
+    """Of a worker that joins a run."""
+    return DeadlineError(
+        f"the scheduler waited {limits.start_s:.0f} s for '{name}' to join, which waits for {missing}; "
+        f"see {folder}/logs/{name}.log, or raise Limits.start_s"
+    )
+
+
+def drains_too_long(limits: Limits, folder: str) -> DeadlineError:
+    """Of a run that was asked to stop."""
+    return DeadlineError(
+        f"the scheduler waited {limits.drain_s:.0f} s for the step under way to end; it stops without it, and the last "
+        f"checkpoint in {folder} is good"
+    )

@@ -6,16 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgpack
+import numpy as np
 import pytest
 
 from dataflow import Graph, Model, control
 from dataflow.control import Limits, Scheduler
+from dataflow.desk import Asker
 from dataflow.errors import RunError, WorkerDied
 from dataflow.faults import FILE
 from dataflow.host import Settings
 from dataflow.plan import Devices, plan
 from dataflow.recovery import Patience
+from dataflow.run_folder import RunFolder
+from dataflow.secure import word
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.watch import Watch
 
 BEAT = {"kind": "beat", "drained": False, "turned_s": 0.0, "edges": {}}
 
@@ -443,3 +449,59 @@ def test_closing_waits_no_longer_than_the_limit_for_one_that_goes_on(play: Any) 
     before = run.now
     run.run.close()
     assert run.desk.closed and 10.0 <= run.now - before < 10.2
+
+
+# Words that are well formed and mean nothing
+
+REPORT = {
+    "status": {"step": 1, "done": 0, "version": 1}, "seconds": {"busy": 1.0, "idle": 0.0, "blocked": 0.0},
+    "rows_in": 1, "rows_out": 1, "ended": False, "blocked": False,
+}  # fmt: skip
+JUNK = (
+    None,
+    -1,
+    2**63,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "?zz",
+    b"\xff",
+    True,
+    [],
+    [1],
+    {},
+    {"a": 1},
+    {"status": {}},
+)
+
+
+def mutated(rng: np.random.Generator, value: Any) -> Any:
+    """A word with something else in some place."""
+    if rng.random() < 0.15:
+        return JUNK[int(rng.integers(len(JUNK)))]
+    if isinstance(value, dict):
+        return {name: mutated(rng, each) if name != "kind" else each for name, each in value.items()}
+    return value
+
+
+def test_no_word_of_anybody_raises_through_the_scheduler(play: Any) -> None:
+    run, rng, heard = play().begin(), np.random.default_rng(14), 0
+    watch = Watch(run.run.graph, run.run.plan, RunFolder(run.folder), 10, lambda: run.now)
+    for _ in range(800):
+        node = ("trainer", "generator", "eval", "prompts")[int(rng.integers(4))]
+        words: list[dict[str, Any]] = [
+            {**BEAT, "attempt": 0, "nodes": {node: REPORT}, "edges": {"a>b:c": [1, 2]}, "at": node, "at_s": 1.0},
+            {"kind": "hello", "pid": 7, "addresses": {"a": "b"}}, {"kind": "done", "ticket": 5},
+            {"kind": "stacks", "threads": []}, {"kind": "ready"}, {"kind": "later"},
+        ]  # fmt: skip
+        found = word(msgpack.packb(mutated(rng, words[int(rng.integers(len(words)))])))
+        if found is None:
+            continue
+        heard += 1
+        name = f"{node}-0" if rng.random() < 0.9 else "?zz"
+        run.desk.said.append((Asker(b"?zz") if rng.random() < 0.1 else name, found))
+        run.turn()
+        watch.note(run.run.conductor, run.run.beats)
+        watch.snapshot()
+    assert heard > 100 and run.desk.refused

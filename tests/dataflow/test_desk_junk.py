@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
-from dataflow.desk import Desk
+from dataflow.desk import Asker, Desk, Message
 from dataflow.link import Link
 from dataflow.secure import word
 
@@ -27,7 +27,10 @@ def junk(seed: int, count: int) -> Iterator[list[bytes]]:
     words = [msgpack.packb(one) for one in (BEAT, HELLO)]
     others: tuple[Any, ...] = (
         None, 7, "beat", [], [[[]]], {}, {"kind": 3}, {"kind": ["x"]}, {"kind": "hello"}, {**HELLO, "pid": "7"},
-        {**BEAT, "nodes": []}, {"kind": "failed"}, {"kind": "done"},
+        {**BEAT, "nodes": []}, {"kind": "failed"}, {"kind": "done"}, {**HELLO, "attempt": []},
+        {**BEAT, "turned_s": "1"},
+        {**BEAT, "nodes": {"trainer": 5}}, {**BEAT, "nodes": {"trainer": {"status": {}}}}, {**BEAT, "edges": {"a": 1}},
+        {**HELLO, "addresses": {"a": 7}},
     )  # fmt: skip
     for number in range(count):
         whole = words[number % 2]
@@ -78,8 +81,8 @@ def dealer() -> Iterator[Callable[..., "zmq.Socket[bytes]"]]:
     context.term()
 
 
-def heard(desk: Desk, count: int) -> list[tuple[str, Any]]:
-    said: list[tuple[str, Any]] = []
+def heard(desk: Desk, count: int) -> list[Message]:
+    said: list[Message] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(said) < count:
         assert time.monotonic() < deadline, said
@@ -110,6 +113,30 @@ def test_the_scheduler_hears_workers_and_commands_through_junk_and_tells_of_it_o
     assert command.poll(int(DEADLINE_S * 1000))
     assert msgpack.unpackb(command.recv()) == {"replicas": {}}
     assert not worker.poll(0), "an answer to a command went to the worker whose name it bears"
+
+
+IDENTITIES = [b"?", b"?zz", b"?6162", b"?" + b"f" * 200, b"trainer-0?", b"\xff?", b"\\x3f61", b"?\x00", b"'", b"%s%n{}"]
+
+
+def test_no_identity_is_taken_for_another_or_ends_the_scheduler(
+    desk: Desk, dealer: Callable[..., "zmq.Socket[bytes]"]
+) -> None:
+    """Whoever is at the workers' socket is answered there, if at all, under the very name that he has."""
+    rng = np.random.default_rng(4)
+    names = IDENTITIES + [b"?" + rng.bytes(int(rng.integers(1, 40))) for _ in range(40)]
+    command = dealer(desk.commands, b"ab")
+    command.send(msgpack.packb({"kind": "facts"}))
+    strangers = [dealer(desk.address, name) for name in names]
+    for stranger in strangers:
+        stranger.send(msgpack.packb({"kind": "stop"}))
+    said = heard(desk, 1 + len(names))
+    asked = [who for who, _ in said if isinstance(who, Asker)]
+    assert asked == [Asker(b"ab")] and len(said) == 1 + len(names)
+    for who, _ in said:
+        if not isinstance(who, Asker):
+            desk.send(who, {"kind": "never"})
+    desk.wait(0.0)
+    assert not command.poll(100), "an answer to a stranger went to who gives commands"
 
 
 def test_a_monstrous_message_is_cut_off_at_the_control_sockets(
