@@ -18,6 +18,10 @@ MESSAGES_KEPT = 10_000
 """That nobody has read; the oldest are left out."""
 
 
+_LOOK_S = 10.0
+"""After so long it looks by itself whether there is something to show."""
+
+
 class SafeView:
     """A view that never raises into a run and never holds it up.
 
@@ -82,7 +86,8 @@ class SafeView:
         self._next()
         goes_on = True
         while goes_on:
-            goes_on = self._wakes.get()
+            with contextlib.suppress(queue.Empty):
+                goes_on = self._wakes.get(timeout=_LOOK_S)
             snapshot, self._snapshot = self._snapshot, None
             if snapshot is not None:
                 self._act(lambda view: view.update(snapshot))  # noqa: B023

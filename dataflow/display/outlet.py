@@ -41,7 +41,7 @@ class Direct(io.TextIOBase):
             try:
                 left = left[os.write(self._descriptor, left) :]
             except BlockingIOError:  # a descriptor that somebody has set so
-                select.select([], [self._descriptor], [])
+                select.select([], [self._descriptor], [], 1.0)
         return len(text)
 
 
