@@ -52,7 +52,8 @@ def test_ranks_on_the_cpu_share_the_cores_and_the_models_memory() -> None:
     trainer, generator = made.placements["trainer"], made.placements["generator"]
     assert (one.ranks, one.threads, trainer.ranks, trainer.replicas) == (1, 4, 3, 1)
     assert trainer.threads == generator.threads == 2
-    assert one.memory_bytes is not None and trainer.memory_bytes == one.memory_bytes // 3
+    assert one.memory_bytes is not None and trainer.memory_bytes is not None
+    assert 0 <= one.memory_bytes // 3 - trainer.memory_bytes < 3, "each of its three parts is rounded"
     assert made.processes().count(("trainer", 0, ["trainer"])) == 1
 
 
