@@ -6,6 +6,8 @@ RUN = $(VENV)/bin/python
 MARK = $(VENV)/.installed
 # One process more than cores, as tests of processes wait for one another; compiled modules are kept, as they start many.
 PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
+# Shared by all clones: mypy compares what it knows of a file with the file itself.
+TYPES = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/dataflow-rl/mypy
 TEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n $(PROCESSES) --dist loadfile
 
 # What a processor without AVX-512 computes, and one without a C compiler: the tests of the rooms that compute.
@@ -51,7 +53,7 @@ style: venv
 	$(RUN) -m ruff format --check .
 
 types: venv
-	$(RUN) -m mypy
+	$(RUN) -m mypy --cache-dir $(TYPES)
 
 bench: venv
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,bench]'

@@ -4,10 +4,12 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import dataflow
 
@@ -162,6 +164,19 @@ def named_values(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             yield from ((each.arg, value) for each, value in zip(given, arguments.defaults, strict=True))
             beside = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
             yield from ((each.arg, value) for each, value in beside if value is not None)
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_lock_has_one_version_of_each_requirement_and_it_is_allowed(python: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    locked: dict[str, list[str]] = {}
+    for each in map(Requirement, lines):
+        if each.marker is None or each.marker.evaluate({"python_version": python}):
+            locked.setdefault(each.name, []).append(str(each.specifier).removeprefix("=="))
+    for wanted in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["test"]]):
+        assert len(locked.get(wanted.name, [])) == 1, f"{wanted.name} on Python {python}: renew the lock"
+        assert wanted.specifier.contains(locked[wanted.name][0]), f"{wanted}: {locked[wanted.name]}"
 
 
 def test_no_file_is_longer_than_400_lines_and_the_median_is_small() -> None:

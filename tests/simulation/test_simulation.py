@@ -25,14 +25,14 @@ from .world import World
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("first", range(0, 500, 50))
-def test_all_laws_hold_in_each_of_the_first_500_seeds(first: int) -> None:
-    hold(World, range(first, first + 50))
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_all_laws_hold_in_each_of_the_first_100_seeds(first: int) -> None:
+    hold(World, range(first, first + 25))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", range(500, 20_000, 500))
+@pytest.mark.parametrize("first", range(0, 20_000, 500))
 def test_all_laws_hold_in_each_of_20_000_seeds(first: int) -> None:
     hold(World, range(first, first + 500))
 
