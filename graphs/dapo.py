@@ -5,6 +5,8 @@ python -m graphs.dapo --policy FOLDER_OR_ID --prompts FILE --reward exact|number
 
 from functools import partial
 
+import numpy as np
+
 from dataflow import Array, Graph, keep, main
 from graphs.tasks.text import TextTask
 from operators import Trainer
@@ -16,7 +18,7 @@ from operators.rewards import combine, overlong
 @keep(isolate=False)
 def undecided(accuracy: Array) -> bool:
     """Some answers are better than others: the length alone makes no signal (dynamic sampling, equation 11)."""
-    return bool(accuracy.max() > accuracy.min())
+    return bool(np.max(accuracy) > np.min(accuracy))
 
 
 def build(

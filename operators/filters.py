@@ -1,5 +1,7 @@
 """Filters: which groups are worth training."""
 
+import numpy as np
+
 from dataflow.keep import keep
 from dataflow.records import Array
 
@@ -12,4 +14,4 @@ def has_signal(reward: Array) -> bool:
     step has as many groups with a gradient. Not for rules of credit that compare groups with each other, such as
     `Trainer(whiten=True)`, which such groups teach something too. reward: [rollouts of a group without error].
     """
-    return bool(reward.max() > reward.min())
+    return bool(np.max(reward) > np.min(reward))

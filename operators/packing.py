@@ -85,7 +85,7 @@ def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) 
     row_T, at_T = row_S[flat_T], at_S[flat_T]
     lengths_R = np.zeros(rollouts, np.int64)
     lengths_R[row_T] = at_T  # the last trained token of each row stays, and is not itself an input
-    longest = int(lengths_R.max(initial=0))
+    longest = int(np.max(lengths_R, initial=0))
     used_S = at_S < lengths_R[row_S]
     table_R_L = np.full((rollouts, longest), -1, np.int32)
     table_R_L[row_S[used_S], at_S[used_S]] = tokens_S[used_S]

@@ -105,7 +105,7 @@ def begun(start: Start, age: int, sampling: Sampling, stop: StopStrings | None, 
 def finished_of(rows: Sequence[Row], reason: int) -> Finished:
     """Rows outside the batch as rows that ended, all for this reason."""
     lengths = np.array([len(row.tokens) for row in rows], dtype=np.int64)
-    longest = int(lengths.max(initial=0))
+    longest = int(np.max(lengths, initial=0))
 
     def padded(columns: list[AnyArray], dtype: type) -> AnyArray:
         table: AnyArray = np.zeros((len(rows), longest), dtype)

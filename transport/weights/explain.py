@@ -37,7 +37,7 @@ def table(plan: Summary) -> str:
     sources, destinations = nbytes.shape
     pairs = np.count_nonzero(nbytes)
     lines = [
-        f"{amount(nbytes.sum())} from {sources} to {destinations} ranks, "
+        f"{amount(int(nbytes.sum()))} from {sources} to {destinations} ranks, "
         f"{copies.sum():,} copies between {pairs:,} of {nbytes.size:,} pairs",
         _spread("each source rank sends", nbytes.sum(axis=1), copies.sum(axis=1), (nbytes > 0).sum(axis=1)),
         _spread("each destination rank receives", nbytes.sum(axis=0), copies.sum(axis=0), (nbytes > 0).sum(axis=0)),
@@ -60,7 +60,7 @@ def table(plan: Summary) -> str:
 
 def _spread(what: str, nbytes: Ints, copies: Ints, peers: Ints) -> str:
     def of(values: Ints, text: str = "{:,.0f}") -> str:
-        least, middle, most = values.min(), np.median(values), values.max()
+        least, middle, most = int(np.min(values)), float(np.median(values)), int(np.max(values))
         show = amount if text == "bytes" else text.format
         return show(most) if least == most else f"{show(least)} | {show(middle)} | {show(most)}"
 

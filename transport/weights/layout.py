@@ -61,7 +61,7 @@ class Layout:
     @functools.cached_property
     def ranks(self) -> int:
         """Ranks of this side: one more than the highest that holds anything."""
-        return 1 + max(int(held.shards.ranks.max(initial=-1)) for held in self.tensors.values())
+        return 1 + max(int(np.max(held.shards.ranks, initial=-1)) for held in self.tensors.values())
 
     @functools.cached_property
     def key(self) -> bytes:

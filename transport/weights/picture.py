@@ -41,11 +41,11 @@ def picture(pair_bytes: Ints, gpus_per_node: int | None = None) -> str:
     cells = _summed(_summed(pair_bytes, down).T, across).T
     size = min(CELL, SIDE // max(cells.shape))
     width, height = cells.shape[1] * size, cells.shape[0] * size
-    most = max(int(cells.max()), 1)
+    most = max(int(np.max(cells)), 1)
     sent, received = cells.sum(axis=1), cells.sum(axis=0)
     senders, receivers = pair_bytes.shape
     body = [
-        _text(16, 26, f"{amount(pair_bytes.sum())} from {senders} to {receivers} ranks", "heading"),
+        _text(16, 26, f"{amount(int(pair_bytes.sum()))} from {senders} to {receivers} ranks", "heading"),
         _text(16, 45, _load("a source rank sends", pair_bytes.sum(axis=1)), "muted"),
         _text(16, 60, _load("a destination rank receives", pair_bytes.sum(axis=0)), "muted"),
         _text(16, 80, f"rows: source {_of(down)}; columns: destination {_of(across)}", "muted"),
@@ -67,9 +67,11 @@ def picture(pair_bytes: Ints, gpus_per_node: int | None = None) -> str:
             body.append(_text(x + size / 2, y + size / 2 + 4, amount(cells[row, column]), kind, "middle"))
     body += _bars(sent, size, (LEFT + width + 10, TOP), down=True)
     body += _bars(received, size, (LEFT, TOP + height + 10), down=False)
-    body.append(_text(LEFT + width + 10, TOP - 6, f"sent, up to {amount(sent.max())}", "muted"))
+    body.append(_text(LEFT + width + 10, TOP - 6, f"sent, up to {amount(int(np.max(sent)))}", "muted"))
     below = TOP + height + BAR + 26
-    body.append(_text(LEFT, below, f"received, up to {amount(received.max())}; fullest cell {amount(most)}", "muted"))
+    body.append(
+        _text(LEFT, below, f"received, up to {amount(int(np.max(received)))}; fullest cell {amount(most)}", "muted")
+    )
     wide, high = max(LEFT + width + BAR + 90, 430), below + 16
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="reshard" role="img" width="{wide}" height="{high}" '
@@ -109,7 +111,7 @@ def _bars(sums: Ints, size: int, origin: tuple[int, int], *, down: bool) -> list
     x, y = origin
     found = []
     for number, value in enumerate(sums.tolist()):
-        length, thick = BAR * value / max(int(sums.max()), 1), min(max(size - 1, 1), THICK)
+        length, thick = BAR * value / max(int(np.max(sums)), 1), min(max(size - 1, 1), THICK)
         at = number * size + (size - thick) / 2
         place = (x, y + at, length, thick) if down else (x + at, y, thick, length)
         left, top, wide, high = (f"{each:.1f}".removesuffix(".0") for each in place)
@@ -130,7 +132,7 @@ def _of(group: int) -> str:
 
 
 def _load(what: str, nbytes: Ints) -> str:
-    least, middle, most = int(nbytes.min()), float(np.median(nbytes)), int(nbytes.max())
+    least, middle, most = int(np.min(nbytes)), float(np.median(nbytes)), int(np.max(nbytes))
     if least == most:
         return f"{what} {amount(most)}"
     return f"{what} {amount(least)} to {amount(most)}, half of them {amount(middle)} or less"
