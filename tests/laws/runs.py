@@ -248,8 +248,8 @@ LEDGER = (
         "a drop has a reason",
         "tests/dataflow/test_verify.py::test_a_drop_has_a_reason",
         "dataflow/verify/verdict.py",
-        'was == "dropped" and not reason]',
-        'was == "dropped" and False]',
+        "if not each.reason for group",
+        "if False for group",
         "the look for reasons",
     ),
     Law(
