@@ -128,7 +128,8 @@ def test_words_of_a_dead_receiver_count_no_more_once_its_successor_was_greeted(k
     sender.welcome(welcome)
     sender.add(Parcel(rows=1, cost=inbox.cost(1, 8), payload=SimpleNamespace(size_bytes=8, checksum=0)))
     for parcel in sender.due():
-        dead.take(sender.header(parcel))
+        for header in sender.headers(parcel):
+            dead.take(header)
     dead.acknowledge("a", 1, 0)
     [(_, late)] = dead.flush() if kind == "ack" else dead.hello("line", sender.hello())
     sender.lost()
