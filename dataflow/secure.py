@@ -19,11 +19,8 @@ Shape: TypeAlias = "tuple[type, ...] | list[Shape] | dict[str, Shape]"
 the one name `*`, with any."""
 
 _WHOLE, _NUMBER = (int, bool), (int, bool, float)
-_STATUS: dict[str, Shape] = {
-    f"{name}?": _WHOLE
-    for name in ("step", "done", "dropped", "round", "version", "tokens", "scored", "failed", "restarts", "queue",
-                 "waiting", "active")
-} | {"eval_accuracy?": _NUMBER}  # fmt: skip
+_WHOLES = "step done dropped round version tokens scored failed restarts queue waiting active"
+_STATUS: dict[str, Shape] = {**{f"{name}?": _WHOLE for name in _WHOLES.split()}, "eval_accuracy?": _NUMBER}
 _REPORT: dict[str, Shape] = {
     "status": _STATUS, "seconds": {"busy": _NUMBER, "idle": _NUMBER, "blocked": _NUMBER}, "rows_in": (int,),
     "rows_out": (int,), "ended": (bool,), "blocked": (bool,),
