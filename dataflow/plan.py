@@ -32,6 +32,11 @@ class Devices:
     gpu_memory_bytes: int = 0
     """Memory of each accelerator; 0: unknown."""
 
+    @property
+    def room(self) -> dict[str, int]:
+        """Bytes by device, 0 where unknown."""
+        return {"cpu": self.memory_bytes} | {f"cuda:{number}": self.gpu_memory_bytes for number in range(self.gpus)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -241,7 +246,7 @@ def plan(
     for fault in too_large_groups(graph, {name: placement.replicas for name, placement in placements.items()}):
         raise GraphError(fault)
     _check_scale(graph, made, one_process)
-    check_fit(_needs(made), _room(devices))
+    check_fit(_needs(made), devices.room)
     return made
 
 
@@ -252,13 +257,6 @@ def _needs(made: Plan) -> list[tuple[str, str, Need]]:
         for each in made.placements.values() if each.need is not None
         for replica in range(each.replicas) for rank in range(each.ranks)
     ]  # fmt: skip
-
-
-def _room(devices: Devices) -> dict[str, int]:
-    """Bytes by device, 0 where unknown."""
-    return {"cpu": devices.memory_bytes} | {
-        f"cuda:{number}": devices.gpu_memory_bytes for number in range(devices.gpus)
-    }
 
 
 def check_replicas(operator: Operator, count: int) -> None:
@@ -387,11 +385,8 @@ def bounds_of(graph: Graph, steps: int | None = None) -> dict[str, Bound]:
             continue
         for lane in lanes_of(graph, trainer.name):
             if any(call.operator is feedback.reader and call.output.lane == lane for call in graph.calls):
-                tightest = (
-                    min(feedback.max_staleness, bounds[lane].max_staleness)
-                    if lane in bounds
-                    else feedback.max_staleness
-                )
+                known = [bounds[lane].max_staleness] if lane in bounds else []
+                tightest = min([feedback.max_staleness, *known])
                 bounds[lane] = Bound(max_staleness=tightest, prompts_per_step=trainer.step_prompts, steps=steps)
     return bounds
 

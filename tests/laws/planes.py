@@ -63,7 +63,7 @@ DATA_PLANE = (
         "in order per sender",
         f"{CONTRACT}::test_a_missing_batch_is_asked_for_again",
         INBOX,
-        "        if message.sequence > peer.expected:\n"
+        "        if message.sequence > peer.expected or not peer.goes_on(message):\n"
         "            if peer.asked == peer.expected:\n"
         '                return "ahead", []\n'
         '            return "ahead", self._ask_again(peer)\n',
