@@ -109,7 +109,10 @@ def made(shape: Shape) -> Made:
     graph.feedback(trainer.weights, generator, max_staleness=shape.max_staleness)
     replicas = {"generator": shape.generators} | ({scorer.name: shape.scorers} if shape.scorers else {})
     planned = plan(graph, Devices(cpus=4), replicas=replicas, steps=shape.steps)
-    facts = {"graph.json": graph_facts(graph), "config.json": {"steps": shape.steps} | plan_facts(graph, planned)}
+    facts = {
+        "graph.json": graph_facts(graph),
+        "config.json": {"seed": 0, "steps": shape.steps} | plan_facts(graph, planned),
+    }
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         path = Path(folder) / "ledger.db"
         Ledger.create(path, consumers(graph)).close()
