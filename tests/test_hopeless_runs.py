@@ -70,7 +70,7 @@ def test_a_run_whose_answers_hold_no_number_says_that_it_learns_nothing(
     prompts = [{"prompt": f"{letter}=", "answer": "blue"} for letter in "abcdefgh"]
     graph = tiny_graph(policy, prompts=prompts, scorers=(find("number"),), max_tokens=2)
     result = run(graph, steps=4, on=inline(), runs=tmp_path)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     folder = RunFolder.open(result.folder)
     said = (
         f"nothing to learn from: 'reward' ({find('number').where}) gave all rollouts of a group the same value in all"
@@ -78,7 +78,7 @@ def test_a_run_whose_answers_hold_no_number_says_that_it_learns_nothing(
     assert f"{said} 12 groups of 3 steps" in out, "on the way"
     assert f"{said} 16 groups of 4 steps" in summarize(folder, "", True).signal
     assert "such as reward 0.0 for the completion " in out
-    assert "no signal" in "".join(path.read_text() for path in folder.logs.glob("*")) + out + capsys.readouterr().err
+    assert "no signal" in "".join(path.read_text() for path in folder.logs.glob("*")) + out + err
 
 
 @pytest.mark.usefixtures("one_core")
