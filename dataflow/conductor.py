@@ -83,6 +83,10 @@ class Conductor:
         """Whether the run has done what it was for."""
         return self.phase == "over"
 
+    def is_done(self, trainer: str) -> bool:
+        """Whether a trainer has made its last step, with its checkpoint."""
+        return bool(self._trainers[trainer].get("done"))
+
     def to_plain(self) -> dict[str, Any]:
         """All that it knows, for a successor; `take_up` gives it back."""
         return {
@@ -205,7 +209,7 @@ class Conductor:
 
     def _finished_training(self) -> bool:
         if self._trainers:
-            return all(status.get("done") for status in self._trainers.values())
+            return all(self.is_done(trainer) for trainer in self._trainers)
         return not self._open_sinks
 
     def _due(self) -> list[Word]:

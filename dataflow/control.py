@@ -280,8 +280,8 @@ class Scheduler:
             raise (RunError if state.lasting else WorkerDied)(f"{self.recovery.hopeless} ({self._settings.folder})")
 
     def _give_up(self, state: WorkerState) -> None:
-        """A worker is down while the run is ending: without a trainer it cannot end as it should."""
-        if any(self.graph.operators[node].trains for node in state.nodes):
+        """A worker is down while the run is ending: without a trainer that is not done it cannot end as it should."""
+        if any(self.graph.operators[node].trains and not self.conductor.is_done(node) for node in state.nodes):
             raise WorkerDied(f"{obituary(state)}; the run was ending, and its last checkpoint is good")
         state.state = "gone"
 

@@ -59,8 +59,9 @@ def test_a_stopped_scheduler_is_replaced_by_its_standby_and_touches_nothing_when
 def test_a_scheduler_that_wakes_when_all_is_over_changes_no_file(program: Start) -> None:
     first = program("endless", steps=50, standby=True, limits={"silent_s": 6.0})
     under_way(first)
-    family = first.family()
     stop(first)
+    wait_until(lambda: faults(first) == ["scheduler"], 60.0, "the standby")
+    family = first.family()
     wait_until(lambda: first.outcome() == "finished", 120.0, "the end of the run")
     ended(first, family - {first.process.pid}, 20.0)
     before = contents(first.runs / "latest")
@@ -83,10 +84,15 @@ def test_a_run_that_is_stopped_by_control_z_has_no_standby_that_goes_on(program:
     assert faults(first) == []
 
 
-@pytest.mark.parametrize("kind", ["endless", "learning"])
-def test_workers_that_were_left_alone_too_long_go_on_when_the_scheduler_does(program: Start, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [("endless", 60), pytest.param("learning", 10, id="when all steps are made"), ("learning", 200)],
+)
+def test_workers_that_were_left_alone_too_long_go_on_when_the_scheduler_does(
+    program: Start, kind: str, steps: int
+) -> None:
     """They had lost patience: trainers have ended, and wrote checkpoints, others have stayed."""
-    first = program(kind, steps=60, adopt_s=0.0)  # a link's patience is 5 s at least
+    first = program(kind, steps=steps, adopt_s=0.0)  # a link's patience is 5 s at least
     under_way(first)
     stop(first)
     log = first.runs / "latest" / "logs" / "trainer-0.log"
@@ -96,7 +102,7 @@ def test_workers_that_were_left_alone_too_long_go_on_when_the_scheduler_does(pro
     first.process.wait(180)
     assert first.process.returncode == 0, first.output()
     is_clean(first)
-    assert first.steps() == 60 and first.outcome() == "finished"
+    assert first.steps() == steps and first.outcome() == "finished"
 
 
 def test_a_terminal_that_nobody_reads_changes_nothing_for_the_run(program: Start, tmp_path: Path) -> None:

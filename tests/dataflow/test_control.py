@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dataflow import Graph, Model, control
+from dataflow.attempts import ALONE
 from dataflow.control import Limits, Scheduler
 from dataflow.desk import Asker
 from dataflow.errors import RunError, WorkerDied
@@ -417,6 +418,26 @@ def test_a_trainer_that_dies_while_the_run_is_ending_ends_it_and_says_what_is_go
     run.exits("trainer-0")
     with pytest.raises(WorkerDied, match=r"'trainer-0' .*died.*its last checkpoint is good"):
         run.turn()
+
+
+def test_a_trainer_that_was_done_when_it_ended_alone_is_missed_by_nobody(play: Any) -> None:
+    """The scheduler was stopped meanwhile, and hears of all of it at once."""
+    run = play().begin()
+    run.run.wish_drain()
+    run.turn()
+    run.beat("trainer-0", status={"step": 3, "done": 1})
+    run.exits("trainer-0", ALONE)
+    run.turn()
+    assert run.run.conductor.over and run.run.workers["trainer-0"].state == "gone"
+
+
+def test_a_trainer_that_ended_alone_and_was_not_done_is_started_again(play: Any) -> None:
+    run = play().begin()
+    run.beat("trainer-0", status={"step": 3, "done": 1}, alone=True)
+    run.exits("trainer-0", ALONE)
+    run.turn()
+    run.turn(0.25)
+    assert run.desk.spawned == [("trainer-0", 1)] and not run.run.conductor.over
 
 
 def test_a_trainer_that_waits_for_its_restart_when_the_run_is_to_end_ends_it(play: Any) -> None:

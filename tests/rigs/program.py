@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT.parent), str(ROOT)]
 
 from dataflow import Graph, Model, run, scorer, worker  # noqa: E402
+from dataflow.display import say  # noqa: E402
 from dataflow.limits import Limits  # noqa: E402
 from dataflow.node import Context, Runtime  # noqa: E402
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer  # noqa: E402
@@ -132,7 +133,7 @@ def go(kind: str, folder: Path) -> None:
         standby=how.get("standby", False), limits=Limits(adopt_s=how.get("adopt_s", 60.0), **how.get("limits", {})),
         **more,
     )  # fmt: skip
-    print(f"ended after {result.steps} steps: {result.verdict.line}")
+    say(f"ended after {result.steps} steps: {result.verdict.line}", sys.stdout)
 
 
 if __name__ == "__main__":
