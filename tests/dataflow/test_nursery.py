@@ -4,7 +4,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgpack
@@ -161,6 +161,18 @@ def test_closing_ends_a_worker_that_does_not_listen() -> None:
         nursery.spawn("b", {}, heavy=False)
 
 
+_STOPPED: list[int] = []
+"""Schedulers that a test has stopped, and that nobody else ends."""
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays_stopped() -> Iterator[None]:
+    yield
+    while _STOPPED:
+        os.kill(_STOPPED[-1], signal.SIGKILL)
+        os.waitpid(_STOPPED.pop(), 0)
+
+
 def left_behind(
     tmp_path: Path, stay_s: float, end_s: float = 30.0, keeps: bool = False, number: int = signal.SIGKILL,
     silent_s: float = 30.0, **more: object,
@@ -184,7 +196,8 @@ def left_behind(
         os._exit(0)
     wait_until((tmp_path / "pids").exists)
     os.kill(scheduler, number)
-    os.waitpid(scheduler, os.WUNTRACED)
+    if os.WIFSTOPPED(os.waitpid(scheduler, os.WUNTRACED)[1]):
+        _STOPPED.append(scheduler)
     return [int(pid) for pid in (tmp_path / "pids").read_text().split()]
 
 
