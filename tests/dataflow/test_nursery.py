@@ -162,14 +162,14 @@ def test_closing_ends_a_worker_that_does_not_listen() -> None:
 
 
 _STOPPED: list[int] = []
-"""Schedulers that a test has stopped, and that nobody else ends."""
+"""Schedulers that a test has stopped, and that nobody else ends; each leads a group with its forkserver."""
 
 
 @pytest.fixture(autouse=True)
 def nobody_stays_stopped() -> Iterator[None]:
     yield
     while _STOPPED:
-        os.kill(_STOPPED[-1], signal.SIGKILL)
+        os.killpg(_STOPPED[-1], signal.SIGKILL)
         os.waitpid(_STOPPED.pop(), 0)
 
 
@@ -180,6 +180,7 @@ def left_behind(
     """Numbers of a forkserver and two workers whose scheduler got a signal after it had let them stay."""
     scheduler = os.fork()
     if scheduler == 0:
+        os.setpgid(0, 0)
         nursery = Nursery(
             lambda settings: time.sleep(settings["s"]) or 5, {}, lambda: None, door=str(tmp_path / "door"), **more
         )
