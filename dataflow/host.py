@@ -1,6 +1,7 @@
 """Builds the operators of one process and wires them: shared by a worker and by the inline runner."""
 
 import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -168,15 +169,16 @@ class Host:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Close the runtimes and the ledger."""
-        for runtime in self.runtimes.values():
-            runtime.close()
-        for loop in self.loops.values():
-            loop.close()
-        if self.ledger is not None:
-            self.ledger.close()
-        if self.folder is not None:
-            self._trace.write(self.folder)
+        """Close the runtimes and the ledger, each also where one before it fails."""
+        with contextlib.ExitStack() as closing:
+            if self.folder is not None:
+                closing.callback(self._trace.write, self.folder)
+            if self.ledger is not None:
+                closing.callback(self.ledger.close)
+            for loop in self.loops.values():
+                closing.callback(loop.close)
+            for runtime in self.runtimes.values():
+                closing.callback(runtime.close)
 
     def _finished(self, name: str, lanes: Iterable[str]) -> dict[str, Finished]:
         """Where a generator keeps what it has finished of the lanes that are trained."""

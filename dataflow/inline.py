@@ -1,5 +1,6 @@
 """Runs a whole graph in this process, operators taking turns in a fixed order: for debuggers, tests and notebooks."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -69,8 +70,8 @@ class InlineRun:
 
     def close(self) -> None:
         """Give everything back."""
-        self.host.close()
-        self._ports.close()
+        with contextlib.closing(self._ports):
+            self.host.close()
 
     def _settle(self, node: str) -> bool:
         """Let a light operator finish what it has been given, so that its timing leaves no trace."""

@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from rigs.graphs import fake_graph, tiny_graph
-from rigs.operators import mute, struck
+from rigs.operators import Around, mute, struck, wrapped
 
 from dataflow import Devices, Model, Result, inline, run, scorer
 from dataflow.errors import DeadlineError, OperatorError
+from dataflow.ledger import Ledger
 from dataflow.limits import Limits
 from dataflow.run_folder import RunFolder
 from dataflow.testing import FakeGenerator, FakeTrainer
@@ -196,3 +197,31 @@ def test_a_run_ends_whatever_the_bound_and_however_small_the_generator(
     graph = tiny_graph(policy, max_staleness=max_staleness, max_tokens=3, generator_knobs=knobs)
     result = run(graph, steps=3, on=inline(), runs=tmp_path, quiet=True)
     assert result.steps == 3 and result.verdict.clean, result.verdict.line
+
+
+class _Unclosed(Around):
+    def close(self) -> None:
+        super().close()
+        raise OSError("this cannot be closed")
+
+
+def test_what_cannot_be_closed_leaves_nothing_else_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Ledger] = []
+    closed: list[Ledger] = []
+    begin, close = Ledger.__init__, Ledger.close
+
+    def begins(self: Ledger, *given: Any) -> None:
+        made.append(self)
+        begin(self, *given)
+
+    def closes(self: Ledger) -> None:
+        closed.append(self)
+        close(self)
+
+    monkeypatch.setattr(Ledger, "__init__", begins)
+    monkeypatch.setattr(Ledger, "close", closes)
+    model = Model("no-such-folder")
+    generator = wrapped(FakeGenerator(model=model), _Unclosed)
+    with pytest.raises(OSError, match="this cannot be closed"):
+        run(fake_graph(generator=generator, trainer=FakeTrainer(model=model), count=16), on=inline(), runs=tmp_path)
+    assert made and not {id(each) for each in made} - {id(each) for each in closed}
