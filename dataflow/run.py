@@ -199,8 +199,9 @@ def run(
             graph=graph, plan=planned, settings=settings, begun=begun, quiet=quiet,
             in_one_process=on is not None, taken=taken,
         )  # fmt: skip
-        if standby:
-            what = dataclasses.replace(what, successor=partial(_stand_in, what, os.dup(2)))
+        terminal = os.dup(2) if standby else None
+        if terminal is not None:
+            what = dataclasses.replace(what, successor=partial(_stand_in, what, terminal))
         try:
             outcome = carry_out(what)
         except Replaced:
@@ -209,6 +210,9 @@ def run(
             if recorded is not None or has_begun(folder):
                 error.add_note(go_on_with(folder, recorded.config.get(KEY) if recorded else launch))
             raise
+        finally:
+            if terminal is not None:
+                os.close(terminal)
     verdict = _judged(folder, quiet)
     return Result(
         folder=folder.path, seconds=outcome.seconds, steps=outcome.steps, verdict=verdict,
