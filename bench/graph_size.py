@@ -4,7 +4,7 @@ import argparse
 import time
 
 from dataflow import Graph, Model, scorer
-from dataflow.plan import Devices, plan
+from dataflow.planning.plan import Devices, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 

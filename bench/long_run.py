@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from bench.chaos_program import START_S, Failed, Program, judged
+from bench.chaos.program import START_S, Failed, Program, judged
 from bench.paused import MIB, memory_of
 from bench.report import Figure, Report
 from dataflow import Graph, Model, run, scorer

@@ -29,16 +29,16 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from bench.chaos_figures import Ended, faults_of
-from bench.chaos_nemesis import everyone, workers
-from bench.chaos_program import START_S, Failed, Program, judged, left_behind, steps_made
+from bench.chaos.figures import Ended, faults_of
+from bench.chaos.nemesis import everyone, workers
+from bench.chaos.program import START_S, Failed, Program, judged, left_behind, steps_made
 from bench.report import Figure, Report
-from dataflow.command import ask_for_facts
-from dataflow.control import Limits
 from dataflow.errors import DataflowError
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
 from dataflow.run import run
-from dataflow.run_folder import RunFolder
+from dataflow.scheduler.commands import ask_for_facts
+from dataflow.scheduler.control import Limits
 
 WINDOW_S = 10.0
 WINDOWS = 3

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from bench.report import Report
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.verify import verify
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, schema
-from dataflow.run_folder import RunFolder
-from dataflow.verify import verify
 
 PROMPTS, GROUP = 32, 8
 """Of a step, as in the demo."""

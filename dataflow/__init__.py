@@ -6,14 +6,14 @@ from dataflow.app import main
 from dataflow.collect import collect
 from dataflow.errors import DataflowError, GraphError, RunError
 from dataflow.graph import Graph
+from dataflow.history.verify import verify
 from dataflow.keep import keep
 from dataflow.model import LoRA, Model
-from dataflow.plan import Devices, Plan, plan
+from dataflow.planning.plan import Devices, Plan, plan
 from dataflow.records import Array
 from dataflow.run import Result, inline, run
 from dataflow.scorer import scorer
 from dataflow.stream import Prompt, Rollout, Stream, Weights, join
-from dataflow.verify import verify
 
 __all__ = [
     "Array", "DataflowError", "Devices", "Graph", "GraphError", "LoRA", "Model", "Plan", "Prompt", "Result", "Rollout",

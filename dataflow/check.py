@@ -7,9 +7,9 @@ import networkx as nx
 
 from dataflow.errors import GraphError
 from dataflow.graph import Graph, nearest
-from dataflow.group_bytes import group_faults
 from dataflow.keep import Keep
 from dataflow.node import Generate, Learn, Operator, Source
+from dataflow.planning.group_bytes import group_faults
 from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES, arrow_type
 from dataflow.stream import Stream
 

@@ -8,18 +8,18 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from dataflow.command import ask_to_scale, ask_to_stop
 from dataflow.display import Summary, make_view
 from dataflow.doctor.examine import examine
 from dataflow.errors import DataflowError, GraphError
-from dataflow.launch import start_again
-from dataflow.left_behind import clear
-from dataflow.replay import Wishes
-from dataflow.resume import Recorded
-from dataflow.rollout_view import find_rollout, plain_rollout, show_rollout, vocabulary_of
-from dataflow.run_folder import RunFolder
-from dataflow.summary import summarize
-from dataflow.verify import report, verify
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.launch import start_again
+from dataflow.history.replay import Wishes
+from dataflow.history.resume import Recorded
+from dataflow.history.rollout_view import find_rollout, plain_rollout, show_rollout, vocabulary_of
+from dataflow.history.summary import summarize
+from dataflow.history.verify import report, verify
+from dataflow.scheduler.commands import ask_to_scale, ask_to_stop
+from dataflow.scheduler.orphans import clear
 
 Run = Annotated[Path, tyro.conf.Positional]
 Trust = Annotated[bool, tyro.conf.FlagCreatePairsOff]

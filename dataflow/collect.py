@@ -9,12 +9,12 @@ import pyarrow as pa
 
 from dataflow.errors import GraphError
 from dataflow.graph import Graph
-from dataflow.host import Settings
-from dataflow.inline import InlineRun
 from dataflow.node import Batch, Context, Runtime, Sink, Source
 from dataflow.records import GROUP_ID, POSITION, schema
 from dataflow.run import make_plan
+from dataflow.scheduler.inline import InlineRun
 from dataflow.stream import Join, Stream
+from dataflow.worker.host import Settings
 
 
 def collect(stream: Stream[Any], *, rows: int, seed: int = 0) -> pa.Table:

@@ -16,7 +16,7 @@ from dataflow.records import DROP_REASON, ERROR
 from dataflow.stream import Join, Prompt, Rollout, Stream, Weights
 
 if TYPE_CHECKING:
-    from dataflow.plan import Plan
+    from dataflow.planning.plan import Plan
 
 
 @dataclass(frozen=True)

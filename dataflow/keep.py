@@ -55,7 +55,7 @@ class Keep(Scorer[P, bool]):
 
     def build(self, context: Context) -> Runtime:
         """Its runtime; forks the pool's server where it is isolated."""
-        from dataflow.scoring.keeping import build
+        from dataflow.scoring.filtering import build
 
         return build(self, context)
 

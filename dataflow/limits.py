@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.errors import DeadlineError
-from dataflow.recovery import Patience
+from dataflow.scheduler.recovery import Patience
 
 
 @dataclass(frozen=True, kw_only=True)

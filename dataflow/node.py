@@ -13,14 +13,14 @@ import structlog
 from dataflow.errors import GraphError
 from dataflow.limits import Limits
 from dataflow.model import Model
-from dataflow.model_files import start_fault
+from dataflow.planning.model_files import start_fault
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
 from dataflow.weight_ends import WeightsIn, WeightsOut
 
 if TYPE_CHECKING:
+    from dataflow.folder.ledger import Ledger
+    from dataflow.folder.run_folder import RunFolder
     from dataflow.graph import Graph
-    from dataflow.ledger import Ledger
-    from dataflow.run_folder import RunFolder
     from dataflow.stream import Prompt, Rollout, Stream, Weights
 
 

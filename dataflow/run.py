@@ -12,28 +12,28 @@ from typing import Any
 
 import psutil
 
-from dataflow import left_behind
-from dataflow.carry_out import Run, Times, carry_out, take
-from dataflow.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.display import for_a_while, make_view
 from dataflow.errors import GraphError, Replaced
-from dataflow.gpu_memory import gpu_memory
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_lock import held
 from dataflow.graph import Graph
-from dataflow.group_bytes import MESSAGE_BYTES
-from dataflow.host import Settings
-from dataflow.launch import KEY, Launch
-from dataflow.ledger import Ledger
+from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
+from dataflow.history.launch import KEY, Launch
+from dataflow.history.resume import Begun, Recorded, check_same, go_on_with, has_begun, take_up
+from dataflow.history.summary import summarize
+from dataflow.history.verify import Verdict, verify
 from dataflow.limits import Limits
-from dataflow.log import log_to
-from dataflow.model_size import measure_models
-from dataflow.plan import Devices, Plan, plan
-from dataflow.resume import Begun, Recorded, check_same, go_on_with, has_begun, take_up
-from dataflow.run_folder import RunFolder
-from dataflow.run_lock import held
-from dataflow.scaling import Scaling
-from dataflow.secure import check_listen
-from dataflow.summary import summarize
-from dataflow.verify import Verdict, verify
+from dataflow.planning.group_bytes import MESSAGE_BYTES
+from dataflow.planning.model_size import measure_models
+from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.scheduler import orphans
+from dataflow.scheduler.execute import Run, Times, carry_out, take
+from dataflow.scheduler.scaling import Scaling
+from dataflow.system.gpu_memory import gpu_memory
+from dataflow.system.log import log_to
+from dataflow.system.security import check_listen
+from dataflow.worker.host import Settings
 
 KEEP = "keep_steps"
 """In config.json."""
@@ -187,11 +187,11 @@ def run(
         if taken is not None:
             begun = taken.begun
         elif recorded is None:
-            left_behind.clear_all(folder.path.parent)
+            orphans.clear_all(folder.path.parent)
             begun = Begun()
             _describe(folder, graph, planned, settings, launch)
         else:
-            left_behind.remove(folder)
+            orphans.remove(folder)
             recorded = Recorded.read(folder)
             begun = take_up(folder, graph, recorded, steps)
             _describe_again(folder, graph, planned, settings, recorded, begun)

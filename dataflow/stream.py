@@ -50,7 +50,7 @@ class Join(Operator):
 
     def build(self, context: Context) -> Runtime:
         """The barrier between the branches."""
-        from dataflow.joining import JoinRuntime
+        from dataflow.scoring.joining import JoinRuntime
 
         return JoinRuntime(context)
 

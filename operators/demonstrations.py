@@ -56,6 +56,6 @@ class Demonstrations(Generate):
 
     def build(self, context: Context) -> Runtime:
         """Load the tokenizer. Raises ModelError when it cannot be, or when it names no end token."""
-        from operators.demonstrating import Demonstrating
+        from operators.sources.demonstration_runtime import Demonstrating
 
         return Demonstrating(self)

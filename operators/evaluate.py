@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataflow import retention
 from dataflow.errors import OperatorError
-from dataflow.files import RunFolderError
-from dataflow.finished import Finished
+from dataflow.folder import retention
+from dataflow.folder.finished import Finished
 from dataflow.node import Batch, Context, Runtime, Sink
 from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS, group_slices
+from dataflow.system.files import RunFolderError
 
 
 @dataclass(frozen=True, eq=False)

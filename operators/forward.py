@@ -18,7 +18,7 @@ from dataflow.records import COMPLETION, ERROR, LOGPROBS, MASK, PROMPT, TOKEN_NU
 class ForwardOperator(Transform):
     """Adds a column of its name to rollouts; rows with an error, or a reason to be dropped, get null there.
 
-    A group waits until weights of the version that it needs have come (`operators.forwarding.due`).
+    A group waits until weights of the version that it needs have come (`operators.forward_pass.due`).
     """
 
     model: Model
@@ -61,14 +61,14 @@ class ForwardOperator(Transform):
 
     def preload(self) -> None:
         """Import torch, the model's code and the runtime."""
-        import operators.forwarding.build  # noqa: F401
-        from operators.models import preload
+        import operators.forward_pass.build  # noqa: F401
+        from operators.models.loading import preload
 
         preload(self.model)
 
     def build(self, context: Context) -> Runtime:
         """Load the model and make the runtime. Raises ModelError when it cannot be."""
-        from operators.forwarding.build import build
+        from operators.forward_pass.build import build
 
         return build(self, context)
 

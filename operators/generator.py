@@ -10,7 +10,7 @@ from dataflow.node import Context, Generate
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
 
 if TYPE_CHECKING:
-    from operators.engine.runtime import GeneratorRuntime
+    from operators.generation.runtime import GeneratorRuntime
 
 WEIGHTS = ("model", "int8", "int8_dynamic", "fp8")
 """How a generator's linear layers may compute."""
@@ -167,14 +167,14 @@ class Generator(Generate):
     def preload(self) -> None:
         """Import torch, the model's code and the runtime."""
         import operators.engine.build
-        import operators.engine.runtime  # noqa: F401
-        from operators.models import preload
+        import operators.generation.runtime  # noqa: F401
+        from operators.models.loading import preload
 
         preload(self.model)
 
     def build(self, context: Context) -> GeneratorRuntime:
         """Load the model and make the engine. Raises ModelError when either cannot be."""
-        from operators.engine.runtime import GeneratorRuntime
+        from operators.generation.runtime import GeneratorRuntime
 
         return GeneratorRuntime(self, context)
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 from dataflow.errors import RecordError
 from dataflow.node import Context, Runtime, Source
 from dataflow.records import ERROR, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, arrow_type
-from operators.issuing import Issue
-from operators.prompt_rows import Recipe, Selection, load, sample_columns
-from operators.reading import Fault, Origin, Replay
+from operators.sources.prompt_rows import Recipe, Selection, load, sample_columns
+from operators.sources.prompt_runtime import Issue
+from operators.sources.row_files import Fault, Origin, Replay
 
 MakeRow = Callable[[Any], Any]
 

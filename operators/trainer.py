@@ -12,11 +12,11 @@ from dataflow.model import Model
 from dataflow.node import Context, Learn, Runtime
 from dataflow.records import ERROR, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
 from operators.losses import aipo
-from operators.training.loss_function import WITH_GRADIENT, LossFunction, read_loss
-from operators.training.schedule import SCHEDULES
+from operators.training.learner.loss_function import WITH_GRADIENT, LossFunction, read_loss
+from operators.training.learner.schedule import SCHEDULES
 
 if TYPE_CHECKING:
-    from dataflow.replay import Script
+    from dataflow.history.replay import Script
 
 NORMALIZE = ("tokens", "rollouts", "rollout_means")
 HEADS = {"lm": ("new_logprobs", "entropy"), "value": ("new_values",)}
@@ -175,9 +175,9 @@ class Trainer(Learn):
 
     def preload(self) -> None:
         """Import torch, the model's code and the runtime."""
-        import operators.training.build
+        import operators.training.learner.build
         import operators.training.runtime  # noqa: F401
-        from operators.models import preload
+        from operators.models.loading import preload
 
         preload(self.model)
 
@@ -189,7 +189,7 @@ class Trainer(Learn):
 
     def replay(self, script: "Script") -> Iterator[Mapping[str, float]]:
         """Train a run's recorded steps again, for `dataflow replay`: `loss` and `grad_norm` of each."""
-        from operators.training.replaying import replayed
+        from operators.training.replay import replayed
 
         return replayed(self, script)
 

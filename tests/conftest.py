@@ -12,8 +12,8 @@ from rigs import connections, ending
 from rigs.machine import folders_made, nothing_left_behind
 from rigs.policy import tiny_policy
 
-from dataflow import worker
-from dataflow.plan import Devices
+from dataflow.planning.plan import Devices
+from dataflow.worker import worker
 
 # A machine that has much else to do fails no test for that.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

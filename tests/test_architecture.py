@@ -21,15 +21,16 @@ MAY_IMPORT = {
     "operators": {"operators", "dataflow"},
     "graphs": {"graphs", "operators", "dataflow"},
 }
-TRANSPORT_USERS = {"dataflow/ports.py", "dataflow/native.py", "dataflow/secure.py"}
+TRANSPORT_USERS = {"dataflow/worker/ports.py", "dataflow/system/native.py", "dataflow/system/security.py"}
 """Those outside transport/ that import it: the ports open one, for worker and inline; `native` and `secure` do not."""
 
 
 A_LIMIT_S = 60.0
 """Who waits for so long may wait for a model, a disk or a network, which differ from user to user."""
 OWN_LIMITS = {
-    "dataflow/limits.py", "dataflow/recovery.py",  # the run's, and the patience that is a part of them
-    "transport/weights/handshake.py", "transport/weights/sharded/groups.py",  # the ports hand over what a run says
+    "dataflow/limits.py", "dataflow/scheduler/recovery.py",  # the run's, and the patience that is a part of them
+    # the ports hand over what a run says
+    "transport/weights/protocol/handshake.py", "transport/weights/sharded/groups.py",
     "transport/native/compile.py",  # without a kernel all goes on, slower
     "operators/engine/vllm/server.py",  # runs where nothing of this project can be imported
     "operators/trainer.py",  # recover_within_s is no wait
@@ -123,7 +124,7 @@ def test_no_name_that_tests_import_stands_for_two_files(request: pytest.FixtureR
 
 def test_only_the_ledger_opens_databases() -> None:
     users = {name(path) for path in files(*ROOMS) if re.search(r"\bsqlite3\.connect\b", path.read_text())}
-    assert users == {"dataflow/ledger/schema.py"}
+    assert users == {"dataflow/folder/ledger/schema.py"}
 
 
 def test_a_limit_has_one_home() -> None:

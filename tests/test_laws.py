@@ -15,20 +15,22 @@ import pytest
 
 import operators
 from dataflow import Graph, GraphError, Model, scorer
+from dataflow.folder.run_folder import RunFolder
 from dataflow.node import Operator
-from dataflow.run_folder import RunFolder
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("graphs", "operators", "dataflow", "transport")
 
 DECISIONS = (
-    "dataflow/check.py", "dataflow/staleness.py", "dataflow/plan.py", "dataflow/wiring.py", "dataflow/executors.py",
-    "dataflow/conductor.py", "dataflow/recovery.py", "dataflow/holding.py", "operators/engine/admission.py",
-    "operators/training/buffer.py", "transport/data/credit.py", "transport/data/partition.py",
-    "transport/data/inbox.py", "transport/data/outbox.py", "transport/weights/layout.py",
-    "transport/weights/reshard.py", "transport/weights/plan.py", "transport/weights/handshake.py",
-    "transport/weights/sharded/rounds.py", "transport/weights/sharded/member.py",
+    "dataflow/check.py", "dataflow/staleness.py", "dataflow/planning/plan.py", "dataflow/planning/wiring.py",
+    "dataflow/planning/executors.py", "dataflow/scheduler/state_machine.py", "dataflow/scheduler/recovery.py",
+    "dataflow/worker/acknowledgements.py", "operators/generation/admission.py",
+    "operators/training/reorder_buffer.py", "transport/data/credit.py", "transport/data/partition.py",
+    "transport/data/inbox.py", "transport/data/outbox.py", "transport/weights/layout/layout.py",
+    "transport/weights/layout/reshard.py", "transport/weights/layout/plan.py",
+    "transport/weights/protocol/handshake.py", "transport/weights/sharded/rounds.py",
+    "transport/weights/sharded/member.py",
 )  # fmt: skip
 """Decisions that stand apart from the doing."""
 DOING = {"time", "datetime", "random", "secrets", "os", "socket", "select", "threading", "subprocess", "zmq", "sqlite3"}
@@ -113,7 +115,7 @@ def test_no_rollout_and_no_weight_passes_through_the_scheduler() -> None:
         found = imported(ast.parse((ROOT / "dataflow" / f"{part}.py").read_text()))
         heavy = {name for name in found if name.split(".")[0] in ("pyarrow", "torch", "transport", "numpy")}
         assert not heavy, f"'{part}' could read rows or weights by {heavy}"
-        assert not found & {"dataflow.ports", "dataflow.loop"}, f"'{part}' could open an edge"
+        assert not found & {"dataflow.worker.ports", "dataflow.worker.loop"}, f"'{part}' could open an edge"
 
 
 def test_every_wait_has_a_deadline() -> None:

@@ -36,10 +36,10 @@ ALLOWED = {
     ): "runs what a model wrote, within the sandbox",
     ("operators/sandbox/inside/tester.py", "exec"): "runs the tests of a task, within the sandbox too",
     ("operators/sandbox/inside/tester.py", "__import__"): "hands on modules of the standard library, by name",
-    ("bench/pickle_baselines.py", "import pickle"): "measures what others do, on data that it made itself",
-    ("bench/weight_plane_systems.py", "torch.load"): "measures what others do, on a file that it wrote itself",
-    ("bench/weight_plane_systems.py", "torch.save"): "the other half of that",
-    ("bench/weight_plane_systems.py", "'.pt'"): "the name of that file",
+    ("bench/data_plane/pickle_baselines.py", "import pickle"): "measures what others do, on data that it made itself",
+    ("bench/weight_plane/systems.py", "torch.load"): "measures what others do, on a file that it wrote itself",
+    ("bench/weight_plane/systems.py", "torch.save"): "the other half of that",
+    ("bench/weight_plane/systems.py", "'.pt'"): "the name of that file",
 }
 """(file, what stands there): why."""
 

@@ -3,15 +3,15 @@
 import time
 from typing import Any
 
-from dataflow.describe import described
-from dataflow.doctor import processes
 from dataflow.doctor.gather import process_words
 from dataflow.doctor.report import ailments
 from dataflow.doctor.waiting import seconds
-from dataflow.files import to_json
-from dataflow.ledger import Ledger, LedgerError
-from dataflow.resume import TIMES
-from dataflow.run_folder import RunFolder
+from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.describe import described
+from dataflow.history.resume import TIMES
+from dataflow.system import processes
+from dataflow.system.files import to_json
 
 _MOST_COMMAND = 100
 _TOLD = ("step", "node", "version", "loss", "reward_mean", "staleness_max", "rollouts", "dropped")

@@ -4,12 +4,13 @@ import contextlib
 import time
 from pathlib import Path
 
-from dataflow import command
-from dataflow.doctor import ended, processes, report
+from dataflow.doctor import ended, report
 from dataflow.doctor.gather import gather, process_words
 from dataflow.errors import DeadlineError, RunError
-from dataflow.run_folder import RunFolder
-from dataflow.socket_folder import CONTROL
+from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.socket_folder import CONTROL
+from dataflow.scheduler import commands
+from dataflow.system import processes
 
 _ANSWER_S = 3.0
 _STACKS_S = 1.5
@@ -25,21 +26,21 @@ def examine(run: str | Path, *, all_stacks: bool = False) -> str:
     return report.report(folder, gather(folder, said), all_stacks=all_stacks)
 
 
-def ask(folder: RunFolder, patience_s: float = _STACKS_S) -> command.Said:
+def ask(folder: RunFolder, patience_s: float = _STACKS_S) -> commands.Said:
     """What the scheduler says, asked until every worker that answers has told its stacks, or the time is up.
 
     Errors: RunError when the run is over, DeadlineError when the scheduler does not answer.
     """
     began = time.monotonic()
-    said = command.ask_for_facts(folder, _ANSWER_S)
+    said = commands.ask_for_facts(folder, _ANSWER_S)
     while time.monotonic() - began < patience_s and not _all_told(said, time.monotonic() - began):
         time.sleep(0.1)
         with contextlib.suppress(DeadlineError):
-            said = command.ask_for_facts(folder, _ANSWER_S)
+            said = commands.ask_for_facts(folder, _ANSWER_S)
     return said
 
 
-def _all_told(said: command.Said, since_s: float) -> bool:
+def _all_told(said: commands.Said, since_s: float) -> bool:
     """Whether every worker that beats has told its stacks within so many seconds."""
     live = [w for w in said["workers"].values() if w["state"] in ("starting", "ready") and w["silent_s"] < 1.0]
     return all(worker["threads"] and worker["threads_s"] <= since_s for worker in live)

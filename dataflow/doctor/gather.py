@@ -4,12 +4,12 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dataflow.describe import described
-from dataflow.doctor import processes, stacks
 from dataflow.doctor.facts import Awaited, Edge, Facts, Feedback, Node, Process, Worker
 from dataflow.doctor.waiting import SILENT_S
-from dataflow.ledger import Ledger, LedgerError
-from dataflow.run_folder import RunFolder
+from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.describe import described
+from dataflow.system import processes, stacks
 
 _LIVE = ("R", "S", "D")
 _ORDER = ("working", "blocked", "paused", "waiting", "done")

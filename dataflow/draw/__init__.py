@@ -8,7 +8,7 @@ from dataflow.draw import html, svg, text
 from dataflow.draw.curve import reward_curve_svg
 from dataflow.draw.picture import Frame, Picture, read
 from dataflow.errors import GraphError
-from dataflow.files import write_atomically
+from dataflow.system.files import write_atomically
 
 _FORMATS: Mapping[str, Callable[[Picture], str]] = {
     ".svg": svg.render,

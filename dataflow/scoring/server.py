@@ -13,8 +13,8 @@ import time
 import traceback
 from pathlib import Path
 
-from dataflow.forking import fork
 from dataflow.scoring.calls import Settings, make_calls
+from dataflow.system.forking import fork
 
 ORDER = struct.Struct("<Bi")  # what, which process
 REPLY = struct.Struct("<Bii")  # what, which process, pid or wait status

@@ -11,15 +11,15 @@ import torch
 
 from dataflow.node import Context
 from dataflow.weight_ends import WeightsIn
-from operators.adapters_merged import Merged, load_merged
 from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine
 from operators.engine.precision import quantise
 from operators.engine.precision.intake import Intake
-from operators.engine.proof import adapt
 from operators.engine.sampler import Sampling
+from operators.engine.self_test import adapt
 from operators.engine.stops import StopStrings, end_tokens, split
-from operators.models import load_configs, load_tokenizer
+from operators.models.loading import load_configs, load_tokenizer
+from operators.models.merged_adapters import Merged, load_merged
 
 if TYPE_CHECKING:
     from operators.generator import Generator

@@ -13,15 +13,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from dataflow.parts import Stretch
+from dataflow.folder.partial_rollouts import Stretch
 from dataflow.records import AnyArray
 from operators.engine.attention import Kernel, Layout
 from operators.engine.cuda.available import drawing
 from operators.engine.cuda.graphs import GraphedDecode
 from operators.engine.cuda.late import LateFlags
 from operators.engine.ending import ended_of
-from operators.engine.growth import grown
 from operators.engine.kv_cache import KVCache, default_budget, page_count
+from operators.engine.new_tokens import grown
 from operators.engine.pages import PAGE, Pages, fitting, pages_for, youngest
 from operators.engine.prefill import Fused, NewRow, Prefix, lay_out
 from operators.engine.reasons import ABORTED, BROKEN
@@ -29,7 +29,7 @@ from operators.engine.results import Finished, Row, Start, begun, finished_of, m
 from operators.engine.rows import Rows, put
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
-from operators.models import ModelError
+from operators.models.loading import ModelError
 
 PREFILL_TOKENS = 4096
 """Most tokens whose keys and values are computed anew in one step (one prefix may have more)."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from dataflow.parts import Stretch
+    from dataflow.folder.partial_rollouts import Stretch
     from operators.engine.results import Finished, Row, Start
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dataflow.parts import Stretch
+from dataflow.folder.partial_rollouts import Stretch
 from dataflow.records import AnyArray
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings

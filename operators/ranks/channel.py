@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from dataflow.clocks import Countdown
+from dataflow.system.clocks import Countdown
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from dataflow import forking
 from dataflow.errors import RunError
-from dataflow.forkserver import die_with_parent, run_forever
+from dataflow.scheduler.forkserver import die_with_parent, run_forever
+from dataflow.system import forking
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LOOK_S = 0.005

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dataflow.clocks import Countdown
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.limits import Limits
+from dataflow.system.clocks import Countdown
 from operators.ranks import group
 from operators.ranks.channel import Channel
 from operators.ranks.processes import Process, Start

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from dataflow.asleep import Asleep
-from dataflow.clocks import LOOK_S, AwakeClock
+from dataflow.system.clocks import LOOK_S, AwakeClock
+from dataflow.worker.cpu_watchdog import Asleep
 
 
 class Watch:

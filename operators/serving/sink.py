@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.errors import RunError
-from dataflow.files import disk
 from dataflow.records import GROUP_ID, ROLLOUT_ID, schema
+from dataflow.system.files import disk
 from operators.serving.rows import COLUMNS, Numbers
 
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from dataflow.abandoned import take_out_abandoned
 from dataflow.errors import OperatorError, RecordError
-from dataflow.files import RunFolderError
-from dataflow.ledger import MadeStep
+from dataflow.folder.ledger import MadeStep
+from dataflow.folder.rollback import take_out_abandoned
 from dataflow.node import Context
 from dataflow.records import GROUP_ID
+from dataflow.system.files import RunFolderError
 from operators.training.journal import Journal
-from operators.training.making import Making
+from operators.training.steps import Making
 
 LIKE = 0.05
 """Share by which the gradient's norm may differ from the recorded one before it is told of: on GPUs sums depend on the

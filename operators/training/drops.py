@@ -11,9 +11,9 @@ from dataflow.errors import OperatorError, Unusable
 from dataflow.node import Bound, Context
 from dataflow.records import ERROR, VERSIONS
 from dataflow.staleness import newest_versions, oldest_versions, sweep
-from operators.training.buffer import Group
 from operators.training.journal import TOO_FEW, Journal
-from operators.training.rows import drop_reason, usable
+from operators.training.learner.rows import drop_reason, usable
+from operators.training.reorder_buffer import Group
 from operators.training.signal import example, silent_scores
 
 ABANDONED = "abandoned"

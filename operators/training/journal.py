@@ -29,17 +29,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow import retention
-from dataflow.checkpoints import TEMPORARY, Checkpoints
 from dataflow.errors import RunError
-from dataflow.files import RunFolderError, disk
-from dataflow.ledger import Ledger, LedgerError
+from dataflow.folder import retention
+from dataflow.folder.checkpoints import TEMPORARY, Checkpoints
+from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.node import Context
-from operators.training import checkpoint
-from operators.training.buffer import Group
-from operators.training.learner import Learner
-from operators.training.saving import Debt
-from operators.training.staging import Background
+from dataflow.system.files import RunFolderError, disk
+from operators.training.checkpoints import checkpoint
+from operators.training.checkpoints.saving import Debt
+from operators.training.checkpoints.staging import Background
+from operators.training.learner.learner import Learner
+from operators.training.reorder_buffer import Group
 
 CLOSE_S = 5.0
 """For a checkpoint that is being written when the run ends otherwise than it should."""

@@ -9,8 +9,8 @@ import pyarrow as pa
 
 from dataflow.records import ADVANTAGE
 from dataflow.staleness import NO_TOKEN
-from operators.training.learner import Outcome
-from operators.training.rows import StepRows, mean_of
+from operators.training.learner.learner import Outcome
+from operators.training.learner.rows import StepRows, mean_of
 from operators.training.signal import no_signal
 
 

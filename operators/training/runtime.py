@@ -10,22 +10,22 @@ import pyarrow.compute as pc
 import torch
 
 from dataflow.errors import GraphError, Unusable
-from dataflow.ledger import MadeStep
+from dataflow.folder.ledger import MadeStep
 from dataflow.model import Model
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, MASK
 from dataflow.weight_ends import WeightsOut
-from operators.training import checkpoint
-from operators.training.buffer import Group, ReorderBuffer
-from operators.training.build import make_learner
 from operators.training.catch_up import CatchUp
+from operators.training.checkpoints import checkpoint
+from operators.training.checkpoints.resuming import find_start
+from operators.training.checkpoints.saving import Debt
 from operators.training.drops import Drops
 from operators.training.journal import TOO_FEW, Journal, expected
-from operators.training.learner import Learner
-from operators.training.making import Making
+from operators.training.learner.build import make_learner
+from operators.training.learner.learner import Learner
 from operators.training.metrics import Pace, step_metrics
-from operators.training.resuming import find_start
-from operators.training.saving import Debt
+from operators.training.reorder_buffer import Group, ReorderBuffer
+from operators.training.steps import Making
 
 if TYPE_CHECKING:
     from operators.trainer import Trainer
@@ -91,7 +91,7 @@ class TrainerRuntime(Runtime):
     @classmethod
     def build(cls, trainer: Trainer, context: Context) -> TrainerRuntime:
         """Load model and tokenizer: those of the newest good checkpoint where the ledger knows steps."""
-        from operators.models import load_tokenizer
+        from operators.models.loading import load_tokenizer
 
         torch.set_num_threads(context.threads)
         start = find_start(trainer.model, context)

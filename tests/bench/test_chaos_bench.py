@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from bench import chaos
-from bench.chaos_figures import (
+from bench.chaos import __main__ as chaos
+from bench.chaos.figures import (
     DRAWN,
     at_stake,
     drawn,
@@ -26,11 +26,11 @@ from bench.chaos_figures import (
     trained_twice,
     useful,
 )
-from bench.chaos_kills import summed
-from bench.chaos_nemesis import Blow, Nemesis, targets, workers
-from bench.chaos_run import CRASH_STATUS, reward
-from bench.chaos_scheduler import paces_around
-from dataflow.run_folder import write_arrow
+from bench.chaos.kills import summed
+from bench.chaos.nemesis import Blow, Nemesis, targets, workers
+from bench.chaos.run import CRASH_STATUS, reward
+from bench.chaos.scheduler import paces_around
+from dataflow.folder.run_folder import write_arrow
 
 
 def fault(worker: str, at: float, recovered_s: float | None = 1.0) -> dict[str, object]:

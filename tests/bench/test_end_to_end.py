@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.end_to_end import has_trl, is_heavy, run_all
-from bench.end_to_end_cases import LONG, SHORT, TAIL_TOKENS, make_case, tail_examples
-from bench.end_to_end_pace import ROLLOUTS_PER_STEP, Measured, Stopwatch, figures, medians, seconds_to
+from bench.end_to_end.__main__ import has_trl, is_heavy, run_all
+from bench.end_to_end.cases import LONG, SHORT, TAIL_TOKENS, make_case, tail_examples
+from bench.end_to_end.pace import ROLLOUTS_PER_STEP, Measured, Stopwatch, figures, medians, seconds_to
 from bench.report import Report
 
 

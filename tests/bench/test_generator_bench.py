@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.generator import affordable, check, figures, run_all
-from bench.generator_cases import (
+from bench.generator.__main__ import affordable, check, figures, run_all
+from bench.generator.cases import (
     GROUP_SIZE,
     HEAVY,
     MEDIAN_TOKENS,
@@ -21,8 +21,8 @@ from bench.generator_cases import (
     tail_lengths,
     text_of,
 )
-from bench.generator_systems import OPEN, SYSTEMS, Late, Made, Setting, System, Unavailable
-from bench.generator_updates import ARMS, lost, measure_updates
+from bench.generator.systems import OPEN, SYSTEMS, Late, Made, Setting, System, Unavailable
+from bench.generator.updates import ARMS, lost, measure_updates
 from bench.report import Report
 
 ROW = {

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
-from bench import gpu, gpu_shared, gpu_trainer
-from bench.gpu_systems import TINY, Load, bytes_read, make_model
+from bench.gpu import __main__ as gpu
+from bench.gpu import shared as gpu_shared
+from bench.gpu import trainer as gpu_trainer
+from bench.gpu.systems import TINY, Load, bytes_read, make_model
 
 SERVING = [flag for part in ("tests", "ours", "hf", "attention", "weights") for flag in ("--only", part)]
 FIGURES = {"bench", "case", "system", "tokens_per_s", "roofline_share", "floor_share", "tokens", "seconds", "warm_s"}

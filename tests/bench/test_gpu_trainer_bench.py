@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
-from bench import gpu, gpu_shared, gpu_trainer
-from bench.gpu_systems import TINY
-from bench.gpu_trainer import Load, flops, make_module, make_rows
+from bench.gpu import __main__ as gpu
+from bench.gpu import shared as gpu_shared
+from bench.gpu import trainer as gpu_trainer
+from bench.gpu.systems import TINY
+from bench.gpu.trainer import Load, flops, make_module, make_rows
 from bench.report import Report
 
 FIGURES = {

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from bench import gpu, gpu_weights
+from bench.gpu import __main__ as gpu
+from bench.gpu import weights as gpu_weights
 from bench.report import Report
 
 FIGURES = {

@@ -7,10 +7,10 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from bench import learning
-from bench.learning_algorithms import ALGORITHMS, budget, build
-from bench.learning_figures import curve_of, mean_curve, row_of, summary
-from bench.learning_picture import apart, picture
+from bench.learning import __main__ as learning
+from bench.learning.algorithms import ALGORITHMS, budget, build
+from bench.learning.figures import curve_of, mean_curve, row_of, summary
+from bench.learning.picture import apart, picture
 from operators import Prompts
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]

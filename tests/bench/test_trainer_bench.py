@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from bench import trainer, trainer_head, trainer_systems
-from bench.trainer_batches import PAD, PROMPT_TOKENS, as_groups, as_padded, make_rollouts
-from operators.training.rows import step_rows
+from bench.trainer import __main__ as trainer
+from bench.trainer import head as trainer_head
+from bench.trainer import systems as trainer_systems
+from bench.trainer.batches import PAD, PROMPT_TOKENS, as_groups, as_padded, make_rollouts
+from operators.training.learner.rows import step_rows
 
 OURS = ["packed", "unshared", "padded"]
 SMALL = ["--model", "tiny", "--groups", "1", "--repeats", "2", "--threads", "1", "--cases", "tail"]

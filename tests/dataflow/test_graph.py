@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from dataflow import Graph, GraphError, Model, join, scorer
-from dataflow.model_size import ModelSize
-from dataflow.plan import Devices, plan
+from dataflow.planning.model_size import ModelSize
+from dataflow.planning.plan import Devices, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 POLICY = Model("policy")

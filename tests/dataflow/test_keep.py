@@ -190,7 +190,7 @@ def test_several_filters_in_a_row_share_the_column_and_branches_meet_again() -> 
 
 
 def test_a_drop_on_any_branch_is_one_behind_the_join() -> None:
-    from dataflow.joining import JoinRuntime
+    from dataflow.scoring.joining import JoinRuntime
 
     lanes = {"prompts": ("a", "b")}
     runtime = JoinRuntime(Context(node="join", origins=lanes))

@@ -10,7 +10,7 @@ import pytest
 from dataflow import Graph, GraphError, Model, Stream, join, scorer
 from dataflow.check import faults
 from dataflow.node import Transform
-from dataflow.plan import Devices, plan
+from dataflow.planning.plan import Devices, plan
 from dataflow.records import Array
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from operators import Generator, Logprobs, RewardModel, Values

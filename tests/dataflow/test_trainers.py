@@ -7,16 +7,16 @@ import pyarrow as pa
 import pytest
 
 from dataflow import Graph, Model, scorer
-from dataflow.conductor import Conductor, Word
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.verify import verify
 from dataflow.node import Bound, Transform
-from dataflow.plan import Devices, Plan, plan
+from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.planning.wiring import bounds_at, context_facts, edges
 from dataflow.records import Columns
-from dataflow.run_folder import RunFolder
+from dataflow.scheduler.state_machine import Conductor, Word
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.trainers import feeding, leading, lines_of, own_folder
-from dataflow.verify import verify
-from dataflow.wiring import bounds_at, context_facts, edges
 
 ACTOR, CRITIC = Model("actor"), Model("critic")
 

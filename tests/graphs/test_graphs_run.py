@@ -17,7 +17,7 @@ from rigs.heads import classifier
 from rigs.policy import ALPHABET, tiny_policy
 
 from dataflow import Graph, main, verify
-from dataflow.run_folder import RunFolder
+from dataflow.folder.run_folder import RunFolder
 from graphs.tasks.text import TextTask
 from operators import Trainer
 from operators.credit import leave_one_out, normalized_advantage

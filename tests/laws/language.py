@@ -32,7 +32,7 @@ STRUCTURE = (
     Law(
         "only the worker's ports open transports",
         f"{ARCHITECTURE}::test_only_the_ports_open_transports",
-        "dataflow/wiring.py",
+        "dataflow/planning/wiring.py",
         "from dataclasses import dataclass\n",
         "from dataclasses import dataclass\n\nfrom transport.data import Receiver as Receiver\n",
         "that the wiring knows no transport",
@@ -56,7 +56,7 @@ STRUCTURE = (
     Law(
         "decisions are pure: they read no clock",
         f"{LAWS}::test_decisions_read_no_clock_draw_no_lots_and_touch_nothing",
-        "dataflow/plan.py",
+        "dataflow/planning/plan.py",
         "from dataclasses import dataclass",
         "import time as time\nfrom dataclasses import dataclass",
         "that planning knows no time",

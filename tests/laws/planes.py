@@ -19,9 +19,9 @@ DATA_PLANE = (
     ),
     Law(
         "rows are kept by each node until the next one is done with them",
-        "tests/dataflow/test_loop.py::"
+        "tests/dataflow/worker/test_loop.py::"
         "test_rows_are_acknowledged_only_when_the_next_node_has_acknowledged_what_they_led_to",
-        "dataflow/loop.py",
+        "dataflow/worker/loop.py",
         "self.holding.sent(lane, groups, len(outlets))",
         "self.holding.sent(lane, groups, 0)",
         "the wait for the next nodes",
@@ -44,16 +44,16 @@ DATA_PLANE = (
     ),
     Law(
         "no group waits for those that it travelled with",
-        "tests/dataflow/test_loop.py::"
+        "tests/dataflow/worker/test_loop.py::"
         "test_what_the_next_node_says_of_one_group_is_passed_on_before_its_neighbours_have_an_outcome",
-        "dataflow/loop.py",
+        "dataflow/worker/loop.py",
         "            delivery.ack_rows(*rows_of[group])\n",
         "            pass\n",
         "that each node passes it on",
     ),
     Law(
         "no group waits for those that it travelled with",
-        "tests/dataflow/test_holding.py::test_of_a_delivery_each_group_but_the_last_is_told_by_itself",
+        "tests/dataflow/worker/test_acknowledgements.py::test_of_a_delivery_each_group_but_the_last_is_told_by_itself",
         "dataflow/node.py",
         "            self._early(group_id)\n",
         "            pass\n",
@@ -88,8 +88,8 @@ DATA_PLANE = (
     ),
     Law(
         "the sender waits for credit",
-        "tests/dataflow/test_loop.py::test_nothing_is_worked_or_received_while_rows_wait_for_credit",
-        "dataflow/loop.py",
+        "tests/dataflow/worker/test_loop.py::test_nothing_is_worked_or_received_while_rows_wait_for_credit",
+        "dataflow/worker/loop.py",
         "if self._outbox or self.paused:",
         "if self.paused:",
         "the node's wait while its rows wait",
@@ -193,15 +193,15 @@ DATA_PLANE = (
     Law(
         "every wait has a deadline",
         "tests/test_laws.py::test_every_wait_has_a_deadline",
-        "dataflow/link.py",
+        "dataflow/worker/link.py",
         "self._thread.join(timeout_s)",
         "self._thread.join()",
         "the deadline of a thread's end",
     ),
     Law(
         "every wait has a deadline",
-        "tests/dataflow/test_worker.py::test_a_wait_has_a_deadline_and_says_who_waited_for_what",
-        "dataflow/worker.py",
+        "tests/dataflow/worker/test_worker.py::test_a_wait_has_a_deadline_and_says_who_waited_for_what",
+        "dataflow/worker/worker.py",
         "while self._clock() < deadline:\n            self._link.socket.poll(100)",
         "while True:\n            self._link.socket.poll(100)",
         "the deadline of a worker that waits for a word",
@@ -212,7 +212,7 @@ WEIGHT_PLANE = (
     Law(
         "newest version wins; one that nobody took is skipped",
         f"{WEIGHTS}/test_weight_plane.py::test_the_newest_version_wins_and_versions_nobody_took_are_skipped",
-        "transport/weights/handshake.py",
+        "transport/weights/protocol/handshake.py",
         "                if self._newer(message.version):\n                    self.offer = message\n",
         "                if self._newer(message.version) and self.offer is None:\n"
         "                    self.offer = message\n",
@@ -229,7 +229,7 @@ WEIGHT_PLANE = (
     Law(
         "two versions in memory at most",
         f"{WEIGHTS}/test_weight_handshake.py::test_two_versions_are_in_memory_at_most",
-        "transport/weights/handshake.py",
+        "transport/weights/protocol/handshake.py",
         "*([None] if len(self.segments) < 2 else [])",
         "None",
         "the count of buffers",
@@ -246,7 +246,7 @@ WEIGHT_PLANE = (
     Law(
         "all or nothing: nobody reads a buffer that is written",
         f"{FAULTS}::test_a_frozen_reader_is_fenced_and_never_sees_its_memory_overwritten",
-        "transport/weights/shared_memory.py",
+        "transport/weights/executors/shared_memory.py",
         "        if not flock(self._file, fcntl.LOCK_EX):\n            return False\n        os.pwrite",
         "        os.pwrite",
         "the lock of a buffer",
@@ -287,7 +287,7 @@ WEIGHT_PLANE = (
     Law(
         "each rank sends only what the other needs",
         f"{WEIGHTS}/test_weight_reshard.py::test_nothing_is_sent_that_is_not_needed",
-        "transport/weights/reshard.py",
+        "transport/weights/layout/reshard.py",
         "    # Every replica of a destination box gets the box's copies.\n",
         "    box, cell, first, last = (np.repeat(each, 2, axis=0) for each in (box, cell, first, last))\n",
         "that each byte is sent once",
@@ -295,7 +295,7 @@ WEIGHT_PLANE = (
     Law(
         "no full tensor is ever gathered",
         "tests/test_laws.py::test_no_full_tensor_is_gathered_on_the_weight_plane",
-        "dataflow/ports.py",
+        "dataflow/worker/ports.py",
         "tensor.detach().to_local()",
         "tensor.detach().full_tensor()",
         "that a rank offers its own part",
@@ -303,7 +303,7 @@ WEIGHT_PLANE = (
     Law(
         "a plan of copies is computed once",
         f"{WEIGHTS}/test_weight_reshard.py::test_a_plan_is_computed_once",
-        "transport/weights/reshard.py",
+        "transport/weights/layout/reshard.py",
         "@functools.lru_cache(maxsize=64)\ndef reshard",
         "def reshard",
         "the memory of plans",
@@ -311,7 +311,7 @@ WEIGHT_PLANE = (
     Law(
         "a layout is that of torch.chunk, uneven tails included",
         f"{WEIGHTS}/test_weight_layout.py::test_a_mesh_deals_out_a_tensor_as_torch_chunk_does",
-        "transport/weights/shards.py",
+        "transport/weights/layout/shards.py",
         "piece = -(-(last - first) // ranks)",
         "piece = (last - first) // ranks",
         "the rounding up",
@@ -319,7 +319,7 @@ WEIGHT_PLANE = (
     Law(
         "a cast happens on the way",
         f"{WEIGHTS}/test_weight_reshard.py::test_a_cast_down_travels_in_the_smaller_dtype",
-        "transport/weights/plan.py",
+        "transport/weights/layout/plan.py",
         "return narrower(self.source_dtype, self.destination_dtype)",
         "return self.source_dtype",
         "the choice of the smaller dtype",
@@ -327,7 +327,7 @@ WEIGHT_PLANE = (
     Law(
         "an epoch: words of another one count for nothing",
         f"{WEIGHTS}/test_weight_handshake.py::test_an_offer_of_another_epoch_counts_for_nothing",
-        "transport/weights/handshake.py",
+        "transport/weights/protocol/handshake.py",
         "case Offer() if self.joined and message.epoch == self.epoch:",
         "case Offer() if self.joined:",
         "the comparison of epochs",
@@ -362,7 +362,7 @@ WEIGHT_PLANE = (
     Law(
         "the reader takes weights at a safe point between decode steps",
         "tests/operators/engine/test_runtime.py::test_weights_change_in_the_middle_of_rollouts_and_every_token_tells",
-        "operators/engine/runtime.py",
+        "operators/generation/runtime.py",
         "        for _ in range(self._declaration.segment_tokens):\n            self._listen()\n",
         "        if not self.engine.live:\n            self._listen()\n"
         "        for _ in range(self._declaration.segment_tokens):\n",

@@ -6,7 +6,7 @@ SCHEDULER = (
     Law(
         "no rollout and no weight ever passes through the scheduler",
         "tests/test_laws.py::test_no_rollout_and_no_weight_passes_through_the_scheduler",
-        "dataflow/desk.py",
+        "dataflow/scheduler/control_server.py",
         "import msgpack\nimport zmq\n",
         "import msgpack\nimport pyarrow as pyarrow\nimport zmq\n",
         "that the scheduler cannot read rows",
@@ -14,7 +14,7 @@ SCHEDULER = (
     Law(
         "the plan is a value that explains itself",
         "tests/dataflow/test_graph.py::test_the_plan_is_a_pure_function_and_explains_itself",
-        "dataflow/plan.py",
+        "dataflow/planning/plan.py",
         "{(bound.max_staleness + 1) * bound.prompts_per_step} prompts in flight",
         "prompts",
         "the bound in the explanation",
@@ -22,46 +22,46 @@ SCHEDULER = (
     Law(
         "light operators in a row share one worker",
         "tests/dataflow/test_graph.py::test_light_operators_in_a_row_share_a_worker",
-        "dataflow/plan.py",
+        "dataflow/planning/plan.py",
         "                light.add_edge(stream.node, call.operator.name)\n",
         "                pass\n",
         "the shared worker",
     ),
     Law(
         "a worker dies with its parent",
-        "tests/test_faults.py::test_a_killed_forkserver_takes_its_workers_along_and_ends_the_run",
-        "dataflow/forkserver.py",
+        "tests/runs/test_faults.py::test_a_killed_forkserver_takes_its_workers_along_and_ends_the_run",
+        "dataflow/scheduler/forkserver.py",
         "            die_with_parent()\n            if os.getppid() != parent:",
         "            if os.getppid() != parent:",
         "the kernel's word to the child",
     ),
     Law(
         "a worker watches its parent",
-        "tests/dataflow/test_link.py::test_a_worker_learns_it_also_when_the_scheduler_falls_silent_later",
-        "dataflow/link.py",
+        "tests/dataflow/worker/test_link.py::test_a_worker_learns_it_also_when_the_scheduler_falls_silent_later",
+        "dataflow/worker/link.py",
         "if not alone and now - heard > self._patience_s:",
         "if False:",
         "the patience",
     ),
     Law(
         "a scheduler that is stopped is replaced by its standby",
-        "tests/dataflow/test_nursery.py::test_a_scheduler_that_is_stopped_is_replaced_where_there_is_a_successor_and_so_is_that_one",
-        "dataflow/forkserver.py",
+        "tests/dataflow/scheduler/test_forkserver_client.py::test_a_scheduler_that_is_stopped_is_replaced_where_there_is_a_successor_and_so_is_that_one",
+        "dataflow/scheduler/forkserver.py",
         "            if self._is_silent():\n",
         "            if False:\n",
         "the look for its sign of life",
     ),
     Law(
         "whoever was replaced can do nothing any more",
-        "tests/dataflow/test_nursery.py::test_a_scheduler_that_was_replaced_hears_of_nothing_else_any_more",
-        "dataflow/nursery.py",
+        "tests/dataflow/scheduler/test_forkserver_client.py::test_a_scheduler_that_was_replaced_hears_of_nothing_else_any_more",
+        "dataflow/scheduler/forkserver_client.py",
         '            self._is_replaced = event["event"] == "replaced"\n',
         "",
         "what its forkserver says",
     ),
     Law(
         "a terminal that nobody reads holds nobody up",
-        "tests/dataflow/test_unread_display.py::test_who_shows_something_to_nobody_goes_on_and_the_newest_state_is_what_is_seen_later",
+        "tests/dataflow/display/test_unread_display.py::test_who_shows_something_to_nobody_goes_on_and_the_newest_state_is_what_is_seen_later",
         "dataflow/display/aside.py",
         "            self._wakes.put(True)\n",
         "            self._wakes.put(True)\n            self._thread and self._thread.join(30.0)\n",
@@ -69,56 +69,56 @@ SCHEDULER = (
     ),
     Law(
         "every worker heartbeats",
-        "tests/dataflow/test_link.py::test_a_worker_that_computes_for_long_still_beats",
-        "dataflow/link.py",
+        "tests/dataflow/worker/test_link.py::test_a_worker_that_computes_for_long_still_beats",
+        "dataflow/worker/link.py",
         'dealer.send(msgpack.packb({"kind": "beat", **self._beat()}))',
         "pass",
         "the beat",
     ),
     Law(
         "every second is busy, idle or back-pressured",
-        "tests/dataflow/test_loop.py::test_every_second_is_busy_idle_or_blocked",
-        "dataflow/loop.py",
+        "tests/dataflow/worker/test_loop.py::test_every_second_is_busy_idle_or_blocked",
+        "dataflow/worker/loop.py",
         'self.seconds["blocked" if self._outbox else "idle"] += seconds',
         'self.seconds["idle"] += seconds',
         "the seconds of back-pressure",
     ),
     Law(
         "control messages are msgpack, and nothing else is heard",
-        "tests/dataflow/test_desk_junk.py::test_whatever_is_no_word_is_refused",
-        "dataflow/secure.py",
+        "tests/dataflow/scheduler/test_control_server_junk.py::test_whatever_is_no_word_is_refused",
+        "dataflow/system/security.py",
         ' or not isinstance(found.get("kind"), str)',
         "",
         "the look at the kind of a word",
     ),
     Law(
         "an operator that fails is named",
-        "tests/dataflow/test_loop.py::test_an_exception_in_a_runtime_names_the_node_and_what_it_was_doing",
-        "dataflow/loop.py",
+        "tests/dataflow/worker/test_loop.py::test_an_exception_in_a_runtime_names_the_node_and_what_it_was_doing",
+        "dataflow/worker/loop.py",
         'with boundary(self.node, "working"):',
         "if True:",
         "the boundary around a slice of work",
     ),
     Law(
         "a worker that somebody stopped is let go on",
-        "tests/dataflow/test_stopped_workers.py::test_a_stopped_worker_is_let_go_on_once_when_the_limit_has_passed",
-        "dataflow/stops.py",
+        "tests/dataflow/scheduler/test_stopped_workers.py::test_a_stopped_worker_is_let_go_on_once_when_the_limit_has_passed",
+        "dataflow/scheduler/sigstop_watch.py",
         "        if since is None or self._clock() - since <= self._limit_s:\n",
         "        if True:\n",
         "the limit",
     ),
     Law(
         "a run that is stopped from its terminal stands still whole",
-        "tests/dataflow/test_nursery.py::test_a_pause_lets_workers_and_what_they_started_stand_still_and_is_no_news",
-        "dataflow/forkserver.py",
+        "tests/dataflow/scheduler/test_forkserver_client.py::test_a_pause_lets_workers_and_what_they_started_stand_still_and_is_no_news",
+        "dataflow/scheduler/forkserver.py",
         "                _signal_group(child.pid, signal.SIGSTOP if is_paused else signal.SIGCONT)\n",
         "                pass\n",
         "the workers' pause",
     ),
     Law(
         "what a scheduler says that has just taken over is heard",
-        "tests/dataflow/test_taken_desk.py::test_a_word_of_a_new_scheduler_reaches_a_worker_that_finds_it_later",
-        "dataflow/desk.py",
+        "tests/dataflow/scheduler/test_control_server_taken.py::test_a_word_of_a_new_scheduler_reaches_a_worker_that_finds_it_later",
+        "dataflow/scheduler/control_server.py",
         '        self._unheard = Unheard(worker["name"] for worker in self.handed if worker["alive"])\n',
         "",
         "the wait for a worker's first word",
@@ -126,7 +126,7 @@ SCHEDULER = (
     Law(
         "what heavy workers need is imported once, before they are forked",
         "tests/operators/test_preload.py::test_a_worker_that_is_forked_imports_nothing_to_load_its_model",
-        "operators/models.py",
+        "operators/models/loading.py",
         "            _loader(base).from_config(config)\n",
         "            pass\n",
         "the model without weights",
@@ -137,14 +137,14 @@ STALENESS = (
     Law(
         "staleness is kept at admission",
         "tests/operators/engine/test_engine_admission.py::test_no_group_starts_further_ahead_than_the_bound",
-        "operators/engine/admission.py",
+        "operators/generation/admission.py",
         "return admit(group.group_id, dropped, version, bound.prompts_per_step, bound.max_staleness, self.in_flight)",
         "return True",
         "the bound of admission",
     ),
     Law(
         "staleness is kept at the trainer's door",
-        "tests/operators/test_trainer.py::test_stale_groups_are_dropped_at_the_door",
+        "tests/operators/training/test_trainer.py::test_stale_groups_are_dropped_at_the_door",
         "operators/training/drops.py",
         "if sweep(oldest, step, self._bound.max_staleness).any():",
         "if False:",
@@ -177,8 +177,8 @@ STALENESS = (
     ),
     Law(
         "groups are trained in the order of their issue",
-        "tests/operators/test_trainer.py::test_groups_are_trained_in_the_order_of_their_issue_however_they_arrive",
-        "operators/training/buffer.py",
+        "tests/operators/training/test_trainer.py::test_groups_are_trained_in_the_order_of_their_issue_however_they_arrive",
+        "operators/training/reorder_buffer.py",
         "group = self._held.pop(self.following, None)",
         "group = self._held.pop(next(iter(self._held), -1), None)",
         "the wait for the next number",
@@ -186,7 +186,7 @@ STALENESS = (
     Law(
         "a group that is issued again starts before later ones",
         "tests/operators/engine/test_engine_admission.py::test_a_group_that_is_issued_again_starts_before_later_ones",
-        "operators/engine/admission.py",
+        "operators/generation/admission.py",
         "while at and queue[at - 1].group_id > group.group_id:",
         "while False:",
         "the place in the queue",
@@ -196,8 +196,8 @@ STALENESS = (
 LEDGER = (
     Law(
         "issued = trained + dropped + in flight",
-        "tests/dataflow/test_ledger.py::test_every_issued_group_is_trained_or_dropped_or_in_flight",
-        "dataflow/ledger/reads.py",
+        "tests/dataflow/folder/test_ledger.py::test_every_issued_group_is_trained_or_dropped_or_in_flight",
+        "dataflow/folder/ledger/reads.py",
         '            " WHERE o.source = g.source AND o.group_id = g.group_id AND o.node = :node) GROUP BY state",',
         "            \" WHERE o.source = g.source AND o.group_id = g.group_id AND o.outcome = 'trained'"
         ' AND o.node = :node) GROUP BY state",',
@@ -205,39 +205,39 @@ LEDGER = (
     ),
     Law(
         "issued = trained + dropped + in flight, recomputed from the folder",
-        "tests/dataflow/test_verify.py::test_a_group_whose_row_vanished_breaks_the_identity",
-        "dataflow/verify/verdict.py",
+        "tests/dataflow/history/test_verify.py::test_a_group_whose_row_vanished_breaks_the_identity",
+        "dataflow/history/verify/verdict.py",
         "    if counts.missing:\n",
         "    if False:\n",
         "the sum",
     ),
     Law(
         "no group is trained twice",
-        "tests/dataflow/test_ledger.py::test_no_group_is_trained_twice",
-        "dataflow/ledger/writes.py",
+        "tests/dataflow/folder/test_ledger.py::test_no_group_is_trained_twice",
+        "dataflow/folder/ledger/writes.py",
         '_OUTCOME = "INSERT INTO',
         '_OUTCOME = "INSERT OR REPLACE INTO',
         "the refusal of a second outcome",
     ),
     Law(
         "no group is trained twice, though it comes twice",
-        "tests/operators/test_trainer.py::test_a_group_that_comes_twice_is_trained_once",
-        "operators/training/buffer.py",
+        "tests/operators/training/test_trainer.py::test_a_group_that_comes_twice_is_trained_once",
+        "operators/training/reorder_buffer.py",
         "if group_id < self.following or group_id in self._held or group_id in self._holes:",
         "if False:",
         "the look at what was here before",
     ),
     Law(
         "no group is done twice by a node, though it comes twice",
-        "tests/dataflow/test_loop.py::test_a_group_that_comes_again_is_done_once",
-        "dataflow/holding.py",
+        "tests/dataflow/worker/test_loop.py::test_a_group_that_comes_again_is_done_once",
+        "dataflow/worker/acknowledgements.py",
         "            if not any(node == origin for node, _ in known):\n",
         "            if True:\n",
         "the look at what was here before",
     ),
     Law(
         "none is lost without a reason, at the end of the rows neither",
-        "tests/operators/test_trainer.py::"
+        "tests/operators/training/test_trainer.py::"
         "test_at_the_end_of_the_rows_what_is_too_little_for_a_step_is_dropped_with_a_reason",
         "operators/training/runtime.py",
         "            self._drops.add(rest, TOO_FEW, None)\n",
@@ -246,16 +246,16 @@ LEDGER = (
     ),
     Law(
         "a drop has a reason",
-        "tests/dataflow/test_verify.py::test_a_drop_has_a_reason",
-        "dataflow/verify/verdict.py",
+        "tests/dataflow/history/test_verify.py::test_a_drop_has_a_reason",
+        "dataflow/history/verify/verdict.py",
         "if not each.reason for group",
         "if False for group",
         "the look for reasons",
     ),
     Law(
         "a step and the entries of its groups commit together",
-        "tests/dataflow/test_ledger.py::test_a_refused_step_leaves_no_trace",
-        "dataflow/ledger/ledger.py",
+        "tests/dataflow/folder/test_ledger.py::test_a_refused_step_leaves_no_trace",
+        "dataflow/folder/ledger/ledger.py",
         "            writes.add_step(self._db, row)\n            writes.end(self._db, node, source, outcomes)\n",
         "            writes.add_step(self._db, row)\n"
         '        with self._transaction(f"end groups of step {step}"):\n'
@@ -264,8 +264,8 @@ LEDGER = (
     ),
     Law(
         "a crash leaves a call of the ledger done or not begun",
-        "tests/dataflow/test_ledger_crash.py::test_a_crash_at_any_statement_leaves_a_call_done_or_not_begun",
-        "dataflow/ledger/ledger.py",
+        "tests/dataflow/folder/test_ledger_crash.py::test_a_crash_at_any_statement_leaves_a_call_done_or_not_begun",
+        "dataflow/folder/ledger/ledger.py",
         "            writes.add_step(self._db, row)\n            writes.end(self._db, node, source, outcomes)\n",
         "            writes.add_step(self._db, row)\n"
         '        with self._transaction(f"end groups of step {step}"):\n'
@@ -274,8 +274,8 @@ LEDGER = (
     ),
     Law(
         "a group moves forward only",
-        "tests/dataflow/test_ledger.py::test_a_late_word_of_an_earlier_state_takes_no_group_back",
-        "dataflow/ledger/writes.py",
+        "tests/dataflow/folder/test_ledger.py::test_a_late_word_of_an_earlier_state_takes_no_group_back",
+        "dataflow/folder/ledger/writes.py",
         "for earlier in STATES[:rank]",
         "for earlier in STATES",
         "the order of states",
@@ -283,22 +283,22 @@ LEDGER = (
     Law(
         "a group is in the ledger before it leaves",
         "tests/operators/test_prompts.py::test_the_ledger_knows_of_a_group_before_it_leaves",
-        "operators/issuing.py",
+        "operators/sources/prompt_runtime.py",
         "            self._ledger.issue(self._lane, list(",
         "            list(list(",
         "the entry",
     ),
     Law(
         "a group's state is in the ledger before it is sent",
-        "tests/dataflow/test_loop.py::test_groups_are_marked_in_the_ledger_before_they_are_sent",
-        "dataflow/loop.py",
+        "tests/dataflow/worker/test_loop.py::test_groups_are_marked_in_the_ledger_before_they_are_sent",
+        "dataflow/worker/loop.py",
         "            self._mark(lane, groups)\n",
         "            pass\n",
         "the mark",
     ),
     Law(
         "a step is recorded, then published, and only then acknowledged",
-        "tests/operators/test_trainer.py::test_a_step_is_recorded_then_published_and_only_then_acknowledged",
+        "tests/operators/training/test_trainer.py::test_a_step_is_recorded_then_published_and_only_then_acknowledged",
         "operators/training/runtime.py",
         "        journal.commit(step, groups, self._drops.reasons, metrics)\n",
         "        if self._writer is not None:\n            self._writer.publish(step, self._weights)\n"
@@ -307,7 +307,7 @@ LEDGER = (
     ),
     Law(
         "a step is recorded, then published, and only then acknowledged",
-        "tests/operators/test_trainer.py::test_a_step_is_recorded_then_published_and_only_then_acknowledged",
+        "tests/operators/training/test_trainer.py::test_a_step_is_recorded_then_published_and_only_then_acknowledged",
         "operators/training/runtime.py",
         "        journal.commit(step, groups, self._drops.reasons, metrics)\n",
         "        for group in groups:\n            group.release()\n"
@@ -316,7 +316,7 @@ LEDGER = (
     ),
     Law(
         "what the ledger refuses is never published",
-        "tests/operators/test_trainer_catch_up.py::test_what_the_ledger_refuses_was_never_published",
+        "tests/operators/training/test_trainer_catch_up.py::test_what_the_ledger_refuses_was_never_published",
         "operators/training/runtime.py",
         "        journal.commit(step, groups, self._drops.reasons, metrics)\n",
         "        if self._writer is not None:\n            self._writer.publish(step, self._weights)\n"
@@ -326,7 +326,7 @@ LEDGER = (
     Law(
         "a resume replays the ledger, never a position: what has no outcome is issued again",
         "tests/operators/test_prompts.py::test_groups_without_an_outcome_are_issued_again_first_under_their_numbers",
-        "operators/issuing.py",
+        "operators/sources/prompt_runtime.py",
         "            self._again = self._in_flight()\n        if self._on_demand:",
         "            self._again = deque()\n        if self._on_demand:",
         "the look at what is in flight",
@@ -335,15 +335,15 @@ LEDGER = (
         "what got an outcome while nodes were built is not issued again",
         "tests/operators/test_prompts.py::"
         "test_what_got_an_outcome_while_the_other_nodes_were_built_is_not_issued_again",
-        "operators/issuing.py",
+        "operators/sources/prompt_runtime.py",
         "self._again: deque[int] | None = None",
         "self._again: deque[int] | None = self._in_flight()",
         "the wait until the first work",
     ),
     Law(
         "finished rollouts are kept, before they are sent",
-        "tests/dataflow/test_loop.py::test_what_a_node_finished_is_kept_before_it_is_sent",
-        "dataflow/loop.py",
+        "tests/dataflow/worker/test_loop.py::test_what_a_node_finished_is_kept_before_it_is_sent",
+        "dataflow/worker/loop.py",
         "            if batch.lane in self._finished and groups:\n"
         "                self._finished[batch.lane].append(batch.records)\n"
         "            self._put(batch.lane, batch.records, groups)\n",
@@ -355,41 +355,41 @@ LEDGER = (
     ),
     Law(
         "finished rollouts are kept, and not made again",
-        "tests/dataflow/test_loop.py::test_what_was_finished_before_a_restart_leaves_without_being_made_again",
-        "dataflow/loop.py",
+        "tests/dataflow/worker/test_loop.py::test_what_was_finished_before_a_restart_leaves_without_being_made_again",
+        "dataflow/worker/loop.py",
         "found = self._found(lane, [group for group in new if group not in settled])",
         "found: dict[int, pa.RecordBatch] = {}",
         "the look at what was finished",
     ),
     Law(
         "what has an outcome is acknowledged and not made again",
-        "tests/dataflow/test_loop.py::test_what_has_an_outcome_is_acknowledged_and_not_made_again",
-        "dataflow/loop.py",
+        "tests/dataflow/worker/test_loop.py::test_what_has_an_outcome_is_acknowledged_and_not_made_again",
+        "dataflow/worker/loop.py",
         "settled = set(self._settled(lane, new))",
         "settled: set[int] = set()",
         "the look at the ledger",
     ),
     Law(
         "trained counts only on the surviving line: the groups of steps taken back are in flight again",
-        "tests/dataflow/test_ledger.py::"
+        "tests/dataflow/folder/test_ledger.py::"
         "test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_repetition",
-        "dataflow/ledger/writes.py",
+        "dataflow/folder/ledger/writes.py",
         '        db.execute(f"DELETE {later}", (node, step))\n',
         "        pass\n",
         "the removal from the line",
     ),
     Law(
         "what was trained after the checkpoint is trained again in the same order",
-        "tests/dataflow/test_ledger.py::"
+        "tests/dataflow/folder/test_ledger.py::"
         "test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_repetition",
-        "dataflow/ledger/writes.py",
+        "dataflow/folder/ledger/writes.py",
         "        db.execute(copied, (line, node, step))\n",
         "",
         "the memory of the abandoned line",
     ),
     Law(
         "the losses repeat",
-        "tests/operators/test_trainer_catch_up.py::"
+        "tests/operators/training/test_trainer_catch_up.py::"
         "test_a_trainer_catches_up_to_the_very_bits_of_the_dead_one_and_goes_on_as_it_would_have",
         "operators/training/runtime.py",
         "        if start.folder is not None:\n",
@@ -398,15 +398,15 @@ LEDGER = (
     ),
     Law(
         "a half-written or damaged checkpoint is never chosen",
-        "tests/dataflow/test_checkpoints.py::test_an_unmarked_or_damaged_checkpoint_is_never_chosen",
-        "dataflow/checkpoints.py",
+        "tests/dataflow/folder/test_checkpoints.py::test_an_unmarked_or_damaged_checkpoint_is_never_chosen",
+        "dataflow/folder/checkpoints.py",
         "(at_most is None or step <= at_most) and self.damage(step) is None",
         "at_most is None or step <= at_most",
         "the look for damage",
     ),
     Law(
         "no rollout of weights that were taken back is trained",
-        "tests/operators/test_trainer_catch_up.py::"
+        "tests/operators/training/test_trainer_catch_up.py::"
         "test_what_the_weights_of_lost_steps_drew_is_forgotten_before_anybody_works",
         "operators/training/catch_up.py",
         "        for lane in context.bounds:\n            if taken_out",
@@ -415,7 +415,7 @@ LEDGER = (
     ),
     Law(
         "no rollout of weights that were taken back is trained",
-        "tests/operators/test_trainer_catch_up.py::test_no_rollout_of_a_version_is_trained_that_is_not_there_yet",
+        "tests/operators/training/test_trainer_catch_up.py::test_no_rollout_of_a_version_is_trained_that_is_not_there_yet",
         "operators/training/drops.py",
         "            if newest_versions(records.column(VERSIONS)).max() > step:\n",
         "            if False:\n",
@@ -431,17 +431,17 @@ LEDGER = (
     ),
     Law(
         "what a restarted node asks the ledger costs what it asks about",
-        "tests/dataflow/test_ledger.py::"
+        "tests/dataflow/folder/test_ledger.py::"
         "test_of_some_groups_those_in_flight_are_found_at_a_cost_that_does_not_grow_with_the_ledger",
-        "dataflow/ledger/reads.py",
+        "dataflow/folder/ledger/reads.py",
         '"group_id IN (SELECT value FROM json_each(:among)) AND"',
         '"(SELECT count(*) FROM json_each(:among) WHERE value = group_id) AND"',
         "the look by number",
     ),
     Law(
         "a failed save leaves the checkpoint before it good",
-        "tests/dataflow/test_checkpoints.py::test_a_failed_save_leaves_the_checkpoint_of_the_same_step_good",
-        "dataflow/checkpoints.py",
+        "tests/dataflow/folder/test_checkpoints.py::test_a_failed_save_leaves_the_checkpoint_of_the_same_step_good",
+        "dataflow/folder/checkpoints.py",
         "            if partial.exists():\n                shutil.rmtree(partial)\n",
         "            shutil.rmtree(self.folder(step), ignore_errors=True)\n"
         "            if partial.exists():\n                shutil.rmtree(partial)\n",

@@ -25,7 +25,7 @@ SECURITY = (
     Law(
         "weights are read from safetensors alone",
         "tests/test_security.py::test_weights_are_read_from_safetensors_alone",
-        "operators/models.py",
+        "operators/models/loading.py",
         "use_safetensors=True,",
         "use_safetensors=None,",
         "the demand",
@@ -49,7 +49,7 @@ SECURITY = (
     Law(
         "sockets bind to ipc in a 0700 folder (weights)",
         f"{WEIGHTS}/test_weight_shared_memory.py::test_a_folder_that_others_can_enter_is_refused",
-        "transport/weights/address.py",
+        "transport/weights/executors/address.py",
         "if mode is None or mode & 0o077:",
         "if mode is None:",
         "the look at the folder's mode",
@@ -57,7 +57,7 @@ SECURITY = (
     Law(
         "sockets bind to loopback (weights)",
         f"{WEIGHTS}/test_weight_shared_memory.py::test_an_address_that_others_could_reach_is_refused",
-        "transport/weights/address.py",
+        "transport/weights/executors/address.py",
         'parts.hostname in ("127.0.0.1", "localhost", "::1") and parts.port',
         "parts.port",
         "the look at the host",
@@ -80,7 +80,7 @@ SECURITY = (
     ),
     Law(
         "the scheduler makes keys for each run",
-        "tests/test_listening_runs.py::test_a_run_has_keys_of_its_own_where_it_listens_and_none_elsewhere",
+        "tests/runs/test_listening_runs.py::test_a_run_has_keys_of_its_own_where_it_listens_and_none_elsewhere",
         KEYS,
         "        receiver_public, receiver_secret = zmq.curve_keypair()\n"
         "        sender_public, sender_secret = zmq.curve_keypair()\n",

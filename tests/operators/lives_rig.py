@@ -10,12 +10,12 @@ import torch
 from rigs.ending import at_end
 from trainer_rig import COLUMNS, VOCABULARY, Plane, group, tiny_llama
 
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
 from dataflow.model import Model
 from dataflow.node import Batch, Bound, Context
-from dataflow.run_folder import RunFolder
 from operators.trainer import Trainer
-from operators.training.optimizer import state_tensors
+from operators.training.learner.optimizer import state_tensors
 from operators.training.runtime import TrainerRuntime
 from operators.warm_start.policy import character_tokenizer
 

@@ -17,7 +17,7 @@ from operators.credit import (
     token_gae,
     token_rewards,
 )
-from operators.training.rows import step_rows
+from operators.training.learner.rows import step_rows
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 0.5])
 

@@ -9,9 +9,9 @@ import pytest
 from trainer_rig import COLUMNS, FakeFolder, FakeLedger, group
 
 from dataflow.errors import OperatorError
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
 from dataflow.node import Batch, Context
-from dataflow.run_folder import RunFolder
 from operators.evaluate import Evaluate, EvaluateRuntime, round_metrics
 
 

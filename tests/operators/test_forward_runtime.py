@@ -22,7 +22,7 @@ from dataflow.errors import DeadlineError
 from dataflow.limits import Limits
 from dataflow.node import Batch, Bound
 from operators import Logprobs, Values
-from operators.forwarding.due import Known, is_due, needed
+from operators.forward_pass.due import Known, is_due, needed
 
 
 @pytest.fixture(autouse=True)

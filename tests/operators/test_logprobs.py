@@ -27,11 +27,11 @@ from dataflow.errors import OperatorError
 from dataflow.model import LoRA
 from dataflow.node import Bound, Context
 from operators import Logprobs, Trainer, Values
-from operators.models import load_model
-from operators.packing import pack
-from operators.training import policy as policy_module
-from operators.training.policy import Policy
-from operators.training.rows import step_rows
+from operators.models.loading import load_model
+from operators.training.learner import policy as policy_module
+from operators.training.learner.packing import pack
+from operators.training.learner.policy import Policy
+from operators.training.learner.rows import step_rows
 
 TEXTS = ("b2=c", "b2", "19 abc", "b2=c")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dataflow import worker
 from dataflow.node import Operator
+from dataflow.worker import worker
 
 IN_A_FRESH_PROCESS = """
 import sys

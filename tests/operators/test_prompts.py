@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.errors import RecordError
-from dataflow.ledger import InFlight
+from dataflow.folder.ledger import InFlight
 from dataflow.node import Bound, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, PROMPT_COLUMNS, PROMPT_ID, ROUND_SIZE
-from operators.issuing import permutation
 from operators.prompts import Prompts
+from operators.sources.prompt_runtime import permutation
 
 ROWS = [{"prompt": f"{i}+1=", "answer": i + 1, "note": f"n{i}"} for i in range(5)]
 

@@ -9,8 +9,8 @@ from trainer_rig import VOCABULARY, gradient, group, rows_of, tiny_learner, tiny
 from dataflow.errors import RecordError
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE
 from operators.engine.sampler import Sampling, draw
-from operators.packing import Kept, gather, pack
-from operators.training.policy import Policy
+from operators.training.learner.packing import Kept, gather, pack
+from operators.training.learner.policy import Policy
 
 
 @pytest.fixture(autouse=True)

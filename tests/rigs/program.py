@@ -15,11 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT.parent), str(ROOT)]
 
-from dataflow import Graph, Model, run, scorer, worker  # noqa: E402
+from dataflow import Graph, Model, run, scorer  # noqa: E402
 from dataflow.display import say  # noqa: E402
 from dataflow.limits import Limits  # noqa: E402
 from dataflow.node import Context, Runtime  # noqa: E402
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer  # noqa: E402
+from dataflow.worker import worker  # noqa: E402
 from rigs.graphs import fake_graph, reward, tiny_graph  # noqa: E402
 from rigs.machine import folders_made  # noqa: E402
 from rigs.operators import built_by, deaf, slow  # noqa: E402
@@ -87,7 +88,7 @@ def ranks(folder: Path) -> Graph:
         preload(operators)  # type: ignore[arg-type]
         import torch.distributed as dist
 
-        from operators.training.learner import Learner
+        from operators.training.learner.learner import Learner
         from transport.weights.sharded.transfer import Exchange
 
         micro, send = Learner.micro, Exchange._send

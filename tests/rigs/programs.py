@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dataflow.run_folder import RunFolder
+from dataflow.folder.run_folder import RunFolder
 
 from .machine import descendants, wait_until
 

@@ -16,9 +16,9 @@ import torch
 from dataflow.model import Model
 from dataflow.node import Batch, Context, Generate, Runtime, Share, Source, Transform
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, ROLLOUT_COLUMNS, Columns, schema
-from operators.engine.admission import Admission
-from operators.issuing import Issue
-from operators.prompt_rows import Report
+from operators.generation.admission import Admission
+from operators.sources.prompt_rows import Report
+from operators.sources.prompt_runtime import Issue
 
 PROMPTS, TRAINED = 64, "prompts"
 STOP, NONE = pa.array(["stop"] * 64), pa.nulls(64, pa.string())

@@ -1,4 +1,4 @@
-"""The scheduler's desk in a simulated world: what `dataflow.desk.Desk` is over sockets and a forkserver."""
+"""The scheduler's desk in a simulated world: what `control_server.Desk` is over sockets and a forkserver."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 
 import msgpack
 
-from dataflow.desk import Asker
-from dataflow.unheard import Unheard
+from dataflow.scheduler.control_server import Asker
+from dataflow.scheduler.deferred_sends import Unheard
 
 from .clock import Clock
 from .exchange import Exchange

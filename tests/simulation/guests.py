@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from dataflow.scaling import Scaling
+from dataflow.scheduler.scaling import Scaling
 
 from .clock import Clock
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 
 import pyarrow as pa
 
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
+from dataflow.history.resume import CUT_OFF
 from dataflow.records import GROUP_ID, POSITION, PROMPT_ID, VERSIONS
-from dataflow.resume import CUT_OFF
 from dataflow.staleness import oldest_versions
 
 from .laws import check

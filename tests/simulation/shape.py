@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from dataflow.describe import consumers, graph_facts, plan_facts
+from dataflow.folder.ledger import Ledger
 from dataflow.graph import Graph
-from dataflow.ledger import Ledger
+from dataflow.history.describe import consumers, graph_facts, plan_facts
 from dataflow.model import Model
-from dataflow.plan import Devices, Plan, plan
+from dataflow.planning.plan import Devices, Plan, plan
 from operators.evaluate import Evaluate
 
 from .actors import HeavyScorer, SimulatedGenerator, SimulatedPrompts, SimulatedScorer

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from dataflow import ports
-from dataflow.conductor import Conductor
-from dataflow.finished import Finished
-from dataflow.handover import Handover
-from dataflow.ledger import Ledger
-from dataflow.recovery import Recovery
-from dataflow.scaling import Say, Scaling
-from dataflow.successor import Successor
-from dataflow.unheard import Unheard
-from operators.engine.admission import Admission
+from dataflow.folder.finished import Finished
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.snapshot import Handover
+from dataflow.scheduler.deferred_sends import Unheard
+from dataflow.scheduler.failover import Successor
+from dataflow.scheduler.recovery import Recovery
+from dataflow.scheduler.scaling import Say, Scaling
+from dataflow.scheduler.state_machine import Conductor
+from dataflow.worker import ports
 from operators.evaluate import EvaluateRuntime
-from operators.issuing import Issue
+from operators.generation.admission import Admission
+from operators.sources.prompt_runtime import Issue
 from transport.data.outbox import Outbox
 
 from .running import having, hold, notice

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from dataflow import conductor, recovery
-from dataflow.finished import Finished
-from dataflow.holding import Holding
+from dataflow.folder.finished import Finished
 from dataflow.node import Batch
-from operators.engine.admission import Admission
-from operators.issuing import Issue
-from operators.training.buffer import ReorderBuffer
+from dataflow.scheduler import recovery, state_machine
+from dataflow.worker.acknowledgements import Holding
+from operators.generation.admission import Admission
+from operators.sources.prompt_runtime import Issue
+from operators.training.reorder_buffer import ReorderBuffer
 
 from . import trainer, weights
 from .probe import Probe
@@ -127,7 +127,7 @@ def nobody_is_started_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_restarted_node_is_not_told_what_it_missed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(conductor.Conductor, "words_for", lambda *_, **how: [])
+    patch.setattr(state_machine.Conductor, "words_for", lambda *_, **how: [])
 
 
 WITHOUT: list[tuple[Callable[[pytest.MonkeyPatch], None], range, str]] = [

@@ -13,8 +13,8 @@ from dataflow.model import Model
 from dataflow.node import Batch, Context, Learn, Runtime
 from dataflow.records import GROUP_ID, VERSIONS
 from dataflow.staleness import oldest_versions, sweep
-from operators.training.buffer import Group, ReorderBuffer
 from operators.training.journal import expected
+from operators.training.reorder_buffer import Group, ReorderBuffer
 
 from .actors import digest, fails, tensors
 from .laws import check

@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from transport.weights.errors import AddressTaken
-from transport.weights.messages import ReaderMessage, WriterMessage
+from transport.weights.protocol.messages import ReaderMessage, WriterMessage
 
 from .network import Pipe, SimulatedNetwork
 from .process import Process

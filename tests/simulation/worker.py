@@ -1,4 +1,4 @@
-"""One simulated worker: what `dataflow.worker.Worker` does with its host, ports and loops, without a process."""
+"""One simulated worker: what `dataflow.worker.worker.Worker` does with its host, ports and loops, without a process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dataflow.host import Host, Settings
 from dataflow.node import Context
-from dataflow.ports import Ports
-from dataflow.worker import Worker
-from transport.weights.flat import FlatLayout
+from dataflow.worker.host import Host, Settings
+from dataflow.worker.ports import Ports
+from dataflow.worker.worker import Worker
+from transport.weights.layout.flat import FlatLayout
 from transport.weights.reader import WeightReader
 from transport.weights.writer import WeightWriter
 
@@ -139,7 +139,7 @@ class SimulatedWorker:
         return moved
 
     def _life(self, settings: Settings) -> Iterator[bool]:
-        """What dataflow.worker.Worker.run does."""
+        """What dataflow.worker.worker.Worker.run does."""
         world, process = self.world, self.process
         nodes = world.plan.workers[settings.worker]
         ports = self.ports = Ports(world.graph, world.plan, nodes, settings)
@@ -210,7 +210,7 @@ class SimulatedWorker:
             self._words.append(word)
             self.process.wake()
 
-    # As dataflow.link.Link
+    # As dataflow.worker.link.Link
 
     def words(self) -> list[dict[str, Any]]:
         """What was said since the last call."""

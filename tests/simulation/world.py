@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 
-from dataflow import control, finished, handover, ports, resume
-from dataflow.control import Limits, Scheduler
-from dataflow.host import Settings
-from dataflow.ledger import Ledger
+from dataflow.folder import finished, snapshot
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history import resume
 from dataflow.records import GROUP_ID
-from dataflow.recovery import Patience
-from dataflow.run_folder import RunFolder
-from dataflow.successor import Successor
-from operators import issuing
+from dataflow.scheduler import control
+from dataflow.scheduler.control import Limits, Scheduler
+from dataflow.scheduler.failover import Successor
+from dataflow.scheduler.recovery import Patience
+from dataflow.worker import ports
+from dataflow.worker.host import Settings
+from operators.sources import prompt_runtime
 
 from .actors import TRAINED
 from .clock import Clock
@@ -57,7 +60,7 @@ class World:
             delay_s=random.choice((1e-4, 1e-3, 1e-2)), slow=random.choice((0.0, 0.02, 0.1)), damage=0.0
         )
         self._over_s = random.choice((0.4, 1.0, 3.0))
-        self._at_once = random.choice((2, issuing.ROWS_AT_ONCE, issuing.ROWS_AT_ONCE))
+        self._at_once = random.choice((2, prompt_runtime.ROWS_AT_ONCE, prompt_runtime.ROWS_AT_ONCE))
         """Prompts that a source issues at once."""
         self._waits_for_guests = random.random() < 0.7
         self.rounds = Rounds(self.shape)
@@ -249,7 +252,7 @@ class World:
         self.chair = Process("scheduler", self.clock, self.random, pace_s=0.0)
         self.chair.alive = True
         self.desk = SimulatedDesk(self.room, self.room.forks.hand_over(), self.clock.now - since, keeps=True)
-        return handover.read(self.folder.path)
+        return snapshot.read(self.folder.path)
 
     def _take_up(self) -> resume.Begun:
         """What `dataflow.run.run` does before it starts a run again."""
@@ -362,7 +365,7 @@ class World:
         with _replaced(
             (ports, "SocketNetwork", network),
             (control, "Desk", lambda *_, **__: self.desk), (finished.Finished, "append", appended),
-            (resume, "_ledger", lambda folder, _: opened(folder.ledger)), (issuing, "ROWS_AT_ONCE", self._at_once),
+            (resume, "_ledger", lambda folder, _: opened(folder.ledger)), (prompt_runtime, "ROWS_AT_ONCE", self._at_once),
         ):  # fmt: skip
             yield
 

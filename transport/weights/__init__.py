@@ -14,22 +14,22 @@ from transport.weights.errors import (
     SegmentError,
     WeightError,
 )
-from transport.weights.flat import FlatLayout, TensorSpec
-from transport.weights.handshake import Pace, ReaderStatus
-from transport.weights.layout import Held, Layout
-from transport.weights.messages import Note, Offer
-from transport.weights.plan import Plan
-from transport.weights.reshard import reshard
+from transport.weights.layout.flat import FlatLayout, TensorSpec
+from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.plan import Plan
+from transport.weights.layout.reshard import reshard
+from transport.weights.layout.shards import Mesh, Shards
+from transport.weights.protocol.handshake import Pace, ReaderStatus
+from transport.weights.protocol.messages import Note, Offer
 from transport.weights.sharded.groups import Deadlines
-from transport.weights.shards import Mesh, Shards
 
 if TYPE_CHECKING:
-    from transport.weights.cuda_ipc import CudaIpc
-    from transport.weights.local import Hub
+    from transport.weights.executors.cuda_ipc import CudaIpc
+    from transport.weights.executors.local import Hub
+    from transport.weights.executors.shared_memory import SharedMemory
     from transport.weights.reader import WeightReader
     from transport.weights.sharded.reader import ShardedReader
     from transport.weights.sharded.writer import ShardedWriter
-    from transport.weights.shared_memory import SharedMemory
     from transport.weights.writer import WeightWriter
 
 __all__ = [
@@ -62,9 +62,9 @@ __all__ = [
 ]
 
 _HEAVY = {
-    "CudaIpc": "cuda_ipc",
-    "Hub": "local",
-    "SharedMemory": "shared_memory",
+    "CudaIpc": "executors.cuda_ipc",
+    "Hub": "executors.local",
+    "SharedMemory": "executors.shared_memory",
     "ShardedReader": "sharded.reader",
     "ShardedWriter": "sharded.writer",
     "WeightReader": "reader",

@@ -9,8 +9,8 @@ import torch
 from transport.native import Follower
 from transport.weights import memory
 from transport.weights.errors import LayoutMismatch
-from transport.weights.flat import FlatLayout
-from transport.weights.pieces import Part, Piece, parts
+from transport.weights.layout.flat import FlatLayout
+from transport.weights.layout.rank_slices import Part, Piece, parts
 from transport.weights.ports import ReaderPort, ReaderSegment
 from transport.weights.proof import follows
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.flat import FLOATING, FlatLayout
+from transport.weights.layout.flat import FLOATING, FlatLayout
 
 SCALE = ":scale"
 """Behind a tensor's name: that of its scales, float32 [..., rows, 1]."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from transport.native import Copier, wordsums
 from transport.native.sums import folded, joined, pairs
-from transport.weights.flat import ITEM_BYTES, FlatLayout
+from transport.weights.layout.flat import ITEM_BYTES, FlatLayout
 from transport.weights.ports import WriterSegment
 
 

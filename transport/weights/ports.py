@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from transport.weights.messages import ReaderMessage, WriterMessage
+from transport.weights.protocol.messages import ReaderMessage, WriterMessage
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,9 @@ from transport.native import Follower
 from transport.native.build import library
 from transport.native.sums import folded
 from transport.weights import memory
-from transport.weights.flat import FlatLayout
-from transport.weights.messages import Offer
+from transport.weights.layout.flat import FlatLayout
 from transport.weights.ports import ReaderSegment
+from transport.weights.protocol.messages import Offer
 
 NAP_S = 5e-5
 NAPS = 2

@@ -12,13 +12,13 @@ import zmq
 
 from transport.weights.attached import Attached, Mapped
 from transport.weights.errors import AddressTaken, ChecksumMismatch, WeightError, waited
-from transport.weights.flat import FlatLayout
-from transport.weights.handshake import Pace, ReaderHandshake
-from transport.weights.messages import Note, Offer
-from transport.weights.pieces import Piece
+from transport.weights.executors.shared_memory import SharedMemory
+from transport.weights.layout.flat import FlatLayout
+from transport.weights.layout.rank_slices import Piece
 from transport.weights.ports import Site
 from transport.weights.proof import NAP_S, Proof, follows
-from transport.weights.shared_memory import SharedMemory
+from transport.weights.protocol.handshake import Pace, ReaderHandshake
+from transport.weights.protocol.messages import Note, Offer
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import zmq
 from transport.native import Copier
 from transport.weights import memory
 from transport.weights.errors import WeightError
-from transport.weights.flat import FlatLayout
-from transport.weights.handshake import Outgoing, Pace, ReaderStatus, WriterHandshake
-from transport.weights.messages import Note
+from transport.weights.executors.shared_memory import SharedMemory
+from transport.weights.layout.flat import FlatLayout
 from transport.weights.ports import Site, WriterSegment
-from transport.weights.shared_memory import SharedMemory
+from transport.weights.protocol.handshake import Outgoing, Pace, ReaderStatus, WriterHandshake
+from transport.weights.protocol.messages import Note
 
 
 class WeightWriter:

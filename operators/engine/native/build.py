@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP runtime has to be in the process first, so that the kernels use the same one
 
-from dataflow.native import compiled
+from dataflow.system.native import compiled
 from operators.engine.pages import PAGE
 
 FOLDER = Path(__file__).parent

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from dataflow.node import Context
-from operators.adapters_merged import load_merged
 from operators.engine.build import Built, make_engine
 from operators.engine.decode import Engine
 from operators.engine.kv_cache import default_budget
 from operators.engine.parallel import group
 from operators.engine.parallel.shards import Shard, check_divides, distribute
 from operators.generator import Generator
+from operators.models.merged_adapters import load_merged
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from dataflow.folder.partial_rollouts import Stretch
 from dataflow.model import Model
-from dataflow.parts import Stretch
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings

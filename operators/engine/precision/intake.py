@@ -10,7 +10,7 @@ import torch
 
 from operators.engine.precision.formats import FORMATS, Format, Weights
 from operators.engine.precision.linear import QuantisedExperts, QuantisedLinear
-from operators.models import ModelError
+from operators.models.loading import ModelError
 
 FP8_CAPABILITY = (8, 9)
 """The least compute capability of a GPU that multiplies in fp8 (Ada; Hopper is 9.0)."""

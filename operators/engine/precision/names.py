@@ -8,7 +8,7 @@ import torch
 
 from dataflow.model import Model
 from operators.engine.precision.intake import linear_weights
-from operators.models import load_configs
+from operators.models.loading import load_configs
 
 
 def narrow_names(model: Model) -> frozenset[str]:

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from dataflow.errors import WorkerDied
+from dataflow.folder.partial_rollouts import Stretch
 from dataflow.limits import Limits
 from dataflow.model import Model
-from dataflow.parts import Stretch
 from dataflow.records import AnyArray
 from operators.engine.reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import Finished, Row, Start, finished_of, merged
@@ -31,7 +31,7 @@ from operators.engine.stops import StopStrings
 from operators.engine.vllm.live import Live
 from operators.engine.vllm.process import INSTALL, SERVER, Process, environment_of, interpreter
 from operators.engine.vllm.weights import Weights, check_names
-from operators.models import ModelError, load_model
+from operators.models.loading import ModelError, load_model
 
 AHEAD = 1
 """Steps that are asked for before the answer to the one before has been read, so that vLLM never waits for us."""

@@ -5,7 +5,7 @@ the same place. Units (groups, or pieces of them) go to the least loaded of all 
 leaves at most one unit between the fullest and the emptiest; sorted by size and dealt out row by row, what the ranks
 wait for one another in a whole step is then at most one unit.
 
-Axis suffixes as in `operators.packing`.
+Axis suffixes as in `operators.training.learner.packing`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from operators.packing import Array, cost
+from operators.training.learner.packing import Array, cost
 
 FINENESS = (1, 2, 4)
 """Into what part of an even share groups are cut: the coarsest of those that let a step be over soonest. A finer cut

@@ -15,11 +15,11 @@ from typing import Any
 from dataflow.errors import RunError
 from dataflow.limits import Limits
 from dataflow.weight_ends import WeightsOut
-from operators.packing import Array
 from operators.ranks import group
 from operators.ranks.channel import Channel
 from operators.ranks.exchange import last_words, named, next_word
-from operators.training.learner import Learner
+from operators.training.learner.learner import Learner
+from operators.training.learner.packing import Array
 from operators.training.parallel.lead import in_order
 from operators.training.parallel.words import arguments_of, array_of, function_of, rows_of
 

@@ -12,15 +12,15 @@ import torch
 
 from dataflow.model import Model
 from dataflow.node import Context
-from dataflow.ports import offer_beside
 from dataflow.weight_ends import WeightsOut
+from dataflow.worker.ports import offer_beside
 from operators.ranks import group
 from operators.ranks.channel import Channel
 from operators.ranks.exchange import Exchange, next_word
 from operators.ranks.processes import fork
 from operators.ranks.team import Team
-from operators.training.build import make_learner
-from operators.training.learner import Learner
+from operators.training.learner.build import make_learner
+from operators.training.learner.learner import Learner
 from operators.training.parallel.follow import Duties, run_rank
 from operators.training.parallel.lead import LedLearner
 from operators.training.parallel.mesh import MeshTogether, make_mesh, placed

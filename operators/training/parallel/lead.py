@@ -11,15 +11,15 @@ import numpy as np
 
 from dataflow.errors import RunError
 from dataflow.weight_ends import OpensWriter, WeightsOut
-from operators.packing import Array
 from operators.ranks import group
 from operators.ranks.exchange import Exchange
-from operators.training.findings import Findings
-from operators.training.learner import Learner, Outcome, Prepared
+from operators.training.learner.learner import Learner, Outcome, Prepared
+from operators.training.learner.nonfinite import Findings
+from operators.training.learner.packing import Array
+from operators.training.learner.rows import StepRows
 from operators.training.parallel.dealing import deal
 from operators.training.parallel.mesh import data_rank, placed
 from operators.training.parallel.words import chosen, name_of, plain_arguments, plain_array, plain_rows
-from operators.training.rows import StepRows
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

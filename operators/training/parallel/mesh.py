@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from dataflow.clocks import Countdown
-from operators.training.together import local
+from dataflow.system.clocks import Countdown
+from operators.training.learner.together import local
 
 AXES = ("pp", "dp_replicate", "fsdp", "tp")
 """Dimensions that transformers expects of a mesh; the first two are 1."""

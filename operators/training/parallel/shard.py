@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from operators import adapters
-from operators.models import ModelError
+from operators.models import adapters
+from operators.models.loading import ModelError
 from operators.training.parallel.mesh import MeshTogether
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from operators.packing import Kept, Packed
-    from operators.training.learner import Forward, Learner
+    from operators.training.learner.learner import Forward, Learner
+    from operators.training.learner.packing import Kept, Packed
 
 
 class Sharded:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from operators.packing import Array, Kept, gather
-from operators.training.rows import StepRows
+from operators.training.learner.packing import Array, Kept, gather
+from operators.training.learner.rows import StepRows
 
 
 def chosen(rows: StepRows, rollouts: Array) -> StepRows:

@@ -99,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., A
 @pytest.fixture(params=["torch", "c", "fused"])
 def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """An Engine for a model: torch's operators, attention in C, or all of it in C where that is possible."""
-    from operators.engine import proof
+    from operators.engine import self_test
     from operators.engine.decode import Engine
     from operators.engine.native import attention as native
     from operators.engine.sampler import Sampling
@@ -108,7 +108,7 @@ def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
         pytest.skip("no C compiler at hand")
 
     def make(model: Any, **knobs: Any) -> Any:
-        found = proof.adapt(model, "tiny")
+        found = self_test.adapt(model, "tiny")
         assert found.kernel is not None or native.kernel() is None
         knobs = {"slots": 16, "context_tokens": 64, "end_tokens": [EOS], "sampling": Sampling(), **knobs}
         kernel = found.kernel if request.param != "torch" else None

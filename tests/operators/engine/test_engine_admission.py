@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dataflow.node import Bound
-from operators.engine.admission import Admission
+from operators.generation.admission import Admission
 
 
 @dataclass

@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from dataflow.model import Model
-from operators.engine.proof import adapt
-from operators.models import ModelError, load_model, load_tokenizer
+from operators.engine.self_test import adapt
+from operators.models.loading import ModelError, load_model, load_tokenizer
 
 
 @pytest.fixture

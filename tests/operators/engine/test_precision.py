@@ -14,10 +14,10 @@ from operators.engine.precision import FORMATS, fault, formats, linear_weights, 
 from operators.engine.precision.formats import pack, per_token, unpack
 from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, QuantisedLinear
 from operators.engine.precision.names import narrow_names
-from operators.engine.proof import adapt
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
-from operators.models import ModelError
+from operators.engine.self_test import adapt
+from operators.models.loading import ModelError
 from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
 from transport.weights.encoder import EncodedWriter, Encoder
 from transport.weights.encoding import Encoding
@@ -399,7 +399,7 @@ def test_a_wrong_kernel_is_left_out_whatever_the_layers_do_with_their_inputs(mak
     for kernel, kept in ((attention.decode, attention.decode), (narrow, None)):
         model = make_model()
         quantise(model, weights)
-        monkeypatch.setattr("operators.engine.proof.native_kernel", lambda model, found=kernel: found)
+        monkeypatch.setattr("operators.engine.self_test.native_kernel", lambda model, found=kernel: found)
         assert adapt(model, "tiny").kernel is kept
 
 

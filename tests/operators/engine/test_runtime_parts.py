@@ -7,14 +7,14 @@ from replaying import recomputed
 from rigs.ending import at_end
 from test_runtime import COLUMNS, FakePlane, letters, prompts, rows_of, run_dry
 
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.partial_rollouts import Piece, Stretch
+from dataflow.folder.run_folder import RunFolder
 from dataflow.model import Model
 from dataflow.node import Batch, Bound, Context
-from dataflow.parts import Piece, Stretch
 from dataflow.records import SAMPLING_MASK
-from dataflow.run_folder import RunFolder
-from operators.engine.keeping import keeping_of
 from operators.engine.sampler import Sampling
+from operators.generation.partial_rollouts import keeping_of
 from operators.generator import Generator
 
 SEGMENT = 8
@@ -341,11 +341,11 @@ def test_the_mask_is_kept_token_by_token(site):
 
 def test_flags_that_are_read_late_let_no_token_after_the_end_be_kept(make_model):
     """As on a GPU: a row in the batch may have drawn its end one step ago."""
-    from operators.engine import proof
+    from operators.engine import self_test
     from operators.engine.decode import Engine
     from operators.engine.results import Start
 
-    found = proof.adapt(model := make_model(), "tiny")
+    found = self_test.adapt(model := make_model(), "tiny")
     engine = Engine(
         model, slots=16, context_tokens=64, end_tokens=[1], sampling=Sampling(), lag=1, token_bytes=found.token_bytes
     )

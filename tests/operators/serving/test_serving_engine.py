@@ -28,7 +28,7 @@ from serving_rig import (
 )
 from starlette.testclient import TestClient
 
-from operators.engine import proof
+from operators.engine import self_test
 from operators.engine.decode import Engine
 from operators.engine.sampler import Sampling, log_distribution
 from operators.serving.app import make_app
@@ -47,7 +47,7 @@ def model(tokenizer):
 def engine(tokenizer):
     """An engine of its own on the same weights."""
     decoder = tiny_llama(len(tokenizer)).requires_grad_(False)
-    found = proof.adapt(decoder, "tiny")
+    found = self_test.adapt(decoder, "tiny")
     return Engine(
         decoder, slots=8, context_tokens=128, sampling=Sampling(), end_tokens=[END], kernel=found.kernel,
         token_bytes=found.token_bytes,

@@ -13,9 +13,10 @@ import pytest
 import torch
 import zmq
 
-from transport.weights import CudaIpc, FlatLayout, Hub, Pace, SharedMemory, WeightReader, WeightWriter, shared_memory
-from transport.weights import address as addresses
-from transport.weights.device_memory import HostMemory
+from transport.weights import CudaIpc, FlatLayout, Hub, Pace, SharedMemory, WeightReader, WeightWriter
+from transport.weights.executors import address as addresses
+from transport.weights.executors import shared_memory
+from transport.weights.executors.device_memory import HostMemory
 
 PACE = Pace(beat_s=0.5, silent_s=3.0, fence_s=5.0, forget_s=60.0)
 

@@ -25,10 +25,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dataflow.forkserver import die_with_parent
+from dataflow.scheduler.forkserver import die_with_parent
 from operators.engine.parallel import group
 from operators.engine.parallel.shards import Piece, distribute
-from transport.weights.from_torch import layout_of, tensor_parallel_layout
+from transport.weights.layout.from_torch import layout_of, tensor_parallel_layout
 from transport.weights.sharded.reader import ShardedReader
 from transport.weights.sharded.rounds import Deadlines
 from transport.weights.sharded.writer import ShardedWriter

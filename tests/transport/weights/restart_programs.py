@@ -23,10 +23,10 @@ from transport.weights import (
     WeightReader,
     WeightWriter,
     memory,
-    shared_memory,
 )
 from transport.weights.attached import Attached
-from transport.weights.handshake import WriterHandshake
+from transport.weights.executors import shared_memory
+from transport.weights.protocol.handshake import WriterHandshake
 from transport.weights.sharded.member import Destination, Source
 from transport.weights.sharded.rounds import Coordinator
 from transport.weights.sharded.steps import Step

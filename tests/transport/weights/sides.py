@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from transport.weights.layout import Held, Layout
-from transport.weights.plan import Plan
-from transport.weights.shards import Mesh, Shards
+from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.plan import Plan
+from transport.weights.layout.shards import Mesh, Shards
 
 Local = dict[int, dict[str, torch.Tensor]]
 """rank -> name -> local tensor"""

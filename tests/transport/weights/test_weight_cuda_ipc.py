@@ -17,12 +17,11 @@ from transport.weights import (
     SegmentError,
     WeightReader,
     WeightWriter,
-    cuda_ipc,
-    shared_memory,
 )
-from transport.weights.cuda_ipc import CudaIpc
-from transport.weights.cuda_memory import CudaMemory
-from transport.weights.device_memory import HostMemory
+from transport.weights.executors import cuda_ipc, shared_memory
+from transport.weights.executors.cuda_ipc import CudaIpc
+from transport.weights.executors.cuda_memory import CudaMemory
+from transport.weights.executors.device_memory import HostMemory
 
 from . import programs
 from .conftest import leftovers, parameters, values

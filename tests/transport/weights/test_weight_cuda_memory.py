@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from transport.weights import SegmentError
-from transport.weights.cuda_driver import OUT_OF_MEMORY, PAGE_BYTES, Driver, DriverError
-from transport.weights.cuda_memory import CudaMemory, _Block
+from transport.weights.executors.cuda_driver import OUT_OF_MEMORY, PAGE_BYTES, Driver, DriverError
+from transport.weights.executors.cuda_memory import CudaMemory, _Block
 
 GPUS = [bytes([index]) + bytes(14) + b"\xff" for index in (7, 8)]
 INVALID = 400

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import transport.native.differences as native
 from transport.native import wordsum
-from transport.weights.delta import PROVED, Delta, apply_delta, diff, encode_delta, most_bytes
-from transport.weights.delta_places import BLOCK, RUN, WORD
+from transport.weights.deltas.delta import PROVED, Delta, apply_delta, diff, encode_delta, most_bytes
+from transport.weights.deltas.places import BLOCK, RUN, WORD
 from transport.weights.errors import ChecksumMismatch, MessageError, WeightError
 
 

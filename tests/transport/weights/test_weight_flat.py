@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.weights import FlatLayout, LayoutMismatch, MessageError, TensorSpec
-from transport.weights.flat import ALIGNMENT, ITEM_BYTES
+from transport.weights.layout.flat import ALIGNMENT, ITEM_BYTES
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 entries = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEM_BYTES))), min_size=1, max_size=12).map(

@@ -15,9 +15,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from transport.weights import LayoutMismatch
-from transport.weights.from_torch import layout_of, tensor_parallel_layout
-from transport.weights.layout import Layout
-from transport.weights.shards import Mesh
+from transport.weights.layout.from_torch import layout_of, tensor_parallel_layout
+from transport.weights.layout.layout import Layout
+from transport.weights.layout.shards import Mesh
 
 from .sides import Local, gather_then_shard, same
 

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from transport.weights.handshake import Pace, ReaderHandshake, WriterHandshake
-from transport.weights.messages import Fenced, Welcome
+from transport.weights.protocol.handshake import Pace, ReaderHandshake, WriterHandshake
+from transport.weights.protocol.messages import Fenced, Welcome
 
 PACE = Pace(beat_s=1.0, silent_s=3.0, fence_s=5.0, forget_s=50.0)
 

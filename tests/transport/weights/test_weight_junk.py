@@ -14,7 +14,7 @@ import torch
 import zmq
 
 from transport.weights import FlatLayout, WeightReader, WeightWriter
-from transport.weights.messages import Hello, Offer, Welcome, encode
+from transport.weights.protocol.messages import Hello, Offer, Welcome, encode
 
 DEADLINE_S = 30.0
 

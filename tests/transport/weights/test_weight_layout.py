@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.weights import LayoutMismatch, MessageError
-from transport.weights.layout import Held, Layout
-from transport.weights.shards import Mesh, Shards
+from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.shards import Mesh, Shards
 
 from .sides import MESHES, gather_then_shard, models, sides, whole
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.weights.amounts import amount
-from transport.weights.layout import Layout
-from transport.weights.links import Links, cost, gather_and_broadcast
-from transport.weights.picture import MOST, picture
-from transport.weights.reshard import reshard
-from transport.weights.shards import Mesh
+from transport.weights.costs.links import Links, cost, gather_and_broadcast
+from transport.weights.costs.picture import MOST, picture
+from transport.weights.layout.amounts import amount
+from transport.weights.layout.layout import Layout
+from transport.weights.layout.reshard import reshard
+from transport.weights.layout.shards import Mesh
 
 GB = 10**9
 LINKS = Links(gpus_per_node=2, within_bytes_per_s=100 * GB, between_bytes_per_s=10 * GB, message_s=0.0)

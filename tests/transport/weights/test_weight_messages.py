@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.weights import MessageError
-from transport.weights.messages import Beat, Coming, Offer, Welcome, decode, encode
+from transport.weights.protocol.messages import Beat, Coming, Offer, Welcome, decode, encode
 
 
 def test_messages_survive_the_wire():
@@ -48,5 +48,5 @@ def test_malformed_messages_are_refused(plain):
 
 
 def test_layouts_and_the_handshake_import_no_torch():
-    code = "import sys, transport.weights, transport.weights.handshake; sys.exit('torch' in sys.modules)"
+    code = "import sys, transport.weights, transport.weights.protocol.handshake; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from transport.weights import FlatLayout, Hub, LayoutMismatch, SharedMemory, WeightError, WeightReader, WeightWriter
-from transport.weights.companion import Companion
+from transport.weights.executors.connection import Companion
 
 from .conftest import values
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.weights import LayoutMismatch
-from transport.weights.layout import Layout
-from transport.weights.reshard import reshard
-from transport.weights.shards import Mesh, Shards
+from transport.weights.layout.layout import Layout
+from transport.weights.layout.reshard import reshard
+from transport.weights.layout.shards import Mesh, Shards
 
 from .sides import boxes, empty, execute, gather_then_shard, models, same, sides, whole
 

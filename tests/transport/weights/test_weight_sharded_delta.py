@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from transport.weights import Layout, Mesh, WeightError
-from transport.weights.delta import Delta
+from transport.weights.deltas.chunks import Patch
+from transport.weights.deltas.delta import Delta
 from transport.weights.sharded import writer
-from transport.weights.sharded.deltas import Patch
 from transport.weights.sharded.words import Form, decode, encode
 
 from .sharded_rig import FAST, Group, Trainer, shards, until

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from transport.weights import Layout, Mesh, memory, reshard
-from transport.weights.sharded.parcels import parcels, parts
+from transport.weights import Layout, Mesh, memory
+from transport.weights.layout import reshard
+from transport.weights.sharded.chunks import parcels, parts
 from transport.weights.sharded.steps import compiled
 
 MODEL = {"a": ((40, 16), "float32"), "b": ((40, 24), "float32"), "c": ((7,), "float32"), "d": ((), "float32")}

@@ -23,7 +23,7 @@ from transport.weights import (
     WeightWriter,
     memory,
 )
-from transport.weights.messages import Coming, Offer, encode
+from transport.weights.protocol.messages import Coming, Offer, encode
 
 from .conftest import leftovers, parameters, values
 

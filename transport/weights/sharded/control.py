@@ -13,8 +13,8 @@ from typing import Any
 
 import zmq
 
-from transport.weights.address import Address, Socket, arrived, sent
 from transport.weights.errors import MessageError
+from transport.weights.executors.address import Address, Socket, arrived, sent
 from transport.weights.sharded.epoch_thread import EpochThread, Party
 from transport.weights.sharded.member import Abort, Actions, Connect, Destination, Move, Source
 from transport.weights.sharded.rounds import Coordinator, Outgoing

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from transport.weights.messages import Note
+from transport.weights.protocol.messages import Note
 from transport.weights.sharded.groups import Deadlines, Sleep
 from transport.weights.sharded.words import (
     BROKEN,

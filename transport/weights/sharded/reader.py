@@ -12,16 +12,16 @@ from typing import Literal
 
 import torch
 
-from transport.weights.address import Address
+from transport.weights.deltas.chunks import WHOLE_MESSAGE, Gathered, Patch, patches
 from transport.weights.errors import AddressTaken, LayoutMismatch, WeightError, waited
-from transport.weights.layout import Layout
-from transport.weights.messages import Note
-from transport.weights.reshard import reshard
+from transport.weights.executors.address import Address
+from transport.weights.layout.layout import Layout
+from transport.weights.layout.reshard import reshard
+from transport.weights.protocol.messages import Note
+from transport.weights.sharded.chunks import parcels
 from transport.weights.sharded.control import Control
-from transport.weights.sharded.deltas import WHOLE_MESSAGE, Gathered, Patch, patches
 from transport.weights.sharded.groups import Deadlines
 from transport.weights.sharded.member import Destination
-from transport.weights.sharded.parcels import parcels
 from transport.weights.sharded.shadow import Buffer, Shadows
 from transport.weights.sharded.steps import Step, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, Exchange, Outcome

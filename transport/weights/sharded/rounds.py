@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transport.weights.handshake import ReaderStatus
-from transport.weights.messages import Note
+from transport.weights.protocol.handshake import ReaderStatus
+from transport.weights.protocol.messages import Note
 from transport.weights.sharded.groups import Deadlines, Group, Seat, Sleep, SourceSeat
 from transport.weights.sharded.words import (
     BROKEN,

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 
 from transport.weights import memory
-from transport.weights.flat import FlatLayout
-from transport.weights.layout import Layout
+from transport.weights.layout.flat import FlatLayout
+from transport.weights.layout.layout import Layout
 
 Use = Literal["free", "receiving", "whole", "front"]
 

@@ -10,10 +10,10 @@ import torch
 from transport.native import Copier
 from transport.weights import memory
 from transport.weights.errors import LayoutMismatch
-from transport.weights.flat import ITEM_BYTES, FlatLayout
-from transport.weights.layout import Layout
-from transport.weights.plan import Box
-from transport.weights.sharded.parcels import parts
+from transport.weights.layout.flat import ITEM_BYTES, FlatLayout
+from transport.weights.layout.layout import Layout
+from transport.weights.layout.plan import Box
+from transport.weights.sharded.chunks import parts
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 
 from transport.native import Copier, wordsums
-from transport.weights.flat import ALIGNMENT
-from transport.weights.sharded.parcels import Parcel, Piece
+from transport.weights.layout.flat import ALIGNMENT
+from transport.weights.sharded.chunks import Parcel, Piece
 from transport.weights.sharded.staging import Sums, place
 
 Pieces = list[tuple[Piece, torch.Tensor]]

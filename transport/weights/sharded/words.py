@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from transport.weights import wire
-from transport.weights.messages import Note
+from transport.weights.protocol import wire
+from transport.weights.protocol.messages import Note
 
 WHOLE, DAMAGED, BROKEN = "whole", "damaged", "broken"
 """How a transfer may end: proved; with other bytes than were sent; not at all."""

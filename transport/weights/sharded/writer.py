@@ -13,17 +13,17 @@ from typing import Literal
 import torch
 
 from transport.errors import PeerGone
-from transport.weights.address import Address
+from transport.weights.deltas.chunks import Change, Gathered, changes, sizes
 from transport.weights.errors import WeightError
-from transport.weights.handshake import ReaderStatus
-from transport.weights.layout import Layout
-from transport.weights.messages import Note
-from transport.weights.reshard import reshard
+from transport.weights.executors.address import Address
+from transport.weights.layout.layout import Layout
+from transport.weights.layout.reshard import reshard
+from transport.weights.protocol.handshake import ReaderStatus
+from transport.weights.protocol.messages import Note
+from transport.weights.sharded.chunks import parcels
 from transport.weights.sharded.control import Control, Hall
-from transport.weights.sharded.deltas import Change, Gathered, changes, sizes
 from transport.weights.sharded.groups import Deadlines
 from transport.weights.sharded.member import Source
-from transport.weights.sharded.parcels import parcels
 from transport.weights.sharded.process_group import Backend
 from transport.weights.sharded.rounds import Coordinator
 from transport.weights.sharded.staging import Lent, Snapshots, Staging, Tensors, checked

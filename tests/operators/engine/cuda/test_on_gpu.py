@@ -7,10 +7,10 @@ import transformers
 
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
-from operators.engine.proof import adapt
 from operators.engine.reasons import STOPPED, TOO_LONG
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
+from operators.engine.self_test import adapt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from operators.engine.decode import Engine
-from operators.engine.proof import adapt
 from operators.engine.reasons import ABORTED, STOPPED, TOO_LONG
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
+from operators.engine.self_test import adapt
 from operators.engine.stops import StopStrings
 
 VOCABULARY = 32

@@ -8,8 +8,8 @@ import socket
 import numpy as np
 import pytest
 
+from dataflow.folder.partial_rollouts import Stretch
 from dataflow.model import Model
-from dataflow.parts import Stretch
 from operators.engine.parallel.words import declaration_of, plain_declaration, plain_start, start_of
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling

@@ -18,18 +18,18 @@ from slices_rig import Opens, Shapes, publish, values, writer
 
 from dataflow import Graph, Model
 from dataflow.errors import DeadlineError, RunError, WorkerDied
-from dataflow.host import Settings
 from dataflow.limits import Limits
 from dataflow.node import Context
-from dataflow.plan import Devices, plan
-from dataflow.ports import Ports
+from dataflow.planning.plan import Devices, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.weight_ends import OpensWeights
+from dataflow.worker.host import Settings
+from dataflow.worker.ports import Ports
 from operators.engine.parallel.launch import make_parallel
 from operators.engine.results import Start
-from operators.engine.runtime import GeneratorRuntime
+from operators.generation.runtime import GeneratorRuntime
 from transport.weights import ChecksumMismatch
-from transport.weights.shared_memory import HEADER_BYTES
+from transport.weights.executors.shared_memory import HEADER_BYTES
 
 WAIT_S = 60.0
 

@@ -15,10 +15,10 @@ from rigs.operators import struck
 
 from dataflow import Graph, run, verify
 from dataflow.errors import WorkerDied
-from dataflow.faults import read_faults
+from dataflow.folder.faults import read_faults
+from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits
-from dataflow.recovery import Patience
-from dataflow.run_folder import RunFolder
+from dataflow.scheduler.recovery import Patience
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("machine", "one_core")]
 

@@ -1,0 +1,1 @@
+"""Faults: what they cost a run, and whether they break it."""

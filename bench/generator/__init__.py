@@ -1,0 +1,1 @@
+"""Tokens per second of the generator, ours and others."""

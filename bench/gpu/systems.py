@@ -1,0 +1,179 @@
+"""What the GPU bench generates, and by whom: our engine in several ways, and `model.generate`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu.timing import wait
+
+STEP_TOKENS = 4096
+"""Prompt tokens that start in one step, as in the generator."""
+WARM_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What every system generates."""
+
+    rollouts: int = 256
+    group: int = 8
+    prompt: int = 200
+    tokens: int = 1024
+    """Of each completion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The numbers of a model's public config."""
+
+    family: str
+    sizes: dict[str, Any]
+
+
+MODELS = {
+    "qwen2.5-0.5b": Shape(
+        family="Qwen2Config",
+        sizes={"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+               "num_attention_heads": 14, "num_key_value_heads": 2},
+    ),
+    "qwen3-1.7b": Shape(
+        family="Qwen3Config",
+        sizes={"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+               "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    ),
+}  # fmt: skip
+TINY = {
+    "tiny": Shape(
+        family="Qwen3Config",
+        sizes={"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    )
+}  # fmt: skip
+TINY_LOAD = Load(rollouts=8, group=4, prompt=20, tokens=12)
+
+OURS = {
+    "fused": {"kernels": True, "graphs": True, "fused": True},
+    "graphs": {"kernels": True, "graphs": True, "fused": False},
+    "triton": {"kernels": True, "graphs": False, "fused": False},
+    "eager": {"kernels": False, "graphs": False, "fused": False},
+}
+HF = {"hf_dynamic": "dynamic", "hf_static": "static"}
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a system did."""
+
+    lengths: list[int]
+    """Tokens of each completion."""
+    seconds: float
+    warm_s: float
+    note: str | None = None
+
+
+def make_model(shape: Shape, device: torch.device) -> Any:
+    """A model of random weights, bfloat16 on a GPU and float32 elsewhere."""
+    import transformers
+
+    config = getattr(transformers, shape.family)(
+        **shape.sizes, max_position_embeddings=32768, rope_theta=1e6, tie_word_embeddings=True, eos_token_id=None,
+        bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
+        )
+    return model.eval().requires_grad_(False)
+
+
+def prompts(load: Load, vocabulary: int) -> list[Any]:
+    """One for each group, int64 [prompt]."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, vocabulary, load.prompt) for _ in range(load.rollouts // load.group)]
+
+
+def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
+    """Our engine, driven as the generator drives it."""
+    from operators.engine.cuda.fuse import fuse_layers
+    from operators.engine.decode import Engine
+    from operators.engine.results import Start
+    from operators.engine.sampler import Sampling
+    from operators.engine.self_test import adapt
+
+    begun = time.monotonic()
+    choice = OURS[system]
+    proof = adapt(model, system)
+    cuda = next(model.parameters()).device.type == "cuda"
+    if cuda and choice["kernels"] and proof.kernel is None:
+        raise RuntimeError(
+            "the Triton kernel does not serve this model, or gave other logits; see operators.engine.self_test"
+        )
+    if choice["fused"]:
+        fuse_layers(model)
+    engine = Engine(
+        model, slots=load.rollouts, context_tokens=load.prompt + load.tokens, sampling=Sampling(), end_tokens=[],
+        kernel=proof.kernel if choice["kernels"] else None, token_bytes=proof.token_bytes,
+        graphs=choice["graphs"], lag=int(cuda and choice["kernels"]),
+    )  # fmt: skip
+    groups = prompts(load, engine.model.config.vocab_size)
+
+    def run(tokens: int, until: float) -> list[int]:
+        waiting, lengths = list(enumerate(groups)), []
+        while waiting or engine.live:
+            starts, width = [], 0
+            while waiting and width < STEP_TOKENS:
+                index, prompt = waiting.pop(0)
+                tickets = range(index * load.group, (index + 1) * load.group)
+                starts.append(Start(prompt=prompt, limit=load.prompt + tokens, tickets=tickets, seeds=tickets))
+                width += len(prompt)
+            found = engine.step(starts)
+            if time.monotonic() > until:
+                found, waiting = engine.abort(range(load.rollouts)), []
+            if found is not None:
+                lengths += (found.lengths - found.starts).tolist()
+        wait(engine.device)
+        return lengths
+
+    run(min(WARM_TOKENS, load.tokens), begun + 4 * seconds)
+    started = time.monotonic()
+    lengths = run(load.tokens, started + seconds)
+    note = engine.graphed.replays.refused if engine.graphed is not None else None
+    return Run(lengths=lengths, seconds=time.monotonic() - started, warm_s=started - begun, note=note)
+
+
+def hf(model: Any, system: str, load: Load, seconds: float) -> Run:
+    """`model.generate` on one batch of all rollouts."""
+    device = next(model.parameters()).device
+    ids = torch.from_numpy(np.repeat(np.stack(prompts(load, model.config.vocab_size)), load.group, 0)).to(device)
+
+    def run(tokens: int, most: float) -> int:
+        made = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=tokens, max_time=most, cache_implementation=HF[system],
+        )  # fmt: skip
+        wait(device)
+        return made.shape[1] - load.prompt
+
+    begun = time.monotonic()
+    run(min(WARM_TOKENS, load.tokens), seconds)
+    started = time.monotonic()
+    tokens = run(load.tokens, seconds)
+    return Run(lengths=[tokens] * load.rollouts, seconds=time.monotonic() - started, warm_s=started - begun)
+
+
+def bytes_read(lengths: list[int], load: Load, weights: int, token_bytes: int, *, shared: bool) -> int:
+    """Bytes that making these completions must read: the weights once a step, each position's keys and values once.
+
+    shared: full pages of a group's prompt count once per group. The first token of each comes from its prefill.
+    """
+    steps = max(lengths, default=0)
+    common = load.prompt // 16 * 16 if shared else 0
+    positions = sum((load.prompt - common) * (length - 1) + length * (length - 1) // 2 for length in lengths)
+    groups = sum(max(lengths[i : i + load.group]) - 1 for i in range(0, len(lengths), load.group))
+    return steps * weights + (positions + common * groups) * token_bytes

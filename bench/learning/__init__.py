@@ -1,0 +1,1 @@
+"""How well each algorithm learns from the same number of rollouts."""

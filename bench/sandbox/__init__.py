@@ -1,0 +1,1 @@
+"""Hostile programs in the sandbox, and what a sandbox costs."""

@@ -1,0 +1,1 @@
+"""Tokens per second of one training step, ours and others."""

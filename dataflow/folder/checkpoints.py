@@ -1,0 +1,194 @@
+"""Checkpoints with a commit marker: one that is half-written or damaged is never chosen."""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from dataflow.system.files import RunFolderError, disk, flush_to_disk, to_json, write_atomically
+
+MARKER = "commit.json"
+TEMPORARY = "temporary"
+"""A true fact of this name in the marker: the checkpoint goes when a newer one is committed."""
+_NAME = re.compile(r"step-(\d{6,})")
+_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The folder checkpoints/ of a run: step-000100/ and its siblings, each ended by commit.json."""
+
+    path: Path
+    """The folder that holds them."""
+
+    def folder(self, step: int) -> Path:
+        """Where the committed checkpoint of `step` stands."""
+        return self.path / f"step-{step:06d}"
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of `step` into; a committed one stays good beside it."""
+        partial = self._partial(step)
+        with disk("starting checkpoint", partial):
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+        return partial
+
+    def commit(self, step: int, **facts: Any) -> Path:
+        """Flush every file, write the marker last and put the checkpoint in its place; returns that place.
+
+        The marker holds the step, `facts`, and size and xxh3_64 of each file.
+        Errors: RunFolderError; the checkpoints committed before stay as they were.
+        """
+        partial = self._partial(step)
+        with disk("committing checkpoint", partial):
+            files = {name: _seal(partial / name) for name in _names(partial)}
+        if not files:
+            raise RunFolderError(
+                f"checkpoint of step {step} cannot be committed: '{partial}' holds no file; "
+                f"write the state into the folder that begin({step}) returns first"
+            )
+        marker = to_json({"step": step, **facts, "files": files}, indent=1).encode()
+        write_atomically(partial / MARKER, lambda file: _write(file, marker), what="committing checkpoint")
+        return self._place(step)
+
+    @contextlib.contextmanager
+    def writing(self, step: int, **facts: Any) -> Iterator[Path]:
+        """A folder to fill; committed when the block ends well, removed when it raises."""
+        partial = self.begin(step)
+        try:
+            yield partial
+            self.commit(step, **facts)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint folder, oldest first, whether good or not."""
+        with disk("listing", self.path):
+            below = list(self.path.iterdir()) if self.path.exists() else []
+        found = [_NAME.fullmatch(path.name) for path in below]
+        return sorted(int(match[1]) for match in found if match)
+
+    def staying(self) -> list[int]:
+        """Steps of those that no newer one removes, oldest first, whether good or not."""
+        return [step for step in self.steps() if not self._is_temporary(step)]
+
+    def latest(self, at_most: int | None = None) -> int | None:
+        """Newest step, not above `at_most`, whose checkpoint is committed and undamaged; None without one."""
+        self._finish_interrupted()
+        for step in reversed(self.steps()):
+            if (at_most is None or step <= at_most) and self.damage(step) is None:
+                return step
+        return None
+
+    def keep(self, step: int) -> bool:
+        """Let the checkpoint of `step` stay; True if it was a temporary one until now. Errors: RunFolderError."""
+        if not self._is_temporary(step):
+            return False
+        path = self.folder(step) / MARKER
+        facts = {name: fact for name, fact in json.loads(path.read_text()).items() if name != TEMPORARY}
+        marker = to_json(facts, indent=1).encode()
+        write_atomically(path, lambda file: _write(file, marker), what="committing checkpoint")
+        return True
+
+    def clear(self, before: int) -> None:
+        """Remove the temporary checkpoints of steps below `before`, each from sight first, and what crashes left there:
+        checkpoints that were never marked, half-done removals. Only while none of these steps is being written.
+
+        Errors: RunFolderError; all others stay as they were.
+        """
+        for rest in self.path.glob(".step-*.*"):
+            match = _NAME.search(rest.name)
+            is_rest = rest.suffix == ".removed" or (rest.suffix == ".partial" and not (rest / MARKER).exists())
+            if match and int(match[1]) < before and is_rest:
+                _remove(rest)
+        for step in self.steps():
+            if step < before and self._is_temporary(step):
+                removed = self.path / f".step-{step:06d}.removed"
+                with disk("removing checkpoint", self.folder(step)):
+                    self.folder(step).replace(removed)
+                _remove(removed)
+
+    def damage(self, step: int) -> str | None:
+        """What is wrong with the checkpoint of `step`; None when every file is as the marker says."""
+        return _damage(self.folder(step), step)
+
+    def _is_temporary(self, step: int) -> bool:
+        """Whether the marker says so; one that cannot be read does not."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            return json.loads((self.folder(step) / MARKER).read_text()).get(TEMPORARY) is True
+        return False
+
+    def _partial(self, step: int) -> Path:
+        return self.path / f".step-{step:06d}.partial"
+
+    def _place(self, step: int) -> Path:
+        final, partial = self.folder(step), self._partial(step)
+        replaced = self.path / f".step-{step:06d}.replaced"
+        with disk("committing checkpoint", final):
+            shutil.rmtree(replaced, ignore_errors=True)
+            if final.exists():
+                final.replace(replaced)
+            partial.replace(final)
+            flush_to_disk(self.path)
+            shutil.rmtree(replaced, ignore_errors=True)
+        return final
+
+    def _finish_interrupted(self) -> None:
+        """Put checkpoints in place whose marker was written just before their writer died."""
+        for partial in sorted(self.path.glob(".step-*.partial")):
+            match = _NAME.search(partial.name)
+            if match and (partial / MARKER).exists() and _damage(partial, int(match[1])) is None:
+                self._place(int(match[1]))
+
+
+def _damage(folder: Path, step: int) -> str | None:
+    try:
+        marker = json.loads((folder / MARKER).read_text())
+        if marker["step"] != step:
+            return f"its marker is of step {marker['step']}"
+        for name, expected in marker["files"].items():
+            if (found := _facts(folder / name)) != expected:
+                return f"'{name}' is not as it was written: {found} instead of {expected}"
+    except FileNotFoundError as error:
+        missing = Path(error.filename).name
+        return "it was never committed" if missing == MARKER else f"'{missing}' is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it cannot be read: {type(error).__name__}: {error}"
+    return None
+
+
+def _names(folder: Path) -> list[str]:
+    """Relative names of all files below `folder` but the marker."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in files if path != folder / MARKER)
+
+
+def _seal(path: Path) -> dict[str, Any]:
+    flush_to_disk(path)
+    flush_to_disk(path.parent)
+    return _facts(path)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+        return {"bytes": file.tell(), "xxh3_64": digest.hexdigest()}
+
+
+def _remove(folder: Path) -> None:
+    with disk("removing checkpoint", folder):
+        shutil.rmtree(folder)
+
+
+def _write(file: Any, content: bytes) -> None:
+    file.write(content)

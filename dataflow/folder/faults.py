@@ -1,0 +1,80 @@
+"""faults.jsonl of a run folder: a line for every end of a worker that the run did not ask for."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dataflow.system.files import to_json
+from dataflow.system.optional_files import Extras, Tell, read_lines, warn
+
+FILE = "faults.jsonl"
+STOPPED = "was stopped by a signal"
+"""The cause where a worker had not ended, and was let go on."""
+
+
+@dataclass
+class _Open:
+    """A fault whose worker is not back."""
+
+    line: dict[str, Any]
+    noticed: float
+
+
+class Faults:
+    """The book of faults.
+
+    A line is written once, when it is known how the fault ended: the worker is at work again, has died again, or the
+    run has ended. {"at": seconds since 1970 when it was noticed, "worker", "cause", "attempt": the one that ended, 0
+    for the first, "noticed_s": since its last sign of life, "recovered_s": from `at` until it was at work again, null
+    where it never was}.
+    """
+
+    def __init__(
+        self, folder: str, clock: Callable[[], float], said: list[str], wall: Callable[[], float] = time.time
+    ) -> None:
+        """folder: of the run; empty: nothing is written. clock: the scheduler's. said: what the user is told."""
+        self._path = Path(folder) / FILE if folder else None
+        self._clock, self._wall, self._said = clock, wall, said
+        self._extras = Extras(said.append)
+        self._open: dict[str, _Open] = {}
+
+    def noticed(self, worker: str, cause: str, attempt: int, heard: float) -> None:
+        """A worker has ended, or was stopped; `heard`: when it last gave a sign of life."""
+        self._write(worker, None)
+        now = self._clock()
+        line = {
+            "at": self._wall(), "worker": worker, "cause": cause, "attempt": attempt,
+            "noticed_s": round(now - heard, 3),
+        }  # fmt: skip
+        self._open[worker] = _Open(line, now)
+
+    def recovered(self, worker: str, told: str = "") -> None:
+        """A worker is at work; nothing is told of one that was. told: what to say where it was not simply restarted."""
+        fault = self._open.get(worker)
+        if fault is not None:
+            took = self._clock() - fault.noticed
+            self._said.append(told or f"worker {worker} {fault.line['cause']}, restarted after {took:.1f} s")
+            self._write(worker, round(took, 3))
+
+    def close(self) -> None:
+        """The run has ended: write down what was not recovered."""
+        for worker in list(self._open):
+            self._write(worker, None)
+
+    def _write(self, worker: str, recovered_s: float | None) -> None:
+        fault = self._open.pop(worker, None)
+        if fault is not None and self._path is not None:
+            self._extras.append(self._path, to_json({**fault.line, "recovered_s": recovered_s}))
+
+
+def read_faults(folder: Path, tell: Tell = warn) -> list[dict[str, Any]]:
+    """The lines of a run's faults.jsonl, without those that a crash tore."""
+    return read_lines(folder / FILE, tell)[0]
+
+
+def restarts(folder: Path) -> int:
+    """How often a worker of the run in `folder` was started again and came back."""
+    ended = [line for line in read_faults(folder) if line.get("cause") != STOPPED]
+    return sum(line.get("recovered_s") is not None for line in ended)

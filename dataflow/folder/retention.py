@@ -1,0 +1,54 @@
+"""How long a run keeps the rollouts of its steps: which may go, how they go, and what is known of those that went."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.node import Context
+from dataflow.system.files import RunFolderError
+
+FACT = "rollouts_not_kept"
+"""In the ledger, by node: /<node>, the last step whose file may be gone."""
+KNOB = "keep_steps (--keep-steps)"
+"""For people."""
+
+
+def removable(*, last: int, checkpoint: int, keep_steps: int, staying: Iterable[int] | None = None) -> int:
+    """The last step whose rollouts nothing needs any more; 0: all are needed.
+
+    last: step that is committed. checkpoint: step of the newest that is; recovery trains what comes after it.
+    keep_steps: the last so many stay. staying: steps of the checkpoints that stay, where such are asked for: a replay
+    of the last steps begins with one of them, and needs what comes after it; None: there are none.
+    """
+    limit = max(0, min(checkpoint, last - keep_steps))
+    return limit if staying is None else max((step for step in staying if step <= limit), default=0)
+
+
+def remove(context: Context, upto: int, *, kind: str, own: str | None = None) -> None:
+    """Remove the files of a node's steps up to `upto`, once the ledger knows on the disk itself that they may be gone.
+
+    kind: step | eval. own: the node's folder. A crash on the way leaves files that nobody looks for; the next call
+    takes them. What the disk refuses is a warning.
+    """
+    folder, ledger = context.folder, context.ledger
+    if folder is None or ledger is None or upto < 1:
+        return
+    try:
+        if upto > gone(ledger, context.node):
+            ledger.set_facts({f"{FACT}/{context.node}": upto})
+            ledger.flush()
+        for step, path in folder.rollout_files(kind, node=own):
+            if step <= upto:
+                folder.extras.remove(path)
+    except (RunFolderError, LedgerError) as error:
+        context.log.warning("rollouts not removed", node=context.node, error=str(error))
+
+
+def gone(ledger: Ledger, node: str) -> int:
+    """The last step of a node whose rollouts may have been removed; 0: none was."""
+    return not_kept(ledger.facts()).get(node, 0)
+
+
+def not_kept(facts: Mapping[str, Any]) -> dict[str, int]:
+    """The same by node, from the facts in a ledger."""
+    return {name.removeprefix(f"{FACT}/"): step for name, step in facts.items() if name.startswith(f"{FACT}/")}

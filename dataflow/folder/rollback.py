@@ -1,0 +1,60 @@
+"""Takes out of the run folder what weights drew that a run has gone back behind: they do not exist any more.
+
+Later weights have their numbers again, and nothing in a rollout tells the ones from the others. So it is done once, as
+a run is taken up and nobody is at work yet; what has no outcome is then drawn anew.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow.folder.appended import File
+from dataflow.records import GROUP_ID, VERSIONS
+from dataflow.staleness import newest_versions
+from dataflow.system.files import disk, write_atomically
+
+Keep = Callable[[pa.RecordBatch, pa.BooleanArray], pa.RecordBatch]
+
+
+def take_out_abandoned(finished: Path, lane: str, newest: int) -> int:
+    """Forget, of a lane, finished groups and stretches of unfinished rollouts with a token of a version above `newest`.
+
+    finished: the folder that holds those of all generators. Only files of parts of the run that have ended are looked
+    at (`dataflow.history.resume` names them), and those without such a token stay as they are. A crash on the way
+    leaves each file as it was, or done. Returns how many rollouts and stretches there were. Errors: RunFolderError.
+    """
+    kinds: dict[str, Keep] = {"arrows": _whole_groups, "parts": lambda batch, good: batch.filter(good)}
+    return sum(
+        _rewrite(path, newest, keep)
+        for ending, keep in kinds.items()
+        for path in sorted(finished.glob(f"*/*-part*.{lane}.{ending}"))
+    )
+
+
+def _rewrite(path: Path, newest: int, keep: Keep) -> int:
+    """Write a file anew without what is younger; how many rows that is."""
+    batches = list(File(path).read())
+    kept = [keep(batch, pa.array(newest_versions(batch.column(VERSIONS)) <= newest)) for batch in batches]
+    taken_out: int = sum(batch.num_rows for batch in batches) - sum(batch.num_rows for batch in kept)
+    left = [batch for batch in kept if batch.num_rows]
+
+    def write(file: IO[bytes]) -> None:
+        with pa.ipc.new_stream(file, left[0].schema) as writer:
+            for batch in left:
+                writer.write_batch(batch)
+
+    if taken_out and left:
+        write_atomically(path, write, what="rewriting")
+    elif taken_out:
+        with disk("removing", path):
+            path.unlink(missing_ok=True)
+    return taken_out
+
+
+def _whole_groups(batch: pa.RecordBatch, good: pa.BooleanArray) -> pa.RecordBatch:
+    """The groups of which every row is good."""
+    bad = pc.unique(batch.filter(pc.invert(good)).column(GROUP_ID))
+    return batch.filter(pc.invert(pc.is_in(batch.column(GROUP_ID), bad)))

@@ -1,0 +1,293 @@
+"""The folder of one run: where each thing stands, written so that a crash leaves it readable."""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import pyarrow as pa
+
+from dataflow.folder.checkpoints import Checkpoints
+from dataflow.system.files import RunFolderError, disk, flush_to_disk, to_json, write_atomically
+from dataflow.system.optional_files import Extras, Kind, read_lines, read_map, stream_lines
+
+COMPRESSED_BYTES = 1 << 20
+"""Of rows, from which on a file of them is compressed: 4 ms for each MiB, of which 0.4 MiB are left. Smaller ones would
+cost a short step, and whoever reads thousands of them, more than they save."""
+_ZSTD = pa.Codec("zstd", 1)
+
+Rows: TypeAlias = pa.Table | pa.RecordBatch | Iterable[pa.RecordBatch]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and files of one run (DESIGN section 7); holds no open file, so any worker may have a copy."""
+
+    path: Path
+    """runs/<graph>-<time>/."""
+    extras: Extras = field(default_factory=Extras, compare=False, repr=False)
+    """Writes what the run can do without."""
+
+    @classmethod
+    def create(cls, root: str | Path, graph_name: str, *, now: float | None = None) -> "RunFolder":
+        """A new folder <root>/<graph_name>-<YYYYmmdd-HHMMSS>[-n]/, and <root>/latest pointing to it.
+
+        now: seconds since 1970, the clock's when None. Errors: RunFolderError.
+        """
+        root = Path(root)
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+        name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', graph_name).strip('-.') or 'graph'}-{stamp}"
+        with disk("creating the run folder", root / name):
+            root.mkdir(parents=True, exist_ok=True)
+            path = _new_folder(root, name)
+            for below in ("logs", "rollouts", "checkpoints"):
+                (path / below).mkdir()
+        made = cls(path.absolute())
+        made.make_latest()
+        return made
+
+    @classmethod
+    def open(cls, path: str | Path, extras: Extras | None = None) -> "RunFolder":
+        """The folder of a run that was made before. Errors: RunFolderError when there is none."""
+        found = Path(path)
+        if not found.is_dir():
+            raise RunFolderError(
+                f"no run folder at '{path}': {'that is a file' if found.exists() else 'nothing is there'}; "
+                f"give the folder that the run printed, or runs/latest"
+            )
+        return cls(found.resolve(), extras or Extras())
+
+    def make_latest(self) -> None:
+        """Let `latest` beside it point to it."""
+        link = self.path.parent / "latest"
+        self.extras.attempt(link, lambda: _point(link, self.path.name), "pointing")
+
+    @property
+    def graph_json(self) -> Path:
+        """Nodes and edges of the graph."""
+        return self.path / "graph.json"
+
+    @property
+    def graph_svg(self) -> Path:
+        """Picture of the graph."""
+        return self.path / "graph.svg"
+
+    @property
+    def config(self) -> Path:
+        """Flags, plan and bounds of the run."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """A line per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """What became of every prompt group (dataflow.folder.ledger)."""
+        return self.path / "ledger.db"
+
+    @property
+    def rollouts(self) -> Path:
+        """Arrow files of all that was trained and evaluated."""
+        return self.path / "rollouts"
+
+    def finished(self, node: str) -> Path:
+        """Where a generator keeps rollouts until they have an outcome (dataflow.folder.finished)."""
+        return self.path / "finished" / node
+
+    @property
+    def logs(self) -> Path:
+        """One log file per worker."""
+        return self.path / "logs"
+
+    @property
+    def trace(self) -> Path:
+        """Chrome trace of the run."""
+        return self.path / "trace.json"
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints of the run, with their commit markers."""
+        return self.checkpoints_of(None)
+
+    def checkpoints_of(self, node: str | None) -> Checkpoints:
+        """Those of one trainer; `node` where several keep their own."""
+        return Checkpoints(self.path / "checkpoints" / (node or ""))
+
+    def log(self, node: str, rank: int = 0) -> Path:
+        """Log file of one rank of a node."""
+        return self.logs / f"{node}-{rank}.log"
+
+    def step_file(self, step: int, *, node: str | None = None) -> Path:
+        """Arrow file of what step `step` trained; `node` where several trainers keep their own."""
+        return self._rollout_folder(node) / f"step-{step:06d}.arrow"
+
+    def evaluation_file(self, step: int, *, node: str | None = None) -> Path:
+        """Arrow file of what the evaluation at `step` read."""
+        return self._rollout_folder(node) / f"eval-{step:06d}.arrow"
+
+    def latest_checkpoint(self, at_most: int | None = None, *, node: str | None = None) -> Path | None:
+        """Folder of the newest checkpoint that is committed and undamaged, None if there is none."""
+        checkpoints = self.checkpoints_of(node)
+        step = checkpoints.latest(at_most)
+        return None if step is None else checkpoints.folder(step)
+
+    def write_json(self, name: str, value: Any, *, flush: bool = True) -> bool:
+        """Put `value` as strict JSON at `name` in the folder, whole or not at all; `flush`: wait for the disk.
+
+        Whether the disk took it.
+        """
+        return self.extras.write(self.path / name, to_json(value, indent=1) + "\n", flush=flush)
+
+    def read_json(self, name: str, kinds: Mapping[str, Kind] | None = None) -> dict[str, Any]:
+        """The JSON map at `name`, as `optional_files.read_map` has it: an empty one where it is missing or broken."""
+        return read_map(self.path / name, kinds, self.extras.tell)
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl in one write; NaN becomes null."""
+        self.extras.append(self.metrics, to_json(line))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl says, in order: the last line of each step, none that a crash tore."""
+        return surviving(self.scan_metrics()[0])
+
+    def stream_metrics(self, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The whole lines of metrics.jsonl from a byte on, one by one, each with the byte at which the next begins."""
+        return stream_lines(self.metrics, start, self.extras.tell)
+
+    def scan_metrics(self) -> tuple[list[dict[str, Any]], int]:
+        """All lines of metrics.jsonl in order, and how many were torn by a crash."""
+        return read_lines(self.metrics, self.extras.tell)
+
+    def write_rollouts(self, step: int, rows: Rows, *, node: str | None = None) -> Path:
+        """Write what `step` trained, before it is committed to the ledger. Errors: RunFolderError.
+
+        Whole or not there after any crash of the process; flush_rollouts() is for power cuts.
+        """
+        path = self.step_file(step, node=node)
+        write_arrow(path, rows)
+        return path
+
+    def flush_rollouts(self, steps: Iterable[int], *, node: str | None = None) -> None:
+        """Bring the files of these steps to the disk itself, before the checkpoint after them is marked.
+
+        So a power cut takes at most what a resume from that checkpoint makes again. Errors: RunFolderError.
+        """
+        folder = self._rollout_folder(node)
+        with disk("flushing", folder):
+            for step in steps:
+                flush_to_disk(self.step_file(step, node=node))
+            flush_to_disk(folder)
+
+    def read_rollouts(self, step: int, *, node: str | None = None) -> pa.Table:
+        """What step `step` trained, in order. Errors: RunFolderError when the file is missing or damaged."""
+        return read_arrow(self.step_file(step, node=node))
+
+    def write_evaluation(self, step: int, rows: Rows, *, node: str | None = None) -> Path:
+        """Write what the evaluation at `step` read. Errors: RunFolderError."""
+        path = self.evaluation_file(step, node=node)
+        write_arrow(path, rows)
+        return path
+
+    def read_evaluation(self, step: int, *, node: str | None = None) -> pa.Table:
+        """What the evaluation at `step` read. Errors: RunFolderError when the file is missing or damaged."""
+        return read_arrow(self.evaluation_file(step, node=node))
+
+    def rollout_files(self, kind: str, *, node: str | None = None) -> list[tuple[int, Path]]:
+        """Steps and paths of the files that there are, ascending. kind: step | eval."""
+        paths = self._rollout_folder(node).glob(f"{kind}-*.arrow")
+        found = [(re.fullmatch(rf"{kind}-(\d+)\.arrow", path.name), path) for path in paths]
+        return sorted((int(match[1]), path) for match, path in found if match)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files in the folder; what goes meanwhile counts as nothing."""
+        total = 0
+        for place, _, names in os.walk(self.path):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += os.lstat(os.path.join(place, name)).st_size  # noqa: PTH118
+        return total
+
+    def _rollout_folder(self, node: str | None) -> Path:
+        return self.rollouts / node if node else self.rollouts
+
+
+def surviving(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without those that a later line about the same step of the same node supersedes.
+
+    A step is made again after a return to a checkpoint, an evaluation after a crash in the midst of its record.
+    """
+    found: dict[Any, dict[str, Any]] = {}
+    for number, line in enumerate(lines):
+        known = line.get("node"), line.get("step")
+        found[number if None in known else (*known, "eval_accuracy" in line)] = dict(line)
+    return list(found.values())
+
+
+def write_arrow(path: Path, rows: Rows) -> None:
+    """Write rows as an Arrow IPC file at `path`, whole or not at all. Errors: RunFolderError."""
+    table = rows if isinstance(rows, pa.Table) else _table(path, rows)
+    with disk("writing", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda file: _put_table(file, table), flush=False)
+
+
+def read_arrow(path: Path) -> pa.Table:
+    """The rows of an Arrow IPC file, checked before they are touched. Errors: RunFolderError."""
+    try:
+        with disk("reading", path):
+            content = path.read_bytes()
+        table = pa.ipc.open_file(content).read_all()
+        table.validate(full=True)
+        return table
+    except pa.ArrowException as error:
+        raise RunFolderError(
+            f"'{path}' is not a whole Arrow file: {error}; it was damaged after it was written: "
+            f"take it from a backup, or resume from a checkpoint before it"
+        ) from error
+
+
+def _table(path: Path, rows: pa.RecordBatch | Iterable[pa.RecordBatch]) -> pa.Table:
+    batches = [rows] if isinstance(rows, pa.RecordBatch) else list(rows)
+    try:
+        return pa.Table.from_batches(batches)
+    except (pa.ArrowException, ValueError) as error:
+        raise RunFolderError(
+            f"rows for '{path}' do not make one table: {error}; give at least one batch, all of one schema"
+        ) from error
+
+
+def _put_table(file: BinaryIO, table: pa.Table) -> None:
+    options = pa.ipc.IpcWriteOptions(compression=_ZSTD if table.nbytes >= COMPRESSED_BYTES else None)
+    with pa.ipc.new_file(file, table.schema, options=options) as writer:
+        writer.write_table(table)
+
+
+def _new_folder(root: Path, name: str) -> Path:
+    attempt = 1
+    while True:
+        path = root / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            attempt += 1
+
+
+def _point(link: Path, target: str) -> None:
+    """Make `link` a symbolic link to `target` in one step."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    temporary.symlink_to(target)
+    try:
+        temporary.replace(link)
+    except OSError:
+        temporary.unlink()
+        raise

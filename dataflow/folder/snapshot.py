@@ -1,0 +1,52 @@
+"""What a scheduler leaves for the one that takes its place: written before anything that follows from it is said."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import RunError
+from dataflow.system.files import to_json, write_atomically
+
+FILE = "scheduler-{}.json"
+"""In the folder of the run's sockets, which is in memory and goes with the run; one for each scheduler, so that none
+that was replaced spoils another's."""
+
+
+@dataclass
+class Handover:
+    """One file, of parts that are known by name; each is asked for its plain values.
+
+    consumes: what the parts say of themselves
+    produces: the file, whenever that has changed
+    waits for: memory
+    unblocked by: -
+    """
+
+    folder: Path
+    parts: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    number: int = 0
+    """How many schedulers there were before."""
+    _written: bytes = b""
+
+    def write(self) -> None:
+        """Write what has changed; nothing is flushed, as no machine's end is outlived. Errors: RunFolderError, once
+        for each time that something changed."""
+        content = to_json({name: part() for name, part in self.parts.items()}).encode()
+        if content != self._written:
+            self._written = content
+            write_atomically(self.folder / FILE.format(self.number), lambda file: file.write(content), flush=False)
+
+
+def read(folder: Path) -> Mapping[str, Any]:
+    """What the last scheduler that decided anything left in the folder of the run's sockets. Errors: RunError when it
+    is no whole file."""
+    try:
+        last = max(folder.glob(FILE.format("*")), key=lambda path: int(path.stem.rpartition("-")[2]), default=folder)
+        found: Mapping[str, Any] = json.loads(last.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"the scheduler that has ended left nothing to go on with in '{folder.name}': {error}"
+        ) from error
+    return found

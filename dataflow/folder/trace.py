@@ -1,0 +1,60 @@
+"""What every node did when, as a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.spans import Spans
+from dataflow.system.optional_files import read_text
+
+MOST_SPANS = 50_000
+
+
+class Trace:
+    """Spans of work of one process; the clock is the machine's monotonic one, so processes fit together.
+
+    Neighbouring spans of a node are joined, the more of them there are, over the longer pauses.
+    """
+
+    def __init__(self, process: str) -> None:
+        self._process = process
+        self._spans = Spans(MOST_SPANS)
+
+    def add(self, node: str, begin_s: float, end_s: float) -> None:
+        """`node` was at work from begin to end, in seconds."""
+        self._spans.add(node, begin_s, end_s)
+
+    def write(self, folder: RunFolder) -> None:
+        """Put the spans beside the process's log, for `merge`."""
+        path = folder.logs / f"{self._process}.trace"
+        lines = (json.dumps([self._process, node, begin, end]) for node, begin, end in self._spans)
+        folder.extras.write(path, "".join(f"{line}\n" for line in lines))
+
+
+def merge(folder: RunFolder) -> None:
+    """Make trace.json of what the processes left, and remove that. Lines that are torn are passed over."""
+    torn = 0
+    processes: dict[str, int] = {}
+    events: list[Mapping[str, Any]] = []
+    for path in sorted(folder.logs.glob("*.trace")):
+        for line in read_text(path, folder.extras.tell).splitlines():
+            try:
+                process, node, begin, end = json.loads(line)
+                begin, end = float(begin), float(end)
+                pid = processes.setdefault(str(process), len(processes) + 1)
+            except (ValueError, TypeError):
+                torn += 1
+                continue
+            events.append(
+                {"name": node, "ph": "X", "pid": pid, "tid": node, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
+            )
+        folder.extras.remove(path)
+    if torn:
+        folder.extras.tell(f"{torn} lines of traces in '{folder.logs}' are torn, and left out of {folder.trace.name}")
+    start = min((event["ts"] for event in events), default=0.0)
+    names = [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}} for process, pid in processes.items()
+    ]
+    shifted = [{**event, "ts": round(event["ts"] - start, 1), "dur": round(event["dur"], 1)} for event in events]
+    folder.extras.write(folder.trace, json.dumps({"traceEvents": names + shifted}))

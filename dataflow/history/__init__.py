@@ -1,0 +1,1 @@
+"""A run seen from its folder: described, summed up, verified, resumed, replayed."""

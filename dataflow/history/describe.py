@@ -1,0 +1,80 @@
+"""What a run folder says of its run before it begins, as plain values: in the ledger, and for people in graph.json and
+config.json."""
+
+import contextlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dataflow.check import lanes_of
+from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.graph import Graph
+from dataflow.node import Operator
+from dataflow.planning.plan import Plan
+from dataflow.trainers import feeding, leading, trainers
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def describe(folder: RunFolder, ledger: Ledger, graph: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Put down what is run, before it runs. Errors: LedgerError."""
+    ledger.set_facts({"graph": graph, "config": config})
+    folder.write_json("graph.json", graph)
+    folder.write_json("config.json", config)
+
+
+def described(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Graph and configuration, as the ledger has them; where that says nothing, as the two files do; else empty."""
+    facts: dict[str, Any] = {}
+    with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
+        facts = ledger.facts()
+    return facts.get("graph") or folder.read_json("graph.json"), facts.get("config") or folder.read_json("config.json")
+
+
+def graph_facts(graph: Graph) -> dict[str, Any]:
+    """Nodes with their knobs, and edges: the same for the same graph, in every process."""
+    return {
+        "name": graph.name,
+        "nodes": [
+            {"name": name, "operator": type(op).__name__, "kind": op.kind, "knobs": _knobs(op)}
+            for name, op in graph.operators.items()
+        ],
+        "edges": [
+            {
+                "from": u, "to": v, "plane": data["plane"], "lane": data.get("lane"),
+                "max_staleness": data.get("max_staleness"),
+                "columns": {n: str(t) for n, t in data.get("columns", {}).items()},
+            }
+            for u, v, data in graph.nx.edges(data=True)
+        ],
+    }  # fmt: skip
+
+
+def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
+    """Where it runs, and the bounds that its verdict needs."""
+    staleness: dict[str, int | None] = dict.fromkeys(trainers(graph))
+    for feedback in feeding(graph).values():
+        staleness[feedback.weights.trainer.name] = feedback.max_staleness
+    placed = {
+        node: {"threads": place.threads, "ranks": place.ranks, "replicas": place.replicas, "gpus": len(place.gpus)}
+        for node, place in plan.placements.items()
+    }
+    return {
+        "max_staleness": staleness, "leading": leading(graph), "plan": plan.explain().splitlines(),
+        "placed": placed, "on_demand": list(plan.on_demand),
+    }  # fmt: skip
+
+
+def consumers(graph: Graph) -> dict[str, list[str]]:
+    """By trainer and evaluation, the sources whose groups it consumes: whose outcomes the ledger knows."""
+    return {
+        name: lanes_of(graph, name)
+        for name, op in graph.operators.items()
+        if op.trains or getattr(op, "every_steps", None)
+    }
+
+
+def _knobs(operator: Operator) -> dict[str, str]:
+    """Without the addresses of functions, which differ between processes."""
+    return {knob: _ADDRESS.sub("", str(value)) for knob, value in operator.knobs().items()}

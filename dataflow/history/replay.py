@@ -1,0 +1,240 @@
+"""Trains a run's recorded rollouts again, without a generator: which steps, from where, and whether losses repeat."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow.errors import GraphError, RunError
+from dataflow.folder.checkpoints import Checkpoints
+from dataflow.folder.ledger import Ledger, MadeStep
+from dataflow.folder.ledger.writes import some
+from dataflow.folder.retention import KNOB, gone
+from dataflow.folder.run_folder import RunFolder
+from dataflow.graph import Graph
+from dataflow.history.describe import graph_facts
+from dataflow.history.resume import Recorded, check_same
+from dataflow.records import GROUP_ID
+from dataflow.system.files import RunFolderError
+from dataflow.trainers import own_folder, trainers
+
+FLAG = "--replay"
+"""Of every program that calls `main(build)`: what `dataflow replay` starts it with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a user wants replayed; plain values."""
+
+    run: str
+    first: int = 0
+    """Step behind the weights to start from; the newest good checkpoint at or before it is taken."""
+    last: int | None = None
+    """Last step to train; None: the last that the run made."""
+    loss: str = ""
+    """Another loss; empty: the run's own."""
+    trainer: str = ""
+    """Which one, where the graph has several."""
+    device: str = "cpu"
+    tolerance: float = 0.0
+    """How far a loss may be off; 0: bit for bit."""
+    out: str = ""
+    """Folder for a checkpoint of the result; empty: it is forgotten."""
+    json: bool = False
+    """Print JSON."""
+
+    def as_arguments(self) -> list[str]:
+        """For a program that calls `main(build)`."""
+        return [FLAG, json.dumps(dataclasses.asdict(self))]
+
+    @classmethod
+    def split_off(cls, arguments: Sequence[str]) -> "tuple[list[str], Wishes | None]":
+        """The arguments without those of a replay, and what it is to be; None when it is none."""
+        rest = list(arguments)
+        if rest[-2:-1] != [FLAG]:
+            return rest, None
+        return rest[:-2], cls(**json.loads(rest[-1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What a trainer is to do again."""
+
+    node: str
+    start: int
+    """Steps behind the weights it starts from."""
+    checkpoint: Path | None
+    """Where these are; None: the model's own."""
+    steps: Sequence[MadeStep]
+    """As the ledger has them, in order, from start + 1 on."""
+    read: Callable[[MadeStep], pa.Table]
+    """The rows that a step trained."""
+    threads: int = 1
+    """That the trainer computed with, on a CPU."""
+    device: str = "cpu"
+    seed: int = 0
+    """The run's."""
+    loss: str = ""
+    out: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One step, as it was and as it is now; None where a number was not finite."""
+
+    step: int
+    recorded_loss: float | None
+    loss: float | None
+    recorded_grad_norm: float | None
+    grad_norm: float | None
+
+    @property
+    def difference(self) -> float:
+        """Between the losses; infinite where one is none."""
+        if self.recorded_loss is None or self.loss is None:
+            return 0.0 if self.recorded_loss == self.loss else math.inf
+        return abs(self.recorded_loss - self.loss)
+
+
+def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
+    """Train a run's steps again, in order, from its Arrow files; what came of each.
+
+    It writes nothing into the run's folder. Errors: GraphError for another graph than the run's; RunError when there
+    is nothing to train, or its rollouts are not those that the ledger names.
+    """
+    folder = RunFolder.open(wishes.run)
+    recorded = Recorded.read(folder)
+    check_same(folder, recorded, graph_facts(graph), None)
+    node = _trainer(graph, wishes.trainer)
+    again = getattr(graph.operators[node], "replay", None)
+    if again is None:
+        raise GraphError(f"'{node}' is a {type(graph.operators[node]).__name__}, which cannot replay steps")
+    out = Path(wishes.out).absolute() if wishes.out else None
+    if out is not None and out.resolve().is_relative_to(folder.path):
+        raise RunError(f"a replay writes nothing into the run's folder, but --out is '{out}'; give another folder")
+    own = own_folder(graph, node)
+    with Ledger.open(folder.ledger, readonly=True) as ledger:
+        made, missing = ledger.steps(node, 0, wishes.last), gone(ledger, node)
+    start, place = starting_point(folder.checkpoints_of(own), wishes.first)
+    if start < missing:
+        raise RunError(_not_kept(folder.checkpoints_of(own), node, start, missing))
+    script = Script(
+        node=node, start=start, checkpoint=place, steps=steps_to_train(node, made, start, wishes.last),
+        read=lambda step: rows_of(folder, step, own), threads=_threads(recorded, node), device=wishes.device,
+        seed=recorded.seed, loss=wishes.loss, out=out,
+    )  # fmt: skip
+    for step, found in zip(script.steps, again(script), strict=True):
+        yield Compared(
+            step=step.step, recorded_loss=_finite(step.metrics.get("loss")), loss=_finite(found["loss"]),
+            recorded_grad_norm=_finite(step.metrics.get("grad_norm")), grad_norm=_finite(found["grad_norm"]),
+        )  # fmt: skip
+
+
+def starting_point(checkpoints: Checkpoints, first: int) -> tuple[int, Path | None]:
+    """The newest undamaged checkpoint of a step that is not above `first`, and its folder; 0 and None without one."""
+    for step in reversed(checkpoints.steps()):
+        if step <= first and checkpoints.damage(step) is None:
+            return step, checkpoints.folder(step)
+    return 0, None
+
+
+def _not_kept(checkpoints: Checkpoints, node: str, start: int, missing: int) -> str:
+    good = [step for step in checkpoints.steps() if step >= missing and checkpoints.damage(step) is None]
+    advice = f"give --from {good[0]}" if good else f"make the next run with a larger {KNOB}, and with checkpoint_every"
+    return (
+        f"the rollouts of '{node}' up to step {missing} were not kept, and this replay would train those from step "
+        f"{start + 1} on; {advice}"
+    )
+
+
+def steps_to_train(node: str, made: Sequence[MadeStep], start: int, last: int | None) -> list[MadeStep]:
+    """Those after `start`. Errors: RunError when there is none, or the run did not come to `last`."""
+    end = made[-1].step if made else 0
+    if last is not None and last > end:
+        raise RunError(f"'{node}' made {end} steps, so none can be replayed up to {last}; give --to {end} or less")
+    found = [step for step in made if step.step > start]
+    if not found:
+        raise RunError(
+            f"'{node}' made {end} steps, and the replay would start from step {start}: nothing is left to train; "
+            f"give a smaller --from"
+        )
+    return found
+
+
+def rows_of(folder: RunFolder, step: MadeStep, own: str | None) -> pa.Table:
+    """What a step trained. Errors: RunFolderError when the file is missing, damaged, or of other groups."""
+    table = folder.read_rollouts(step.step, node=own)
+    found = pc.unique(table.column(GROUP_ID)).to_pylist()
+    if found != list(step.trained):
+        raise RunFolderError(
+            f"'{folder.step_file(step.step, node=own)}' holds other groups than step {step.step} trained: found "
+            f"{some(found)} instead of {some(step.trained)}; it was overwritten, or taken from another run"
+        )
+    return table
+
+
+def report_replay(graph: Graph, wishes: Wishes) -> int:
+    """Print a replay, step by step; status 1 when the run's own losses do not repeat."""
+    compared = []
+    if not wishes.json:
+        said = wishes.loss or "replayed"
+        print(f"{'step':>6} {'loss, recorded':>24} {f'loss, {said}':>24} {'difference':>12} {'grad norms':>24}")
+    for each in replay(graph, wishes):
+        compared.append(each)
+        if not wishes.json:
+            print(_line(each), flush=True)
+    same = sum(each.difference <= wishes.tolerance for each in compared)
+    status = 0 if wishes.loss or same == len(compared) else 1
+    if wishes.json:
+        steps = [dataclasses.asdict(each) | {"difference": _finite(each.difference)} for each in compared]
+        facts = {"run": wishes.run, "loss": wishes.loss or None, "same": same, "steps": steps}
+        print(json.dumps(facts, allow_nan=False))
+    elif not wishes.loss:
+        exactly = "bit for bit" if not wishes.tolerance else f"within {wishes.tolerance:g}"
+        print(f"{same} of {len(compared)} losses are the recorded ones, {exactly}")
+        if status:
+            print(_why(graph, wishes))
+    return status
+
+
+def _trainer(graph: Graph, name: str) -> str:
+    known = trainers(graph)
+    if name in known:
+        return name
+    if name or len(known) != 1:
+        found = f"'{name}' is none" if name else f"{len(known)} are there"
+        raise GraphError(f"a replay is of one trainer, but {found}; give --trainer one of {known}")
+    return known[0]
+
+
+def _threads(recorded: Recorded, node: str) -> int:
+    return int(recorded.config.get("placed", {}).get(node, {}).get("threads", 1))
+
+
+def _why(graph: Graph, wishes: Wishes) -> str:
+    placed = Recorded.read(RunFolder.open(wishes.run)).config.get("placed", {})
+    place = placed.get(_trainer(graph, wishes.trainer), {})
+    if place.get("gpus") or place.get("ranks", 1) > 1 or wishes.device != "cpu":
+        return "a sum's last bits depend on the device and on the number of ranks; give --tolerance, as in 1e-4"
+    return "the trainer, its loss or a library is not what it was when the run was made"
+
+
+def _line(each: Compared) -> str:
+    norms = f"{_text(each.recorded_grad_norm, 11)} {_text(each.grad_norm, 11)}"
+    return f"{each.step:>6} {_text(each.recorded_loss)} {_text(each.loss)} {each.difference:>12.3g} {norms:>24}"
+
+
+def _text(value: float | None, width: int = 24) -> str:
+    if value is None:
+        return f"{'not finite':>{width}}"
+    return f"{value:>{width}.17g}" if width > 20 else f"{value:>{width}.4g}"
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,238 @@
+"""Takes up a run in its own folder: whether it may go on, how far it had come, and what is put in order before."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import GraphError, RunError
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.trace import merge
+from dataflow.graph import Graph
+from dataflow.history.describe import consumers, described
+from dataflow.system.files import RunFolderError, to_json
+from dataflow.system.optional_files import Kind
+
+TIMES: Mapping[str, Kind] = {"outcome": str, "seconds": (int, float), "busy_seconds": dict}
+"""What times.json holds, once it is there."""
+CUT_OFF = "round cut off"
+"""Why groups of an evaluation are dropped that had not finished when their run ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """How far a run had come."""
+
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """By trainer: its last step in the ledger."""
+    rounds: Mapping[str, int] = field(default_factory=dict)
+    """By evaluation: the step of the last round that is recorded."""
+    seconds: float = 0.0
+    """Of training, in the parts of the run before this one, as far as they are known."""
+    busy_seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What a run folder says of its run."""
+
+    graph: Mapping[str, Any]
+    config: Mapping[str, Any]
+    times: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> "Recorded":
+        """Errors: RunFolderError when neither the ledger nor graph.json and config.json say what the run is."""
+        graph, config = described(folder)
+        if not {"nodes", "edges"} <= graph.keys() or "seed" not in config:
+            raise RunFolderError(
+                f"nothing says what '{folder.path.name}' runs: it stands neither in ledger.db nor in graph.json and "
+                f"config.json; take these from a backup, or start a new run"
+            )
+        return cls(graph=graph, config=config, times=folder.read_json("times.json", TIMES))
+
+    @property
+    def steps(self) -> int | None:
+        """Steps that it was to make."""
+        found = self.config.get("steps")
+        return None if found is None else int(found)
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return int(self.config["seed"])
+
+    def has(self, facts: Mapping[str, Any]) -> bool:
+        """Whether its configuration says all of this."""
+        return all(self.config.get(name) == value for name, value in json.loads(to_json(facts)).items())
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it came to its end."""
+        return self.times.get("outcome") == "finished"
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What is not the same in two graph.json, for people; none where a run of the one may go on with the other."""
+    found = []
+    if before["name"] != now["name"]:
+        found.append(f"the graph was called '{before['name']}' and is called '{now['name']}'")
+    old, new = ({node["name"]: node for node in graph["nodes"]} for graph in (before, now))
+    found += [f"'{name}' is missing" for name in old if name not in new]
+    found += [f"'{name}' is new" for name in new if name not in old]
+    both = [name for name in old if name in new]
+    for name in both:
+        was, is_now = old[name], new[name]
+        if was["operator"] != is_now["operator"]:
+            found.append(f"'{name}' was a {was['operator']} and is a {is_now['operator']}")
+        found += [f"{knob} of '{name}' {change}" for knob, change in _changes(was["knobs"], is_now["knobs"])]
+    old, new = ({_ends(edge): edge for edge in graph["edges"]} for graph in (before, now))
+    for ends in dict.fromkeys([*old, *new]):
+        if ends[0] in both and ends[1] in both:
+            found += _edge_changes(ends, old.get(ends), new.get(ends))
+    return found
+
+
+def check_same(folder: RunFolder, recorded: Recorded, now: Mapping[str, Any], seed: int | None) -> None:
+    """Refuse a graph or a seed that is not the run's. Errors: GraphError, which names what differs."""
+    found = differences(recorded.graph, now)
+    if seed is not None and seed != recorded.seed:
+        found.append(f"the seed was {recorded.seed} and is {seed}")
+    if found:
+        raise GraphError(
+            f"'{folder.path.name}' cannot go on with this graph, as it is not the one that it began with: "
+            f"{'; '.join(found)}; make it the same again, or start a new run"
+        )
+
+
+def check_end(name: str, recorded: Recorded, steps: int | None, made: Mapping[str, int]) -> None:
+    """Refuse a run that has nothing left to do. Errors: RunError.
+
+    name: of the run. steps: that it is to make in all. made: steps by trainer, from the ledger.
+    """
+    least = min(made.values(), default=0)
+    most = max(made.values(), default=0)
+    if steps is not None and steps < most:
+        raise RunError(f"'{name}' has made {most} steps, more than the {steps} asked for; ask for more, or for none")
+    if not recorded.is_finished:
+        return
+    if recorded.steps is None or least < recorded.steps:
+        raise RunError(
+            f"'{name}' is finished: its prompts ended{f' after step {least}' if made else ''}; start a new run, "
+            f"from its last checkpoint if you like"
+        )
+    if steps is not None and steps <= least:
+        raise RunError(f"'{name}' is finished: it has made its {least} steps; give it more, as in --steps {2 * least}")
+
+
+def take_up(folder: RunFolder, graph: Graph, recorded: Recorded, steps: int | None) -> Begun:
+    """Put a run in order that is to go on, once nobody else has a hand in it; how far it had come.
+
+    Rounds of evaluations that were under way are given up, as they are asked for again; what processes of the same
+    names would overwrite gets another name.
+    Errors: RunError when it is finished; LedgerError when its ledger is damaged or missing.
+    """
+    consumed = consumers(graph)
+    ledger = _ledger(folder, consumed)
+    with ledger:
+        ledger.check()
+        made = {name: ledger.last_step(name) for name, op in graph.operators.items() if op.trains}
+        check_end(folder.path.name, recorded, steps, made)
+        rounds = {}
+        for name in consumed:
+            if graph.operators[name].trains:
+                continue
+            _cut_off(ledger, name)
+            if (last := ledger.last_round(name)) is not None:
+                rounds[name] = last
+    _number_trace(folder)
+    _number_finished(folder, 1 + len(recorded.config.get("resumed", [])))
+    times = recorded.times
+    return Begun(
+        steps=made, rounds=rounds, seconds=float(times.get("seconds", 0.0)), busy_seconds=times.get("busy_seconds", {})
+    )
+
+
+def has_begun(folder: RunFolder) -> bool:
+    """Whether a run has issued anything, so that there is something to go on with."""
+    try:
+        with Ledger.open(folder.ledger, readonly=True) as ledger:
+            return any(ledger.next_group_id(source) for source in ledger.sources())
+    except RunError:
+        return True
+
+
+def go_on_with(folder: RunFolder, launch: object) -> str:
+    """What a user does to take a run up again that has failed. launch: how it was started; None: by a call of run."""
+    path = folder.path
+    short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"go on with: dataflow resume {short}" if launch is not None else f"go on with: run(graph, resume='{short}')"
+
+
+def _ledger(folder: RunFolder, consumed: Mapping[str, list[str]]) -> Ledger:
+    """The run's; a new one where the run ended before it had done anything."""
+    if folder.ledger.exists():
+        return Ledger.open(folder.ledger)
+    left = [path for path in (folder.rollouts, folder.path / "checkpoints") if any(path.rglob("*.*"))]
+    if left or folder.metrics.exists():
+        what = left[0].name if left else folder.metrics.name
+        raise RunError(
+            f"'{folder.path.name}' has no ledger.db, but {what}: it was lost; take it from a backup, or start a new run"
+        )
+    return Ledger.create(folder.ledger, consumed)
+
+
+def _cut_off(ledger: Ledger, evaluation: str) -> None:
+    for source in ledger.sources(evaluation):
+        waiting = [group.group_id for group in ledger.in_flight(source, evaluation)]
+        ledger.drop(evaluation, source, dict.fromkeys(waiting, CUT_OFF))
+
+
+def _number_trace(folder: RunFolder) -> None:
+    """Keep the trace of the part before as trace-1.json, trace-2.json, ..."""
+    if any(folder.logs.glob("*.trace")):
+        merge(folder)
+    if folder.trace.exists():
+        number = 1 + len(list(folder.path.glob("trace-*.json")))
+        folder.extras.rename(folder.trace, folder.path / f"trace-{number}.json")
+
+
+def _number_finished(folder: RunFolder, part: int) -> None:
+    """Give files of finished rollouts, and of parts, names that no later process gives: 0-part1-0-0.lane.arrows."""
+    files = folder.path / "finished"
+    for path in [*files.rglob("*.arrows"), *files.rglob("*.parts")]:
+        replica, _, rest = path.name.partition("-")
+        if not rest.startswith("part"):
+            path.replace(path.with_name(f"{replica}-part{part}-{rest}"))
+
+
+def _ends(edge: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    return edge["from"], edge["to"], edge["plane"], edge.get("lane") or ""
+
+
+def _edge_changes(
+    ends: tuple[str, str, str, str], was: Mapping[str, Any] | None, is_now: Mapping[str, Any] | None
+) -> list[str]:
+    origin, end, plane, lane = ends
+    name = f"{origin} -> {end} ({plane}{f', {lane}' if lane else ''})"
+    if was is None or is_now is None:
+        return [f"{name} is {'new' if was is None else 'missing'}"]
+    found = [f"column '{column}' of {name} {change}" for column, change in _changes(was["columns"], is_now["columns"])]
+    if was["max_staleness"] != is_now["max_staleness"]:
+        found.append(f"max_staleness of {name} was {was['max_staleness']} and is {is_now['max_staleness']}")
+    return found
+
+
+def _changes(was: Mapping[str, str], is_now: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What differs in two mappings, and how."""
+    return [
+        (name, f"was {_short(was.get(name))} and is {_short(is_now.get(name))}")
+        for name in dict.fromkeys([*was, *is_now]) if was.get(name) != is_now.get(name)
+    ]  # fmt: skip
+
+
+def _short(value: str | None) -> str:
+    text = "not given" if value is None else value
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,171 @@
+"""One rollout of a run, found in its Arrow files and printed: prompt, text, tokens, scores, and what became of it."""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.columns import Columns
+from rich.console import Console
+from rich.text import Text
+
+from dataflow import records
+from dataflow.errors import RunError
+from dataflow.folder.ledger import Fate, Ledger
+from dataflow.folder.retention import KNOB, not_kept
+from dataflow.folder.run_folder import RunFolder, read_arrow
+from dataflow.system.files import to_json
+
+_SHOWN = {*records.PROMPT_COLUMNS, *records.ROLLOUT_COLUMNS}
+_COLOURS = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "red"))
+"""By a token's log-probability: what it is at least, and its colour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A rollout, and where it stands."""
+
+    lane: str
+    """Its source."""
+    place: str
+    """The file."""
+    row: Mapping[str, Any]
+    fates: tuple[Fate, ...]
+    """What each sink did with its group; none while it is in flight."""
+
+
+def find_rollout(folder: RunFolder, rollout_id: int, *, lane: str | None = None, group_id: int | None = None) -> Found:
+    """The rollout with this id. Errors: RunError where there is none, or one in each of several lanes."""
+    with Ledger.open(folder.ledger, readonly=True) as ledger:
+        found = [
+            each for path, outcome, step in _files(folder)
+            for each in _in_file(folder, ledger, path, outcome, step, rollout_id)
+            if lane in (None, each.lane) and group_id in (None, each.row[records.GROUP_ID])
+        ]  # fmt: skip
+        lost = not_kept(ledger.facts())
+    by_lane = {each.lane: each for each in reversed(found)}
+    if not found:
+        which = "".join(f" of {what} {it!r}" for what, it in (("lane", lane), ("group", group_id)) if it is not None)
+        upto = "".join(f", or of a step of '{node}' up to {step}, which were not kept" for node, step in lost.items())
+        raise RunError(
+            f"'{folder.path.name}' has no rollout {rollout_id}{which} in its files; it was not finished, or dropped "
+            f"before its step{upto}; take --lane and --group away"
+            f"{f', or make the next run with a larger {KNOB}' if lost else ''}"
+        )
+    if len(by_lane) > 1:
+        raise RunError(f"rollout {rollout_id} stands in several lanes: {sorted(by_lane)}; choose one with --lane")
+    return found[0]
+
+
+def show_rollout(found: Found, console: Console, vocabulary: "Mapping[int, str] | None" = None) -> None:
+    """Print it. vocabulary: texts of token ids; the ids are shown without."""
+    row = found.row
+    where = f"{found.lane}, group {row[records.GROUP_ID]}, position {row[records.POSITION]}, {found.place}"
+    console.print(f"[bold]rollout {row[records.ROLLOUT_ID]}[/] ({where})", highlight=False)
+    for fate in found.fates or ("in flight",):
+        console.print(f"outcome  {fate}", highlight=False, markup=False)
+    ended = row[records.FINISH_REASON] if row[records.ERROR] is None else f"error: {row[records.ERROR]}"
+    console.print(f"ended    {ended}", highlight=False, markup=False)
+    for name, value in scores(row).items():
+        console.print(f"{name:<8} {value}", highlight=False, markup=False)
+    for title, text in (("prompt", row[records.PROMPT]), ("completion", row[records.COMPLETION])):
+        console.print(f"\n[bold]{title}[/]")
+        console.print(text, highlight=False, markup=False)
+    console.print("\n[bold]tokens[/] (text, log-probability, version)")
+    console.print(Columns([_token(*each, vocabulary) for each in chosen(row)], padding=(0, 2)))
+
+
+def plain_rollout(found: Found) -> str:
+    """All of it as JSON."""
+    fates = [dataclasses.asdict(fate) for fate in found.fates]
+    return to_json({"lane": found.lane, "place": found.place, "fates": fates, "rollout": found.row}, indent=1)
+
+
+def scores(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that the graph added to a rollout: one value each; a list by its length, mean and range."""
+    return {name: _summed(value) for name, value in row.items() if name not in _SHOWN}
+
+
+def chosen(row: Mapping[str, Any]) -> Iterator[tuple[int, float, int]]:
+    """Id, log-probability and version of each token that the policy chose."""
+    names = (records.TOKENS, records.LOGPROBS, records.VERSIONS, records.MASK)
+    for token, logprob, version, is_chosen in zip(*(row[name] for name in names), strict=True):
+        if is_chosen:
+            yield token, logprob, version
+
+
+def vocabulary_of(folder: RunFolder) -> "dict[int, str] | None":
+    """Texts of token ids, from the tokenizer in a checkpoint; None without one."""
+    for path in sorted((folder.path / "checkpoints").rglob("tokenizer.json"), reverse=True):
+        from tokenizers import Tokenizer
+
+        words = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+        return {number: word for word, number in words.items()}
+    return None
+
+
+def _files(folder: RunFolder) -> Iterator[tuple[Path, str, int | None]]:
+    """Every file of rollouts: its path, the outcome of what is in it, and at which step; first what has one."""
+    for path in sorted(folder.rollouts.rglob("*.arrow")):
+        if match := re.fullmatch(r"(step|eval)-(\d+)\.arrow", path.name):
+            yield path, {"step": "trained", "eval": "evaluated"}[match[1]], int(match[2])
+    for path in sorted((folder.path / "finished").rglob("*.arrows")):
+        yield path, "", None
+
+
+def _in_file(
+    folder: RunFolder, ledger: Ledger, path: Path, outcome: str, step: int | None, rollout_id: int
+) -> list[Found]:
+    """The rollouts with this id in a file. One of a step has the rows of its lanes in the order of their names."""
+    tables = [read_arrow(path)] if outcome else list(_stream(path))
+    rows = [
+        row for table in tables
+        for row in table.filter(pc.equal(table.column(records.ROLLOUT_ID), rollout_id)).to_pylist()
+    ]  # fmt: skip
+    if not rows:
+        return []
+    known = {lane: tuple(ledger.fates(lane, rows[0][records.GROUP_ID])) for lane in ledger.sources()}
+    if outcome:
+        lanes = [
+            lane for lane, fates in known.items()
+            if any((fate.outcome, fate.step) == (outcome, step) for fate in fates)
+        ]  # fmt: skip
+    else:
+        lanes = [path.name.partition(".")[2].removesuffix(".arrows")]
+    place = str(path.relative_to(folder.path))
+    return [
+        Found(lane=lane, place=place, row=row, fates=known.get(lane, ()))
+        for lane, row in zip(lanes, rows, strict=False)
+    ]
+
+
+def _stream(path: Path) -> Iterator[pa.Table]:
+    """The whole batches of a file that is being written, or that a crash tore."""
+    with contextlib.suppress(pa.ArrowException, OSError, EOFError), pa.OSFile(str(path)) as source:
+        reader = pa.ipc.open_stream(source)
+        while True:
+            try:
+                yield pa.Table.from_batches([reader.read_next_batch()])
+            except StopIteration:
+                return
+
+
+def _token(token: int, logprob: float, version: int, vocabulary: "Mapping[int, str] | None") -> Text:
+    colour = next(colour for least, colour in _COLOURS if logprob >= least)
+    word = str(token) if vocabulary is None else repr(vocabulary.get(token, token))
+    return Text.assemble((word, f"bold {colour}"), f" {logprob:.3f} ", (f"v{version}", "dim"))
+
+
+def _summed(value: Any) -> Any:
+    if not isinstance(value, list):
+        return f"{value:.6g}" if isinstance(value, float) else value
+    numbers = [each for each in value if isinstance(each, int | float)]
+    if not numbers:
+        return f"{len(value)} values"
+    mean = sum(numbers) / len(numbers)
+    return f"{len(value)} values, mean {mean:.4g}, from {min(numbers):.4g} to {max(numbers):.4g}"

@@ -1,0 +1,75 @@
+"""The summary of a run, computed from its folder."""
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dataflow.display import Summary
+from dataflow.display.silence import silence
+from dataflow.folder.faults import restarts
+from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.retention import not_kept
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.describe import described
+from dataflow.history.resume import TIMES
+from dataflow.trainers import lines_of
+
+
+def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
+    """What came of a run: its metrics, its times (`times.json`, written when it ends), and the ledger's verdict."""
+    graph, config = described(folder)
+    leaders = config.get("leading") or [None]
+    lines = lines_of(folder.read_metrics(), leaders[0])
+    times = folder.read_json("times.json", TIMES)
+    steps = [line for line in lines if "loss" in line]
+    scores = [line["eval_accuracy"] for line in lines if line.get("eval_accuracy") is not None]
+    rewards = [line["reward_mean"] for line in steps if line.get("reward_mean") is not None]
+    tenth = max(1, len(rewards) // 10)
+    busy: dict[str, float] = times.get("busy_seconds", {})
+    busiest = max(busy, key=lambda node: busy[node], default="")
+    seconds = times.get("seconds")
+    path, program = _from_here(folder.path), _program()
+    return Summary(
+        graph=graph.get("name", path.name), outcome=times.get("outcome", "not finished"),
+        steps=len(steps), wall_s=seconds, rollouts=sum(line.get("rollouts", 0) for line in steps),
+        dropped=sum(sum((line.get("dropped") or {}).values()) for line in steps),
+        reward_before=_mean(rewards[:tenth]), reward_after=_mean(rewards[-tenth:]),
+        accuracy_before=scores[0] if scores else None, accuracy_after=scores[-1] if len(scores) > 1 else None,
+        efficiency=busy[busiest] / seconds if busiest and seconds else None, busiest=busiest,
+        staleness_mean=_mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
+        staleness_max=max((line["staleness_max"] for line in steps if "staleness_max" in line), default=None),
+        restarts=restarts(folder.path), signal=silence(steps), verdict=verdict, is_clean=is_clean, folder=str(path),
+        folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),
+        commands=(
+            *(() if times.get("outcome") == "finished" else ((f"{program} resume {path}", "go on from here"),)),
+            (f"{program} verify {path}", "the ledger, recomputed from the folder"),
+            (f"{program} show {path}", "this summary again"),
+            (str(path / "curve.svg"), "reward and accuracy by step"),
+            (str(path / "graph.svg"), "the graph as it was placed"),
+            (str(path / "trace.json"), "who worked when, for ui.perfetto.dev"),
+        ),
+    )  # fmt: skip
+
+
+def _not_kept(folder: RunFolder) -> str:
+    with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
+        return ", ".join(
+            f"rollouts of {node} up to step {step} not kept" for node, step in not_kept(ledger.facts()).items()
+        )
+    return ""
+
+
+def _from_here(path: Path) -> Path:
+    """The shorter way to a path: from the working folder, where it lies below that."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _program() -> str:
+    """How the `dataflow` command is called from this shell: by its name, or through the Python of its environment."""
+    return "dataflow" if shutil.which("dataflow") else f"{_from_here(Path(sys.executable))} -m dataflow"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

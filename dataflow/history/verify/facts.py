@@ -1,0 +1,195 @@
+"""What a run folder says of itself, read row by row: the evidence that verify judges."""
+
+import collections
+import contextlib
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataflow.folder.faults import STOPPED, read_faults
+from dataflow.folder.ledger import reads
+from dataflow.folder.ledger.schema import check_schema, connect, snapshot
+from dataflow.folder.retention import not_kept
+from dataflow.folder.run_folder import RunFolder
+from dataflow.records import AnyArray
+from dataflow.system.optional_files import read_lines, read_map
+
+NO_STEP = -1
+
+
+class Findings:
+    """Facts that break a law, and notes on what a crash may leave behind; each in the order found."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.notes: list[str] = []
+
+    def fault(self, fact: str) -> None:
+        """Record a broken law."""
+        self.faults.append(fact)
+
+    def note(self, fact: str) -> None:
+        """Record something worth knowing that breaks no law."""
+        self.notes.append(fact)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """Groups of one source with the same outcome for a sink."""
+
+    source: str
+    outcome: str
+    """trained | evaluated | dropped."""
+    reason: str | None
+    """Of a drop."""
+    groups: AnyArray
+    """int64 [n]."""
+    steps: AnyArray
+    """Of the sink, int64 [n]; NO_STEP for a drop outside any."""
+
+
+@dataclass
+class Sink:
+    """The rows of one trainer or evaluation on the surviving line."""
+
+    sources: set[str] = field(default_factory=set)
+    """Sources whose groups it consumes."""
+    steps: list[int] = field(default_factory=list)
+    """Committed steps, ascending."""
+    ended: list[Ended] = field(default_factory=list)
+    """The outcomes, each group that has one in one of them."""
+    returns: list[tuple[int, int]] = field(default_factory=list)
+    """Returns to a checkpoint as (from_step, to_step)."""
+
+    def groups(self, source: str) -> list[AnyArray]:
+        """Groups of a source that have an outcome."""
+        return [each.groups for each in self.ended if each.source == source]
+
+    def dropped(self) -> list[Ended]:
+        """Those that were given up."""
+        return [each for each in self.ended if each.outcome == "dropped"]
+
+    def at(self, outcome: str) -> dict[int, dict[str, AnyArray]]:
+        """Groups with this outcome, ascending, by step and source."""
+        found: dict[int, dict[str, AnyArray]] = {}
+        for each in self.ended:
+            if each.outcome == outcome and len(each.groups):
+                order = np.lexsort((each.groups, each.steps))
+                steps, begins = np.unique(each.steps[order], return_index=True)
+                for step, groups in zip(steps.tolist(), np.split(each.groups[order], begins[1:]), strict=True):
+                    found.setdefault(step, {})[each.source] = groups
+        return found
+
+
+@dataclass
+class Facts:
+    """All that the laws are judged on, apart from the rollouts themselves."""
+
+    folder: RunFolder
+    """The folder under judgement."""
+    groups: dict[str, AnyArray]
+    """Groups issued by each source, ascending, int64."""
+    sinks: dict[str, Sink]
+    """What each trainer and evaluation did."""
+    metrics: list[dict[str, Any]]
+    """Lines of metrics.jsonl."""
+    max_staleness: Mapping[str, int | None]
+    """Bound of each trainer, in versions; None where the tokens are not of its versions."""
+    config: Mapping[str, Any]
+    """What the run says of itself."""
+    not_kept: Mapping[str, int]
+    """By node, the last step whose file of rollouts may have been removed."""
+
+    def trainers(self) -> Iterator[tuple[str, Sink]]:
+        """The sinks that train, by name."""
+        for node, sink in sorted(self.sinks.items()):
+            if sink.steps or node in self.max_staleness or any(each.outcome == "trained" for each in sink.ended):
+                yield node, sink
+
+    def evaluations(self) -> Iterator[tuple[str, Sink]]:
+        """The sinks that do not train, by name."""
+        trainers = dict(self.trainers())
+        yield from ((node, sink) for node, sink in sorted(self.sinks.items()) if node not in trainers)
+
+
+def note_the_past(facts: Facts, findings: Findings) -> None:
+    """Note how often the run was taken up again, and which of its workers ended on the way."""
+    parts = facts.config.get("resumed", [])
+    if parts:
+        steps = ", ".join(str(max(part["from"].values(), default=0)) for part in parts)
+        findings.note(f"the run was taken up again after step {steps}")
+    ended: collections.Counter[str] = collections.Counter()
+    back: collections.Counter[str] = collections.Counter()
+    stopped: collections.Counter[str] = collections.Counter()
+    for line in read_faults(facts.folder.path, findings.note):
+        worker = str(line.get("worker"))
+        if line.get("cause") == STOPPED:
+            stopped[worker] += 1
+        else:
+            ended[worker] += 1
+            back[worker] += line.get("recovered_s") is not None
+    for worker, times in sorted(ended.items()):
+        findings.note(f"worker '{worker}' ended {times} times when it should not, and came back {back[worker]} times")
+    for worker, times in sorted(stopped.items()):
+        findings.note(f"worker '{worker}' was stopped {times} times by a signal, and let go on")
+
+
+def read_facts(folder: RunFolder, findings: Findings) -> Facts:
+    """Read ledger, metrics and config of a run. Errors: LedgerError when the ledger cannot be read."""
+    groups, sinks, said = _read_ledger(folder.ledger, findings)
+    metrics, torn = read_lines(folder.metrics, findings.note)
+    if torn:
+        findings.note(f"{torn} torn line{'s' if torn > 1 else ''} in metrics.jsonl: a crash during the write")
+    config = said.get("config") or read_map(folder.config, {"max_staleness": dict, "resumed": list}, findings.note)
+    bounds = config.get("max_staleness", {})
+    if "max_staleness" not in config:
+        findings.note("neither ledger.db nor config.json says what the bound on staleness is")
+    for node in bounds:
+        sinks.setdefault(node, Sink())
+    return Facts(
+        folder=folder, groups=groups, sinks=sinks, metrics=metrics, max_staleness=bounds, config=config,
+        not_kept=not_kept(said),
+    )  # fmt: skip
+
+
+def _read_ledger(path: Path, findings: Findings) -> tuple[dict[str, AnyArray], dict[str, Sink], dict[str, Any]]:
+    with contextlib.closing(connect(path, mode="ro")) as db:
+        check_schema(db, path)
+        with snapshot(db, path, "be read"):
+            return *_read_rows(db, findings), reads.facts(db)
+
+
+def _read_rows(db: sqlite3.Connection, findings: Findings) -> tuple[dict[str, AnyArray], dict[str, Sink]]:
+    for (said,) in db.execute("PRAGMA quick_check(3)"):
+        if said != "ok":
+            findings.fault(f"ledger.db is damaged: {said}")
+    groups = {
+        source: np.sort(_array(ids))
+        for source, ids in db.execute("SELECT source, json_group_array(group_id) FROM groups GROUP BY source")
+    }
+    sinks: dict[str, Sink] = collections.defaultdict(Sink)
+    for node, source in db.execute("SELECT node, source FROM consumers"):
+        sinks[node].sources.add(source)
+    for node, source, outcome, reason, ids, steps in db.execute(
+        "SELECT node, source, outcome, reason, json_group_array(group_id), json_group_array(coalesce(step, :none)) "
+        "FROM outcomes GROUP BY node, source, outcome, reason",
+        {"none": NO_STEP},
+    ):
+        ended = Ended(source=source, outcome=outcome, reason=reason, groups=_array(ids), steps=_array(steps))
+        sinks[node].ended.append(ended)
+        sinks[node].sources.add(source)
+    for node, step in db.execute("SELECT node, step FROM steps ORDER BY node, step"):
+        sinks[node].steps.append(step)
+    for node, from_step, to_step in db.execute("SELECT node, from_step, to_step FROM lines ORDER BY line"):
+        sinks[node].returns.append((from_step, to_step))
+    return groups, dict(sinks)
+
+
+def _array(numbers: str) -> AnyArray:
+    """A JSON list of whole numbers, int64."""
+    return np.array(json.loads(numbers), np.int64)

@@ -1,0 +1,128 @@
+"""Whether the rollouts on disk are those that the ledger says were trained: whole, once, and in time."""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.ledger.writes import some
+from dataflow.folder.retention import gone
+from dataflow.history.verify.digest import RolloutFile, digests
+from dataflow.history.verify.facts import Facts, Findings, Sink
+from dataflow.records import AnyArray
+from dataflow.staleness import NO_TOKEN
+
+
+def judge_steps(facts: Facts, node: str, sink: Sink, findings: Findings) -> int | None:
+    """Compare each step file with the ledger; returns the largest staleness in versions, None without any."""
+    trained = sink.at("trained")
+    folder = _folder(facts, node, "step")
+    standing: dict[str, list[tuple[int, AnyArray]]] = {}
+    bound = facts.max_staleness.get(node)
+    largest: int | None = None
+    paths = _kept(facts, node, [(step, folder / f"step-{step:06d}.arrow") for step in sink.steps], findings)
+    for step, path, found in digests(paths, findings, partial(_is_gone, facts, node)):
+        wanted = trained.get(step, {})
+        _same_groups(path.name, node, step, wanted, found, findings)
+        for source in wanted:
+            standing.setdefault(source, []).append((step, found.groups))
+        chosen = found.oldest[found.oldest != NO_TOKEN]
+        if len(chosen):
+            ages = (step - 1) - chosen
+            largest = max(largest or 0, int(ages.max()))
+            if bound is not None:
+                _in_time(node, step, int(ages.max()), found.newest, bound, findings)
+    for source, files in standing.items():
+        _once(source, files, findings)
+    _uncommitted(folder, node, sink, findings)
+    return largest
+
+
+def judge_evaluations(facts: Facts, node: str, sink: Sink, findings: Findings) -> None:
+    """Compare each evaluation file with the ledger."""
+    folder = _folder(facts, node, "eval")
+    evaluated = sink.at("evaluated")
+    paths = _kept(facts, node, [(step, folder / f"eval-{step:06d}.arrow") for step in sorted(evaluated)], findings)
+    for step, path in paths:
+        if not path.exists():
+            findings.note(f"the evaluation of '{node}' at step {step} has no file {path.name}")
+    for step, path, found in digests(
+        [(step, path) for step, path in paths if path.exists()], findings, partial(_is_gone, facts, node)
+    ):
+        _same_groups(path.name, node, step, evaluated[step], found, findings)
+        if found.too_early:
+            findings.fault(f"{found.too_early} rollouts in {path.name} are older than their min_version")
+
+
+def _kept(facts: Facts, node: str, paths: list[tuple[int, Path]], findings: Findings) -> list[tuple[int, Path]]:
+    """Without files that the run removed itself: of what stood in them the ledger alone tells."""
+    upto = facts.not_kept.get(node, 0)
+    found = [(step, path) for step, path in paths if step > upto or path.exists()]
+    if len(found) < len(paths):
+        findings.note(
+            f"the rollouts of {len(paths) - len(found)} steps of '{node}' up to step {upto} were not kept: what became "
+            f"of their groups is judged by the ledger alone"
+        )
+    return found
+
+
+def _is_gone(facts: Facts, node: str, step: int) -> bool:
+    """Whether a run under way has removed the file of a step since its ledger was read."""
+    with Ledger.open(facts.folder.ledger, readonly=True) as ledger:
+        return step <= gone(ledger, node)
+
+
+def _same_groups(
+    name: str, node: str, step: int, ended: Mapping[str, AnyArray], found: RolloutFile, findings: Findings
+) -> None:
+    wanted = set[int]().union(*(groups.tolist() for groups in ended.values()))
+    there = set(found.groups.tolist())
+    if absent := wanted - there:
+        findings.fault(f"groups {some(absent)} ended at step {step} of '{node}' but do not stand in {name}")
+    if extra := there - wanted:
+        findings.fault(f"groups {some(extra)} stand in {name} but did not end at step {step} of '{node}'")
+    if found.broken:
+        findings.fault(f"groups {some(found.broken)} in {name} are not whole")
+
+
+def _once(source: str, files: list[tuple[int, AnyArray]], findings: Findings) -> None:
+    """No group stands in the files of two steps."""
+    groups = np.concatenate([groups for _, groups in files])
+    steps = np.repeat([step for step, _ in files], [len(groups) for _, groups in files])
+    order = np.lexsort((steps, groups))
+    groups, steps = groups[order], steps[order]
+    for at in np.flatnonzero(groups[1:] == groups[:-1]).tolist():
+        first = steps[np.searchsorted(groups, groups[at])]
+        findings.fault(f"group {groups[at]} of '{source}' stands in the files of steps {first} and {steps[at + 1]}")
+
+
+def _in_time(node: str, step: int, age: int, newest: int, bound: int, findings: Findings) -> None:
+    """age: of the oldest token, in versions. newest: version of the newest."""
+    if age > bound:
+        findings.fault(f"step {step} of '{node}' trained rollouts {age} versions old; the bound is {bound}")
+    if newest > step - 1:
+        findings.fault(f"step {step} of '{node}' trained rollouts of version {newest}, which did not exist before it")
+
+
+def _uncommitted(folder: Path, node: str, sink: Sink, findings: Findings) -> None:
+    last = sink.steps[-1] if sink.steps else 0
+    left = [step for step in _steps_in(folder) if step > last]
+    if left:
+        findings.note(
+            f"there are rollouts of steps {some(left)} that '{node}' has not committed: "
+            f"a crash between write and commit, or a line that was taken back"
+        )
+
+
+def _folder(facts: Facts, node: str, kind: str) -> Path:
+    """Where the files of `node` stand: its own folder if it has one, otherwise the common one."""
+    own = facts.folder.rollouts / node
+    return own if any(own.glob(f"{kind}-*.arrow")) else facts.folder.rollouts
+
+
+def _steps_in(folder: Path) -> list[int]:
+    matches = (re.fullmatch(r"step-(\d+)\.arrow", path.name) for path in folder.glob("step-*.arrow"))
+    return sorted(int(match[1]) for match in matches if match)

@@ -1,0 +1,177 @@
+"""The judgement on a run: every law recomputed from the run folder alone, in one verdict line."""
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataflow.errors import DataflowError
+from dataflow.folder.ledger.reads import Counts
+from dataflow.folder.ledger.writes import some
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.verify.facts import NO_STEP, Facts, Findings, Sink, note_the_past, read_facts
+from dataflow.history.verify.rollouts import judge_evaluations, judge_steps
+
+FAULTS_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What verify found."""
+
+    faults: Sequence[str]
+    """Facts that break a law; none when the run is clean."""
+    notes: Sequence[str]
+    """What is worth knowing and breaks no law: what a crash left behind, what could not be compared."""
+    summary: str
+    """The figures: per sink, the identity of the ledger; steps and staleness of trainers."""
+
+    @property
+    def clean(self) -> bool:
+        """Whether every law holds."""
+        return not self.faults
+
+    @property
+    def exit_status(self) -> int:
+        """0 when clean, otherwise 1."""
+        return 0 if self.clean else 1
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line."""
+        if self.clean:
+            return f"clean: {self.summary}"
+        more = len(self.faults) - FAULTS_SHOWN
+        shown = "; ".join(self.faults[:FAULTS_SHOWN])
+        return f"BROKEN: {shown}{f'; and {more} more' if more > 0 else ''}"
+
+    def __str__(self) -> str:
+        return "\n".join([self.line, *(f"  note: {note}" for note in self.notes)])
+
+
+def verify(run_path: str | Path) -> Verdict:
+    """Judge the run in a folder by its ledger.db, rollouts/*.arrow, metrics.jsonl and config.json.
+
+    A run under way may be judged too. Errors: RunFolderError when there is no folder at `run_path`.
+    """
+    folder = RunFolder.open(run_path)
+    findings = Findings()
+    try:
+        facts = read_facts(folder, findings)
+    except DataflowError as error:
+        return Verdict(faults=[*findings.faults, str(error)], notes=findings.notes, summary="")
+    note_the_past(facts, findings)
+    _groups_are_contiguous(facts, findings)
+    parts = [_judge_trainer(facts, node, sink, findings) for node, sink in facts.trainers()]
+    parts += [_judge_evaluation(facts, node, sink, findings) for node, sink in facts.evaluations()]
+    for source in sorted(set(facts.groups) - {name for sink in facts.sinks.values() for name in sink.sources}):
+        findings.note(f"no sink is known for source '{source}': its {len(facts.groups[source])} groups are in flight")
+    return Verdict(faults=findings.faults, notes=findings.notes, summary=" | ".join(parts) or "nothing was issued")
+
+
+def report(run_path: str | Path) -> int:
+    """Print the verdict on a run and return the exit status that goes with it."""
+    verdict = verify(run_path)
+    print(verdict)
+    return verdict.exit_status
+
+
+def _judge_trainer(facts: Facts, node: str, sink: Sink, findings: Findings) -> str:
+    _steps_are_contiguous(node, sink, findings)
+    _outcomes_stand_at_steps(node, sink, findings)
+    counts = _identity(facts, node, sink, findings)
+    largest = judge_steps(facts, node, sink, findings)
+    _metrics_agree(facts, node, sink, findings)
+    name = f"{node}: " if len(list(facts.trainers())) > 1 else ""
+    age = f"; max staleness {largest or 0}"
+    if node in facts.max_staleness:
+        bound = facts.max_staleness[node]
+        age = "" if bound is None else f"{age} of {bound}"
+    return f"{name}{counts}; {len(sink.steps)} steps{age}"
+
+
+def _judge_evaluation(facts: Facts, node: str, sink: Sink, findings: Findings) -> str:
+    counts = _identity(facts, node, sink, findings)
+    judge_evaluations(facts, node, sink, findings)
+    return f"{node}: {counts}"
+
+
+def _groups_are_contiguous(facts: Facts, findings: Findings) -> None:
+    for source, groups in facts.groups.items():
+        if not np.array_equal(groups, np.arange(len(groups))):
+            missing = set(range(int(groups[-1]) + 1)) - set(groups.tolist())
+            findings.fault(f"groups {some(missing)} of source '{source}' were never issued, but later ones were")
+
+
+def _steps_are_contiguous(node: str, sink: Sink, findings: Findings) -> None:
+    if sink.steps and sink.steps != list(range(1, len(sink.steps) + 1)):
+        missing = set(range(1, sink.steps[-1] + 1)) - set(sink.steps)
+        findings.fault(f"steps {some(missing)} of '{node}' were never committed, but later ones were")
+
+
+def _outcomes_stand_at_steps(node: str, sink: Sink, findings: Findings) -> None:
+    """Drops alone may stand at the next step, which is under way."""
+    lost: list[int] = []
+    for each in sink.ended:
+        steps = [NO_STEP, *sink.steps, *([len(sink.steps) + 1] if each.outcome == "dropped" else [])]
+        lost += each.groups[~np.isin(each.steps, steps)].tolist()
+    if lost:
+        findings.fault(f"groups {some(lost)} have an outcome at a step that '{node}' never committed")
+
+
+def _identity(facts: Facts, node: str, sink: Sink, findings: Findings) -> Counts:
+    """Issued = trained + evaluated + dropped + in flight, each side counted for itself."""
+    issued = waiting = 0
+    for source in sorted(sink.sources):
+        given = facts.groups.get(source, np.zeros(0, np.int64))
+        found, times = np.unique(np.concatenate([given[:0], *sink.groups(source)]), return_counts=True)
+        issued += len(given)
+        waiting += len(np.setdiff1d(given, found, assume_unique=True))
+        if len(twice := found[times > 1]):
+            findings.fault(f"'{node}' has two outcomes for groups {some(twice.tolist())}")
+        if len(unknown := np.setdiff1d(found, given, assume_unique=True)):
+            findings.fault(f"'{node}' has outcomes for groups {some(unknown.tolist())}, never issued")
+    if unexplained := [group for each in sink.dropped() if not each.reason for group in each.groups.tolist()]:
+        findings.fault(f"'{node}' dropped groups {some(unexplained)} without a reason")
+    kinds, dropped = collections.Counter[str](), collections.Counter[str]()
+    for each in sink.ended:
+        kinds[each.outcome] += len(each.groups)
+    for each in sink.dropped():
+        dropped[str(each.reason)] += len(each.groups)
+    counts = Counts(
+        issued=issued, trained=kinds["trained"], evaluated=kinds["evaluated"], dropped=dict(dropped.most_common()),
+        in_flight={"waiting": waiting} if waiting else {},
+    )  # fmt: skip
+    if counts.missing:
+        findings.fault(f"'{node}': {counts}")
+    return counts
+
+
+def _metrics_agree(facts: Facts, node: str, sink: Sink, findings: Findings) -> None:
+    """The drops that each step's line tells of are those of the ledger; the last line of a step counts."""
+    alone = len(list(facts.trainers())) == 1
+    told: dict[int, Any] = {}
+    for line in facts.metrics:
+        if "dropped" in line and isinstance(line.get("step"), int) and line.get("node", alone and node) == node:
+            told[line["step"]] = line["dropped"]
+    dropped: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for each in sink.dropped():
+        for step, times in zip(*np.unique(each.steps, return_counts=True), strict=True):
+            dropped[int(step)][str(each.reason)] += int(times)
+    if silent := [step for step in sink.steps if step not in told]:
+        findings.note(f"steps {some(silent)} of '{node}' have no line with their drops in metrics.jsonl")
+    for step in sink.steps:
+        if step in told and _numbers(told[step]) != dict(dropped[step]):
+            findings.fault(
+                f"metrics.jsonl tells of drops {told[step]} at step {step} of '{node}', "
+                f"the ledger of {dict(dropped[step])}"
+            )
+    if early := [step for step in told if step > (sink.steps[-1] if sink.steps else 0)]:
+        findings.note(f"metrics.jsonl tells of steps {some(early)} of '{node}' that are not on the surviving line")
+
+
+def _numbers(told: Any) -> Any:
+    return {str(reason): number for reason, number in told.items() if number} if isinstance(told, dict) else told

@@ -1,7 +1,0 @@
-"""The ledger: what became of every prompt group, in SQLite, consistent at any moment and after any crash."""
-
-from dataflow.ledger.ledger import Ledger
-from dataflow.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
-from dataflow.ledger.schema import STATES, LedgerError
-
-__all__ = ["STATES", "Counts", "Fate", "InFlight", "Ledger", "LedgerError", "MadeStep", "PlannedStep"]

@@ -1,0 +1,181 @@
+"""How the weights get from each trainer rank to each reader rank: a pure function of where the two sit."""
+
+import collections
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dataflow.errors import GraphError
+from dataflow.graph import Graph, nearest
+from dataflow.planning.memory_need import amount
+from dataflow.planning.model_size import ModelSize
+
+if TYPE_CHECKING:
+    from dataflow.planning.plan import Placement
+
+EXECUTORS = ("local", "shared_memory", "cuda_ipc", "gloo", "nccl")
+COLLECTIVE = ("gloo", "nccl")
+"""Those by which each of several trainer ranks can send its own shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where one rank sits."""
+
+    process: str
+    """Names the process."""
+    device: str = "cpu"
+    """cpu, or cuda:N of its machine."""
+    machine: str = ""
+
+    @property
+    def gpu(self) -> bool:
+        """Whether its tensors lie in an accelerator."""
+        return self.device != "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightPath:
+    """One pair of ranks that weights travel between."""
+
+    trainer: str
+    trainer_rank: int
+    reader: str
+    replica: int
+    rank: int
+    """Of the replica's processes."""
+    executor: str
+    nbytes: int | None = None
+    """Most bytes that the reader's rank takes of a version, from all trainer ranks together; None: unknown."""
+
+
+def choose(source: Seat, destination: Seat) -> str:
+    """The executor for two ranks, by where they sit."""
+    if (source.machine, source.process) == (destination.machine, destination.process):
+        return "local"
+    gpus = source.gpu and destination.gpu
+    if source.machine == destination.machine:
+        return "cuda_ipc" if gpus else "shared_memory"
+    return "nccl" if gpus else "gloo"
+
+
+def obstacle(executor: str, source: Seat, destination: Seat) -> str | None:
+    """What two ranks lack for an executor; None when it can serve them."""
+    together = (source.machine, source.process) == (destination.machine, destination.process)
+    if executor == "local":
+        return None if together else "both ends in one process"
+    if together:
+        return "two processes"
+    if executor in ("shared_memory", "cuda_ipc") and source.machine != destination.machine:
+        return "both ends on one machine"
+    if executor in ("cuda_ipc", "nccl") and not (source.gpu and destination.gpu):
+        return "both ends on GPUs"
+    if executor == "nccl" and (source.machine, source.device) == (destination.machine, destination.device):
+        return "a GPU of its own for each end"
+    return None
+
+
+def weight_paths(
+    graph: Graph,
+    placements: Mapping[str, "Placement"],
+    sizes: Mapping[str, ModelSize],
+    *,
+    forced: str | None = None,
+    one_process: bool = False,
+) -> tuple[WeightPath, ...]:
+    """Every pair of ranks of every feedback edge; `forced` names an executor to use instead of the best.
+
+    Raises GraphError when the forced one is unknown, or cannot serve some pair.
+    """
+    if forced is not None and forced not in EXECUTORS:
+        raise GraphError(
+            f"there is no weight executor '{forced}'; the run knows {list(EXECUTORS)}{nearest(forced, EXECUTORS)}; "
+            f"name one of these, or leave weights= out to have it chosen"
+        )
+    found: list[WeightPath] = []
+    for feedback in graph.feedbacks:
+        trainer, reader = placements[feedback.weights.trainer.name], placements[feedback.reader.name]
+        model = graph.operators[trainer.node].uses
+        size = sizes.get(model.source) if model else None
+        nbytes = size.sent_bytes(model.dtype, model.lora) // reader.ranks if size and model else None
+        sources = [_seat(trainer, 0, rank, one_process) for rank in range(trainer.ranks)]
+        destinations = [
+            _seat(reader, replica, rank, one_process)
+            for replica in range(reader.replicas) for rank in range(reader.ranks)
+        ]  # fmt: skip
+        _check_narrow(graph, trainer)
+        collective = _collective(sources, destinations) if trainer.ranks > 1 else None
+        for replica in range(reader.replicas):
+            for rank in range(reader.ranks):
+                destination = _seat(reader, replica, rank, one_process)
+                for number, source in enumerate(sources):
+                    found.append(
+                        WeightPath(
+                            trainer=trainer.node, trainer_rank=number, reader=reader.node, replica=replica, rank=rank,
+                            executor=_executor(forced, trainer.node, source, reader.node, destination, collective),
+                            nbytes=nbytes,
+                        )
+                    )  # fmt: skip
+    return tuple(found)
+
+
+def explain(paths: tuple[WeightPath, ...]) -> list[str]:
+    """A line per feedback edge: which executors, how many ranks on each side, how much each reader takes."""
+    lines = []
+    for trainer, reader in dict.fromkeys((path.trainer, path.reader) for path in paths):
+        own = [path for path in paths if (path.trainer, path.reader) == (trainer, reader)]
+        senders = len({path.trainer_rank for path in own})
+        readers = len({path.replica for path in own})
+        ranks = len({path.rank for path in own})
+        text = f"{senders} trainer rank{'s' if senders > 1 else ''} -> {readers} reader{'s' if readers > 1 else ''}"
+        text += f" of {ranks} ranks" if ranks > 1 else ""
+        text += f", up to {amount(own[0].nbytes)} each" if own[0].nbytes is not None else ""
+        lines.append(f"weights {trainer} -> {reader}: {summary(own)} ({text})")
+    return lines
+
+
+def summary(paths: list[WeightPath]) -> str:
+    """The executors of some pairs: one name, or several with the number of pairs of each."""
+    counts = collections.Counter(path.executor for path in paths)
+    return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{name} x{n}" for name, n in counts.items())
+
+
+def _seat(placement: "Placement", replica: int, rank: int, one_process: bool) -> Seat:
+    process = "" if one_process else f"{placement.worker}-{replica}.{rank}"
+    return Seat(process=process, device=placement.device(replica, rank))
+
+
+def _collective(sources: list[Seat], destinations: list[Seat]) -> str:
+    """The executor for a trainer of several ranks, each of which sends its own shards: one for all pairs."""
+    serves = all(obstacle("nccl", source, to) is None for source in sources for to in destinations)
+    return "nccl" if serves else "gloo"
+
+
+def _check_narrow(graph: Graph, trainer: "Placement") -> None:
+    """Refuse readers that want narrow weights of a trainer whose ranks hold parts of rows."""
+    narrow = {feedback.reader.narrow for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer.node}
+    if trainer.ranks > 1 and len(narrow) == 1 and (form := narrow.pop()) is not None:
+        raise GraphError(
+            f"'{trainer.node}' runs on {trainer.ranks} ranks, but all readers of its weights take them as {form}, "
+            f"which one rank makes of whole tensors; train on 1 rank, or let a reader take them as they are"
+        )
+
+
+def _executor(
+    forced: str | None, trainer: str, source: Seat, reader: str, destination: Seat, collective: str | None
+) -> str:
+    """collective: what is chosen where the trainer has several ranks; None: it has one."""
+    chosen = collective or choose(source, destination)
+    if forced is None:
+        return chosen
+    lacks = obstacle(forced, source, destination)
+    if lacks is None and collective and forced not in COLLECTIVE:
+        lacks = "one trainer rank that holds whole tensors"
+    if lacks is not None:
+        raise GraphError(
+            f"weights cannot go from '{trainer}' to '{reader}' by {forced}, which needs {lacks}; "
+            f"they sit on {source.device} and {destination.device}"
+            f"{' of one process' if source.process == destination.process else ''}; "
+            f"leave weights= out to use {chosen}"
+        )
+    return forced

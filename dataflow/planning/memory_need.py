@@ -1,0 +1,107 @@
+"""What each process of a plan needs of its device's memory, part by part, and who does not fit: pure functions."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from dataflow.check import group_size, lanes_of
+from dataflow.errors import GraphError
+from dataflow.graph import Graph
+from dataflow.node import Generate, Operator
+from dataflow.planning.model_size import ModelSize, bytes_of
+
+_KEPT = 16
+"""Numbers that a layer keeps of each token for the backward pass, in widths of the model; 1 where it computes them
+again."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one process."""
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """By what they are for; at least so many."""
+
+    @property
+    def total(self) -> int:
+        """Of all parts."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        """The sum and its parts: `4.1 GiB (weights 1.0 GiB, gradients 1.0 GiB, ...)`."""
+        return f"{amount(self.total)} ({', '.join(f'{name} {amount(size)}' for name, size in self.parts.items())})"
+
+
+def need_of(graph: Graph, operator: Operator, size: ModelSize | None, ranks: int) -> Need | None:
+    """What one rank of an operator needs: the model's share, a generator's cache, a trainer's activations.
+
+    What cannot be told is left out: frameworks' own memory, buffers of a step, a cache that takes what is free beyond
+    one rollout.
+    """
+    model = operator.uses
+    if size is None or model is None:
+        return None
+    parts = size.parts(model.dtype, operator.trains, model.lora, operator.narrow)
+    parts = {name: whole // ranks for name, whole in parts.items()}
+    if isinstance(operator, Generate):
+        parts["KV-cache"] = _cache(operator, size, bytes_of(model.dtype), ranks)
+    if operator.trains:
+        parts["activations"] = _activations(graph, operator, size, bytes_of(model.dtype))
+    return Need({name: part for name, part in parts.items() if part})
+
+
+def check_fit(needs: Iterable[tuple[str, str, Need]], room: Mapping[str, int]) -> None:
+    """Refuse processes that do not fit on their devices together. GraphError with the sum and its parts.
+
+    needs: by process, the device and what it needs. room: bytes by device; a device of unknown size is left out.
+    """
+    on: dict[str, list[tuple[str, Need]]] = {}
+    for process, device, need in needs:
+        on.setdefault(device, []).append((process, need))
+    for device, processes in on.items():
+        total = sum(need.total for _, need in processes)
+        if room.get(device) and total > room[device]:
+            told = " + ".join(f"'{process}' {need}" for process, need in processes)
+            place = "main memory" if device == "cpu" else f"the memory of gpu {device.removeprefix('cuda:')}"
+            raise GraphError(
+                f"the plan does not fit into {place}: it needs at least {amount(total)} of {amount(room[device])}; "
+                f"found {told}; {_ways_out(need for _, need in processes)}"
+            )
+
+
+def amount(size: int | None) -> str:
+    """Bytes for people: 8.2 MiB."""
+    if size is None:
+        return "-"
+    unit, shift = ("GiB", 30) if size >= 1 << 30 else ("MiB", 20) if size >= 1 << 20 else ("KiB", 10)
+    return f"{size / (1 << shift):.1f} {unit}"
+
+
+def _cache(operator: Generate, size: ModelSize, each: int, ranks: int) -> int:
+    """Keys and values: of one rollout of full length, or as many as its budget and its slots are for."""
+    context = getattr(operator, "context_tokens", None) or size.context
+    one = context * (size.cache_elements // ranks) * each
+    budget = getattr(operator, "cache_bytes", None)
+    return one if budget is None else max(one, min(int(budget), one * int(getattr(operator, "slots", 1))))
+
+
+def _activations(graph: Graph, operator: Operator, size: ModelSize, each: int) -> int:
+    """What the layers keep of a micro-batch, of no more tokens than the completions of a step may have."""
+    tokens = int(getattr(operator, "micro_batch_tokens", 0))
+    generators = [op for op in graph.operators.values() if isinstance(op, Generate)]
+    longest = [int(getattr(generator, "max_tokens", tokens)) for generator in generators]
+    groups = [group_size(graph, lane) or 1 for lane in lanes_of(graph, operator.name)]
+    prompts = int(getattr(operator, "step_prompts", 1))
+    if longest and groups:
+        tokens = min(tokens, prompts * max(groups) * max(longest))
+    kept = 1 if getattr(operator, "gradient_checkpointing", False) else _KEPT
+    return tokens * size.layers * size.width * kept * each // int(getattr(operator, "tensor_parallel", 1))
+
+
+def _ways_out(needs: Iterable[Need]) -> str:
+    parts = {name for need in needs for name in need.parts}
+    ways = ["give it more devices or a smaller model"]
+    if "optimiser" in parts:
+        ways += ["Model(lora=...)", "lower micro_batch_tokens or set gradient_checkpointing"]
+    if "KV-cache" in parts:
+        ways.append("lower cache_bytes or context_tokens")
+    return ", or ".join(ways)

@@ -1,0 +1,110 @@
+"""How large a model is, read from the header of its safetensors files without loading a byte of it."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataflow.graph import Graph
+from dataflow.model import ALL_LINEAR, LoRA
+from dataflow.planning.model_files import tensor_shapes
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def bytes_of(dtype: str) -> int:
+    """Of a number."""
+    return _BYTES[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """Parameters of a model."""
+
+    parameters: int
+    linear: tuple[tuple[str, int, int], ...] = ()
+    """(last name, outputs, inputs) of the layers that may have adapters."""
+
+    layers: int = 0
+    width: int = 0
+    """Of a hidden state; 0 as the others where the config does not say."""
+    cache_elements: int = 0
+    """Numbers that keys and values of one token are, in all layers."""
+    context: int = 0
+    """Most tokens of prompt and completion."""
+
+    def memory_bytes(self, dtype: str, trains: bool, lora: LoRA | None = None) -> int:
+        """Of all `parts`."""
+        return sum(self.parts(dtype, trains, lora).values())
+
+    def parts(self, dtype: str, trains: bool, lora: LoRA | None = None, narrow: str | None = None) -> dict[str, int]:
+        """Estimate: weights alone to read; weights, gradients and two AdamW moments in float32 to train.
+
+        With adapters these four are of them alone, beside weights in `dtype`; a reader has the adapted layers twice.
+        narrow: linear layers that are read take a byte a number.
+        """
+        if trains and lora is None:
+            return {"weights": 4 * self.parameters, "gradients": 4 * self.parameters, "optimiser": 8 * self.parameters}
+        weights = self.parameters * _BYTES[dtype]
+        if narrow is not None and not trains:
+            weights -= sum(rows * columns for _, rows, columns in self.linear) * (_BYTES[dtype] - 1)
+        if lora is None:
+            return {"weights": weights}
+        small = 4 * self._adapters(lora)
+        if trains:
+            return {"weights": weights, "adapters": small, "gradients": small, "optimiser": 2 * small}
+        again = sum(rows * columns for _, rows, columns in self._adapted(lora)) * _BYTES[dtype]
+        return {"weights": weights, "adapted layers": again, "adapters": small}
+
+    def sent_bytes(self, dtype: str, lora: LoRA | None = None) -> int:
+        """Of a version on its way to a reader."""
+        return _BYTES[dtype] * (self.parameters if lora is None else self._adapters(lora))
+
+    def _adapted(self, lora: LoRA) -> list[tuple[str, int, int]]:
+        return [layer for layer in self.linear if lora.targets == ALL_LINEAR or layer[0] in lora.targets]
+
+    def _adapters(self, lora: LoRA) -> int:
+        """Parameters of A and B."""
+        return sum(lora.rank * (rows + columns) for _, rows, columns in self._adapted(lora))
+
+
+def measure_models(graph: Graph) -> dict[str, ModelSize]:
+    """Sizes by source, of those models whose folder is at hand."""
+    sources = {operator.uses.source for operator in graph.operators.values() if operator.uses is not None}
+    found = {source: _measure(Path(source)) for source in sorted(sources)}
+    return {source: size for source, size in found.items() if size is not None}
+
+
+def _measure(folder: Path) -> ModelSize | None:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    try:
+        shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
+    except (OSError, ValueError):
+        return None
+    layers = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+    inner = {path: shape for path, shape in layers.items() if not _is_outer(path)}
+    linear = tuple((path.rpartition(".")[2], rows, columns) for path, (rows, columns) in inner.items())
+    return ModelSize(parameters=sum(map(math.prod, shapes.values())), linear=linear, **_shape(folder))
+
+
+def _shape(folder: Path) -> dict[str, int]:
+    """What the config says of the layers, in the names that most decoders have; nothing where it says less."""
+    try:
+        found = json.loads((folder / "config.json").read_text("utf-8"))
+        config = found.get("text_config") or found
+        layers, width = int(config["num_hidden_layers"]), int(config["hidden_size"])
+        heads = int(config["num_attention_heads"])
+        each = int(config.get("head_dim") or width // heads)
+        pairs = 2 * layers * int(config.get("num_key_value_heads") or heads) * each
+        context = int(config.get("max_position_embeddings") or 0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return {}
+    return {"layers": layers, "width": width, "cache_elements": pairs, "context": context}
+
+
+def _is_outer(path: str) -> bool:
+    """Whether a matrix is an embedding or the output layer, or chooses experts."""
+    last = path.rpartition(".")[2]
+    return "embed" in last or last in ("lm_head", "wte", "wpe", "gate", "router")

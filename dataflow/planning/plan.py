@@ -1,0 +1,398 @@
+"""Which worker runs what, on which devices: a pure function of graph and devices."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import networkx as nx
+
+from dataflow.check import lanes_of, sinks_of, too_large_groups
+from dataflow.errors import GraphError
+from dataflow.graph import Graph, nearest
+from dataflow.node import Bound, Generate, Learn, Operator, Source
+from dataflow.planning.executors import WeightPath, explain, summary, weight_paths
+from dataflow.planning.group_bytes import MESSAGE_BYTES, message_fault
+from dataflow.planning.memory_need import Need, amount, check_fit, need_of
+from dataflow.planning.model_size import ModelSize
+
+if TYPE_CHECKING:
+    from dataflow.draw import Frame
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What a plan maps onto."""
+
+    cpus: int
+    """Cores of this machine."""
+    gpus: int = 0
+    """Accelerators of this machine."""
+    memory_bytes: int = 0
+    """Main memory; 0: unknown."""
+    gpu_memory_bytes: int = 0
+    """Memory of each accelerator; 0: unknown."""
+
+    @property
+    def room(self) -> dict[str, int]:
+        """Bytes by device, 0 where unknown."""
+        return {"cpu": self.memory_bytes} | {f"cuda:{number}": self.gpu_memory_bytes for number in range(self.gpus)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One node of the graph: how often it runs, where, with how much."""
+
+    node: str
+    worker: str
+    """Workers are called `worker` or, with several replicas, `worker-0`, `worker-1`, ..."""
+    replicas: int = 1
+    ranks: int = 1
+    """Processes that make up one replica."""
+    gpus: tuple[int, ...] = ()
+    """Accelerators, replica by replica; empty: CPU."""
+    threads: int = 1
+    """CPU threads of each process."""
+    need: Need | None = None
+    """Memory that one process needs at least; None: unknown or small."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Estimate for one process; None: unknown or small."""
+        return None if self.need is None else self.need.total
+
+    @property
+    def devices(self) -> str:
+        """For people: `gpu 0-5` or `cpu, 1 thread`."""
+        if self.gpus:
+            first, last = min(self.gpus), max(self.gpus)
+            return f"gpu {first}" if first == last else f"gpu {first}-{last}"
+        return f"cpu, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+    @property
+    def share(self) -> str:
+        """What one replica gets, for people: `1 GPU`, `2 threads`, `2 processes of 1 thread each`."""
+        if self.gpus:
+            return f"{self.ranks} GPU{'s' if self.ranks > 1 else ''}"
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return threads if self.ranks == 1 else f"{self.ranks} processes of {threads} each"
+
+    def gpus_of(self, replica: int) -> tuple[int, ...]:
+        """The accelerators of one replica."""
+        return self.gpus[replica * self.ranks : (replica + 1) * self.ranks]
+
+    def device(self, replica: int, rank: int = 0) -> str:
+        """Torch's name of the device of one rank of a replica."""
+        return f"cuda:{self.gpus[replica * self.ranks + rank]}" if self.gpus else "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Placements in the graph's order, and what the workers need to know of the graph as a whole."""
+
+    placements: Mapping[str, Placement]
+    bounds: Mapping[str, Bound]
+    """Lanes that lead to a trainer with feedback."""
+    on_demand: tuple[str, ...]
+    """Sources that issue only when the control asks for an evaluation."""
+    devices: Devices = field(default_factory=lambda: Devices(cpus=1))
+    weight_paths: tuple[WeightPath, ...] = ()
+    """Every pair of ranks that weights travel between, and how."""
+    scale: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    """From which step on how many replicas a node is to have."""
+    listen: str = ""
+    """Address of this machine at which the run listens; empty: only sockets within it."""
+    message_bytes: int = MESSAGE_BYTES
+    """Most bytes of one message on a data edge: batches are cut, a single group above it goes in parts."""
+
+    def executor(self, trainer: str, reader: str, replica: int) -> str:
+        """How weights get from a trainer to a replica, to its first rank from the trainer's first; a newcomer's are
+        those of the last replica that the plan knows."""
+        known = min(replica, self.placements[reader].replicas - 1)
+        first = (trainer, reader, known, 0, 0)
+        return next(
+            path.executor for path in self.weight_paths
+            if (path.trainer, path.reader, path.replica, path.rank, path.trainer_rank) == first
+        )  # fmt: skip
+
+    def executors(self) -> dict[tuple[str, str], str]:
+        """By (trainer, reader): how weights get from one to the other."""
+        pairs: dict[tuple[str, str], list[WeightPath]] = {}
+        for path in self.weight_paths:
+            pairs.setdefault((path.trainer, path.reader), []).append(path)
+        return {pair: summary(paths) for pair, paths in pairs.items()}
+
+    @property
+    def workers(self) -> dict[str, list[str]]:
+        """Nodes by worker; the replicas of a node are workers of their own."""
+        workers: dict[str, list[str]] = {}
+        for node, placement in self.placements.items():
+            workers.setdefault(placement.worker, []).append(node)
+        return workers
+
+    def processes(self) -> list[tuple[str, int, list[str]]]:
+        """Every process to start: (worker, replica, nodes)."""
+        return [
+            (worker, replica, nodes)
+            for worker, nodes in self.workers.items()
+            for replica in range(self.placements[nodes[0]].replicas)
+        ]
+
+    def frames(self) -> "list[Frame]":
+        """Device groups, for the picture."""
+        from dataflow.draw import Frame
+
+        groups: dict[str, list[str]] = {}
+        for node, placement in self.placements.items():
+            label = f"{placement.worker} · {placement.devices}"
+            label += f" · {placement.replicas} replicas" if placement.replicas > 1 else ""
+            groups.setdefault(label, []).append(node)
+        return [Frame(label=label, nodes=tuple(nodes)) for label, nodes in groups.items()]
+
+    def explain(self) -> str:
+        """The plan as a table."""
+        head = ("node", "worker", "replicas", "ranks", "devices", "memory")
+        rows = [
+            (p.node, p.worker, str(p.replicas), str(p.ranks), p.devices, amount(p.memory_bytes))
+            for p in self.placements.values()
+        ]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        for lane, bound in self.bounds.items():
+            lines.append(
+                f"rows of '{lane}' run at most {bound.max_staleness} versions ahead: "
+                f"{(bound.max_staleness + 1) * bound.prompts_per_step} prompts in flight"
+            )
+        lines.append(f"a message on a data edge has at most {amount(self.message_bytes)}; a larger group goes in parts")
+        lines += [f"each process of '{each.node}' needs at least {each.need}" for each in self.placements.values()
+                  if each.need is not None]  # fmt: skip
+        lines += explain(self.weight_paths)
+        if self.listen:
+            lines.append(
+                f"edges and control listen at {self.listen}, encrypted, for holders of this run's keys alone; commands "
+                f"and weights stay on this machine (gloo and nccl on loopback, not encrypted)"
+            )
+        for step, wishes in sorted(self.scale.items()):
+            for node, count in wishes.items():
+                lines.append(
+                    f"from step {step} on '{node}' has {count} replica{'s' if count > 1 else ''}; "
+                    f"each that joins gets {self.placements[node].share}"
+                )
+        return "\n".join(lines)
+
+
+def plan(
+    graph: Graph,
+    devices: Devices,
+    *,
+    gpus: Mapping[str, int | str] | None = None,
+    replicas: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int] | None = None,
+    steps: int | None = None,
+    sizes: Mapping[str, ModelSize] | None = None,
+    scale: Mapping[int, Mapping[str, int]] | None = None,
+    weights: str | None = None,
+    message_bytes: int = MESSAGE_BYTES,
+    one_process: bool = False,
+) -> Plan:
+    """Map the graph onto devices.
+
+    gpus: accelerators by node, or the name of the node whose accelerators it shares.
+    replicas: copies of a node that runs on CPU (accelerators count replicas by themselves).
+    ranks: processes that share out the model of a trainer that runs on CPU (accelerators count them by themselves).
+    scale: copies of a node from a step of the trainers on. weights: the executor of the weight plane; None: chosen
+    for each pair of ranks. message_bytes: most bytes of one message on a data edge; a larger group goes in parts.
+    one_process: all operators run in one.
+    Raises GraphError for unknown nodes, for more devices than there are, for ranks that cannot share a model out,
+    for an executor that cannot serve, and for groups that an edge could never hold.
+    """
+    graph.check()
+    if fault := message_fault(message_bytes):
+        raise GraphError(fault)
+    gpus, replicas, ranks, sizes, scale = gpus or {}, replicas or {}, ranks or {}, sizes or {}, scale or {}
+    for name in [*gpus, *replicas, *ranks, *(name for wishes in scale.values() for name in wishes)]:
+        if name not in graph.operators:
+            raise GraphError(
+                f"devices are given to '{name}', but the graph has {list(graph.operators)}"
+                f"{nearest(name, graph.operators)}; name one of these"
+            )
+    assigned = _assign(gpus, devices)
+    workers = _workers(graph)
+    shared = {
+        name: _ranks(operator, len(assigned.get(name, ())), ranks.get(name), one_process)
+        for name, operator in graph.operators.items()
+    }
+    threads = _threads(graph, devices, replicas, shared, assigned)
+    placements = {}
+    for name, operator in graph.operators.items():
+        on = assigned.get(name, ())
+        count = len(on) // shared[name] if on else replicas.get(name, 1)
+        check_replicas(operator, count)
+        model = operator.uses
+        size = sizes.get(model.source) if model else None
+        placements[name] = Placement(
+            node=name, worker=workers[name], replicas=count, ranks=shared[name], gpus=on,
+            threads=1 if operator.light else threads,
+            need=need_of(graph, operator, size, shared[name]),
+        )  # fmt: skip
+    made = Plan(
+        placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
+        scale=scale, weight_paths=weight_paths(graph, placements, sizes, forced=weights, one_process=one_process),
+        message_bytes=message_bytes,
+    )  # fmt: skip
+    for fault in too_large_groups(graph, {name: placement.replicas for name, placement in placements.items()}):
+        raise GraphError(fault)
+    _check_scale(graph, made, one_process)
+    check_fit(_needs(made), devices.room)
+    return made
+
+
+def _needs(made: Plan) -> list[tuple[str, str, Need]]:
+    """Of every rank, which knows its device."""
+    return [
+        (f"{each.worker}-{replica}" + (f".{rank}" if each.ranks > 1 else ""), each.device(replica, rank), each.need)
+        for each in made.placements.values() if each.need is not None
+        for replica in range(each.replicas) for rank in range(each.ranks)
+    ]  # fmt: skip
+
+
+def check_replicas(operator: Operator, count: int) -> None:
+    """Refuse a number of replicas that an operator cannot have."""
+    if count < 1 or (count > 1 and (operator.trains or operator.light)):
+        raise GraphError(
+            f"'{operator.name}' cannot run as {count} replicas; give 1 or more, to generators and forward operators "
+            f"only"
+        )
+
+
+def _check_scale(graph: Graph, made: Plan, one_process: bool) -> None:
+    for step, wishes in made.scale.items():
+        if step < 0:
+            raise GraphError(f"scale names step {step}; steps count from 0, before the first; name one of them")
+        for name, count in wishes.items():
+            check_replicas(graph.operators[name], count)
+    if one_process and made.scale:
+        raise GraphError(
+            f"a run in one process has one replica of everything, but scale is {dict(made.scale)}; "
+            f"leave it out, or run in processes"
+        )
+
+
+def _assign(gpus: Mapping[str, int | str], devices: Devices) -> dict[str, tuple[int, ...]]:
+    assigned: dict[str, tuple[int, ...]] = {}
+    free = 0
+    for name, wish in gpus.items():
+        if isinstance(wish, int):
+            if wish < 1:
+                raise GraphError(f"'{name}' is given {wish} GPUs; give 1 or more, or leave it out to use the CPU")
+            assigned[name] = tuple(range(free, free + wish))
+            free += wish
+    if free > devices.gpus:
+        asked = {name: wish for name, wish in gpus.items() if isinstance(wish, int)}
+        raise GraphError(
+            f"the run asks for {free} GPUs, {asked}, but this machine has {devices.gpus}; "
+            f'ask for fewer, let operators share ("trainer": "generator"), or leave gpus= out to run on the CPU'
+        )
+    for name, wish in gpus.items():
+        if isinstance(wish, str):
+            if wish not in assigned:
+                raise GraphError(
+                    f"'{name}' is to share the GPUs of '{wish}', which has none; give '{wish}' a number of GPUs"
+                )
+            assigned[name] = assigned[wish]
+    return assigned
+
+
+def _workers(graph: Graph) -> dict[str, str]:
+    """Light operators in a row share a worker, named after the first of them."""
+    light: nx.Graph[str] = nx.Graph()
+    light.add_nodes_from(name for name, op in graph.operators.items() if op.light)
+    for call in graph.calls:
+        for stream in call.inputs:
+            if stream.node in light and call.operator.name in light:
+                light.add_edge(stream.node, call.operator.name)
+    workers = {name: name for name in graph.operators}
+    for group in nx.connected_components(light):
+        first = next(name for name in graph.operators if name in group)
+        workers.update(dict.fromkeys(group, first))
+    return workers
+
+
+def _threads(
+    graph: Graph,
+    devices: Devices,
+    replicas: Mapping[str, int],
+    ranks: Mapping[str, int],
+    assigned: Mapping[str, tuple[int, ...]],
+) -> int:
+    """Threads of each heavy process on the CPU: all cores where they take turns, else an equal share."""
+    heavy = [
+        (replicas.get(name, 1), ranks[name])
+        for name, op in graph.operators.items()
+        if not op.light and name not in assigned
+    ]
+    synchronous = all(feedback.max_staleness == 0 for feedback in graph.feedbacks)
+    if synchronous and sum(count for count, _ in heavy) <= 2:
+        at_once = max((ranks for _, ranks in heavy), default=1)
+    else:
+        at_once = sum(count * ranks for count, ranks in heavy)
+    return max(1, devices.cpus // max(1, at_once))
+
+
+def _ranks(operator: Operator, gpus: int, wish: int | None, one_process: bool) -> int:
+    """Processes that share out one replica of an operator; its worker starts all but the first."""
+    name, each = operator.name, int(getattr(operator, "tensor_parallel", 1))
+    if not operator.trains:
+        if wish is not None:
+            raise GraphError(
+                f"'{name}' is given {wish} ranks, but it trains nothing; ranks= is for trainers; give it replicas=, or "
+                f"its own tensor_parallel"
+            )
+        if gpus % each:
+            raise GraphError(
+                f"'{name}' is given {gpus} GPUs, but each of its replicas takes {each} (tensor_parallel); "
+                f"give it a multiple of {each}, or another tensor_parallel"
+            )
+        return each
+    if wish is not None and (wish < 1 or (gpus and wish != gpus)):
+        raise GraphError(
+            f"'{name}' is given {wish} ranks{f' and {gpus} GPUs' if gpus else ''}; give it 1 rank or more, and on GPUs "
+            f"leave ranks= out: each GPU is one"
+        )
+    ranks = gpus or (each if wish is None else wish)
+    if ranks % each:
+        raise GraphError(
+            f"'{name}' runs on {ranks} ranks, but has tensor_parallel={each}, which does not divide them; give it a "
+            f"multiple of {each} ranks, or another tensor_parallel"
+        )
+    if one_process and ranks > 1:
+        raise GraphError(
+            f"'{name}' is to run on {ranks} ranks, but a run in one process has one of everything; use "
+            f"tensor_parallel=1 and 1 rank, or run in processes"
+        )
+    return ranks
+
+
+def bounds_of(graph: Graph, steps: int | None = None) -> dict[str, Bound]:
+    """By lane that leads to a trainer with feedback to its generator: how far generation may run ahead."""
+    bounds: dict[str, Bound] = {}
+    for feedback in graph.feedbacks:
+        trainer = feedback.weights.trainer
+        if not isinstance(trainer, Learn) or not isinstance(feedback.reader, Generate):
+            continue
+        for lane in lanes_of(graph, trainer.name):
+            if any(call.operator is feedback.reader and call.output.lane == lane for call in graph.calls):
+                known = [bounds[lane].max_staleness] if lane in bounds else []
+                tightest = min([feedback.max_staleness, *known])
+                bounds[lane] = Bound(max_staleness=tightest, prompts_per_step=trainer.step_prompts, steps=steps)
+    return bounds
+
+
+def _on_demand(graph: Graph) -> tuple[str, ...]:
+    return tuple(
+        name for name, operator in graph.operators.items()
+        if isinstance(operator, Source) and any(getattr(sink, "every_steps", None) for sink in sinks_of(graph, name))
+    )  # fmt: skip

@@ -1,0 +1,187 @@
+"""The data edges of a planned graph as values: who sends which rows to whom, how much may be under way."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dataflow.check import group_size, lanes_of, prompts_of, sinks_of
+from dataflow.graph import Graph
+from dataflow.node import Bound, Generate, Learn, Operator
+from dataflow.planning.plan import Plan, bounds_of
+from dataflow.records import Columns
+from dataflow.scorer import Scorer
+from dataflow.stream import Stream
+from dataflow.trainers import feeding, own_folder
+
+_CAPACITY_ROWS = 4096
+_PROMPTS = 512
+_MOST_PROMPTS = 1 << 16
+_TOGETHER = 16
+"""Most groups that travel, and are acknowledged, together."""
+_PARTS = 8
+"""A step's prompts travel in at least so many parts, so that so many replicas share in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """One data edge of one lane."""
+
+    producer: str
+    consumer: str
+    lane: str
+    columns: Columns
+    capacity_rows: int
+    """Rows that may be sent and not yet acknowledged, for each receiver."""
+    batch_rows: int = 1024
+    """Most rows that travel together, where a single group has no more."""
+    most_rows: int | None = None
+    """Rows that one sender may have under way with all receivers together; None: as many as these give it credit."""
+
+    @property
+    def name(self) -> str:
+        """What errors and headers call it."""
+        return f"{self.producer}>{self.consumer}:{self.lane}"
+
+
+def edges(graph: Graph) -> list[Edge]:
+    """All data edges, in the order in which they were declared."""
+    bounds = bounds_of(graph)
+    return [
+        _prompts(graph, stream, call.operator, bounds.get(stream.lane))
+        if isinstance(call.operator, Generate)
+        else _rows(graph, stream, call.operator, bounds.get(stream.lane))
+        for call in graph.calls for stream in call.inputs
+    ]  # fmt: skip
+
+
+def _prompts(graph: Graph, stream: Stream[Any], generator: Operator, bound: Bound | None) -> Edge:
+    """Prompts are few and cheap to hold back.
+
+    A prompt is acknowledged when its rollouts have an outcome. No more of them are under way than may be without one,
+    however many replicas there are: the first groups of one that leaves or dies then find room with any other, which
+    cannot finish the later ones that it has before those. Where nobody is trained all have an outcome soon. A few
+    neighbours travel together; of those that have an outcome the source hears at once, but they keep their credit until
+    all do, so a replica has credit for as many times more.
+    """
+    trained = _longest_step(graph, stream.lane)
+    step = bound.prompts_per_step if bound is not None else trained or _PROMPTS
+    together = max(1, min(_TOGETHER, step // _PARTS))
+    most = _without_outcome(graph, stream.lane, bound) + together * bool(trained)
+    return Edge(
+        producer=stream.node, consumer=generator.name, lane=stream.lane, columns=stream.columns,
+        capacity_rows=together * most if trained else most, batch_rows=together, most_rows=most if trained else None,
+    )  # fmt: skip
+
+
+def _rows(graph: Graph, stream: Stream[Any], consumer: Operator, bound: Bound | None) -> Edge:
+    """A group is acknowledged when it has an outcome, and an operator that waits for a critic's weights holds groups
+    until they come: an edge must hold all that may be without one, and a step more. Of groups that travel together each
+    may keep the credit of all. With less the run would deadlock.
+    """
+    size = group_size(graph, stream.lane) or 1
+    most = _without_outcome(graph, stream.lane, bound) + _longest_step(graph, stream.lane)
+    return Edge(
+        producer=stream.node, consumer=consumer.name, lane=stream.lane, columns=stream.columns,
+        capacity_rows=_TOGETHER * max(_CAPACITY_ROWS, most * size), batch_rows=_TOGETHER * size,
+    )  # fmt: skip
+
+
+def _without_outcome(graph: Graph, lane: str, bound: Bound | None) -> int:
+    """Groups of a lane that may be without an outcome: all that may be in flight, and a step's worth to go on with; but
+    never less than the trainer with the longest step needs to make one, with as many dropped and not recorded yet.
+    """
+    ahead = _PROMPTS if bound is None else (bound.max_staleness + 2) * bound.prompts_per_step
+    return max(min(ahead, _MOST_PROMPTS), 2 * _longest_step(graph, lane))
+
+
+def _longest_step(graph: Graph, lane: str) -> int:
+    """Prompts in the longest step that any trainer makes of a lane; 0: none does."""
+    return max((sink.step_prompts for sink in sinks_of(graph, lane) if isinstance(sink, Learn)), default=0)
+
+
+def context_facts(graph: Graph, plan: Plan, node: str) -> dict[str, object]:
+    """What a node's Context says of the graph around it."""
+    operator = graph.operators[node]
+    columns: dict[str, Columns] = {}
+    origins: dict[str, tuple[str, ...]] = {}
+    for edge in edges(graph):
+        if edge.consumer == node:
+            columns.setdefault(edge.lane, edge.columns)
+            origins[edge.lane] = (*origins.get(edge.lane, ()), edge.producer)
+    trainers = [feedback.weights.trainer.name for feedback in graph.feedbacks if feedback.reader.name == node]
+    return {
+        "node": node, "columns": columns, "origins": origins, "scores": _scores(graph, columns),
+        "bounds": bounds_at(graph, plan, operator), "feedback": _feedback(graph, node),
+        "own_folder": own_folder(graph, node), "prompt_steps": _prompt_steps(graph, operator),
+        "on_demand": operator.name in plan.on_demand, "threads": plan.placements[node].threads,
+        "replicas": plan.placements[node].replicas, "ranks": plan.placements[node].ranks,
+        "narrow": narrow_format(graph, trainers[0]) if trainers else None,
+    }  # fmt: skip
+
+
+def _scores(graph: Graph, columns: Mapping[str, Columns]) -> dict[str, str]:
+    """The scorers of single rollouts whose columns arrive, and where each is defined."""
+    arriving = {name for of_lane in columns.values() for name in of_lane}
+    rows = [op for op in graph.operators.values() if isinstance(op, Scorer) and op.per == "row"]
+    return {op.name: op.where for op in rows if op.name in arriving}
+
+
+def _prompt_steps(graph: Graph, operator: Operator) -> int | None:
+    """Steps that a trainer's prompts are enough for."""
+    if not isinstance(operator, Learn):
+        return None
+    counts = [prompts_of(graph, lane) for lane in lanes_of(graph, operator.name)]
+    known = [count for count in counts if count is not None]
+    return min(known) // operator.step_prompts if known else None
+
+
+def bounds_at(graph: Graph, plan: Plan, operator: Operator) -> dict[str, Bound]:
+    """The bounds that hold at an operator, by lane.
+
+    A trainer sweeps only where the tokens are of its own versions: a critic has no bound. Where a lane has several
+    trainers, its source issues enough for the one that takes most, and the generator starts whatever was issued.
+    """
+    if isinstance(operator, Learn):
+        fed = {lane for lane, feedback in feeding(graph).items() if feedback.weights.trainer is operator}
+        return {lane: bound for lane, bound in plan.bounds.items() if lane in fed}
+    bounds = dict(plan.bounds)
+    takes = [sink.step_prompts for sink in sinks_of(graph, operator.name) if isinstance(sink, Learn)]
+    if takes and operator.name not in bounds:  # nobody waits for weights: only the source has to know when to stop
+        bounds[operator.name] = Bound(max_staleness=0, prompts_per_step=max(takes))
+    for lane, bound in plan.bounds.items():
+        takes = [sink.step_prompts for sink in sinks_of(graph, lane) if isinstance(sink, Learn)]
+        if len(takes) > 1 and operator.name == lane:
+            bounds[lane] = dataclasses.replace(bound, prompts_per_step=max(takes))
+        elif len(takes) > 1:
+            bounds[lane] = dataclasses.replace(bound, steps=None)
+    return bounds
+
+
+def _feedback(graph: Graph, node: str) -> Bound | None:
+    """Of the edge that brings a reader its weights."""
+    for feedback in graph.feedbacks:
+        if feedback.reader.name == node:
+            prompts = feedback.weights.trainer.step_prompts
+            return Bound(max_staleness=feedback.max_staleness, prompts_per_step=prompts)
+    return None
+
+
+def readers_of(graph: Graph, trainer: str) -> list[Operator]:
+    """The operators that take a trainer's weights."""
+    return [feedback.reader for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer]
+
+
+def narrow_format(graph: Graph, trainer: str) -> str | None:
+    """The narrow format that all readers of a trainer want; None, full tensors, where one wants another or none."""
+    wanted = {reader.narrow for reader in readers_of(graph, trainer)}
+    return wanted.pop() if len(wanted) == 1 else None
+
+
+def marks(graph: Graph, node: str, lane: str) -> str | None:
+    """The ledger state that rows leaving `node` have reached; None where the next node will say so itself."""
+    state = graph.operators[node].state
+    readers = [edge.consumer for edge in edges(graph) if edge.producer == node and edge.lane == lane]
+    if state == "issued" or any(graph.operators[reader].state == state for reader in readers):
+        return None
+    return state

@@ -1,0 +1,1 @@
+"""The scheduler at run time: starts workers, watches them, starts them again, ends them."""

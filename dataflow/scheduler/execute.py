@@ -1,0 +1,254 @@
+"""Carries a planned run out, in processes or in one, and leaves its times, its curve and its trace in the folder."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dataflow.display import showing
+from dataflow.draw import reward_curve_svg
+from dataflow.errors import RunError
+from dataflow.folder import socket_folder
+from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.snapshot import read
+from dataflow.folder.trace import merge
+from dataflow.graph import Graph
+from dataflow.history.resume import Begun
+from dataflow.planning.plan import Plan
+from dataflow.scheduler.control import Scheduler
+from dataflow.scheduler.control_server import TakenDesk
+from dataflow.scheduler.failover import Successor
+from dataflow.scheduler.inline import InlineRun
+from dataflow.scheduler.progress import Watch
+from dataflow.scheduler.state_machine import Conductor
+from dataflow.system.clocks import RunClock
+from dataflow.system.optional_files import Extras, warn
+from dataflow.worker.host import Settings
+
+TIMES_S = 5.0
+"""Between two times that the seconds so far are written: so many a run that is killed does not know of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How the training phase went."""
+
+    seconds: float
+    steps: int
+    stopped: bool
+    """Whether the user ended it early."""
+    busy_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """The workers of a scheduler that has died, and what it left."""
+
+    desk: TakenDesk
+    left: Mapping[str, Any]
+
+    @property
+    def begun(self) -> Begun:
+        """How far the run had come when that scheduler took it up."""
+        return Begun(**self.left["begun"])
+
+
+def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
+    """The workers of a run whose scheduler has died; None where there are none, or none that could be gone on with:
+    those are ended. may_go_on: whether the run is to go on as it was."""
+    place = socket_folder.of(folder)
+    if place is None:
+        return None
+    try:
+        desk = TakenDesk(place)
+    except RunError:
+        return None
+    with contextlib.suppress(RunError):
+        if may_go_on:
+            return Taken(desk=desk, left=read(desk.folder))
+    desk.close()
+    return None
+
+
+class Times:
+    """times.json, of all parts of the run together; written on the way too, as a run that is killed says nothing."""
+
+    def __init__(self, folder: RunFolder, begun: Begun) -> None:
+        self._folder, self._begun = folder, begun
+        self._looked = time.monotonic()
+
+    def look(self, watch: Watch) -> None:
+        """Write how far it is, now and then."""
+        if time.monotonic() - self._looked > TIMES_S:
+            self._looked = time.monotonic()
+            self.write("not finished", watch.seconds, watch.busy_seconds, flush=False)
+
+    def write(self, outcome: str, seconds: float, busy_seconds: Mapping[str, float], *, flush: bool = True) -> None:
+        """Seconds and, by node, seconds at work, of this part."""
+        before = self._begun
+        busy = {
+            node: before.busy_seconds.get(node, 0.0) + busy_seconds.get(node, 0.0)
+            for node in {**before.busy_seconds, **busy_seconds}
+        }
+        found = {"outcome": outcome, "seconds": before.seconds + seconds, "busy_seconds": busy}
+        self._folder.write_json("times.json", found, flush=flush)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is to be carried out."""
+
+    graph: Graph
+    plan: Plan
+    settings: Settings
+    begun: Begun
+    quiet: bool = False
+    in_one_process: bool = False
+    taken: Taken | None = None
+    """The workers that do it already."""
+    successor: Callable[[], int] | None = None
+    """What takes the scheduler's place when it dies; as `Desk` has it."""
+
+
+def carry_out(run: Run) -> Outcome:
+    """Run it to its end. Errors: as `dataflow.run.run`."""
+    said: list[str] = []
+    folder = RunFolder.open(run.settings.folder, Extras(said.append))
+    clock = RunClock(0.0 if run.taken is None else run.taken.left.get("away_s", 0.0))
+    watch, times = Watch(run.graph, run.plan, folder, run.settings.steps, clock), Times(folder, run.begun)
+    try:
+        outcome = _inline(run, watch, times, said) if run.in_one_process else _processes(run, watch, times, clock, said)
+        times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
+        folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), title=run.graph.name))
+        merge(folder)
+    finally:
+        for text in said:
+            warn(text)
+    return outcome
+
+
+def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, said: list[str]) -> Outcome:
+    scheduler = _scheduler(run, watch, clock)
+    scheduler.handover.parts |= {
+        "begun": lambda: asdict(run.begun), "watch": watch.to_plain, "away_s": lambda: clock.away_s,
+    }  # fmt: skip
+    folder = RunFolder.open(run.settings.folder, Extras(said.append))
+
+    def look() -> None:
+        watch.note(scheduler.conductor, scheduler.beats)
+        scheduler.check()
+        times.look(watch)
+        view.update(watch.snapshot())
+        for texts in (scheduler.said, watch.said, said):
+            while texts:
+                view.message(texts.pop(0))
+
+    try:
+        with showing(sys.stdout, quiet=run.quiet) as view, _interrupts(scheduler, view), _suspends(scheduler, clock):
+            asked_at = {"address": scheduler.address, "pid": os.getpid()}
+            socket_folder.mark(scheduler.handover.folder, folder)
+            folder.write_json(socket_folder.CONTROL, asked_at)
+            scheduler.start(progress=lambda late: view.update(watch.starting(late)))
+            while not scheduler.conductor.over:
+                scheduler.turn(0.1)
+                look()
+            look()
+    finally:
+        scheduler.close()
+        folder.extras.remove(folder.path / socket_folder.CONTROL)
+    return _outcome(watch, scheduler.conductor)
+
+
+def _scheduler(run: Run, watch: Watch, clock: RunClock) -> Scheduler:
+    if run.taken is not None:
+        watch.take_up(run.taken.left["watch"])
+        return Successor(run.graph, run.plan, run.settings, run.taken.desk, run.taken.left, clock=clock)
+    made = Scheduler(run.graph, run.plan, run.settings, clock=clock, successor=run.successor)
+    if run.begun.steps:
+        made.conductor.go_on(run.begun.steps, run.begun.rounds)
+    return made
+
+
+def _inline(run: Run, watch: Watch, times: Times, said: list[str]) -> Outcome:
+    running = InlineRun(run.graph, run.plan, run.settings)
+    if run.begun.steps:
+        running.conductor.go_on(run.begun.steps, run.begun.rounds)
+
+    def look() -> bool:
+        watch.note(running.conductor, {"inline-0": running.snapshot()})
+        times.look(watch)
+        view.update(watch.snapshot())
+        for texts in (watch.said, said):
+            while texts:
+                view.message(texts.pop(0))
+        return False
+
+    try:
+        with showing(sys.stdout, quiet=run.quiet) as view:
+            running.start()
+            running.run(until=look)
+            look()
+    finally:
+        running.close()
+    return _outcome(watch, running.conductor)
+
+
+def _outcome(watch: Watch, conductor: Conductor) -> Outcome:
+    return Outcome(
+        seconds=watch.seconds, steps=conductor.step, stopped=conductor.draining, busy_seconds=watch.busy_seconds
+    )
+
+
+@contextlib.contextmanager
+def _interrupts(scheduler: Scheduler, view: Any) -> Iterator[None]:
+    """The first Ctrl-C drains, the second one raises."""
+    pressed: list[float] = []
+
+    def press(number: int, frame: object) -> None:
+        pressed.append(time.monotonic())
+        if len(pressed) > 1 or number == signal.SIGTERM:
+            raise KeyboardInterrupt
+        view.message("stopping after the step under way; press Ctrl-C again to stop at once")
+        scheduler.wish_drain()
+
+    try:
+        before = {number: signal.signal(number, press) for number in (signal.SIGINT, signal.SIGTERM)}
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: scheduler.attendant.wish())
+    except ValueError:  # not in the main thread: the caller handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _suspends(scheduler: Scheduler, clock: RunClock) -> Iterator[None]:
+    """Ctrl-Z (SIGTSTP) stops this process, as ever, and the workers with it; SIGCONT lets all go on where they were."""
+
+    def stop() -> None:
+        scheduler.pause(True)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread: nothing below runs before it goes on
+        scheduler.pause(False)
+
+    def suspend(number: int, frame: object) -> None:
+        clock.stand_still(stop)
+
+    is_free = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
+    )
+    if not is_free:
+        yield
+        return
+    signal.signal(signal.SIGTSTP, suspend)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)

@@ -1,0 +1,100 @@
+"""Runs a whole graph in this process, operators taking turns in a fixed order: for debuggers, tests and notebooks."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dataflow.errors import DeadlineError
+from dataflow.graph import Graph
+from dataflow.planning.plan import Plan
+from dataflow.scheduler.state_machine import Conductor, Word
+from dataflow.worker.host import Host, Settings
+from dataflow.worker.ports import Ports
+
+
+class InlineRun:
+    """One run in one thread; the same seed gives the same losses, bit for bit.
+
+    consumes, produces: the conductor's words, within the process
+    waits for: scorer processes, so that their timing cannot change the order
+    unblocked by: their answers; after `Limits.stall_s` without any movement the run ends with an error
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, settings: Settings) -> None:
+        self.conductor, self._limits = Conductor(graph, plan), settings.limits
+        self._ports = Ports(graph, plan, list(graph.operators), settings)
+        self.host = Host(
+            graph, plan, graph.operators, settings,
+            writer_of=self._ports.writer_of, reader_of=self._ports.reader_of,
+            device=lambda node: plan.placements[node].device(0),
+        )  # fmt: skip
+        self._ended: set[str] = set()
+
+    def start(self) -> None:
+        """Build all operators."""
+        self.host.build()
+        self._ports.open_inlets(self.host)
+        self.host.wire(self._ports.inlets, self._ports.open_outlets(self.host, {}))
+        self._say(self.conductor.start())
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Take turns until the conductor, or `until`, says that it is over."""
+        moved_at = time.monotonic()
+        while not self.conductor.over and not until():
+            if self.turn():
+                moved_at = time.monotonic()
+            elif time.monotonic() - moved_at > self._limits.stall_s:
+                raise DeadlineError(self._stall())
+            else:
+                time.sleep(0.0005)
+
+    def turn(self) -> bool:
+        """One round over all operators."""
+        moved = False
+        for node, loop in self.host.loops.items():
+            moved |= loop.turn()
+            if self.host.graph.operators[node].light:
+                moved |= self._settle(node)
+            self._ports.poll()
+        for node, runtime in self.host.runtimes.items():
+            self._say(self.conductor.hear(node, runtime.status()))
+            if self.host.loops[node].ended and node not in self._ended:
+                self._ended.add(node)
+                self._say(self.conductor.ended(node))
+        return moved
+
+    def snapshot(self) -> dict[str, Any]:
+        """The same facts that a worker's beat carries."""
+        return {"name": "inline-0", "state": "running", "nodes": self.host.report(), "edges": self._ports.depths()}
+
+    def close(self) -> None:
+        """Give everything back."""
+        with contextlib.closing(self._ports):
+            self.host.close()
+
+    def _settle(self, node: str) -> bool:
+        """Let a light operator finish what it has been given, so that its timing leaves no trace."""
+        loop, runtime, moved = self.host.loops[node], self.host.runtimes[node], False
+        if self.host.graph.operators[node].kind == "source":
+            return moved
+        deadline = time.monotonic() + self._limits.stuck_s
+        while time.monotonic() < deadline:
+            if loop.turn():
+                moved = True
+            elif runtime.pending() and runtime.waits() and not loop.blocked:
+                time.sleep(0.0002)
+            else:
+                break
+        return moved
+
+    def _say(self, words: list[Word]) -> None:
+        for word in words:
+            self.host.tell(word.node, word.message)
+
+    def _stall(self) -> str:
+        state = {name: runtime.status() for name, runtime in self.host.runtimes.items()}
+        return (
+            f"nothing has moved for {self._limits.stall_s:.0f} s in an inline run; the operators say {state}; "
+            f"one of them waits for rows that never come"
+        )

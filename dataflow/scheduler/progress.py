@@ -1,0 +1,272 @@
+"""Turns what the workers report into what the display shows, and keeps the accounts of the training phase."""
+
+import collections
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from dataflow.display import EdgeSnapshot, NodeSnapshot, Snapshot
+from dataflow.display.silence import Silence
+from dataflow.draw.curve import CURVE_NAMES
+from dataflow.folder.run_folder import RunFolder
+from dataflow.graph import Graph
+from dataflow.planning.plan import Plan
+from dataflow.planning.wiring import edges
+from dataflow.scheduler.state_machine import Conductor
+from dataflow.trainers import feeding, leading, lines_of
+
+_WINDOW_S = 5.0
+_SUMS = ("busy", "idle", "blocked")
+_DOING = {"first_evaluation": "first evaluation", "last_evaluation": "last evaluation"}
+"""By phase, where no steps are made."""
+_DRAINING = "stopping after the step under way"
+
+
+class Watch:
+    """Reports in, snapshots out.
+
+    consumes: the beats of all workers, the lines of metrics.jsonl
+    produces: snapshots for the display; wall and busy seconds of the training phase
+    waits for: nothing
+    unblocked by: -
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        folder: RunFolder,
+        steps: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._graph, self._plan, self._folder, self._steps, self._clock = graph, plan, folder, steps, clock
+        self._began = clock()
+        self._training: tuple[float, dict[str, float]] | None = None
+        self._trained: tuple[float, dict[str, float]] | None = None
+        self._nodes: dict[str, dict[str, Any]] = {}
+        self._summed: dict[str, float] = {}
+        self._spent: dict[str, float] = {}
+        self._depths: dict[str, tuple[int, int]] = {}
+        self._past: collections.deque[tuple[float, dict[str, dict[str, Any]]]] = collections.deque()
+        self._leading = leading(graph)
+        self._leader = next(iter(self._leading), None)
+        self._last_step: dict[str, Any] = {}
+        """The newest line of the trainer that leads."""
+        self._accuracies: tuple[float, float] | None = None
+        """Of the first evaluation and of the last."""
+        self._outcomes: collections.Counter[str] = collections.Counter()
+        """Groups of all its lines: trained, dropped."""
+        self._read = 0
+        """Bytes of metrics.jsonl that it knows; what they say in full stays there."""
+        self._doing = ""
+        self._silence = Silence()
+        self.said: list[str] = []
+        """What the user is to be told."""
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds of the training phase, so far or in all."""
+        if self._training is None:
+            return 0.0
+        return (self._trained[0] if self._trained else self._clock()) - self._training[0]
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """By node, seconds at work during the training phase."""
+        if self._training is None:
+            return {}
+        end = self._trained[1] if self._trained else self._busy()
+        return {node: end.get(node, 0.0) - self._training[1].get(node, 0.0) for node in end}
+
+    def to_plain(self) -> dict[str, Any]:
+        """What a successor cannot find out, times on the machine's clock; `take_up` gives it back."""
+        return {"began": self._began, "training": self._training, "trained": self._trained}
+
+    def take_up(self, plain: Mapping[str, Any]) -> None:
+        """Be where the watch was that wrote this."""
+        self._began, self._training, self._trained = plain["began"], plain["training"], plain["trained"]
+
+    def note(self, conductor: Conductor, beats: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take in the newest beats."""
+        now = self._clock()
+        self._merge(beats)
+        self._add_up()
+        if self._training is None and conductor.phase not in ("starting", "first_evaluation"):
+            self._training = (now, self._busy())
+        if self._training and self._trained is None and conductor.phase in ("last_evaluation", "over"):
+            self._trained = (now, self._busy())
+        self._doing = _DRAINING if conductor.draining else _DOING.get(conductor.phase, "")
+        self._past.append((now, self._nodes))
+        while len(self._past) > 2 and now - self._past[0][0] > _WINDOW_S:
+            self._past.popleft()
+        self._tail()
+
+    def starting(self, late: Collection[str]) -> Snapshot:
+        """Before the workers are ready: whose are still on their way."""
+        waiting = {worker.rpartition("-")[0] for worker in late}
+        names = [name for name in self._graph.operators if self._plan.placements[name].worker in waiting]
+        nodes = tuple(
+            NodeSnapshot(name=name, state="starting" if name in names else "ready") for name in self._graph.operators
+        )
+        return Snapshot(
+            graph=self._graph.name, steps=self._steps, doing=f"starting {', '.join(names)}" if names else "",
+            elapsed_s=self._clock() - self._began, nodes=nodes,
+        )  # fmt: skip
+
+    def snapshot(self) -> Snapshot:
+        """The run as it is now."""
+        last, scores = self._last_step, self._accuracies
+        step = last.get("step", 0)
+        elapsed = self._clock() - self._began
+        left = None
+        if self._steps and step and self._training:
+            left = (self._steps - step) * self.seconds / step
+        bounds = [bound.max_staleness for bound in self._plan.bounds.values()]
+        return Snapshot(
+            graph=self._graph.name, step=step, steps=self._steps, doing=self._doing, version=self._version(),
+            staleness_mean=last.get("staleness_mean"), staleness_max=last.get("staleness_max"),
+            staleness_bound=max(bounds, default=None), reward=last.get("reward_mean"),
+            accuracy=scores[1] if scores else None, accuracy_before=scores[0] if scores else None,
+            tokens_per_s=self._rate(lambda nodes: sum(n["status"].get("tokens", 0) for n in nodes.values())),
+            rollouts_per_s=self._rate(lambda nodes: sum(nodes[n]["rows_in"] for n in self._leading if n in nodes)),
+            elapsed_s=elapsed, left_s=left, groups=self._groups(),
+            nodes=tuple(self._node(name) for name in self._graph.operators), edges=self._edges(),
+        )  # fmt: skip
+
+    def curve(self) -> list[dict[str, Any]]:
+        """What the learning curve shows of metrics.jsonl: of the trainer that leads, and of evaluations."""
+        found = (kept for _, line in self._folder.stream_metrics(0) for kept in lines_of([line], self._leader))
+        return [{name: line[name] for name in CURVE_NAMES if name in line} for line in found]
+
+    def _merge(self, beats: Mapping[str, Mapping[str, Any]]) -> None:
+        """Sum over the replicas of a node; those that left count with what they did."""
+        nodes: dict[str, dict[str, Any]] = {}
+        for beat in beats.values():
+            member = beat.get("member", "live")
+            for name, report in beat.get("nodes", {}).items():
+                known = nodes.setdefault(
+                    name, {"status": {}, "seconds": dict.fromkeys(_SUMS, 0.0), "rows_in": 0, "rows_out": 0,
+                           "blocked": False, "ended": True, "members": collections.Counter()}
+                )  # fmt: skip
+                known["members"][member] += 1
+                known["rows_in"] += report["rows_in"]
+                known["rows_out"] += report["rows_out"]
+                known["blocked"] |= report["blocked"] and member != "left"
+                known["ended"] &= report["ended"] or member == "left"
+                for key in _SUMS:
+                    known["seconds"][key] += report["seconds"][key]
+                for key, value in report["status"].items():
+                    both = key in known["status"] and isinstance(value, int | float)
+                    if key == "version":
+                        if member == "live":
+                            known["status"][key] = min(value, known["status"][key]) if both else value
+                    else:
+                        known["status"][key] = known["status"][key] + value if both else value
+            for edge, (depth, capacity) in beat.get("edges", {}).items():
+                self._depths[edge] = (depth, capacity)
+        self._nodes = nodes
+
+    def _tail(self) -> None:
+        """Take in what has been added to metrics.jsonl."""
+        for place, added in self._folder.stream_metrics(self._read):
+            self._read = place
+            for line in lines_of([added], self._leader):
+                if "eval_accuracy" in line:
+                    first = self._accuracies[0] if self._accuracies else line["eval_accuracy"]
+                    self._accuracies = (first, line["eval_accuracy"])
+                if "loss" in line:
+                    self._last_step = line
+                    self._outcomes["trained"] += line.get("groups", 0)
+                    self._outcomes["dropped"] += sum((line.get("dropped") or {}).values())
+                    if told := self._silence.take(line):
+                        self.said.append(told)
+
+    def _groups(self) -> dict[str, int]:
+        """Groups of the training sources, as the nodes tell of them."""
+        issued = sum(
+            n["rows_out"] for name, n in self._nodes.items()
+            if self._graph.operators[name].kind == "source" and name not in self._plan.on_demand
+        )  # fmt: skip
+        return {"issued": issued, "trained": self._outcomes["trained"], "dropped": self._outcomes["dropped"]}
+
+    def _add_up(self) -> None:
+        """Seconds at work so far, on the mean over the replicas that there were at each time."""
+        for name, node in self._nodes.items():
+            busy, before = node["seconds"]["busy"], self._summed.get(name, 0.0)
+            self._summed[name] = busy
+            self._spent[name] = self._spent.get(name, 0.0) + (busy - before) / max(1, _present(node))
+
+    def _busy(self) -> dict[str, float]:
+        return dict(self._spent)
+
+    def _version(self) -> int | None:
+        """The oldest that the trainers which lead, and their generators, have."""
+        names = {*self._leading, *(feedback.reader.name for feedback in feeding(self._graph).values())}
+        statuses = [node["status"] for name, node in self._nodes.items() if name in names]
+        versions = [status["version"] for status in statuses if "version" in status]
+        return int(min(versions)) if versions else None
+
+    def _rate(self, of: Callable[[dict[str, dict[str, Any]]], float]) -> float | None:
+        if len(self._past) < 2:
+            return None
+        (then, before), (now, after) = self._past[0], self._past[-1]
+        return max(0.0, of(after) - of(before)) / (now - then) if now > then else None
+
+    def _node(self, name: str) -> NodeSnapshot:
+        node = self._nodes.get(name)
+        if node is None:
+            return NodeSnapshot(name=name, state="starting")
+        before = self._past[0][1].get(name, node) if self._past else node
+        spent = {key: node["seconds"][key] - before["seconds"][key] for key in _SUMS}
+        whole = sum(spent.values())
+        status = node["status"]
+        made = "rows_in" if self._graph.operators[name].kind == "sink" else "rows_out"
+        return NodeSnapshot(
+            name=name, state=_state(node, spent), rate=self._rate(lambda nodes: nodes.get(name, node)[made]),
+            queue=_whole(status.get("queue", status.get("waiting"))), busy=spent["busy"] / whole if whole else None,
+            idle=spent["idle"] / whole if whole else None, blocked=spent["blocked"] / whole if whole else None,
+            note=_note(status, node["members"]), replicas=_present(node),
+        )  # fmt: skip
+
+    def _edges(self) -> tuple[EdgeSnapshot, ...]:
+        found = edges(self._graph)
+        lanes = len({edge.lane for edge in found}) > 1
+        return tuple(
+            EdgeSnapshot(
+                source=edge.producer, target=edge.consumer, lane=edge.lane if lanes else "",
+                depth=self._depths[edge.name][0], capacity=self._depths[edge.name][1],
+            )
+            for edge in found if edge.name in self._depths
+        )  # fmt: skip
+
+
+def _present(node: Mapping[str, Any]) -> int:
+    """Replicas that are at work, those that are leaving included."""
+    members = node["members"]
+    return int(members["live"] + members["leaving"] + members["stopping"])
+
+
+def _state(node: Mapping[str, Any], spent: Mapping[str, float]) -> str:
+    """What a node does, in a word, after it has spent these seconds."""
+    if node["members"]["restarting"] and not _present(node):
+        return "restarting"
+    if node["ended"]:
+        return "ended"
+    return "blocked" if node["blocked"] else "working" if spent["busy"] else "waiting"
+
+
+def _note(status: Mapping[str, Any], members: Mapping[str, int]) -> str:
+    words = [f"{members[state]} {state}" for state in ("joining", "leaving", "restarting") if members.get(state)]
+    if "active" in status:
+        words.append(f"{status['active']} rollouts")
+    if "version" in status:
+        words.append(f"v{status['version']}")
+    if status.get("failed"):
+        words.append(f"{status['failed']} failed")
+    if "eval_accuracy" in status:
+        words.append(f"last {status['eval_accuracy']:.2f}")
+    return ", ".join(words)
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)

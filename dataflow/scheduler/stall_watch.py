@@ -1,0 +1,150 @@
+"""The doctor within the scheduler: notes what moves, writes a report when asked, and ends a run that has stalled."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from dataflow.doctor.facts import AWAY
+from dataflow.doctor.gather import gather
+from dataflow.doctor.history import History, busy, marks
+from dataflow.doctor.report import report
+from dataflow.doctor.stall import Stillness, decide
+from dataflow.doctor.verdict import MOVES_S, verdict
+from dataflow.doctor.waiting import SILENT_S, seconds
+from dataflow.errors import DeadlineError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.scheduler.attempts import WorkerState
+from dataflow.scheduler.state_machine import Conductor
+from dataflow.system.optional_files import Extras
+from dataflow.worker.host import Settings
+
+LOOK_S = 0.5
+_STACKS_S = 1.0
+"""For the workers to tell their stacks before a report is written."""
+
+
+class StallLimits(Protocol):
+    """What `Limits` says of a run that does not move."""
+
+    @property
+    def stall_s(self) -> float:
+        """Without movement and with nobody at work, before a warning; twice that ends the run."""
+
+    @property
+    def slice_s(self) -> float:
+        """The same while somebody is at work."""
+
+
+class Attendant:
+    """Looks at a run a few times a second.
+
+    consumes: the conductor's phase, the workers' beats and stacks; wishes for a report
+    produces: sentences for the user; requests for stacks; reports in the run folder; DeadlineError for a stalled run
+    waits for: the workers' stacks, before a report is written
+    unblocked by: the clock
+    """
+
+    def __init__(
+        self, conductor: Conductor, workers: Mapping[str, WorkerState], send: Callable[[str, Mapping[str, Any]], None],
+        settings: Settings, limits: StallLimits, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """conductor, workers: as they are at any time. send: says a word to a worker. settings: of the run."""
+        self._conductor, self._workers, self._send = conductor, workers, send
+        self._settings, self._limits, self._clock = settings, limits, clock
+        self._history = History()
+        self._still = Stillness()
+        self._busy = 0.0
+        self._looked = float("-inf")
+        self._wish = self._warned = False
+        self._due: float | None = None
+        self._threads: dict[str, tuple[float, list[Any]]] = {}
+        """By worker, its stacks and when it told them."""
+
+    def wish(self) -> None:
+        """Ask for a report in the run folder; may be called from a signal handler."""
+        self._wish = True
+
+    def hear(self, worker: str, threads: list[Any]) -> None:
+        """A worker tells its stacks."""
+        self._threads[worker] = (self._clock(), threads)
+
+    def answer(self) -> dict[str, Any]:
+        """What is known now, in plain values, for somebody who asks; the workers are asked for their stacks."""
+        self._ask_for_stacks()
+        return self._said()
+
+    def look(self) -> list[str]:
+        """Sentences for the user. Raises DeadlineError, its report written, when the run has stalled."""
+        now = self._clock()
+        if not self._settings.folder or now - self._looked < LOOK_S:
+            return []
+        self._looked = now
+        self._note(now)
+        decision = decide(self._still, stall_s=self._limits.stall_s, slice_s=self._limits.slice_s)
+        if self._due is None and (self._wish or decision == "stalled"):
+            self._due = now + _STACKS_S
+            self._ask_for_stacks()
+        sentences = self._warn(decision == "slow")
+        if self._due is not None and now >= self._due:
+            self._due, self._wish = None, False
+            sentences.append(self._write(stalled=decision == "stalled"))
+        return sentences
+
+    def _said(self) -> dict[str, Any]:
+        now = self._clock()
+        return {
+            "pid": os.getpid(), "phase": self._conductor.phase, "draining": self._conductor.draining,
+            "step": self._conductor.step, "steps": self._settings.steps, "still_s": self._still.still_s,
+            "workers": {name: self._worker(state, now) for name, state in self._workers.items()},
+            "history": self._history.plain(now),
+        }  # fmt: skip
+
+    def _worker(self, state: WorkerState, now: float) -> dict[str, Any]:
+        told_at, threads = self._threads.get(state.name, (now, []))
+        return {
+            "nodes": list(state.nodes), "pid": state.pid, "state": state.state, "cause": state.cause,
+            "restarts": state.settings.attempt, "silent_s": now - state.heard, "beat": dict(state.told),
+            "threads": threads, "threads_s": now - told_at,
+        }  # fmt: skip
+
+    def _ask_for_stacks(self) -> None:
+        for state in self._workers.values():
+            if state.state in ("starting", "ready"):
+                self._send(state.name, {"kind": "ask_stacks"})
+
+    def _note(self, now: float) -> None:
+        workers = {name: self._worker(state, now) for name, state in self._workers.items()}
+        self._history.note(workers, now)
+        worked, self._busy = busy(workers) > self._busy, busy(workers)
+        at_work = worked or any(
+            w["state"] in AWAY or (w["beat"].get("at") and w["silent_s"] < SILENT_S) for w in workers.values()
+        )
+        watched = self._conductor.phase not in ("starting", "over") and not self._conductor.draining
+        still = self._still.look(marks(workers), at_work, now)
+        self._still = still if watched else Stillness(marks=still.marks, looked=now)
+
+    def _warn(self, slow: bool) -> list[str]:
+        """Once for every time that the run stands still."""
+        warn, self._warned = slow and not self._warned, slow
+        if not warn:
+            return []
+        facts = gather(RunFolder.open(self._settings.folder), self._said(), during_s=0.0, wake=False)
+        return [f"nothing has moved for {seconds(self._still.still_s)}: {verdict(facts, moves_s=0.0)}"]
+
+    def _write(self, *, stalled: bool) -> str:
+        folder = RunFolder.open(self._settings.folder)
+        facts = gather(folder, self._said())
+        moves_s = 0.0 if stalled else MOVES_S
+        root = verdict(facts, moves_s=moves_s)
+        path = folder.path / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        content = report(folder, facts, all_stacks=True, moves_s=moves_s)
+        refused: list[str] = []
+        Extras(refused.append).write(path, content)
+        if stalled:
+            where = refused[0] if refused else f"{path} says who waits for whom and where each worker is"
+            raise DeadlineError(
+                f"nothing has moved for {seconds(self._still.still_s)}: {root} The run ends; {where}; if it is to have "
+                f"more time, raise Limits.stall_s or Limits.slice_s"
+            )
+        return f"{root} {refused[0]}" if refused else f"wrote {path}: {root}"

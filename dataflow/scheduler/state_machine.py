@@ -1,0 +1,223 @@
+"""What the scheduler says to whom, and when: decisions as a state machine without sockets or clocks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dataflow.check import lanes_of
+from dataflow.graph import Graph
+from dataflow.planning.plan import Plan
+from dataflow.trainers import leading
+
+
+@dataclass(frozen=True)
+class Word:
+    """A message for the runtime of `node`; {"pause": bool} is for the loop around it."""
+
+    node: str
+    message: Mapping[str, Any]
+
+
+@dataclass
+class _Evaluation:
+    """One Evaluate sink and where its rounds stand."""
+
+    every_steps: int
+    sources: tuple[str, ...]
+    asked: int | None = None
+    """Step of the last round that was asked for."""
+    finished: int | None = None
+    """Step of the last round that is complete."""
+
+    @property
+    def open(self) -> bool:
+        return self.asked is not None and self.asked != self.finished
+
+
+@dataclass
+class Conductor:
+    """Evaluates before the first step, every so many steps and after the last, and knows when the run is over.
+
+    consumes: what nodes report of themselves (`hear`), end of streams (`ended`), the user's wish to stop (`drain`)
+    produces: words for nodes
+    waits for: the first evaluation before training starts; the trainers; the last evaluation
+    unblocked by: the reports
+    """
+
+    graph: Graph
+    plan: Plan
+    phase: str = "starting"
+    """starting | first_evaluation | training | last_evaluation | over"""
+    draining: bool = False
+    _trainers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _leading: list[str] = field(default_factory=list)
+    _evaluations: dict[str, _Evaluation] = field(default_factory=dict)
+    _open_sinks: set[str] = field(default_factory=set)
+    _dropped: dict[str, int] = field(default_factory=dict)
+    """By source: the most that one of its trainers has dropped, as it was told."""
+
+    def __post_init__(self) -> None:
+        self._leading = leading(self.graph)
+        for name, operator in self.graph.operators.items():
+            if operator.trains:
+                self._trainers[name] = {}
+            every = getattr(operator, "every_steps", None)
+            if operator.kind == "sink" and every:
+                self._evaluations[name] = _Evaluation(every, tuple(lanes_of(self.graph, name)))
+            elif operator.kind == "sink":
+                self._open_sinks.add(name)
+
+    @property
+    def step(self) -> int:
+        """Steps that every trainer which feeds a generator has made."""
+        return min((int(self._trainers[name].get("step", 0)) for name in self._leading), default=0)
+
+    @property
+    def progress(self) -> int:
+        """How far the run has come: grows with each step and with each round of evaluation, and never shrinks."""
+        rounds = (evaluation.finished for evaluation in self._evaluations.values())
+        return self.step + sum(finished + 1 for finished in rounds if finished is not None)
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has done what it was for."""
+        return self.phase == "over"
+
+    def is_done(self, trainer: str) -> bool:
+        """Whether a trainer has made its last step, with its checkpoint."""
+        return bool(self._trainers[trainer].get("done"))
+
+    def to_plain(self) -> dict[str, Any]:
+        """All that it knows, for a successor; `take_up` gives it back."""
+        return {
+            "phase": self.phase, "draining": self.draining, "dropped": dict(self._dropped),
+            "trainers": {name: {key: status.get(key, 0) for key in ("step", "done")} for name, status in
+                         self._trainers.items()},
+            "evaluations": {name: [each.asked, each.finished] for name, each in self._evaluations.items()},
+            "open_sinks": sorted(self._open_sinks),
+        }  # fmt: skip
+
+    def take_up(self, plain: Mapping[str, Any]) -> None:
+        """Be where the scheduler was that wrote this."""
+        self.phase, self.draining, self._dropped = plain["phase"], plain["draining"], dict(plain["dropped"])
+        self._trainers = dict(plain["trainers"])
+        for name, (asked, finished) in plain["evaluations"].items():
+            self._evaluations[name].asked, self._evaluations[name].finished = asked, finished
+        self._open_sinks = set(plain["open_sinks"])
+
+    def go_on(self, steps: Mapping[str, int], rounds: Mapping[str, int]) -> None:
+        """Before `start`: a run goes on whose trainers have made these steps, and evaluations these last rounds."""
+        for trainer, step in steps.items():
+            self._trainers[trainer] = {"step": step}
+        for name, step in rounds.items():
+            self._evaluations[name].asked = self._evaluations[name].finished = step
+
+    def start(self) -> list[Word]:
+        """The first words, once all workers are ready; evaluations that have had a round have no first one."""
+        if self.over:
+            return []
+        self.phase = "first_evaluation"
+        words = [Word(source, {"pause": bool(self._evaluations)}) for source in self._training_sources()]
+        # A trainer that goes on may have said this before its source could hear it.
+        words += [Word(source, {"dropped": dropped}) for source, dropped in self._dropped.items()]
+        for evaluation in self._evaluations.values():
+            if evaluation.asked is None:
+                evaluation.asked = self.step
+                words += [Word(source, {"evaluate": self.step}) for source in evaluation.sources]
+        return words + self._advance()
+
+    def hear(self, node: str, status: Mapping[str, Any]) -> list[Word]:
+        """Take in what a node says of itself; one that was started again may be behind where it was."""
+        words: list[Word] = []
+        if node in self._trainers:
+            known = self._trainers[node]
+            furthest = {key: max(int(known.get(key, 0)), int(status.get(key, 0))) for key in ("step", "done")}
+            self._trainers[node] = {**status, **furthest}
+            dropped = int(status.get("dropped", 0))
+            for source in lanes_of(self.graph, node):
+                if dropped > self._dropped.get(source, 0):
+                    self._dropped[source] = dropped
+                    words.append(Word(source, {"dropped": dropped}))
+        elif node in self._evaluations and "round" in status:
+            evaluation = self._evaluations[node]
+            evaluation.finished = max(int(status["round"]), -1 if evaluation.finished is None else evaluation.finished)
+        return words + self._advance()
+
+    def ended(self, node: str) -> list[Word]:
+        """A node's inputs have ended and it has nothing more to do."""
+        self._open_sinks.discard(node)
+        return self._advance()
+
+    def words_for(self, node: str, *, again: bool = True) -> list[Word]:
+        """What a node that was started again has to hear before it begins: as if it had heard all words so far.
+
+        again: it does not know what it had done in an open round. False: it goes on, and may have missed a word."""
+        if self.phase == "starting":
+            return []
+        words: list[Word] = []
+        if node in self._training_sources() and self._evaluations:
+            words.append(Word(node, {"pause": self.phase == "first_evaluation"}))
+        if node in self._dropped:
+            words.append(Word(node, {"dropped": self._dropped[node]}))
+        for evaluation in self._evaluations.values():
+            if evaluation.open and node in evaluation.sources:
+                words.append(Word(node, {"evaluate": evaluation.asked} | ({"again": True} if again else {})))
+        if self.draining and (node in self._trainers or node in self._training_sources()):
+            words.append(Word(node, {"drain": True}))
+        return words
+
+    def drain(self) -> list[Word]:
+        """The user wants to stop: finish the step under way, write a checkpoint, end."""
+        self.draining = True
+        if not self._trainers or self.phase == "starting":
+            self.phase = "over"
+        return [Word(name, {"drain": True}) for name in [*self._training_sources(), *self._trainers]] + self._advance()
+
+    def _training_sources(self) -> list[str]:
+        return [n for n, op in self.graph.operators.items() if op.kind == "source" and n not in self.plan.on_demand]
+
+    def _ask(self, step: int) -> list[Word]:
+        words = []
+        for evaluation in self._evaluations.values():
+            if not evaluation.open and evaluation.asked != step:
+                evaluation.asked = step
+                words += [Word(source, {"evaluate": step}) for source in evaluation.sources]
+        return words
+
+    def _advance(self) -> list[Word]:
+        """Move on as far as what is known allows."""
+        words: list[Word] = []
+        if self.phase == "first_evaluation" and (self.draining or not self._waiting()):
+            self.phase = "training"
+            words += [Word(source, {"pause": False}) for source in self._training_sources() if self._evaluations]
+        if self.phase == "training":
+            if self._finished_training():
+                self.phase = "last_evaluation"
+                if not self.draining:
+                    words += self._ask(self.step)
+            else:
+                words += self._due()
+        if self.phase == "last_evaluation":
+            if not self.draining and not self._waiting():
+                words += self._ask(self.step)
+            if self.draining or not self._waiting():
+                self.phase = "over"
+        return words
+
+    def _waiting(self) -> bool:
+        return any(evaluation.open for evaluation in self._evaluations.values())
+
+    def _finished_training(self) -> bool:
+        if self._trainers:
+            return all(self.is_done(trainer) for trainer in self._trainers)
+        return not self._open_sinks
+
+    def _due(self) -> list[Word]:
+        """Rounds whose step has come; one that is still running is not asked for again."""
+        words = []
+        for evaluation in self._evaluations.values():
+            due = self.step - self.step % evaluation.every_steps
+            if not evaluation.open and due > (evaluation.asked or 0):
+                evaluation.asked = due
+                words += [Word(source, {"evaluate": due}) for source in evaluation.sources]
+        return words

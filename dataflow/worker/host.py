@@ -1,0 +1,255 @@
+"""Builds the operators of one process and wires them: shared by a worker and by the inline runner."""
+
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from dataflow.check import sinks_of
+from dataflow.errors import boundary
+from dataflow.folder.finished import Finished
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.trace import Trace
+from dataflow.graph import Graph
+from dataflow.limits import Limits
+from dataflow.node import Context, Generate, Runtime
+from dataflow.planning.plan import Plan
+from dataflow.planning.wiring import Edge, context_facts, edges, marks
+from dataflow.system.log import node_log
+from dataflow.weight_ends import WeightsIn, WeightsOut
+from dataflow.worker.loop import Inlet, NodeLoop, Outlet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a process of a run is told; plain values, so that they travel as msgpack."""
+
+    folder: str
+    """The run folder; empty: keep no ledger, metrics or rollouts."""
+    seed: int = 0
+    steps: int | None = None
+    """Steps the run will make; None: until the prompts end."""
+    keep_steps: int | None = None
+    """As `Context` has it."""
+    worker: str = "inline"
+    replica: int = 0
+    attempt: int = 0
+    """How often this worker has been started before."""
+    control: str = ""
+    """The scheduler's address."""
+    sockets: str = ""
+    """Folder (mode 0700) of the run's ipc sockets."""
+    device: str = "cpu"
+    """Torch's name of the first device of the process."""
+    senders: Mapping[str, int] = field(default_factory=dict)
+    """By edge that ends here, how many senders to expect; where it says nothing, as many as the plan has."""
+    listen: str = ""
+    """Address of this machine at which edges and the scheduler listen; empty: ipc sockets in `sockets`."""
+    keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """Those of the run, where it listens at an address (as `RunKeys.to_plain`); they are written nowhere."""
+    at: Mapping[str, str] = field(default_factory=dict)
+    """By edge that ends here, where the attempt before this one listened."""
+    limits: Limits = field(default_factory=Limits)
+    """How long it waits for others."""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Settings":
+        """What `to_plain` made of one."""
+        return cls(**{**plain, "limits": Limits.from_plain(plain["limits"])})
+
+    def to_plain(self) -> dict[str, Any]:
+        """For msgpack."""
+        return dataclasses.asdict(self)
+
+
+WriterOf = Callable[[str], Callable[[Mapping[str, Any]], WeightsOut]]
+ReaderOf = Callable[[str, str], Callable[[Mapping[str, Any]], WeightsIn]]
+
+
+class Host:
+    """The node loops of one process.
+
+    consumes: inlets and outlets by edge, made by its owner
+    produces: node loops, in the graph's order
+    waits for: nothing by itself; its owner calls `turn`
+    unblocked by: -
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        nodes: Iterable[str],
+        settings: Settings,
+        *,
+        writer_of: WriterOf,
+        reader_of: ReaderOf,
+        device: Callable[[str], str] = lambda node: "cpu",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """writer_of(trainer) and reader_of(trainer, reader) open the weight plane's ends for given tensors. clock: of
+        the operators, which stands still while the process is stopped."""
+        self.graph, self.plan, self.settings = graph, plan, settings
+        self.nodes = [name for name in graph.operators if name in set(nodes)]
+        self.folder = RunFolder.open(settings.folder) if settings.folder else None
+        self.ledger = Ledger.open(self.folder.ledger) if self.folder else None
+        self.runtimes: dict[str, Runtime] = {}
+        self.loops: dict[str, NodeLoop] = {}
+        self.at = ""
+        """The node that is being built, or whose turn it is; empty while nobody is at work."""
+        self.at_since = time.monotonic()
+        self._trace = Trace(f"{settings.worker}-{settings.replica}")
+        self._writer_of, self._reader_of, self._device, self._clock = writer_of, reader_of, device, clock
+
+    def incoming(self) -> list[Edge]:
+        """Edges that end here."""
+        return [edge for edge in edges(self.graph) if edge.consumer in self.nodes]
+
+    def outgoing(self) -> list[Edge]:
+        """Edges that begin here."""
+        return [edge for edge in edges(self.graph) if edge.producer in self.nodes]
+
+    def build(self) -> None:
+        """Make the heavy objects."""
+        for name in self.nodes:
+            self._enter(name)
+            with boundary(name, "starting"):
+                self.runtimes[name] = self.graph.operators[name].build(self._context(name))
+        self._enter("")
+
+    def wire(self, inlets: Mapping[str, Inlet], outlets: Mapping[str, Outlet]) -> None:
+        """Put a loop around every runtime; both mappings go by edge name."""
+        for name in self.nodes:
+            lanes: dict[str, list[Outlet]] = collections.defaultdict(list)
+            most_rows: dict[str, int] = {}
+            for edge in self.outgoing():
+                if edge.producer == name:
+                    lanes[edge.lane].append(outlets[edge.name])
+                    most_rows[edge.lane] = min(edge.batch_rows, most_rows.get(edge.lane, edge.batch_rows))
+            ends = [(e.lane, e.producer, inlets[e.name]) for e in self.incoming() if e.consumer == name]
+            span = self._trace.add
+            self.loops[name] = NodeLoop(
+                name, self.runtimes[name], ends, dict(lanes), most_rows=most_rows,
+                most_bytes=self.plan.message_bytes, mark=self._marker(name, lanes),
+                finished=self._finished(name, lanes), settled=self._settled(name, {lane for lane, _, _ in ends}),
+                span=span,
+            )  # fmt: skip
+
+    def tell(self, node: str, message: Mapping[str, Any]) -> None:
+        """Pass a word of the control on."""
+        if "pause" in message:
+            self.loops[node].paused = bool(message["pause"])
+        else:
+            with boundary(node, f"hearing {dict(message)}"):
+                self.runtimes[node].tell(message)
+
+    def turn(self) -> bool:
+        """One round of every loop, in the graph's order. True when anything moved."""
+        moved = False
+        for name, loop in self.loops.items():
+            self._enter(name)
+            moved |= loop.turn()
+        self._enter("")
+        return moved
+
+    def report(self) -> dict[str, Any]:
+        """What each node says of itself and how it spent its time: plain values for the beat."""
+        return {
+            node: {
+                "status": self.runtimes[node].status(), "seconds": dict(loop.seconds), "rows_in": loop.rows_in,
+                "rows_out": loop.rows_out, "ended": loop.ended, "blocked": loop.blocked, "paused": loop.paused,
+                "pending": self.runtimes[node].pending(), "oldest": loop.holding.oldest(),
+            }
+            for node, loop in self.loops.items()
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Close the runtimes and the ledger, each also where one before it fails."""
+        with contextlib.ExitStack() as closing:
+            if self.folder is not None:
+                closing.callback(self._trace.write, self.folder)
+            if self.ledger is not None:
+                closing.callback(self.ledger.close)
+            for loop in self.loops.values():
+                closing.callback(loop.close)
+            for runtime in self.runtimes.values():
+                closing.callback(runtime.close)
+
+    def _finished(self, name: str, lanes: Iterable[str]) -> dict[str, Finished]:
+        """Where a generator keeps what it has finished of the lanes that are trained."""
+        if self.folder is None or self.ledger is None or not isinstance(self.graph.operators[name], Generate):
+            return {}
+        kept: dict[str, Finished] = {}
+        for lane in lanes:
+            if any(sink.trains for sink in sinks_of(self.graph, lane)):
+                kept[lane] = Finished(
+                    self.folder.finished(name), lane, replica=self.settings.replica, attempt=self.settings.attempt,
+                    waited_for=partial(in_flight, self.ledger, lane),
+                )  # fmt: skip
+        return kept
+
+    def _settled(self, name: str, lanes: Iterable[str]) -> Callable[[str, list[int]], Collection[int]]:
+        """For a node that was started again: what comes to it once more may have been trained meanwhile."""
+        if self.ledger is None or not self.settings.attempt or self.graph.operators[name].kind == "sink":
+            return lambda lane, groups: ()
+        return settled_since(self.ledger, lanes)
+
+    def _enter(self, node: str) -> None:
+        """Note whose slice of work begins; "" for nobody's."""
+        self.at, self.at_since = node, time.monotonic()
+
+    def _context(self, name: str) -> Context:
+        facts: dict[str, Any] = context_facts(self.graph, self.plan, name)
+        read_by = [f for f in self.graph.feedbacks if f.weights.trainer.name == name]
+        reads = [f for f in self.graph.feedbacks if f.reader.name == name]
+        return Context(
+            **facts,
+            rank=self.settings.replica,
+            attempt=self.settings.attempt,
+            seed=self.settings.seed,
+            steps=self.settings.steps,
+            keep_steps=self.settings.keep_steps,
+            device=self._device(name),
+            folder=self.folder,
+            ledger=self.ledger,
+            limits=self.settings.limits,
+            clock=self._clock,
+            log=node_log(name),
+            writer=self._writer_of(name) if read_by else None,
+            reader=self._reader_of(reads[0].weights.trainer.name, name) if reads else None,
+        )
+
+    def _marker(self, name: str, lanes: Iterable[str]) -> Callable[[str, list[int]], None] | None:
+        states = {lane: marks(self.graph, name, lane) for lane in lanes}
+        ledger = self.ledger
+        if ledger is None or not any(states.values()):
+            return None
+
+        def mark(lane: str, group_ids: list[int]) -> None:
+            state = states.get(lane)
+            if state:
+                ledger.advance(lane, group_ids, state)
+
+        return mark
+
+
+def in_flight(ledger: Ledger, lane: str) -> list[int]:
+    """The groups of a lane that some sink waits for."""
+    return [group.group_id for group in ledger.in_flight(lane)]
+
+
+def settled_since(ledger: Ledger, lanes: Iterable[str]) -> Callable[[str, list[int]], list[int]]:
+    """Which of some groups of a lane have an outcome with every sink; of those alone that were issued before now."""
+    issued = {lane: ledger.next_group_id(lane) for lane in lanes}
+
+    def settled(lane: str, groups: list[int]) -> list[int]:
+        before = [group for group in groups if group < issued[lane]]
+        waiting = {group.group_id for group in ledger.in_flight(lane, among=before)} if before else set()
+        return [group for group in before if group not in waiting]
+
+    return settled

@@ -1,0 +1,347 @@
+"""The loop around one operator's runtime: rows in by credit, a slice of work, rows out by credit.
+
+What comes in is acknowledged when the next nodes have acknowledged all that it led to
+(dataflow.worker.acknowledgements).
+"""
+
+import collections
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow.errors import boundary
+from dataflow.folder.finished import Finished
+from dataflow.node import Batch, Runtime
+from dataflow.planning.group_bytes import MESSAGE_BYTES
+from dataflow.records import GROUP_ID, group_slices
+from dataflow.worker.acknowledgements import Holding
+
+
+class Inlet(Protocol):
+    """The receiving end of an edge (transport.data.Receiver)."""
+
+    def receive(self, timeout_s: float = 0.0) -> Any | None:
+        """A delivery with `batch`, `sender`, `ack` and `ack_rows`, or None."""
+
+    def poll(self) -> None:
+        """Take in what arrived, answer the senders."""
+
+    def flush(self) -> None:
+        """Answer the senders."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sender has ended its stream and all of it was received."""
+
+
+class Outlet(Protocol):
+    """The sending end of an edge (transport.data.Sender)."""
+
+    def send(
+        self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None,
+        acked_rows: Callable[[int, int], None] = lambda first, count: None,
+    ) -> bool:  # fmt: skip
+        """False when there is no credit now; then nothing was taken. acked: called when it is acknowledged; acked_rows:
+        with the first and the number of rows that are before the rest."""
+
+    def poll(self) -> None:
+        """Take in grants and acknowledgements."""
+
+    def finish(self) -> None:
+        """Say that nothing more will come."""
+
+
+_MOST_ROWS = 1024
+"""Of a batch on the wire, where the edge does not say."""
+
+
+def whole_groups(records: pa.RecordBatch, most_rows: int, most_bytes: int) -> list[pa.RecordBatch]:
+    """Slices of at most so many rows and bytes, cut between groups; a group that is larger by itself stays whole."""
+    if records.num_rows <= most_rows and records.nbytes <= most_bytes:
+        return [records]
+    parts, start, last = [], 0, 0
+    for _, first, count in group_slices(records):
+        end = first + count
+        if last > start and (end - start > most_rows or records.slice(start, end - start).nbytes > most_bytes):
+            parts.append(records.slice(start, last - start))
+            start = last
+        last = end
+    return [*parts, records.slice(start)]
+
+
+class _Sent:
+    """A batch that was sent: which of its groups the next node has not acknowledged."""
+
+    def __init__(self, records: pa.RecordBatch, acknowledged: Callable[[list[int]], None]) -> None:
+        self._left = {first: group for group, first, _ in group_slices(records)}
+        self._acknowledged = acknowledged
+
+    def acked(self) -> None:
+        groups, self._left = [*self._left.values()], {}
+        self._acknowledged(groups)
+
+    def acked_rows(self, first: int, count: int) -> None:
+        self._acknowledged([self._left.pop(at) for at in range(first, first + count) if at in self._left])
+
+
+class _Taken:
+    """Groups of a delivery that the runtime has, and those that it is done with before the rest."""
+
+    def __init__(self, groups: list[int], done: Callable[[list[int]], None], over: Callable[[], None]) -> None:
+        self._left, self._done, self._over = dict.fromkeys(groups), done, over
+
+    def ack(self) -> None:
+        groups, self._left = list(self._left), {}
+        self._over()
+        self._done(groups)
+
+    def early(self, group_id: int) -> None:
+        if group_id in self._left:
+            del self._left[group_id]
+            self._done([group_id])
+
+
+class NodeLoop:
+    """Drives one runtime without ever waiting.
+
+    consumes: deliveries of its inlets, while the runtime has room
+    produces: batches on the outlets of their lane; acknowledgements once what they led to was acknowledged
+    waits for: credit on its outlets (back-pressured), rows or weights (idle)
+    unblocked by: grants and arrivals, noticed at the next `turn`
+    """
+
+    def __init__(
+        self,
+        node: str,
+        runtime: Runtime,
+        inlets: Sequence[tuple[str, str, Inlet]],
+        outlets: Mapping[str, Sequence[Outlet]],
+        *,
+        most_rows: Mapping[str, int] | None = None,
+        most_bytes: int = MESSAGE_BYTES,
+        mark: Callable[[str, list[int]], None] | None = None,
+        finished: Mapping[str, Finished] | None = None,
+        settled: Callable[[str, list[int]], Collection[int]] = lambda lane, groups: (),
+        span: Callable[[str, float, float], None] = lambda node, begin_s, end_s: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """inlets: (lane, sending node, inlet); outlets by lane; most_rows (by lane), most_bytes: of one batch sent;
+        mark: writes (lane, group ids) into the ledger; finished: by lane, where what leaves is kept until it has an
+        outcome, and found instead of being made again; settled: which of some groups have an outcome already, though
+        their sender has not heard of it; span: is told of every slice of work.
+        """
+        self.node, self.runtime = node, runtime
+        self.paused = False
+        self.ended = False
+        self.rows_in = self.rows_out = 0
+        self.seconds = {"busy": 0.0, "idle": 0.0, "blocked": 0.0}
+        self._inlets, self._outlets = inlets, outlets
+        self._ends: list[Inlet | Outlet] = [
+            *(inlet for _, _, inlet in inlets),
+            *(o for each in outlets.values() for o in each),
+        ]
+        self._most_rows, self._most_bytes = most_rows or {}, most_bytes
+        self._mark, self._span, self._clock = mark, span, clock
+        self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, _Sent]] = collections.deque()
+        self._finished = finished or {}
+        self._settled = settled
+        self.holding = Holding(released=self._forget)
+        self._done: list[tuple[str, str, list[int]]] = []
+        """Lane, origin and groups of deliveries that the runtime acknowledged."""
+        self._inside: collections.Counter[str] = collections.Counter()
+        """Deliveries by lane that the runtime has not acknowledged."""
+        self._over: set[str] = set()
+        """Lanes whose end was passed on."""
+        self._told_end = False
+
+    @property
+    def blocked(self) -> bool:
+        """Whether finished rows wait for credit."""
+        return bool(self._outbox)
+
+    def turn(self) -> bool:
+        """One round: send, receive, work. True when anything moved."""
+        for end in self._ends:
+            end.poll()
+        self._answer()
+        moved = self._flush()
+        if self.ended:
+            return moved | self._pass_over()
+        if self._outbox or self.paused:
+            return moved
+        moved |= self._receive()
+        began = self._clock()
+        with boundary(self.node, "working"):
+            made = self.runtime.work()
+        if made is not None:
+            ended = self._clock()
+            self.seconds["busy"] += ended - began
+            self._span(self.node, began, ended)
+            self._queue(made)
+            self._settle()
+            self._flush()
+            return True
+        self._settle()
+        return moved | self._end()
+
+    def close(self) -> None:
+        """End the files of what it has finished."""
+        for finished in self._finished.values():
+            finished.close()
+
+    def waited(self, seconds: float) -> None:
+        """Account for time that the worker slept while this node had nothing to do, or no credit."""
+        self.seconds["blocked" if self._outbox else "idle"] += seconds
+
+    def _receive(self) -> bool:
+        moved = False
+        for lane, origin, inlet in self._inlets:
+            while self.runtime.room() > 0:
+                delivery = inlet.receive()
+                if delivery is None:
+                    break
+                moved = True
+                self.rows_in += delivery.batch.num_rows
+                began = self._clock()
+                with boundary(self.node, f"taking rows of '{lane}' from '{origin}'"):
+                    self._take(lane, origin, delivery)
+                self.seconds["busy"] += self._clock() - began
+        return moved
+
+    def _take(self, lane: str, origin: str, delivery: Any) -> None:
+        """Push what is new of a delivery; what was finished before leaves at once, what has an outcome is let go."""
+        groups, new = self._arrive(lane, origin, delivery)
+        settled = set(self._settled(lane, new))
+        found = self._found(lane, [group for group in new if group not in settled])
+        if settled or found:
+            self._send_on(lane, found)
+            self._done.append((lane, origin, [*settled, *found]))
+            new = [group for group in new if group not in settled and group not in found]
+        if new or not groups:
+            rows = delivery.batch
+            if len(new) < len(groups):
+                rows = rows.filter(pc.is_in(rows.column(GROUP_ID), pa.array(new, pa.int64())))
+            taken = self._taken(lane, origin, new)
+            self.runtime.push(Batch(lane, rows, origin, taken.ack, taken.early))
+
+    def _arrive(self, lane: str, origin: str, delivery: Any) -> tuple[list[int], list[int]]:
+        """All groups of a delivery, and those that are new."""
+        rows_of = {group: (first, count) for group, first, count in group_slices(delivery.batch)}
+
+        def early(group: int) -> None:
+            delivery.ack_rows(*rows_of[group])
+
+        groups = list(rows_of)
+        return groups, self.holding.arrive(lane, origin, groups, delivery.ack, delivery.sender, early)
+
+    def _taken(self, lane: str, origin: str, groups: list[int]) -> _Taken:
+        self._inside[lane] += 1
+
+        def over() -> None:
+            self._inside[lane] -= 1
+
+        return _Taken(groups, lambda done: self._done.append((lane, origin, done)), over)
+
+    def _queue(self, made: list[Batch]) -> None:
+        for batch in made:
+            groups = [group for group, _, _ in group_slices(batch.records)]
+            if batch.lane in self._finished and groups:
+                self._finished[batch.lane].append(batch.records)
+            self._put(batch.lane, batch.records, groups)
+
+    def _put(self, lane: str, records: pa.RecordBatch, groups: list[int]) -> None:
+        """Have rows sent to every outlet of their lane."""
+        self.rows_out += records.num_rows
+        if self._mark is not None:
+            self._mark(lane, groups)
+        outlets = self._outlets.get(lane, ())
+        self.holding.sent(lane, groups, len(outlets))
+        for part in whole_groups(records, self._most_rows.get(lane, _MOST_ROWS), self._most_bytes):
+            self._outbox += [
+                (outlet, part, _Sent(part, partial(self.holding.acknowledged, lane))) for outlet in outlets
+            ]
+
+    def _found(self, lane: str, groups: list[int]) -> dict[int, pa.RecordBatch]:
+        """Those of some groups that were finished before."""
+        finished = self._finished.get(lane)
+        found = {group: finished.find(group) for group in groups} if finished is not None else {}
+        return {group: rows for group, rows in found.items() if rows is not None}
+
+    def _send_on(self, lane: str, found: Mapping[int, pa.RecordBatch]) -> None:
+        for group, rows in found.items():
+            self._put(lane, rows, [group])
+
+    def _forget(self, group: tuple[str, int]) -> None:
+        """Nobody needs what was kept of a group that has an outcome."""
+        lane, number = group
+        if lane in self._finished:
+            self._finished[lane].forget(number)
+        self.runtime.forget(lane, number)
+
+    def _flush(self) -> bool:
+        moved = False
+        while self._outbox:
+            outlet, part, sent = self._outbox[0]
+            if not outlet.send(part, acked=sent.acked, acked_rows=sent.acked_rows):
+                break
+            self._outbox.popleft()
+            moved = True
+        return moved
+
+    def _settle(self) -> None:
+        """Count what the runtime acknowledged as done, after all that it returned is on its way."""
+        done, self._done = self._done, []
+        for lane, origin, groups in done:
+            self.holding.done(lane, origin, groups)
+        self._answer()
+
+    def _answer(self) -> None:
+        """Let senders hear in this turn of what was let go in it: how many turns there are is a matter of timing, which
+        leaves no trace in a run in one process."""
+        for _, _, inlet in self._inlets:
+            inlet.flush()
+
+    def _pass_over(self) -> bool:
+        """After the end only what is known already comes, from a node that restarted."""
+        moved = False
+        for lane, origin, inlet in self._inlets:
+            while (delivery := inlet.receive()) is not None:
+                moved = True
+                _, new = self._arrive(lane, origin, delivery)
+                self.holding.done(lane, origin, new)
+        return moved
+
+    def _end(self) -> bool:
+        """Pass the end of the stream on once nothing more can come, of a single lane before that of the others."""
+        over = all(inlet.finished for _, _, inlet in self._inlets) if self._inlets else self._source_done()
+        if not over:
+            return self._end_lanes({lane for lane, _, _ in self._inlets if self._lane_over(lane)})
+        if self.runtime.pending():
+            return False
+        if not self._told_end:
+            self._told_end = True
+            self.runtime.tell({"end": True})
+            return True
+        self.ended = True
+        self._end_lanes(self._outlets)
+        return True
+
+    def _lane_over(self, lane: str) -> bool:
+        """Whether all rows of a lane have come, and all that they led to has left, found rows as well as made ones."""
+        has_left = not self._outbox and not self._inside[lane]
+        return has_left and all(inlet.finished for of, _, inlet in self._inlets if of == lane)
+
+    def _end_lanes(self, lanes: Collection[str]) -> bool:
+        ending = [lane for lane in lanes if lane in self._outlets and lane not in self._over]
+        for lane in ending:
+            self._over.add(lane)
+            for outlet in self._outlets[lane]:
+                outlet.finish()
+        return bool(ending)
+
+    def _source_done(self) -> bool:
+        return bool(self.runtime.status().get("done"))

@@ -1,0 +1,365 @@
+"""The transports of one process: data edges over ZeroMQ or within it, and the ends of the weight planes."""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from dataflow.graph import Graph
+from dataflow.limits import Limits
+from dataflow.planning.executors import COLLECTIVE
+from dataflow.planning.group_bytes import CAPACITY_BYTES
+from dataflow.planning.plan import Plan
+from dataflow.planning.wiring import Edge, edges, narrow_format, readers_of
+from dataflow.records import schema
+from dataflow.system.clocks import AwakeClock
+from dataflow.system.security import RunKeys, endpoint, reachable
+from dataflow.weight_ends import OpensWeights, OpensWriter, WeightsBeside, WeightsIn, WeightsOut
+from dataflow.worker.fan_out import FanOut
+from dataflow.worker.host import Host, Settings
+from transport.data import LocalNetwork, Receiver, Sender, SocketNetwork, keep_freed_memory
+
+if TYPE_CHECKING:
+    from transport.weights import FlatLayout
+    from transport.weights.layout.layout import Layout
+    from transport.weights.sharded.groups import Deadlines
+
+_SENDERS = 64
+"""Replicas that may send to a trainer without a scorer between them: what it has not trained stays on the edge."""
+
+
+class Ports:
+    """Opens what the plan says, closes all of it."""
+
+    def __init__(
+        self, graph: Graph, plan: Plan, nodes: list[str], settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """clock: of this process, which stands still while it is stopped."""
+        self._graph, self._plan, self._settings, self._clock = graph, plan, settings, clock
+        self._nodes = set(nodes)
+        self._edges = edges(graph)
+        self.inlets: dict[str, Receiver] = {}
+        self._outlets: dict[str, Sender] = {}
+        self._weights: list[Any] = []
+        self._hubs: dict[str, Any] = {}
+        self._local = LocalNetwork()
+        keys = RunKeys.from_plain(settings.keys)
+        self._to_receive = SocketNetwork(keys=keys.receivers if keys else None)
+        self._to_send = SocketNetwork(keys=keys.senders if keys else None)
+
+    def open_inlets(self, host: Host) -> dict[str, str]:
+        """Bind the edges that end here; addresses of those that come from other processes, by edge."""
+        addresses = {}
+        if self._settings.sockets:
+            keep_freed_memory()
+        for edge in host.incoming():
+            local = edge.producer in self._nodes
+            receiver = Receiver(
+                edge=edge.name, schema=schema(edge.columns), address=edge.name if local else self._address(edge),
+                capacity_rows=self._capacity(edge), capacity_bytes=CAPACITY_BYTES,
+                max_message_bytes=self._plan.message_bytes,
+                network=self._local if local else self._to_receive,
+                senders=self._settings.senders.get(edge.name, self._plan.placements[edge.producer].replicas),
+            )  # fmt: skip
+            self.inlets[edge.name] = receiver
+            if not local:
+                addresses[edge.name] = reachable(receiver.address)
+        return addresses
+
+    def open_outlets(self, host: Host, addresses: Mapping[str, list[str]]) -> Mapping[str, Any]:
+        """Connect the edges that begin here."""
+        for edge in host.outgoing():
+            local = edge.consumer in self._nodes
+            self._outlets[edge.name] = Sender(
+                edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}", epoch=self._settings.attempt,
+                schema=schema(edge.columns), receivers=[edge.name] if local else addresses[edge.name],
+                network=self._local if local else self._to_send, most_rows=edge.most_rows,
+                peer_timeout_s=self._settings.limits.return_s, clock=self._clock,
+            )  # fmt: skip
+        return self._outlets
+
+    def expect(self, senders: Mapping[str, int]) -> None:
+        """By edge that ends here, how many senders it has had in all."""
+        for edge, count in senders.items():
+            self.inlets[edge].expect(count)
+
+    def over(self, senders: Mapping[str, int]) -> None:
+        """By edge that ends here, a replica whose stream the attempt before this one had to its end."""
+        for edge in self._edges:
+            if edge.name in senders:
+                self.inlets[edge.name].over(f"{edge.producer}-{senders[edge.name]}")
+
+    def add(self, receivers: Mapping[str, str]) -> None:
+        """Send to another receiver too, by edge; one that is known is known."""
+        for edge, address in receivers.items():
+            if address not in self._outlets[edge].receivers:
+                self._outlets[edge].add_receiver(address)
+
+    def retire(self, receivers: Mapping[str, str]) -> None:
+        """Send nothing new to a receiver, by edge; it hears that its stream has ended."""
+        for edge, address in receivers.items():
+            if address in self._outlets[edge].receivers:
+                self._outlets[edge].retire_receiver(address)
+
+    def gone(self, receivers: Mapping[str, str]) -> bool:
+        """Whether such receivers have acknowledged all, and know the end."""
+        return not any(address in self._outlets[edge].receivers for edge, address in receivers.items())
+
+    @property
+    def drained(self) -> bool:
+        """Whether all that was sent is acknowledged and, once finished, every receiver knows the end."""
+        return all(outlet.drained for outlet in self._outlets.values())
+
+    def writer_of(self, trainer: str) -> OpensWriter:
+        """Opens the trainer's end of its weight plane; of several ranks, that of the first."""
+        ranks = self._plan.placements[trainer].ranks
+        if ranks > 1:
+            sites = [self._shards_site(trainer, executor) for executor in self._executors(trainer)]
+
+            def open_shards(tensors: Mapping[str, Any]) -> WeightsOut:
+                limits, attempt = self._settings.limits, self._settings.attempt
+                end = offer_beside(sites, 0, ranks, self._settings.device, tensors, limits=limits, attempt=attempt)
+                self._weights.append(end)
+                return end
+
+            return _WriterOpener(open_shards, sites)
+
+        def open_writer(tensors: Mapping[str, Any]) -> WeightsOut:
+            from transport.weights.encoder import EncodedWriter, Encoder
+            from transport.weights.encoding import Encoding
+
+            model = self._graph.operators[trainer].uses
+            assert model is not None, "a trainer has a model"
+            narrow = narrow_format(self._graph, trainer)
+            names = readers_of(self._graph, trainer)[0].narrow_tensors() if narrow else None
+            encoder = Encoder(Encoding(dtype=model.dtype, narrow=narrow, names=names), tensors)
+            ends = [self._writer(trainer, executor, encoder.layout) for executor in self._executors(trainer)]
+            self._weights += ends
+            return EncodedWriter(ends[0] if len(ends) == 1 else FanOut(ends), encoder)
+
+        return _WriterOpener(open_writer, [])
+
+    def reader_of(self, trainer: str, reader: str) -> OpensWeights:
+        """Opens a reader's end."""
+        executor = self._executor(trainer, reader, self._settings.replica)
+
+        def open_reader(tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None) -> WeightsIn:
+            end: WeightsIn = self._reader(trainer, executor, tensors, pieces, f"{reader}-{self._settings.replica}")
+            self._weights.append(end)
+            return end
+
+        return _Opener(open_reader, self._place(trainer, executor))
+
+    def poll(self) -> None:
+        """Answer on the weight planes, whatever the operators are doing."""
+        for end in self._weights:
+            end.poll()
+
+    def sockets(self) -> list[Any]:
+        """What may become readable."""
+        ends: list[Receiver | Sender] = [*self.inlets.values(), *self._outlets.values()]
+        weights = [end.socket for end in self._weights if end.socket is not None]
+        return [socket for end in ends for socket in end.sockets] + weights
+
+    def depths(self) -> dict[str, tuple[int, int]]:
+        """Rows received and not acknowledged, and the capacity, of the edges that end here."""
+        return {
+            edge.name: (self.inlets[edge.name].depth[0], edge.most_rows or edge.capacity_rows)
+            for edge in self._edges if edge.name in self.inlets
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Close everything; what was sent but not acknowledged is lost with this process."""
+        for end in [*self._weights, *self._outlets.values(), *self.inlets.values()]:
+            with contextlib.suppress(OSError):
+                end.close()
+
+    def _capacity(self, edge: Edge) -> int:
+        """Of a receiver, which its senders share: so that each of many replicas may send all that is in flight."""
+        producer = self._graph.operators[edge.producer]
+        alone = producer.light or not self._graph.operators[edge.consumer].trains
+        return edge.capacity_rows * (1 if alone else _SENDERS)
+
+    def _address(self, edge: Edge) -> str:
+        """Where the edge ends: there again after a restart. Short, for the path of an ipc socket may have 107 bytes."""
+        if self._settings.listen:
+            return endpoint(self._settings.listen, self._settings.at.get(edge.name, ":*").rpartition(":")[2])
+        number = [e.name for e in self._edges].index(edge.name)
+        return f"ipc://{self._settings.sockets}/edge-{number}.{self._settings.replica}"
+
+    def _executor(self, trainer: str, reader: str, replica: int) -> str:
+        return self._plan.executor(trainer, reader, replica) if self._settings.sockets else "local"
+
+    def _executors(self, trainer: str) -> list[str]:
+        """Those that some reader of this trainer needs."""
+        readers = [reader.name for reader in readers_of(self._graph, trainer)]
+        pairs = [(name, replica) for name in readers for replica in range(self._plan.placements[name].replicas)]
+        return list(dict.fromkeys(self._executor(trainer, name, replica) for name, replica in pairs))
+
+    def _writer(self, trainer: str, executor: str, layout: Any) -> Any:
+        from transport.weights import ShardedWriter, WeightWriter
+
+        if executor not in COLLECTIVE:
+            return WeightWriter(layout, self._site(trainer, executor))
+        return ShardedWriter(_whole(layout), 0, self._meeting(trainer, executor), **self._collective(executor))
+
+    def _reader(
+        self, trainer: str, executor: str, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None, name: str
+    ) -> Any:
+        from transport.weights import FlatLayout, ShardedReader, WeightReader
+
+        end: Any
+        if executor in COLLECTIVE:
+            layout = _whole(FlatLayout.of(tensors))
+            knobs = {key: value for key, value in self._collective(executor).items() if key != "backend"}
+            end = ShardedReader(layout, 0, self._meeting(trainer, executor), name, **knobs)
+            end.attach(tensors)
+        else:
+            end = WeightReader(
+                self._site(trainer, executor), name, adopt=_adopt(executor), on_damage="keep",
+                attempt=self._settings.attempt,
+            )  # fmt: skip
+            end.attach(tensors, pieces)
+        return end
+
+    def _collective(self, executor: str) -> dict[str, Any]:
+        """How torch.distributed carries the weights, and where they are sent from or arrive."""
+        device = self._settings.device if executor == "nccl" else "cpu"
+        deadlines = _deadlines(self._settings.limits)
+        return {
+            "backend": executor, "device": device, "deadlines": deadlines, "attempt": self._settings.attempt,
+            "clock": AwakeClock(),
+        }  # fmt: skip
+
+    def _site(self, trainer: str, executor: str) -> Any:
+        """Where a trainer and its readers meet: a socket between processes, a hub within one."""
+        if executor == "local":
+            from transport.weights import Hub
+
+            return self._hubs.setdefault(trainer, Hub())
+        place = self._place(trainer, executor)
+        assert place is not None, "the others do not meet at a site"
+        return _site_at(place, self._settings.device)
+
+    def _place(self, trainer: str, executor: str) -> dict[str, str] | None:
+        """Where the processes of one machine meet, in plain values; None where they meet otherwise."""
+        if executor == "local" or executor in COLLECTIVE:
+            return None
+        address = self._meeting(trainer, executor)
+        return {"executor": executor, "address": address, "folder": self._settings.sockets}
+
+    def _shards_site(self, trainer: str, executor: str) -> dict[str, str]:
+        """Where the ranks of a trainer offer their shards, in plain values."""
+        model = self._graph.operators[trainer].uses
+        assert model is not None and executor in COLLECTIVE, "a trainer has a model, and ranks need a collective"
+        return {"executor": executor, "address": self._meeting(trainer, executor), "dtype": model.dtype}
+
+    def _meeting(self, trainer: str, executor: str) -> str:
+        return f"ipc://{self._settings.sockets}/weights.{trainer}.{executor}"
+
+
+def _whole(flat: "FlatLayout") -> "Layout":
+    """One rank that holds every tensor whole."""
+    from transport.weights.layout.layout import Layout
+
+    return Layout.whole({spec.name: (spec.shape, spec.dtype) for spec in flat.tensors}, aliases=flat.aliases)
+
+
+def open_beside(
+    site: Mapping[str, str], device: str, name: str, tensors: Mapping[str, Any], pieces: Mapping[str, Any]
+) -> WeightsBeside:
+    """The end of another rank, on `device`, where `OpensWeights.site` says; it enters what the first one tells it."""
+    from transport.weights.executors.connection import Companion
+
+    end = Companion(_site_at(site, device), name, adopt=_adopt(site["executor"]))
+    end.attach(tensors, pieces)
+    return end
+
+
+def offer_beside(
+    sites: Sequence[Mapping[str, str]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any],
+    *, limits: Limits, attempt: int,
+) -> "ShardsOut":  # fmt: skip
+    """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
+
+    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them.
+    attempt: the scheduler's, at the worker of the first rank."""
+    from transport.weights import ShardedWriter
+    from transport.weights.layout.from_torch import layout_of
+
+    patience = _deadlines(limits)
+    layout = layout_of(tensors, range(ranks))
+    return ShardsOut([
+        ShardedWriter(
+            layout.cast(site["dtype"]), rank, site["address"], ranks=ranks, backend=site["executor"],  # type: ignore[arg-type]
+            device=device if site["executor"] == "nccl" else "cpu", deadlines=patience, attempt=attempt,
+            clock=AwakeClock(),
+        )
+        for site in sites
+    ])  # fmt: skip
+
+
+def abort_gloo(group: Any, rank: int, size: int) -> None:
+    """End all that is under way in a process group of gloo's, here and at the other ranks, from any thread."""
+    from transport.weights.sharded.process_group import abort_gloo
+
+    abort_gloo(group, rank, size)
+
+
+class ShardsOut(FanOut):
+    """One rank's end: what it holds of each DTensor that it is given goes out, over each of its sites."""
+
+    def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
+        """As `FanOut.publish`."""
+        return super().publish(version, {name: tensor.detach().to_local() for name, tensor in tensors.items()})
+
+    def close(self) -> None:
+        """Leave the weight plane."""
+        for end in self._ends:
+            end.close()  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _WriterOpener:
+    """OpensWriter."""
+
+    opened: Callable[[Mapping[str, Any]], WeightsOut]
+    sites: Sequence[Mapping[str, str]]
+
+    def __call__(self, tensors: Mapping[str, Any]) -> WeightsOut:
+        return self.opened(tensors)
+
+
+@dataclass(frozen=True)
+class _Opener:
+    """OpensWeights."""
+
+    opened: Callable[[Mapping[str, Any], Mapping[str, Any] | None], WeightsIn]
+    site: Mapping[str, str] | None
+
+    def __call__(self, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None = None) -> WeightsIn:
+        return self.opened(tensors, pieces)
+
+
+def _deadlines(limits: Limits) -> "Deadlines":
+    """Of the collective weight plane: what it has to itself, and what a run says."""
+    from transport.weights.sharded.groups import Deadlines
+
+    return Deadlines(transfer_s=limits.transfer_s)
+
+
+def _site_at(place: Mapping[str, str], device: str) -> Any:
+    if place["executor"] == "cuda_ipc":
+        from transport.weights.executors.cuda_ipc import CudaIpc
+
+        return CudaIpc(place["address"], device, folder=place["folder"])
+    from transport.weights import SharedMemory
+
+    return SharedMemory(place["address"], folder=place["folder"])
+
+
+def _adopt(executor: str) -> Literal["view", "copy"]:
+    """On a GPU an engine's captured graphs keep pointers to its parameters, which must not move."""
+    return "copy" if executor == "cuda_ipc" else "view"

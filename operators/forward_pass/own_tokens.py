@@ -1,0 +1,80 @@
+"""Asks a model about the rollouts' own tokens: log-probabilities and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataflow.errors import OperatorError
+from dataflow.records import COMPLETION, LOGPROBS, MASK, TOKENS, AnyArray, list_lengths
+from operators.forward_pass.asked import Asked, lists
+from operators.training.learner.learner import Forward
+from operators.training.learner.rows import step_rows
+
+
+class OwnTokens:
+    """Reads a number for every token that the policy chose, but a first one: what a trainer would compute."""
+
+    def __init__(
+        self, forward: Forward, *, node: str, model: str, tokenizer: Any | None, context_tokens: int | None
+    ) -> None:
+        """node, model: their names, for errors. tokenizer: the model's, to see whether it is the policy's too; None
+        where it has none. context_tokens: most that the model takes."""
+        self.forward = forward
+        self._node, self._model, self._tokenizer = node, model, tokenizer
+        self._most = context_tokens
+        self._vocabulary = int(forward.module.get_input_embeddings().weight.shape[0])
+
+    def ask(self, rows: pa.RecordBatch) -> Asked:
+        """Those rows that are short enough. Raises OperatorError when the tokens are not this model's."""
+        lengths = list_lengths(rows.column(TOKENS))
+        fits = np.ones(len(lengths), bool) if self._most is None else lengths <= self._most
+        found = step_rows([rows.filter(pa.array(fits))], (LOGPROBS,))
+        self._check(rows, found.tokens_S if found.kept_S is None else np.r_[found.tokens_S, found.kept_S.ids_K])
+        return Asked(
+            tokens_S=found.tokens_S, read_S=found.chosen_S, offsets=found.offsets, groups_R=found.groups_R,
+            row_R=np.flatnonzero(fits), kept_S=found.kept_S,
+            failures={
+                row: f"the rollout has {lengths[row]} tokens, but '{self._model}' takes {self._most}; lower max_tokens"
+                for row in np.flatnonzero(~fits).tolist()
+            },
+        )  # fmt: skip
+
+    def column(self, rows: pa.RecordBatch, asked: Asked, numbers_S: AnyArray) -> pa.Array:
+        """A number per token, 0 where the policy chose none."""
+        return lists(numbers_S, asked.offsets)
+
+    def _check(self, rows: pa.RecordBatch, ids: AnyArray) -> None:
+        largest = int(ids.max(initial=0))
+        if largest >= self._vocabulary:
+            raise OperatorError(
+                f"'{self._node}' reads the policy's tokens with '{self._model}', which knows {self._vocabulary}, "
+                f"but found token {largest}; give a model with the policy's tokenizer"
+            )
+        if self._tokenizer is not None and (told := disagreement(self._tokenizer, rows)):
+            raise OperatorError(
+                f"'{self._node}' reads the policy's tokens with '{self._model}', whose tokenizer is another: {told}; "
+                f"give a model with the policy's tokenizer"
+            )
+        if any(rows.column(COMPLETION).to_pylist()):
+            self._tokenizer = None
+
+
+def disagreement(tokenizer: Any, rows: pa.RecordBatch) -> str | None:
+    """How a tokenizer reads the chosen tokens, where in no row it reads what the policy wrote."""
+    told = None
+    for tokens, mask, completion in zip(*(rows.column(n).to_pylist() for n in (TOKENS, MASK, COMPLETION)), strict=True):
+        chosen = [token for token, is_chosen in zip(tokens, mask, strict=True) if is_chosen]
+        if completion and chosen:
+            read = tokenizer.decode(chosen, skip_special_tokens=True)
+            if _bare(completion) in _bare(read):
+                return None
+            told = f"the policy wrote {completion[:40]!r}, which it reads as {read[:40]!r}"
+    return told
+
+
+def _bare(text: str) -> str:
+    """Without white space, which tokenizers tidy in their own ways, and without cut-off letters."""
+    return "".join(text.split()).strip("\N{REPLACEMENT CHARACTER}")

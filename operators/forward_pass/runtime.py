@@ -1,0 +1,262 @@
+"""A forward operator at work: whole groups in, one micro-batch at a time, the same rows with a column more out."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from dataflow.errors import DeadlineError
+from dataflow.node import Batch, Context, Runtime, Share
+from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, VERSIONS, AnyArray, group_slices
+from dataflow.scoring.values import error_column
+from dataflow.weight_ends import WeightsIn
+from operators.forward_pass.asked import Asked, Reading
+from operators.forward_pass.due import Known, is_due, needed
+from operators.training.learner.packing import gather, pack, split
+from operators.training.learner.rows import usable
+
+if TYPE_CHECKING:
+    from operators.forward import ForwardOperator
+    from operators.models.merged_adapters import Merged
+
+_ROOM = 4096
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group that waits."""
+
+    group_id: int
+    records: pa.RecordBatch
+    newest: int
+    """Version behind its newest token."""
+    cost: int
+    """About how many tokens it takes."""
+    lane: str
+    share: Share
+    """Of the batch that brought it."""
+
+
+@dataclass
+class _Round:
+    """Groups of one lane that are computed together, and how far that is."""
+
+    groups: list[_Group]
+    records: pa.RecordBatch
+    good: AnyArray
+    """Its rows that have not failed, int64."""
+    asked: Asked | None
+    """None: none is good."""
+    parts: list[AnyArray]
+    """Micro-batches to come: indices into R."""
+    numbers_S: AnyArray
+
+
+class ForwardRuntime(Runtime):
+    """Computes the groups that are due, in the order in which they came, under the newest weights.
+
+    consumes: whole groups by `push`; weights and notes from the weight plane, between two rounds: the numbers of a
+        group come from one version
+    produces: the same groups with one column more, returned from `work`; which are acknowledged then
+    waits for: weights that a group needs, with a deadline; `work` gives None while no group is due
+    unblocked by: a newer version, a note of its trainer, groups. That one of these comes is shown in `due`; it takes
+        that groups which wait keep no other out, so there is always room.
+    """
+
+    def __init__(
+        self, declaration: ForwardOperator, context: Context, reading: Reading, merged: Merged | None = None
+    ) -> None:
+        """Attach the model's weights to the weight plane of `context`, where they are trained; merged: its adapters."""
+        self._declaration, self._context, self._reading = declaration, context, reading
+        self._merged = merged
+        self._reader: WeightsIn | None = None
+        self._own = context.feedback and replace(context.feedback, steps=context.steps)
+        if context.reader is not None:
+            whole = dict(reading.forward.module.named_parameters())
+            self._reader = context.reader(whole if merged is None else merged.tensors)
+        self._waiting: collections.deque[_Group] = collections.deque()
+        self._round: _Round | None = None
+        self._rows = self._tokens = 0
+        self._moved = context.clock()
+
+    def room(self) -> int:
+        """Bounded by the edge's credit: a group that waits must not keep out one that it waits for."""
+        return _ROOM
+
+    def push(self, batch: Batch) -> None:
+        """Cut the batch into its groups."""
+        records = batch.records
+        slices = group_slices(records)
+        share = Share(batch.ack, batch.early, len(slices))
+        if not slices:
+            return
+        for group_id, first, count in slices:
+            rows = records.slice(first, count)
+            newest = pc.max(pc.list_flatten(rows.column(VERSIONS))).as_py()
+            newest = -1 if newest is None else newest
+            group = _Group(group_id, rows, newest, _cost(rows), batch.lane, share)
+            self._waiting.append(group)
+        self._rows += records.num_rows
+        self._moved = self._context.clock()
+
+    def work(self) -> list[Batch] | None:
+        """One micro-batch; the groups of a round once all of theirs are computed; None while no group is due."""
+        if self._round is None:
+            self._listen()
+            self._round = self._begin()
+        current = self._round
+        if current is None:
+            self._check_deadline()
+            return None
+        self._moved = self._context.clock()
+        if current.parts:
+            self._compute(current, current.parts.pop(0))
+        if current.parts:
+            return []
+        self._round = None
+        return [self._end(current)]
+
+    def pending(self) -> int:
+        """Rows that it holds."""
+        return self._rows
+
+    def waits(self) -> Sequence[Any]:
+        """The weight plane's socket, where it has one."""
+        socket = getattr(self._reader, "socket", None)
+        return () if socket is None else (socket,)
+
+    def status(self) -> dict[str, float | int | str]:
+        """Rows held, groups that wait, tokens that went through the model, and the version where there are several."""
+        found: dict[str, float | int | str] = {
+            "queue": self._rows, "waiting": len(self._waiting), "tokens": self._tokens,
+        }  # fmt: skip
+        return found if self._reader is None else found | {"version": self._reader.version}
+
+    def _listen(self) -> None:
+        """Take the newest weights that are offered; a restarted trainer's may have the same number."""
+        offer = self._reader.poll() if self._reader is not None else None
+        if self._reader is not None and offer is not None and self._reader.adopt() == offer.version:
+            self._moved = self._context.clock()
+            if self._merged is not None:
+                self._merged.adopted()
+
+    def _known(self) -> Known:
+        if self._reader is None:
+            return Known(version=0)
+        note = self._reader.note
+        return Known(
+            version=self._reader.version, told=int(note.get("version", 0)), dropped=int(note.get("dropped", 0))
+        )
+
+    def _begin(self) -> _Round | None:
+        """Groups of one lane that are due, the first that is and others up to a micro-batch, taken from the queue."""
+        known, bounds = self._known(), self._context.bounds
+        chosen: list[_Group] = []
+        cost = 0
+        for group in self._waiting:
+            lane = group.lane
+            if chosen and lane != chosen[0].lane:
+                continue
+            if not is_due(group.group_id, group.newest, known, bounds.get(lane), self._own):
+                continue
+            if chosen and cost + group.cost > self._declaration.micro_batch_tokens:
+                break
+            chosen.append(group)
+            cost += group.cost
+        if not chosen:
+            return None
+        taken = {id(group) for group in chosen}
+        self._waiting = collections.deque(group for group in self._waiting if id(group) not in taken)
+        return self._ask(chosen)
+
+    def _ask(self, groups: list[_Group]) -> _Round:
+        records = pa.Table.from_batches([group.records for group in groups]).combine_chunks().to_batches()[0]
+        good = np.flatnonzero(_good(records))
+        if not len(good):
+            return _Round(groups, records, good, None, [], np.zeros(0, np.float32))
+        asked = self._reading.ask(records.take(pa.array(good)))
+        limit = self._declaration.micro_batch_tokens
+        parts = split(asked.tokens_S, asked.offsets, asked.groups_R, limit) if len(asked.row_R) else []
+        return _Round(groups, records, good, asked, parts, np.zeros(len(asked.tokens_S), np.float32))
+
+    def _compute(self, current: _Round, part: AnyArray) -> None:
+        asked = current.asked
+        assert asked is not None, "micro-batches are of sequences"
+        positions, offsets = gather(asked.offsets, part)
+        packed = pack(asked.tokens_S[positions], asked.read_S[positions], offsets)
+        if not len(packed.flat_T):
+            return
+        flat_T = positions[packed.flat_T]
+        kept_T = None if asked.kept_S is None else asked.kept_S.select(flat_T)
+        with torch.no_grad():
+            (numbers_T,) = self._reading.forward.computed(packed, kept_T, ()).values()
+        current.numbers_S[flat_T] = numbers_T.float().cpu().numpy()
+        self._tokens += packed.nodes
+
+    def _end(self, current: _Round) -> Batch:
+        """The round's rows with the new column; what could not be computed is null and has an error."""
+        records, total = current.records, current.records.num_rows
+        values, failures = pa.nulls(total, self._declaration.column), {}
+        if current.asked is not None:
+            asked = current.asked
+            made = self._reading.column(records.take(pa.array(current.good)), asked, current.numbers_S)
+            failures = dict(asked.failures)
+            at = np.full(total, -1, np.int64)
+            at[current.good[asked.row_R]] = np.arange(len(asked.row_R))
+            for sequence in _not_finite(asked, current.numbers_S):
+                row = int(asked.row_R[sequence])
+                failures[row] = "the number that the model gave is not finite"
+                at[current.good[row]] = -1
+            values = made.take(pa.array(at, mask=at < 0))
+        if failures:
+            name = self._declaration.name
+            errors = {int(current.good[row]): f"{name}: {text}" for row, text in failures.items()}
+            place = records.schema.get_field_index(ERROR)
+            records = records.set_column(place, ERROR, error_column(records.column(place), errors))
+            self._context.log.warning("rows without a number", rows=len(errors), first=next(iter(errors.values())))
+        self._rows -= total
+        for group in current.groups:
+            group.share.release(group.group_id)
+        return Batch(current.groups[0].lane, records.append_column(self._declaration.name, values))
+
+    def _check_deadline(self) -> None:
+        wait_s = self._context.limits.slice_s
+        if not self._waiting or self._context.clock() - self._moved <= wait_s:
+            return
+        known, group = self._known(), self._waiting[0]
+        lane = group.lane
+        wanted = needed(group.newest, self._context.bounds.get(lane), self._own)
+        raise DeadlineError(
+            f"'{self._context.node}' waited {wait_s:.0f} s for version {wanted} of '{self._declaration.model.name}', "
+            f"which group {group.group_id} of '{lane}' needs (its newest token is of version {group.newest}); it has "
+            f"version {known.version} and its trainer spoke of version {known.told} last; see that trainer's log"
+        )
+
+
+def _good(records: pa.RecordBatch) -> AnyArray:
+    """Rows that have not failed and are not to be dropped; bool."""
+    good = usable(records, (LOGPROBS, VERSIONS))
+    place = records.schema.get_field_index(DROP_REASON)
+    if place >= 0:
+        good &= records.column(place).is_null().to_numpy(zero_copy_only=False)
+    return good
+
+
+def _cost(rows: pa.RecordBatch) -> int:
+    """About how many tokens a group takes: what the policy wrote, and the longest of its prompts."""
+    lengths = np.asarray(pc.list_value_length(rows.column(MASK)).fill_null(0))
+    written = int(pc.sum(pc.list_flatten(rows.column(MASK))).as_py() or 0)
+    return int(written + max(0, lengths.max(initial=0) - written // max(1, len(lengths))))
+
+
+def _not_finite(asked: Asked, numbers_S: AnyArray) -> list[int]:
+    """Sequences that have a number which is none."""
+    wrong = np.flatnonzero(~np.isfinite(numbers_S))
+    return np.unique(np.searchsorted(asked.offsets, wrong, side="right") - 1).tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,122 @@
+"""When a generator writes down what unfinished rollouts have drawn, and with which of it a later process goes on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from dataflow.folder.partial_rollouts import Parts, Piece, Stretch
+from dataflow.node import Context
+from dataflow.records import ROUND_SIZE
+from dataflow.worker.host import in_flight
+from operators.engine.interface import DecodingEngine
+from operators.generation.groups import Group
+
+if TYPE_CHECKING:
+    from operators.generator import Generator
+
+NEVER = np.iinfo(np.int64).max // 2
+"""Tokens that no rollout comes to."""
+
+
+class Keeping:
+    """Keeps the parts of a generator's rollouts.
+
+    consumes: the live rollouts and the ended ones of incomplete groups, by `write`; groups that start, by `recall`
+    produces: parts on the disk; for a group that starts, what earlier processes drew of it
+    waits for: the disk
+    unblocked by: -
+
+    Once in `every` decode steps it writes the rollouts that have grown by `every` tokens since they were last written,
+    and the ends of those whose siblings go on. A group whose rollouts all are shorter costs nothing.
+    """
+
+    def __init__(self, parts: Mapping[str, Parts], *, seed: int, every: int, masks: bool) -> None:
+        """parts: by lane. every: tokens. masks: rollouts record what truncation left."""
+        self.recalled = 0
+        """Tokens that were not drawn again."""
+        self._parts, self._seed, self._every, self._masks = parts, seed, every, masks
+        self._steps = 0
+
+    def recall(self, group: Group, may_go_on: Callable[[Stretch], bool]) -> None:
+        """Let a group that is about to start begin with what is kept of it, unless it is of an evaluation.
+
+        may_go_on: whether a rollout that has drawn this much, or ended with it, may still be trained.
+        """
+        parts = self._parts.get(group.lane)
+        if parts is None or group.arrival.batch.records.column(ROUND_SIZE)[group.row].as_py():
+            return
+        group.mark = mark_of(self._seed, group)
+        group.written = [0] * group.size
+        found: dict[int, Stretch] = {}
+        for piece in parts.find(group.group_id):
+            part = piece.stretch
+            fits = piece.mark == group.mark and piece.position < group.size and (part.masks is not None) == self._masks
+            if fits and piece.position not in found and may_go_on(part):
+                found[piece.position] = part
+        if found:
+            group.go_on(found)
+            self.recalled += sum(len(part.tokens) for part in found.values())
+
+    def write(self, engine: DecodingEngine, tickets: Mapping[int, tuple[Group, int]]) -> None:
+        """Write down what has grown, if so many steps have passed. tickets: group and position of live rollouts.
+
+        Raises RunFolderError when the disk refuses.
+        """
+        if engine.steps - self._steps < self._every:
+            return
+        self._steps = engine.steps
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+
+        def since(ticket: int) -> int:
+            group, position = tickets[ticket]
+            return NEVER if group.mark is None else group.written[position]
+
+        def add(group: Group, position: int, stretch: Stretch) -> None:
+            assert group.mark is not None, "it was asked for"
+            group.written[position] = stretch.end
+            pieces[group.lane].append(Piece(group.group_id, position, group.mark, stretch))
+
+        for ticket, stretch in engine.grown(since, self._every):
+            add(*tickets[ticket], stretch)
+        for group in {id(group): group for group, _ in tickets.values() if group.mark is not None}.values():
+            for position, stretch in group.unwritten_ends(self._every):
+                add(group, position, stretch)
+        for lane, of_lane in pieces.items():
+            self._parts[lane].append(of_lane)
+
+    def forget(self, lane: str, group: int) -> None:
+        """The group has an outcome."""
+        if lane in self._parts:
+            self._parts[lane].forget(group)
+
+    def close(self) -> None:
+        """End the files that are being written."""
+        for parts in self._parts.values():
+            parts.close()
+
+
+def keeping_of(declaration: Generator, context: Context) -> Keeping | None:
+    """The parts of a generator that has a run folder, those of earlier processes looked through; None for vLLM, which
+    cannot go on with any."""
+    folder, ledger = context.folder, context.ledger
+    if folder is None or ledger is None or declaration.engine == "vllm":
+        return None
+    found: dict[str, Parts] = {}
+    for lane in context.columns:
+        found[lane] = Parts(
+            folder.finished(context.node), lane, replica=context.rank, attempt=context.attempt,
+            waited_for=partial(in_flight, ledger, lane),
+        )  # fmt: skip
+    return Keeping(found, seed=context.seed, every=declaration.segment_tokens, masks=declaration.sampling_mask)
+
+
+def mark_of(seed: int, group: Group) -> int:
+    """A checksum of what a group's rollouts depend on beside weights: the run's seed, the prompt's tokens. int64."""
+    prompt = np.ascontiguousarray(group.prompt, np.int64).tobytes()
+    return xxhash.xxh3_64_intdigest(f"{seed}/{group.lane}/{group.group_id}/".encode() + prompt) - (1 << 63)

@@ -1,0 +1,264 @@
+"""The generator at work: prompts in, segments of decode steps, whole groups out, weights taken in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from dataflow.folder.partial_rollouts import Stretch
+from dataflow.node import Batch, Context, Runtime
+from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
+from dataflow.weight_ends import WeightsIn
+from operators.engine.build import make_engine
+from operators.engine.decode import PREFILL_TOKENS
+from operators.engine.results import Start
+from operators.generation import groups
+from operators.generation.admission import Admission
+from operators.generation.groups import Arrival, Group
+from operators.generation.partial_rollouts import keeping_of
+from operators.generation.tokenize import encode
+
+if TYPE_CHECKING:
+    from operators.generator import Generator
+
+LINGER_STEPS = 4
+"""Decode steps after the first group of a slice is complete before it is sent on: others often follow."""
+
+
+class GeneratorRuntime(Runtime):
+    """Decodes rollouts of waiting prompts, newest weights first.
+
+    consumes: prompts by `push`; weights and notes from the weight plane, between two decode steps
+    produces: complete groups, returned from `work`
+    waits for: nothing; `work` gives None while no group may start and no rollout is under way
+    unblocked by: prompts, a newer version, a note of dropped groups
+    """
+
+    def __init__(self, declaration: Generator, context: Context) -> None:
+        """Load model and tokenizer onto the device of `context`, and attach the weights to its plane."""
+        self._declaration, self._context = declaration, context
+        built = make_engine(declaration, context)
+        self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
+        self._context_tokens = self.engine.context_tokens
+        self._admission: Admission[Group] = Admission(context.bounds, declaration.in_flight)
+        self._reader: WeightsIn | None = None
+        if built.reader is not None:
+            self._reader = built.reader()
+        elif context.reader is not None:
+            self._reader = context.reader(self.engine.tensors)
+        self._told_dropped = 0
+        self._tickets: dict[int, tuple[Group, int]] = {}
+        self._next_ticket = 0
+        self._complete: list[Group] = []
+        self._keeping = keeping_of(declaration, context)
+        self._first_version = -1 if self._reader is not None else 0
+        """The first that it took."""
+        self._started: dict[str, list[int]] = {}
+        self._owed = 0
+        self._seen = (context.clock(), 0, 0)
+
+    def room(self) -> int:
+        """Prompts it would take now; above 0 while any lane that may arrive has no prompt waiting."""
+        lanes = {*self._context.columns, *self._admission.lanes}
+        fewest = min((len(self._admission.lanes.get(lane, ())) for lane in lanes), default=0)
+        return max(0, max(64, self._declaration.slots) - fewest)
+
+    def push(self, batch: Batch) -> None:
+        """Tokenize the prompts into their lane's queue; what cannot be served is complete at once."""
+        records = batch.records
+        arrival = Arrival(batch)
+        if not records.num_rows:
+            return
+        texts = records.column(PROMPT).to_pylist()
+        encoded = encode(self.tokenizer, texts, chat=self._declaration.chat, context_tokens=self._context_tokens)
+        numbers = (records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION))
+        for row, (prompt, group_id, asked, min_version) in enumerate(zip(encoded, *numbers, strict=True)):
+            size = asked or self._declaration.group_size
+            tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
+            group = Group(
+                lane=batch.lane,
+                group_id=group_id,
+                size=size,
+                min_version=min_version,
+                arrival=arrival,
+                row=row,
+                prompt=tokens,
+                unstarted=size,
+                left=size,
+                rows=[None] * size,
+            )
+            self._owed += size
+            if isinstance(prompt, str):
+                group.fail(prompt)
+                self._complete.append(group)
+            else:
+                self._admission.add(batch.lane, group)
+
+    def work(self) -> list[Batch] | None:
+        """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be done."""
+        since = 0
+        enough = max(1, self._declaration.slots // (4 * self._declaration.group_size))
+        worked = False
+        for _ in range(self._declaration.segment_tokens):
+            self._listen()
+            starts = self._starts()
+            if not starts and not self.engine.live:
+                break
+            worked = True
+            finished = self.engine.step(starts)
+            if finished is not None:
+                self._complete += groups.keep(finished, self._tickets)
+            since += bool(self._complete)
+            if since > LINGER_STEPS or len(self._complete) >= enough:
+                break
+        if self._keeping is not None:
+            self._keeping.write(self.engine, self._tickets)
+        return self._out() if worked or self._complete else None
+
+    def pending(self) -> int:
+        """Rollouts that it still owes."""
+        return self._owed
+
+    def waits(self) -> Sequence[Any]:
+        """The weight plane's socket, where it has one."""
+        socket = getattr(self._reader, "socket", None)
+        return () if socket is None else (socket,)
+
+    def forget(self, lane: str, group: int) -> None:
+        """Let go of the parts of a group that has an outcome."""
+        if self._keeping is not None:
+            self._keeping.forget(lane, group)
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Hears {"dropped": groups that the trainer gave up}."""
+        self._told_dropped = max(self._told_dropped, int(message.get("dropped", 0)))
+
+    def status(self) -> dict[str, float | int | str]:
+        """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the last call; `recalled`:
+        tokens that an earlier process had drawn."""
+        now, drawn, steps = self._context.clock(), self.engine.drawn, self.engine.steps
+        then, drawn_then, steps_then = self._seen
+        self._seen = (now, drawn, steps)
+        slot_steps = (steps - steps_then) * self._declaration.slots
+        return {
+            "version": self.engine.version,
+            "active": self.engine.live,
+            "waiting": len(self._admission),
+            "tokens": drawn,
+            "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
+            "parked": self.engine.waiting,
+            "recalled": 0 if self._keeping is None else self._keeping.recalled,
+            "slot_share": (drawn - drawn_then) / slot_steps if slot_steps else 0.0,
+        }
+
+    def close(self) -> None:
+        """Give up the rollouts that are under way; parts of them stay on the disk."""
+        self.engine.close()
+        if self._keeping is not None:
+            self._keeping.close()
+
+    def _listen(self) -> None:
+        """A safe point: take the newest weights that are offered; a restarted trainer's may have the same number."""
+        offer = self._reader.poll() if self._reader is not None else None
+        if self._reader is not None and offer is not None and self._reader.adopt() == offer.version:
+            self.engine.adopted(offer.version)
+            self._first_version = offer.version if self._first_version < 0 else self._first_version
+
+    def _starts(self) -> list[Start]:
+        """Groups that start in the next step."""
+        if self._reader is not None and self._reader.version < 0:
+            return []
+        starts: list[Start] = []
+        tokens = 0
+        note = self._reader.note if self._reader is not None else {}
+        left = self.engine.spare_pages
+        dropped = max(self._told_dropped, int(note.get("dropped", 0)))
+
+        def prepare(group: Group) -> None:
+            if self._keeping is not None and group.mark is None:
+                self._keeping.recall(group, lambda part: self._may_go_on(group, part, dropped))
+
+        def fit(group: Group, wanted: int) -> int:
+            nonlocal left
+            going_on = min(wanted, len(group.parts))  # they wait for pages as parked ones do
+            if going_on == wanted:
+                return wanted
+            idle = not starts and not self.engine.live
+            count, pages = self.engine.fitting(len(group.prompt), wanted - going_on, left, idle=idle)
+            left -= pages
+            return going_on + count
+
+        chosen = self._admission.start(
+            free=self.engine.free,
+            slots=self._declaration.slots,
+            idle=not self.engine.live,
+            version=self.engine.version,
+            dropped=dropped,
+            fit=fit,
+            prepare=prepare,
+        )
+        for _, group, count in chosen:
+            if not count:
+                self._complete.append(group)
+                continue
+            starts.append(self._start(group, count))
+            tokens += len(group.prompt)
+            if tokens >= PREFILL_TOKENS:
+                break
+        return starts
+
+    def _start(self, group: Group, count: int) -> Start:
+        """Begin `count` more rollouts of a group."""
+        if group.unstarted == len(group.order or group.rows):
+            self._started.setdefault(group.lane, []).append(group.group_id)
+        tickets = range(self._next_ticket, self._next_ticket + count)
+        self._next_ticket += count
+        positions = group.start(count)
+        for ticket, position in zip(tickets, positions, strict=True):
+            self._tickets[ticket] = (group, position)
+        key = f"{self._context.seed}/{group.lane}/{group.group_id}"
+        return Start(
+            prompt=group.prompt,
+            limit=self._limit(group),
+            tickets=tickets,
+            seeds=[_seed(key, position) for position in positions],
+            parts=[group.parts.pop(position, None) for position in positions],
+        )
+
+    def _may_go_on(self, group: Group, part: Stretch, dropped: int) -> bool:
+        """Whether a rollout may be gone on with that an earlier process began."""
+        left = self._limit(group) - len(group.prompt) - len(part.tokens)
+        if left < (0 if part.finish_reason else 1):
+            return False
+        return self._admission.may_go_on(group.lane, group, part.versions, self._first_version, dropped)
+
+    def _limit(self, group: Group) -> int:
+        """Most tokens of prompt and completion."""
+        return min(self._context_tokens, len(group.prompt) + self._declaration.max_tokens)
+
+    def _out(self) -> list[Batch]:
+        """One batch for each lane that has complete groups; acknowledges arrivals that are done with."""
+        if self._context.ledger is not None:
+            for lane, ids in self._started.items():
+                self._context.ledger.advance(lane, ids, "generating")
+        self._started = {}
+        by_lane: dict[str, list[Group]] = {}
+        for group in self._complete:
+            by_lane.setdefault(group.lane, []).append(group)
+        self._complete = []
+        batches = []
+        masks = self._declaration.sampling_mask
+        for lane, complete in by_lane.items():
+            batches.append(Batch(lane, groups.rollouts(complete, self.tokenizer, self._ends, masks=masks)))
+            for group in complete:
+                self._owed -= group.size
+                group.arrival.share.release(group.group_id)
+        return batches
+
+
+def _seed(key: str, position: int) -> int:
+    """A rollout's seed: the same whatever else is generated, and wherever. int64."""
+    return xxhash.xxh3_64_intdigest(f"{key}/{position}".encode()) - (1 << 63)

@@ -1,0 +1,1 @@
+"""Language models as modules: loaded, with low-rank adapters, with adapters merged."""

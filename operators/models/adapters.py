@@ -1,0 +1,203 @@
+"""Low-rank adapters on the trainer's side: added to a loaded model, saved and read in peft's format; imports torch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dataflow.model import ADAPTER_CONFIG, ALL_LINEAR, LoRA, Model
+from operators.engine.precision.intake import ROUTERS
+from operators.models.loading import ModelError, load_model
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Before a tensor's name in peft's files: what `PeftModel` wraps around the model."""
+NAME = "default"
+"""What peft calls the only set of adapters."""
+
+
+def load_adapted(model: Model, *, device: str | torch.device = "cpu") -> torch.nn.Module:
+    """The module of `model` with its adapters, in eval mode: what a trainer trains.
+
+    The weights are in the model's dtype and need no gradient; adapters are float32 and do. Where the source is a
+    folder that `save` wrote, the weights come from where it says, and the adapters from it.
+
+    Raises:
+        ModelError: as `load_model`; peft is not there; no layer of that name; adapters of another shape.
+    """
+    assert model.lora is not None, "a model without adapters is loaded by load_model"
+    base, folder = base_of(model)
+    module = add(load_model(base, device=device), model.lora, base)
+    if folder is not None:
+        load(folder, module)
+    return module
+
+
+def add(module: torch.nn.Module, lora: LoRA, base: Model) -> torch.nn.Module:
+    """Put adapters beside the linear layers of a loaded module, in place; class, config and calls stay.
+
+    base: what the module was loaded from; `save` writes it down. Raises as `load_adapted`.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ModelError(
+            f"model '{base.name}' has adapters (lora=), which need peft; found that it cannot be imported ({error}); "
+            f"install it (pip install 'dataflow-rl[lora]'), or leave lora out"
+        ) from error
+    names = sorted({path.rpartition(".")[2] for path in adapted_layers(module, lora)})
+    make: Any = peft.LoraConfig
+    config = make(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=names, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
+        revision=base.revision,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(lora.seed)
+        module.add_adapter(config, NAME)  # type: ignore[operator]
+    folder = Path(base.source)
+    config.base_model_name_or_path = str(folder.resolve()) if folder.is_dir() else base.source
+    for weight in module.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    return module.eval()
+
+
+def adapted_layers(module: torch.nn.Module, lora: LoRA) -> list[str]:
+    """Paths of the linear layers of a plain module that have adapters.
+
+    Raises:
+        ModelError: a name that no linear layer has, the output layer, or a weight that two layers share.
+    """
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    linear = {path: layer for path, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+    last = {path: path.rpartition(".")[2] for path in linear}
+    if lora.targets == ALL_LINEAR:
+        names = {last[path] for path in linear if linear[path] is not head} - set(ROUTERS)
+    else:
+        names = set(lora.targets)
+    chosen = [path for path in linear if last[path] in names]
+    missing = sorted(names - set(last.values()))
+    kind = type(module).__name__
+    if missing or not chosen:
+        raise ModelError(
+            f"adapters are asked for at {missing or lora.targets}, but {kind} has no such linear layer; found "
+            f"{sorted(set(last.values()))}; give LoRA(targets=) some of these"
+        )
+    if any(linear[path] is head for path in chosen):
+        raise ModelError(
+            f"adapters are asked for at the output layer of {kind}, which has to stay as it is; found targets="
+            f"{lora.targets!r}; leave it out"
+        )
+    if len({id(linear[path].weight) for path in chosen}) < len(chosen):
+        raise ModelError(
+            f"adapters are asked for at layers of {kind} that share a weight; found {len(chosen)} layers with "
+            f"{len({id(linear[path].weight) for path in chosen})} weights; name others in LoRA(targets=)"
+        )
+    return chosen
+
+
+def tensor_names(path: str) -> tuple[str, str]:
+    """What the trainer calls A and B of the layer at that path."""
+    return f"{path}.lora_A.{NAME}.weight", f"{path}.lora_B.{NAME}.weight"
+
+
+def is_adapted_layer(layer: torch.nn.Module) -> bool:
+    """Whether `add` put adapters beside this layer, which is `base_layer` in it now."""
+    return NAME in getattr(layer, "lora_A", ())
+
+
+def parts_cut(path: str, style: str) -> list[str]:
+    """Paths within an adapted layer of what tensor parallelism cuts: W, and B by its rows as W's, or A by its columns.
+
+    The other adapter is small and stays whole on every rank. Raises ModelError for a style of transformers' plan that
+    cuts neither rows nor columns.
+    """
+    if "colwise" in style:
+        return [f"{path}.base_layer", f"{path}.lora_B.{NAME}"]
+    if "rowwise" in style:
+        return [f"{path}.base_layer", f"{path}.lora_A.{NAME}"]
+    raise ModelError(
+        f"layer '{path}' has adapters (lora=), and tensor parallelism treats it as {style!r}, which cuts neither its "
+        f"rows nor its columns; leave it out of LoRA(targets=), or use tensor_parallel=1"
+    )
+
+
+def is_adapted(module: Any) -> bool:
+    """Whether a module has adapters, so that `save` is how it is written down."""
+    return NAME in getattr(module, "peft_config", ())
+
+
+def save(folder: Path, module: Any, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Write the adapters alone, in peft's format: `PeftModel.from_pretrained(base, folder)` loads them.
+
+    tensors: whole ones by the module's names, where the module's own are parts of them.
+    """
+    trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    kept = trained if tensors is None else {name: tensors[name] for name in trained}
+    files = {_in_file(name): weight.detach().cpu().contiguous() for name, weight in kept.items()}
+    save_file(files, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = copy.copy(module.peft_config[NAME])
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+
+
+def load(folder: Path, module: torch.nn.Module) -> None:
+    """Put the adapters that `save` wrote into a module that has such. ModelError when they do not fit."""
+    own = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    read(folder, own)
+
+
+@torch.no_grad()
+def read(folder: Path, into: Mapping[str, Tensor]) -> None:
+    """Copy a folder's adapters into tensors under the trainer's names. ModelError when they do not fit."""
+    try:
+        found = load_file(folder / WEIGHTS_FILE)
+    except Exception as error:  # whatever safetensors raises means the same
+        raise ModelError(
+            f"adapters cannot be read from {folder}: {WEIGHTS_FILE} is missing or broken ({error}); "
+            f"give a folder that a trainer's checkpoint or peft wrote"
+        ) from error
+    given = {name: list(tensor.shape) for name, tensor in found.items()}
+    wanted = {_in_file(name): list(tensor.shape) for name, tensor in into.items()}
+    if given != wanted:
+        wrong = sorted(name for name in {*given, *wanted} if given.get(name) != wanted.get(name))
+        raise ModelError(
+            f"the adapters in {folder} do not fit the model: {len(wrong)} tensors differ; found "
+            f"{given.get(wrong[0])} for '{wrong[0]}', not {wanted.get(wrong[0])}; "
+            f"use the rank, targets and weights that they were trained with"
+        )
+    for name, tensor in into.items():
+        tensor.copy_(found[_in_file(name)])
+
+
+def base_of(model: Model) -> tuple[Model, Path | None]:
+    """The model without adapters, and the folder that its source is if it holds adapters alone.
+
+    Raises ModelError when that folder's config is broken.
+    """
+    folder = Path(model.source)
+    plain = dataclasses.replace(model, lora=None)
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
+        return plain, None
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text("utf-8"))
+        source, revision = config["base_model_name_or_path"], config.get("revision")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"the adapters of '{model.name}' cannot be loaded: {folder / ADAPTER_CONFIG} is broken ({error}); "
+            f"copy it again"
+        ) from error
+    return dataclasses.replace(plain, source=source, revision=revision), folder
+
+
+def _in_file(name: str) -> str:
+    """The trainer's name of a tensor, as peft's files have it."""
+    return PREFIX + name.replace(f".{NAME}.weight", ".weight")

@@ -1,0 +1,207 @@
+"""Loads what a `dataflow.Model` names: torch module and tokenizer, from a Hugging Face folder or id."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from dataflow.errors import RunError
+from dataflow.model import Model
+from dataflow.planning.model_files import folder_fault
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModelError(RunError):
+    """A model or tokenizer that could not be loaded: folder, shard, weights, or code that may not run."""
+
+    is_lasting = True
+
+
+def load_model(
+    model: Model,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    attention: str | None = None,
+) -> torch.nn.Module:
+    """The torch module of `model`, in eval mode, with every weight taken from safetensors files.
+
+    Of a folder that holds adapters alone, the model that they belong to, with them merged in; `lora` is not read.
+
+    A model with head "lm" gives next-token logits; "value" a number per token: 0 where the folder has no such
+    head, as that of a policy; "score" a number per sequence.
+
+    Args:
+        device: where the weights go, "cpu" or "cuda:N".
+        dtype: type of the weights; `model.dtype` when None.
+        attention: name of a registered attention function; transformers chooses when None.
+
+    Raises:
+        ModelError: no such folder or id, a missing or broken shard, weights that do not belong to the
+            config, a head "score" that the folder lacks, or code of its own without `trust_remote_code`.
+    """
+    import torch
+
+    from operators.models.adapters import base_of
+    from operators.models.merged_adapters import load_merged
+
+    _check_folder(model)
+    if base_of(model)[1] is not None:
+        return load_merged(model, device=device, dtype=dtype, attention=attention)[0]
+    options: dict[str, Any] = {} if model.head == "lm" else {"num_labels": 1}
+    if attention is not None:
+        options["attn_implementation"] = attention
+    chosen = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or model.dtype)
+    with _attributed(model, "weights"), no_progress_bar():
+        module, found = _loader(model).from_pretrained(
+            model.source,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            dtype=chosen,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    _check_weights(model, found)
+    _settle_head(model, module, found)
+    return module.eval().to(device)  # type: ignore[no-any-return]
+
+
+def preload(model: Model) -> None:
+    """Import the code of `model`, and what loads it, for the processes that are forked from this one.
+
+    No weight is read and no device is touched; nothing is fetched, and no code of the model's own is run.
+    """
+    import torch
+    import transformers
+
+    from operators.models.adapters import base_of
+
+    base, _ = base_of(model)
+    if not base.trust_remote_code:
+        config = transformers.AutoConfig.from_pretrained(base.source, revision=base.revision, local_files_only=True)
+        with torch.device("meta"):
+            _loader(base).from_config(config)
+
+
+def load_tokenizer(model: Model) -> Any:
+    """The tokenizer of `model`, a `transformers.PreTrainedTokenizerBase`.
+
+    Raises:
+        ModelError: as `load_model`, or the folder has no tokenizer.
+    """
+    import transformers
+
+    _check_folder(model)
+    with _attributed(model, "tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(
+            model.source, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+
+
+def load_configs(model: Model) -> tuple[Any, Any | None]:
+    """Config and generation config of `model` (None where it has none), without its weights.
+
+    Raises:
+        ModelError: as `load_model`.
+    """
+    import transformers
+
+    from operators.models.adapters import base_of
+
+    _check_folder(model)
+    model, _ = base_of(model)
+    with _attributed(model, "config"):
+        config = transformers.AutoConfig.from_pretrained(
+            model.source, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    try:
+        return config, transformers.GenerationConfig.from_pretrained(model.source, revision=model.revision or "main")
+    except OSError:
+        return config, None
+
+
+def _loader(model: Model) -> Any:
+    """The transformers class that makes the module of a model with this head."""
+    import transformers
+
+    return {
+        "lm": transformers.AutoModelForCausalLM,
+        "value": transformers.AutoModelForTokenClassification,
+        "score": transformers.AutoModelForSequenceClassification,
+    }[model.head]
+
+
+def _check_folder(model: Model) -> None:
+    """Refuse a folder that is not there or lacks a shard that its index names."""
+    if (fault := folder_fault(model)) is not None:
+        raise ModelError(fault)
+
+
+def _check_weights(model: Model, found: dict[str, Any]) -> None:
+    """Refuse weights that were left to chance: missing ones would be random numbers."""
+    missing = sorted(found.get("missing_keys", ()))
+    if model.head != "lm":
+        missing = [key for key in missing if not _is_of_head(key)]
+    mismatched = sorted(str(entry) for entry in found.get("mismatched_keys", ()))
+    if missing or mismatched:
+        raise ModelError(
+            f"model '{model.name}' cannot be loaded: its config needs {len(missing)} weights that "
+            f"{model.source} does not have and {len(mismatched)} of another shape, "
+            f"such as {(missing + mismatched)[:3]}; "
+            f"give weights that belong to this config.json"
+        )
+
+
+def _settle_head(model: Model, module: Any, found: dict[str, Any]) -> None:
+    """A critic without a head begins at 0, the same for every seed; a judge without one would give random numbers."""
+    fresh = sorted(key for key in found.get("missing_keys", ()) if _is_of_head(key))
+    if model.head == "value" and fresh:
+        parameters = dict(module.named_parameters())
+        for name in fresh:
+            parameters[name].data.zero_()
+        structlog.get_logger().info("value head set to 0", model=model.name, source=model.source, weights=fresh)
+    elif model.head == "score" and fresh:
+        raise ModelError(
+            f"model '{model.name}' cannot be loaded: it is to give scores, but {model.source} has no {fresh}, and "
+            f"random weights would judge at random; give a sequence classifier with one label, such as a reward model"
+        )
+
+
+def _is_of_head(key: str) -> bool:
+    return key.split(".")[0] in ("score", "classifier")
+
+
+@contextlib.contextmanager
+def _attributed(model: Model, what: str) -> Iterator[None]:
+    """Whatever transformers raises while loading, as a ModelError with a way out."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        way_out = "check the folder's files, or the id and revision on the hub"
+        if "trust_remote_code" in str(error):
+            way_out = "read that code and, if you trust it, give Model(..., trust_remote_code=True)"
+            text = "it comes with Python code of its own (auto_map), which may not run"
+        raise ModelError(
+            f"{what} of model '{model.name}' cannot be loaded from {model.source}: {text}; {way_out}"
+        ) from error
+
+
+@contextlib.contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Keep transformers from drawing a bar into a worker's log."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

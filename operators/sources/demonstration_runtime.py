@@ -1,0 +1,116 @@
+"""The runtime of Demonstrations: tokenizes prompts and reference answers into rollouts; imports torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dataflow.node import Batch, Runtime
+from dataflow.records import GROUP_ID, MIN_VERSION, PROMPT
+from operators.engine.reasons import STOPPED
+from operators.engine.stops import end_tokens
+from operators.generation.groups import Arrival, Ended, Group, rollouts
+from operators.generation.tokenize import encode
+from operators.models.loading import ModelError, load_configs, load_tokenizer
+
+if TYPE_CHECKING:
+    from operators.demonstrations import Demonstrations
+
+_ROOM = 512
+_CONTEXT_TOKENS = 4096
+
+
+class Demonstrating(Runtime):
+    """Tokenizes.
+
+    consumes: prompts with answers
+    produces: their rollouts, batch by batch
+    waits for: nothing
+    unblocked by: -
+    """
+
+    def __init__(self, declaration: Demonstrations) -> None:
+        self._declaration = declaration
+        config, generation = load_configs(declaration.model)
+        self._tokenizer = load_tokenizer(declaration.model)
+        ends = end_tokens(SimpleNamespace(config=config, generation_config=generation), self._tokenizer)
+        if not ends:
+            raise ModelError(
+                f"model '{declaration.model.name}' has no end token, so nobody could learn when to stop: neither "
+                f"{declaration.model.source}'s tokenizer nor its configs name an eos_token; name one there"
+            )
+        own = self._tokenizer.eos_token_id
+        self._end = ends[0] if own is None else own
+        most = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self._context_tokens = declaration.context_tokens or most or _CONTEXT_TOKENS
+        self._queue: deque[Batch] = deque()
+
+    def room(self) -> int:
+        """Rows it would take now."""
+        return max(0, _ROOM - self.pending())
+
+    def push(self, batch: Batch) -> None:
+        """Queue a batch."""
+        self._queue.append(batch)
+
+    def pending(self) -> int:
+        """Rows queued."""
+        return sum(batch.records.num_rows for batch in self._queue)
+
+    def status(self) -> dict[str, float | int | str]:
+        """Rows queued."""
+        return {"queue": self.pending()}
+
+    def work(self) -> list[Batch] | None:
+        """The rollouts of one batch."""
+        if not self._queue:
+            return None
+        batch = self._queue.popleft()
+        arrival = Arrival(batch)
+        if not batch.records.num_rows:
+            return []
+        ids, versions = (batch.records.column(name).to_pylist() for name in (GROUP_ID, MIN_VERSION))
+        groups = [
+            Group(
+                lane=batch.lane, group_id=group_id, size=1, min_version=min_version, arrival=arrival, row=row,
+                prompt=np.zeros(0, np.int64), unstarted=0, left=0,
+            )
+            for row, (group_id, min_version) in enumerate(zip(ids, versions, strict=True))
+        ]  # fmt: skip
+        for group, found in zip(groups, self._demonstrated(batch), strict=True):
+            if isinstance(found, str):
+                group.fail(found)
+            else:
+                group.rows = [found]
+        made = rollouts(groups, self._tokenizer, frozenset([self._end]))
+        for group in groups:
+            arrival.share.release(group.group_id)
+        return [Batch(batch.lane, made)]
+
+    def _demonstrated(self, batch: Batch) -> list[Ended | str]:
+        """For each row its rollout, or a message in three parts."""
+        most = self._context_tokens
+        texts = batch.records.column(PROMPT).to_pylist()
+        prompts = encode(self._tokenizer, texts, chat=self._declaration.chat, context_tokens=most)
+        answers = batch.records.column(self._declaration.answer).to_pylist()
+        tokens = self._tokenizer([answer or "" for answer in answers], add_special_tokens=False)["input_ids"]
+        return [self._rollout(*row) for row in zip(prompts, answers, tokens, strict=True)]
+
+    def _rollout(self, prompt: Any, answer: str | None, tokens: list[int]) -> Ended | str:
+        if isinstance(prompt, str):
+            return prompt
+        if answer is None:
+            return f"the answer is null in column '{self._declaration.answer}'; give every row a text"
+        whole = np.asarray([*prompt, *tokens, self._end], np.int32)
+        if len(whole) > self._context_tokens:
+            return (
+                f"the demonstration is too long: it has {len(whole)} tokens and the context has room for "
+                f"{self._context_tokens}; shorten it, or raise context_tokens"
+            )
+        return Ended(
+            tokens=whole, logprobs=np.zeros(len(whole), np.float32), versions=np.full(len(whole), -1, np.int32),
+            start=len(prompt), reason=STOPPED, text=answer,
+        )  # fmt: skip

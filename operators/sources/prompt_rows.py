@@ -1,0 +1,325 @@
+"""Turns rows as they were found into a checked table of prompts, and counts what it leaves out."""
+
+import difflib
+import itertools
+import json
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow.errors import RecordError
+from dataflow.records import PROMPT, PROMPT_ID, Columns
+from operators.sources.row_files import Fault, Found
+
+_ROWS_AT_ONCE = 8192
+_SAMPLE_ROWS, _SAMPLE_PROMPTS = 50, 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a row becomes a prompt."""
+
+    columns: tuple[str, ...]
+    """The user's columns."""
+    prompt_column: str = PROMPT
+    id_column: str | None = None
+    make: Callable[[Any], Any] | None = None
+    """The user's function from a row to a prompt, several, or None."""
+    chat: bool = False
+    """Whether prompts are chat messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which prompts to take, and what to do with bad rows."""
+
+    start: int = 0
+    limit: int | None = None
+    drops_bad: bool = False
+
+
+@dataclass
+class Report:
+    """What was left out, and what looks odd."""
+
+    bad: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By kind of fault: rows, and the first of them."""
+    skipped: int = 0
+    """Rows for which the user's function returned None or nothing."""
+    duplicates: int = 0
+    """Prompts that stood before with the same text."""
+
+    @property
+    def dropped(self) -> int:
+        """Bad rows."""
+        return sum(count for count, _ in self.bad.values())
+
+    def add(self, kind: str, place: str, count: int = 1) -> None:
+        """Count bad rows."""
+        known, first = self.bad.get(kind, (0, place))
+        self.bad[kind] = (known + count, first)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A prompt."""
+
+    id: str
+    prompt: str
+    values: tuple[Any, ...]
+    """Of the user's columns."""
+
+
+def sample_columns(found: Iterable[Found], recipe: Recipe) -> tuple[dict[str, pa.DataType], list[Fault]]:
+    """Types of the user's columns in the first prompts; the faults of these rows if none gave a prompt."""
+    rows: list[Made] = []
+    faults: list[Fault] = []
+    for each in itertools.islice(found, _SAMPLE_ROWS):
+        for made in prompts_of(each, recipe, {}):
+            if isinstance(made, Made):
+                rows.append(made)
+            else:
+                faults.append(made)
+        if len(rows) >= _SAMPLE_PROMPTS:
+            break
+    columns = list(zip(*(made.values for made in rows), strict=True)) or [()] * len(recipe.columns)
+    types = {name: _type_of(values) for name, values in zip(recipe.columns, columns, strict=True)}
+    return types, [] if rows else faults
+
+
+def load(found: Iterable[Found], recipe: Recipe, types: Columns, selection: Selection) -> tuple[pa.Table, Report]:
+    """All prompts as a table (prompt_id, prompt, the user's columns), and what was left out.
+
+    RecordError for the first bad row unless they are to be dropped, and when no prompt is left.
+    """
+    report = Report()
+    fields = [
+        (PROMPT_ID, pa.string()),
+        (PROMPT, pa.string()),
+        *((name, types[name]) for name in recipe.columns),
+    ]
+    schema = pa.schema(fields)
+    wanted = None if selection.limit is None else selection.start + selection.limit
+    prompts = itertools.islice(_good(found, recipe, types, selection, report), wanted)
+    batches = []
+    while chunk := list(itertools.islice(prompts, _ROWS_AT_ONCE)):
+        columns = [[made.id for made in chunk], [made.prompt for made in chunk]]
+        columns += [list(values) for values in zip(*(made.values for made in chunk), strict=True)]
+        arrays = [pa.array(values, kind) for values, kind in zip(columns, schema.types, strict=True)]
+        batches.append(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    table = _unique_ids(pa.Table.from_batches(batches, schema), recipe, selection, report).slice(selection.start)
+    report.duplicates = len(table) - pc.count_distinct(table.column(PROMPT)).as_py()
+    if not len(table):
+        raise RecordError(_nothing_left(recipe, selection, report))
+    return table, report
+
+
+def prompts_of(found: Found, recipe: Recipe, types: Columns) -> Iterator[Made | Fault]:
+    """The prompts of a row, or what is wrong with it."""
+    if found.fault is not None:
+        yield found.fault
+        return
+    if recipe.make is None:
+        yield _made(found.row, str(found.number), recipe, types)
+        return
+    try:
+        results = recipe.make(found.row)
+        is_many = not isinstance(results, str | Mapping | None)
+        results = list(results) if is_many else [] if results is None else [results]
+    except Exception as error:
+        yield _function_fault(recipe.make, error)
+        return
+    for number, row in enumerate(results):
+        yield _made(row, f"{found.number}.{number}" if is_many else str(found.number), recipe, types, found.row)
+
+
+def _good(
+    found: Iterable[Found], recipe: Recipe, types: Columns, selection: Selection, report: Report
+) -> Iterator[Made]:
+    for each in found:
+        is_empty = True
+        for made in prompts_of(each, recipe, types):
+            is_empty = False
+            if isinstance(made, Made):
+                yield made
+            elif selection.drops_bad:
+                report.add(made.kind, each.place)
+            else:
+                raise RecordError(f'{each.place} {made.detail}; {made.do}, or Prompts(on_bad="drop")')
+        report.skipped += is_empty
+
+
+def _made(row: Any, number: str, recipe: Recipe, types: Columns, raw: Any = None) -> Made | Fault:
+    if isinstance(row, str):
+        row = {recipe.prompt_column: row}
+    if not isinstance(row, Mapping):
+        do = "give rows as dicts or strings, or convert them with rows=..."
+        return Fault(kind="not a row", detail=f"is a {type(row).__name__}, not a dict", do=do)
+    prompt = _prompt(row, recipe)
+    if isinstance(prompt, Fault):
+        return prompt
+    values = []
+    for name in recipe.columns:
+        value = _value(row, name, types.get(name))
+        if isinstance(value, Fault):
+            return value
+        values.append(value)
+    if recipe.id_column is not None:
+        source = row if recipe.id_column in row or not isinstance(raw, Mapping) else raw
+        identity = _value(source, recipe.id_column, None)
+        if isinstance(identity, Fault):
+            return identity
+        number = f"{identity}.{number.partition('.')[2]}" if "." in number else str(identity)
+    return Made(number, prompt, tuple(values))
+
+
+def _prompt(row: Mapping[str, Any], recipe: Recipe) -> str | Fault:
+    name = recipe.prompt_column
+    value = _value(row, name, None)
+    if isinstance(value, Fault):
+        return value
+    if isinstance(value, list | tuple) and recipe.chat:
+        return _messages(value, name)
+    if isinstance(value, list | tuple):
+        do = "set chat=True"
+        return Fault(kind=f"chat messages in '{name}'", detail=f"has a list in '{name}', not a text", do=do)
+    if not isinstance(value, str):
+        detail = f"has {value!r:.60} ({type(value).__name__}) in '{name}', not a text"
+        return Fault(kind=f"wrong type in '{name}'", detail=detail, do="make it a text, or convert it with rows=...")
+    if not value:
+        return Fault(kind=f"empty '{name}'", detail=f"has an empty text in '{name}'", do="fill it")
+    return json.dumps([{"role": "user", "content": value}], ensure_ascii=False) if recipe.chat else value
+
+
+def _messages(value: Sequence[Any], name: str) -> str | Fault:
+    is_chat = bool(value) and all(
+        isinstance(each, Mapping) and isinstance(each.get("role"), str) and each.get("content") is not None
+        for each in value
+    )
+    if is_chat:
+        try:
+            text = json.dumps([dict(each) for each in value], ensure_ascii=False)
+            text.encode()
+            return text
+        except (TypeError, ValueError):
+            pass
+    return Fault(
+        kind=f"broken chat in '{name}'",
+        detail=f"has {value!r:.60} in '{name}', which is no list of messages",
+        do='write each as {"role": ..., "content": ...}',
+    )
+
+
+def _value(row: Mapping[str, Any], name: str, kind: pa.DataType | None) -> Any:
+    """The value of a column, or the fault."""
+    if name not in row:
+        close = difflib.get_close_matches(name, [str(key) for key in row], n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        detail = f"has no column '{name}': it has {list(row)[:12]}{hint}"
+        return Fault(kind=f"no column '{name}'", detail=detail, do=f"add '{name}', name another, or use rows=...")
+    value = row[name]
+    if value is None:
+        return Fault(kind=f"null in '{name}'", detail=f"has null in '{name}'", do="fill it, or skip it with rows=...")
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, str) and not _is_text(value):
+        return Fault(kind=f"broken text in '{name}'", detail=f"has half a character in '{name}'", do="mend the text")
+    if kind is not None and not _is_kind(value, kind):
+        return Fault(
+            kind=f"wrong type in '{name}'",
+            detail=f"has {value!r:.60} ({type(value).__name__}) in '{name}', where others have {kind}",
+            do=f"make them alike, or state the type with columns={{'{name}': {type(value).__name__}}}",
+        )
+    return value
+
+
+def _is_text(value: str) -> bool:
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_kind(value: Any, kind: pa.DataType) -> bool:
+    if pa.types.is_string(kind):
+        return isinstance(value, str)
+    if pa.types.is_boolean(kind):
+        return isinstance(value, bool)
+    if isinstance(value, bool):
+        return False
+    if pa.types.is_floating(kind) and isinstance(value, float):
+        return True
+    if pa.types.is_integer(kind) and not isinstance(value, int):
+        return False
+    try:
+        pa.array([value], kind)
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _type_of(values: Sequence[Any]) -> pa.DataType:
+    for some in (values, values[:1]):
+        try:
+            kind = pa.array(some).type
+        except (pa.ArrowException, OverflowError, TypeError, ValueError):
+            continue
+        if not pa.types.is_null(kind):
+            return kind
+    return pa.string()
+
+
+def _function_fault(make: Callable[[Any], Any], error: Exception) -> Fault:
+    code = getattr(make, "__code__", None)
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if code is not None and frame.f_code.co_filename == code.co_filename
+    ]
+    at = f" ({Path(code.co_filename).name}:{lines[-1]})" if code is not None and lines else ""
+    return Fault(
+        kind="rows= failed",
+        detail=f"made rows= raise {type(error).__name__}: {error}{at}",
+        do="mend the function, or have it return None for such rows",
+    )
+
+
+def _unique_ids(table: pa.Table, recipe: Recipe, selection: Selection, report: Report) -> pa.Table:
+    """The table without rows whose id stood before; RecordError unless they are to be dropped."""
+    if recipe.id_column is None or not len(table):
+        return table
+    codes = pc.dictionary_encode(table.column(PROMPT_ID)).combine_chunks()
+    codes = codes.indices.to_numpy() if isinstance(codes, pa.DictionaryArray) else codes.chunk(0).indices.to_numpy()
+    firsts = np.sort(np.unique(codes, return_index=True)[1])
+    if len(firsts) == len(table):
+        return table
+    twice = int(np.setdiff1d(np.arange(len(table)), firsts)[0])
+    place = f"id '{table.column(PROMPT_ID)[twice]}' in column '{recipe.id_column}'"
+    if not selection.drops_bad:
+        raise RecordError(
+            f"{place} stands more than once (again at prompt {twice}); name a column that is unique, or "
+            f'leave id_column out, or Prompts(on_bad="drop")'
+        )
+    report.add("id more than once", place, len(table) - len(firsts))
+    return table.take(pa.array(firsts))
+
+
+def _nothing_left(recipe: Recipe, selection: Selection, report: Report) -> str:
+    reasons = {kind: count for kind, (count, _) in report.bad.items()}
+    if reasons:
+        first = next(place for _, place in report.bad.values())
+        return f"no prompt is left: all rows were dropped ({reasons}, the first at {first}); mend the data"
+    if report.skipped:
+        return f"no prompt is left: rows= skipped all {report.skipped} rows; check what it returns"
+    if selection.start:
+        return f"no prompt is left behind start={selection.start}; lower it"
+    return "there are no rows at all, so nothing can be issued; give a source with at least one row"

@@ -1,0 +1,1 @@
+"""Checkpoints of a trainer: written beside the training, found again, and gone on from."""

@@ -1,0 +1,105 @@
+"""Where a trainer goes on from: its newest good checkpoint, the steps after it, and what a crash left half done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import RunError
+from dataflow.folder.ledger import MadeStep
+from dataflow.folder.ledger.writes import some
+from dataflow.folder.retention import KNOB, gone
+from dataflow.model import Model
+from dataflow.node import Context
+from dataflow.system.files import disk
+from operators.training.checkpoints import checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a trainer begins with."""
+
+    model: Model
+    """To load: its own, or that of the checkpoint."""
+    folder: Path | None = None
+    """The checkpoint; None: the model's own weights, and an optimiser that has seen nothing."""
+    step: int = 0
+    """Steps behind those weights."""
+    missing: Sequence[MadeStep] = ()
+    """Steps that the ledger has after it, to be made again."""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    """The metrics of the last committed step."""
+
+
+def find_start(model: Model, context: Context) -> Start:
+    """Look where to go on, and put right what a crash left: lines of metrics, checkpoints of steps taken back.
+
+    Raises RunError when the checkpoint is of another release, or the disk refuses.
+    """
+    folder, ledger = context.folder, context.ledger
+    last = ledger.last_step(context.node) if ledger is not None else 0
+    if folder is None or ledger is None:
+        return Start(model=model)
+    found = folder.latest_checkpoint(at_most=last, node=context.own_folder)
+    set_aside(folder.checkpoints_of(context.own_folder).path, last)
+    if not last:
+        return Start(model=model)
+    made = ledger.steps(context.node)
+    for line in missing_lines(made, folder.read_metrics()):
+        folder.append_metrics(line)
+    step = _step_of(found)
+    if found is not None:
+        model = dataclasses.replace(model, source=str(found), revision=None)
+    missing = [each for each in made if each.step > step]
+    if lost := [each.step for each in missing if each.step <= gone(ledger, context.node)]:
+        raise RunError(
+            f"'{context.node}' cannot come back to step {last}: its newest good checkpoint is of step {step}, and the "
+            f"rollouts of steps {some(lost)} after it were not kept ({KNOB}); take a newer checkpoint from a backup, "
+            f"or start a new run"
+        )
+    if missing:
+        context.log.info(
+            "catching up", node=context.node, step=last, steps=len(missing),
+            checkpoint=found.name if found is not None else "none: from the start",
+        )  # fmt: skip
+    return Start(model=model, folder=found, step=step, missing=missing, told=made[-1].metrics)
+
+
+def missing_lines(made: Iterable[MadeStep], lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the ledger knows of steps whose lines of metrics are not there; a line of a step that was taken back, and
+    made otherwise, is not that of the step."""
+    there: dict[Any, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        there.setdefault(line.get("step"), []).append(line)
+    return [
+        dict(step.metrics)
+        for step in made
+        if step.metrics and not any(line.items() >= step.metrics.items() for line in there.get(step.step, ()))
+    ]
+
+
+def set_aside(checkpoints: Path, last: int) -> None:
+    """Rename the checkpoints of steps after `last`, which were taken back: no later start may take them for those of
+    the steps that will have their numbers. RunFolderError when the disk refuses."""
+    for folder in sorted(checkpoints.glob("step-*")):
+        number = folder.name.removeprefix("step-")
+        if number.isdecimal() and int(number) > last:
+            places = (folder.with_name(f"taken-back-{at}-{folder.name}") for at in range(1, 1_000_000))
+            with disk("renaming", folder):
+                folder.rename(next(place for place in places if not place.exists()))
+
+
+def _step_of(folder: Path | None) -> int:
+    """Of a checkpoint. RunError where it says another step than its name."""
+    if folder is None:
+        return 0
+    step = int(checkpoint.read_state(folder)["step"])
+    if folder.name != f"step-{step:06d}":
+        raise RunError(
+            f"'{folder}' cannot be resumed from: its state is of step {step}; move it away, then an older "
+            f"checkpoint is taken"
+        )
+    return step

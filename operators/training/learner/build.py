@@ -1,0 +1,72 @@
+"""Makes the learner that a `Trainer` declares: model, optimiser and loss; imports torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dataflow.model import Model
+from operators.models.adapters import load_adapted
+from operators.models.loading import load_model
+from operators.training.learner.critic import Critic
+from operators.training.learner.learner import Forward, Learner
+from operators.training.learner.memory import Parked, prepare
+from operators.training.learner.optimizer import adamw
+from operators.training.learner.policy import Policy
+
+if TYPE_CHECKING:
+    from operators.trainer import Trainer
+
+
+def make_learner(trainer: Trainer, model: Model, *, node: str, device: str, seed: int = 0) -> Learner:
+    """Load `model` with float32 weights and put a learner around it; of one with adapters, they alone are float32.
+
+    model: the trainer's own, or that of a checkpoint. seed: the run's."""
+    if model.lora is not None:
+        module = load_adapted(model, device=device)
+    else:
+        module = load_model(model, device=device, dtype="float32")
+    take_over(module)
+    return learner_of(trainer, forward_of(trainer, module), node=node, seed=seed)
+
+
+def take_over(module: Any) -> None:
+    """Give the weights to be trained memory of their own, as torch aligns it.
+
+    Loaded ones are parts of a mapped file, anywhere in it; and on CPUs the last bit of a matrix product depends on
+    where its factors begin, so that a trainer would not come back to the weights that it had.
+    """
+    for weight in module.parameters():
+        if weight.requires_grad and weight.device.type == "cpu":
+            weight.data = weight.data.clone(memory_format=torch.contiguous_format)
+
+
+def learner_of(trainer: Trainer, forward: Forward, *, node: str, seed: int = 0) -> Learner:
+    """A learner around a model that is loaded already."""
+    prepare(forward.module, gradient_checkpointing=trainer.gradient_checkpointing, compile=trainer.compile)
+    learner = Learner(
+        forward=forward,
+        optimizer=adamw(
+            dict(forward.module.named_parameters()),
+            lr=trainer.lr, betas=trainer.betas, eps=trainer.eps, weight_decay=trainer.weight_decay,
+        ),
+        loss=trainer.loss_function,
+        node=node,
+        normalize=trainer.normalize,
+        max_grad_norm=trainer.max_grad_norm,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        skip_zero_advantage=trainer.skip_zero_advantage,
+        whiten=trainer.whiten,
+        seed=seed,
+    )  # fmt: skip
+    learner.parked = Parked(learner) if trainer.offload else None
+    return learner
+
+
+def forward_of(trainer: Trainer, module: Any) -> Forward:
+    """The module as the learner sees it, by its head."""
+    compute = None if trainer.model.dtype == "float32" else getattr(torch, trainer.model.dtype)
+    if trainer.model.head == "value":
+        return Critic(module, compute=compute)
+    return Policy(module, temperature=trainer.temperature, compute=compute)

@@ -1,0 +1,305 @@
+"""The optimiser step over packed micro-batches: forward, loss, backward, clip, update; imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataflow.errors import Unusable
+from dataflow.records import ADVANTAGE, REF_LOGPROBS, VALUES
+from dataflow.staleness import NO_TOKEN
+from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
+from operators.training.learner.loss_function import LossFunction
+from operators.training.learner.nonfinite import Findings, not_finite
+from operators.training.learner.packing import Array, Kept, Packed, gather, pack, split
+from operators.training.learner.rows import StepRows, whitened
+from operators.training.learner.together import Alone, Together
+
+if TYPE_CHECKING:
+    from operators.training.learner.memory import Parked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a step did; measures are over the tokens that were computed."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    measures: Measures
+    """See `Diagnostics.measures`."""
+    nodes: int
+    """Tokens that went through the model."""
+    culprit: str | None = None
+    """What was not finite; then the weights were left as they were."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A step before it is cut into micro-batches."""
+
+    rows: StepRows
+    """With the advantages that the loss is to read."""
+    scale_R: Array
+    """What each rollout's summed loss is multiplied by."""
+    computed: Array
+    """Rollouts that go through the model."""
+
+
+class Forward(Protocol):
+    """A model as a learner sees it: `Policy`, or a critic."""
+
+    module: Any
+
+    def computed(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
+        """What the loss wants of `loss_function.WITH_GRADIENT`, each [T], and `new_logprobs` or `new_values` always."""
+
+
+@dataclass
+class Learner:
+    """Trains one model; one call of `micro` per micro-batch, between `begin` and `end`.
+
+    normalize: what the summed loss is divided by: "tokens" (trained tokens of the step), "rollouts", or
+    "rollout_means" (rollouts, after each rollout's sum was divided by its tokens).
+    """
+
+    forward: Forward
+    optimizer: torch.optim.Optimizer
+    loss: LossFunction
+    node: str
+    normalize: str
+    max_grad_norm: float
+    micro_batch_tokens: int
+    skip_zero_advantage: bool
+    whiten: bool = False
+    seed: int = 0
+    """The run's. A loss that draws random numbers draws the same ones in a step that is made again: what torch draws
+    is a function of it and of the step, so that no state of a generator has to be kept."""
+    together: Together = field(default_factory=Alone)
+    parked: Parked | None = None
+    """Takes what it does not need off its device, where the trainer offloads; see `memory`."""
+    _rows: StepRows | None = None
+    _diagnostics: Diagnostics | None = None
+    _scale_R: Array = field(default_factory=lambda: np.zeros(0))
+    _totals: list[Tensor] = field(default_factory=list)
+    _bad: list[tuple[Tensor, Array]] = field(default_factory=list)
+    _nodes: int = 0
+
+    def __post_init__(self) -> None:
+        self.parameters = {
+            name: weight for name, weight in self.forward.module.named_parameters() if weight.requires_grad
+        }
+        if self.skip_zero_advantage:
+            self.skip_zero_advantage = vanishes_without_advantage(self.loss)
+
+    def begin(self, rows: StepRows, version: int) -> list[Array]:
+        """Start a step; the micro-batches to hand to `micro`, as indices of rollouts.
+
+        version: steps behind the weights."""
+        step = self.prepare(rows)
+        self.open(step.rows, step.scale_R, version)
+        if not len(step.computed):
+            return []
+        positions, offsets = gather(step.rows.offsets, step.computed)
+        parts = split(
+            step.rows.tokens_S[positions], offsets, step.rows.groups_R[step.computed], self.micro_batch_tokens,
+            whole=self.needs_groups,
+        )  # fmt: skip
+        return [step.computed[part] for part in parts]
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the loss reads whole groups, which then are never cut."""
+        return "group_index" in self.loss.computed
+
+    def prepare(self, rows: StepRows) -> Prepared:
+        """What all ranks of a step have to know of it as a whole."""
+        if self.whiten:
+            rows = whitened(rows)
+        trained_R = rows.trained_R
+        if self.normalize == "tokens":
+            scale_R = np.full(rows.rollouts, 1.0 / max(1, int(trained_R.sum())))
+        else:
+            scale_R = np.full(rows.rollouts, 1.0 / max(1, rows.rollouts))
+            if self.normalize == "rollout_means":
+                scale_R = scale_R / np.maximum(trained_R, 1)
+        computed = np.flatnonzero((trained_R > 0) & (rows.signal_R | (not self.skip_zero_advantage)))
+        return Prepared(rows=rows, scale_R=scale_R, computed=computed)
+
+    def open(self, rows: StepRows, scale_R: Array, version: int) -> None:
+        """Start a step of these rows, of which this rank computes what `micro` is given."""
+        names = sums_of(self.loss.computed, self.loss.columns)
+        self._diagnostics = Diagnostics(
+            ratio_bounds(self.loss.knobs, self.loss.columns + self.loss.computed), version, names
+        )
+        self._rows, self._scale_R, self._totals, self._bad = rows, scale_R, [], []
+        self._nodes = 0
+        torch.manual_seed((self.seed * 1_000_003 + version) % 2**63)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def micro(self, part: Array) -> None:
+        """Forward and backward of one micro-batch; gradients add up.
+
+        An empty one has a forward and backward too, of a loss that is zero: for ranks whose exchanges need it."""
+        assert self._rows is not None
+        rows = self._rows
+        if not len(part):
+            self._idle()
+            return
+        positions, offsets = gather(rows.offsets, part)
+        packed = pack(rows.tokens_S[positions], rows.mask_S[positions], offsets)
+        self._nodes += packed.nodes
+        flat_T, row_T = positions[packed.flat_T], part[packed.row_T]
+        kept_T = None if rows.kept_S is None else rows.kept_S.select(flat_T)
+        computed = self.forward.computed(packed, kept_T, self.loss.computed)
+        new_T = next(iter(computed.values()))
+        given = {name: self._tensor(values[flat_T], new_T) for name, values in rows.columns_S.items()}
+        given |= {name: self._tensor(values[row_T], new_T) for name, values in rows.columns_R.items()}
+        groups_T = np.unique(rows.groups_R[row_T], return_inverse=True)[1]
+        known = given | computed | {
+            "mask": torch.ones(len(new_T), dtype=torch.bool, device=new_T.device),
+            "rollout_index": torch.from_numpy(packed.row_T).to(new_T.device),
+            "group_index": torch.from_numpy(groups_T).to(new_T.device),
+        }  # fmt: skip
+        losses = self._call({name: known[name] for name in self.loss.columns + self.loss.computed}, new_T)
+        total = (losses * self._tensor(self._scale_R[row_T], new_T)).sum()
+        torch.autograd.backward(total)
+        self._totals.append(total.detach().to(torch.float64))
+        self._measure(losses, computed, given, rows.oldest_R[row_T], row_T)
+
+    def end(self, learning_rate: float) -> Outcome:
+        """Clip, update the weights and report; the weights stay as they were when anything was not finite."""
+        assert self._diagnostics is not None
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [weight.grad for weight in self.parameters.values() if weight.grad is not None]
+        norm = self.together.norm(gradients)
+        sums, largest = self._diagnostics.totals()
+        nodes = torch.tensor([self._nodes], dtype=torch.float64)
+        total = torch.stack([torch.zeros((), dtype=torch.float64, device=norm.device), *self._totals]).sum()
+        sums, largest = self.together.total(
+            torch.cat([each.reshape(-1).to(norm.device) for each in (total, nodes, sums)]), largest.to(norm.device)
+        )
+        grad_norm, most, loss, computed, *found = torch.cat(
+            [norm.double().reshape(1), largest.reshape(1), sums]
+        ).tolist()
+        culprit = None
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.together.clip(gradients, self.max_grad_norm, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        else:
+            culprit = str(self.findings())
+        return Outcome(
+            loss=loss, grad_norm=grad_norm, measures=self._diagnostics.measures(found, most), nodes=round(computed),
+            culprit=culprit,
+        )  # fmt: skip
+
+    def _idle(self) -> None:
+        packed = pack(np.zeros(2, np.int64), np.ones(2, bool), np.array([0, 2]))
+        computed = self.forward.computed(packed, None, self.loss.computed)
+        torch.autograd.backward(torch.stack([values.sum() for values in computed.values()]).sum() * 0.0)
+
+    def _call(self, arguments: dict[str, Any], new_T: Tensor) -> Tensor:
+        """The loss per token; a single number stands for each of them."""
+        losses = self.loss.call(**arguments)
+        if not isinstance(losses, Tensor) or losses.shape not in (new_T.shape, torch.Size(())):
+            found = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise Unusable(
+                f"loss '{self.loss.name}' ({self.loss.where}) of '{self.node}' must return a tensor "
+                f"[{len(new_T)}] with a number per token, or a single number; found {found}; mend its return"
+            )
+        return losses.expand(new_T.shape)
+
+    def _measure(
+        self, losses: Tensor, computed: dict[str, Tensor], given: dict[str, Tensor], oldest_T: Array, row_T: Array
+    ) -> None:
+        assert self._diagnostics is not None
+        with torch.no_grad():
+            self._bad.append((~torch.isfinite(losses), row_T))
+            now = {name: values.detach() for name, values in computed.items()}
+            if "new_values" not in now and (oldest_T != NO_TOKEN).any():  # demonstrations were drawn from no weights
+                new_T = now["new_logprobs"]
+                self._diagnostics.policy(
+                    new_T, given["logprobs"], self._tensor(oldest_T, new_T), entropy_T=now.get("entropy"),
+                    reference_T=given.get(REF_LOGPROBS),
+                )  # fmt: skip
+            elif VALUES in given and ADVANTAGE in given:
+                self._diagnostics.critic(now["new_values"], given[VALUES] + given[ADVANTAGE])
+
+    def everywhere(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """Call a module's function(learner=, rank=, ranks=, **arguments) on each rank, all of which do so together;
+        what they return. Arguments and results are plain values, and paths."""
+        return [function(learner=self, rank=0, ranks=1, **arguments)]
+
+    def close(self) -> None:
+        """Give back what it holds beside its model."""
+
+    def findings(self) -> Findings:
+        """What of the step was not finite, on this rank."""
+        assert self._rows is not None
+        rollouts: list[int] = []
+        for bad_T, row_T in self._bad:
+            found = np.unique(row_T[bad_T.cpu().numpy()])
+            rollouts += self._rows.rollout_ids_R[found].tolist()
+        gradients = {name: weight.grad for name, weight in self.parameters.items() if weight.grad is not None}
+        return Findings(rollouts, not_finite(self.parameters), not_finite(gradients))
+
+    def _tensor(self, values: Array, like: Tensor) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return tensor.to(like.device, like.dtype if tensor.is_floating_point() or tensor.dtype == torch.bool else None)
+
+
+def _seed(number: int) -> None:
+    """For dropout. Not torch.manual_seed: without a GPU that keeps the stack of every call, for a GPU to come."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(number)
+
+
+def vanishes_without_advantage(loss: LossFunction) -> bool:
+    """Whether rollouts of advantage 0 can be left out: they add exactly nothing to the loss and its gradient,
+    and the other rollouts' part does not depend on them. Found by trying.
+
+    False for losses with an entropy bonus, a KL term or a whitened advantage, for those that do not read the
+    advantage, and for those that cannot be called on random numbers.
+    """
+    known = {"new_logprobs", "mask", "rollout_index"}
+    if "advantage" not in loss.columns or "new_logprobs" not in loss.computed or not known.issuperset(loss.computed):
+        return False
+    draw = torch.Generator().manual_seed(0)
+    given = {name: -3.0 * torch.rand(256, generator=draw) for name in (*loss.columns, "new_logprobs")}
+    given["advantage"] = torch.randn(256, generator=draw)
+    given["rollout_index"] = torch.arange(256) // 8
+    silent_T = given["rollout_index"] % 2 == 0
+    given["advantage"][silent_T] = 0.0
+    try:
+        total, grad = _tried(loss, given)
+        some_total, some_grad = _tried(loss, {name: values[~silent_T] for name, values in given.items()})
+        none_total, none_grad = _tried(loss, {name: values[silent_T] for name, values in given.items()})
+    except Exception:  # a loss that needs real rows is simply computed on all of them
+        return False
+    if none_total.count_nonzero() or none_grad.count_nonzero() or grad[silent_T].count_nonzero():
+        return False
+    return torch.allclose(total, some_total, rtol=1e-4) and torch.allclose(grad[~silent_T], some_grad, rtol=1e-4)
+
+
+def _tried(loss: LossFunction, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Summed loss and its gradient with respect to the log-probabilities."""
+    new_T = given["new_logprobs"].clone().requires_grad_()
+    arguments = {name: values for name, values in given.items() if name in loss.columns}
+    if "mask" in loss.computed:
+        arguments["mask"] = torch.ones(len(new_T), dtype=torch.bool)
+    if "rollout_index" in loss.computed:
+        arguments["rollout_index"] = torch.unique(given["rollout_index"], return_inverse=True)[1]
+    total = loss.call(new_logprobs=new_T, **arguments).expand(new_T.shape).sum()
+    (grad,) = torch.autograd.grad(total, new_T)
+    return total.detach(), grad

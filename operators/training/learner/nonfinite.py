@@ -1,0 +1,46 @@
+"""Where the numbers of a step stopped being finite; imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from operators.training.learner.together import local
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was not finite."""
+
+    rollouts: Sequence[int] = ()
+    """Whose loss was not, by rollout_id."""
+    weights: Sequence[str] = ()
+    """Parameters."""
+    gradients: Sequence[str] = ()
+    """Parameters."""
+
+    def __or__(self, other: Findings) -> Findings:
+        """Those of two ranks."""
+        return Findings(
+            list(dict.fromkeys([*self.rollouts, *other.rollouts])),
+            list(dict.fromkeys([*self.weights, *other.weights])),
+            list(dict.fromkeys([*self.gradients, *other.gradients])),
+        )
+
+    def __str__(self) -> str:
+        """Where the numbers stopped being finite: rollouts if the loss was not, else the first parameter."""
+        if self.weights:
+            return f"the weights of '{self.weights[0]}' ({len(self.weights)} tensors)"
+        if self.rollouts:
+            return f"the loss of rollouts {list(self.rollouts[:8])}{' and more' if len(self.rollouts) > 8 else ''}"
+        if self.gradients:
+            return f"the gradient of '{self.gradients[0]}' ({len(self.gradients)} tensors)"
+        return "the gradient norm"
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of those that hold such a number in the part that this rank has."""
+    return [name for name, tensor in tensors.items() if not torch.isfinite(local(tensor)).all()]

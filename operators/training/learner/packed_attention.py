@@ -1,0 +1,130 @@
+"""Attention over packed nodes for any model of transformers, and the proof that it changes nothing; imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from operators.training.learner.packing import Array, Packed, pack
+
+ATTENTION = "dataflow_packed"
+PROBE_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The attention rows of a packed micro-batch, on the device: an argument of `packed_attention`."""
+
+    buckets: tuple[Tensor, ...]
+    """Node indices int64 [B, L], right padded."""
+    back_N: Tensor
+    """Where each node's output stands in the buckets, end to end."""
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_rows: Rows,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within rows gathered from the nodes by index; an attention function of transformers.
+
+    query, key, value: [1, heads, N, D]. Returns [1, N, heads, D]. Padding stands at the right of the rows,
+    where no token before it sees it, so a full-attention layer needs no mask. Raises ValueError for variants
+    that it does not compute (soft caps, sinks, biases).
+    """
+    for unknown in ("softcap", "s_aux", "position_bias"):
+        if rest.get(unknown) is not None:
+            raise ValueError(f"packed attention does not compute '{unknown}'")
+    query_N_H_D, key_N_H_D, value_N_H_D = (x[0].transpose(0, 1) for x in (query, key, value))
+    is_grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for bucket_B_L in packed_rows.buckets:
+        batch, length = bucket_B_L.shape
+        index = bucket_B_L.view(-1)
+        rows = [
+            x.index_select(0, index).view(batch, length, *x.shape[1:]).transpose(1, 2)
+            for x in (query_N_H_D, key_N_H_D, value_N_H_D)
+        ]
+        mask = None
+        if sliding_window is not None and sliding_window < length:
+            at = torch.arange(length, device=query.device)
+            mask = (at[:, None] >= at) & (at[:, None] - at < sliding_window)
+        out = F.scaled_dot_product_attention(
+            rows[0], rows[1], rows[2],
+            attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling, enable_gqa=is_grouped,
+        )  # fmt: skip
+        outputs.append(out.transpose(1, 2).reshape(batch * length, out.shape[1], out.shape[3]))
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return flat.index_select(0, packed_rows.back_N)[None], None
+
+
+def on_device(array: Array, device: torch.device) -> Tensor:
+    """A copy of `array` on `device`; on a CPU the same memory, where it is contiguous."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def packed_inputs(packed: Packed, device: torch.device) -> dict[str, Any]:
+    """What a model of transformers is called with, to see all nodes at once, as one row [1, N]."""
+    buckets = tuple(on_device(bucket, device) for bucket in packed.buckets)
+    return {
+        "input_ids": on_device(packed.tokens_N, device)[None],
+        "position_ids": on_device(packed.positions_N, device)[None],
+        "packed_rows": Rows(buckets, on_device(packed.back_N, device)),
+        "use_cache": False,
+    }
+
+
+def computing(dtype: torch.dtype | None, device: torch.device) -> Any:
+    """A context in which matrix products are made in `dtype`; None: in the type of the weights."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def switch_to_packed(module: Any, numbers: Callable[[bool], Tensor], *, must: bool) -> bool:
+    """Replace the module's attention, unless its numbers for `probe` would change; whether it was replaced.
+
+    numbers: of `probe`, packed or padded. must: raise instead (ValueError, or what the module raised).
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, packed_attention)
+    was = module.config._attn_implementation
+    if was == ATTENTION:
+        return True
+    with torch.no_grad():
+        wanted = numbers(False)
+        try:
+            module.set_attn_implementation(ATTENTION)
+            if bool(((numbers(True) - wanted).abs() <= PROBE_TOLERANCE).all()):
+                return True
+        except Exception:  # any refusal means the same: this architecture keeps its own attention
+            if must:
+                raise
+    module.set_attn_implementation(was)
+    if must:
+        raise ValueError(f"{type(module).__name__} gives other numbers when packed")
+    return False
+
+
+def probe(module: Any) -> Packed:
+    """Three rollouts that share a prefix, and one that does not."""
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(0, int(module.config.get_text_config().vocab_size), size) for size in (12, 9, 15, 7)]
+    for row in rows[1:3]:
+        row[:6] = rows[0][:6]
+    offsets = np.r_[0, np.cumsum([len(row) for row in rows])]
+    return pack(np.concatenate(rows), np.ones(int(offsets[-1]), bool), offsets)

@@ -1,0 +1,202 @@
+"""The rollouts of a step as flat arrays: from Arrow batches to what packing and losses take."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow import records
+from dataflow.errors import RecordError
+from dataflow.records import AnyArray
+from dataflow.staleness import oldest_versions
+from operators.training.learner.packing import Kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRows:
+    """The rollouts that one step trains; axis suffixes as in `operators.training.learner.packing`."""
+
+    tokens_S: AnyArray
+    """int32."""
+    mask_S: AnyArray
+    """bool."""
+    offsets: AnyArray
+    """[R + 1] into S."""
+    groups_R: AnyArray
+    """group_id of each."""
+    rollout_ids_R: AnyArray
+    """rollout_id of each."""
+    oldest_R: AnyArray
+    """Version behind its oldest token; staleness.NO_TOKEN where the policy chose none."""
+    columns_R: dict[str, AnyArray]
+    """Columns of the loss with one number per rollout."""
+    columns_S: dict[str, AnyArray]
+    """Columns of the loss with one number per token, and `logprobs` in any case."""
+    kept_S: Kept | None = None
+    """The ids that truncation left at each token, where the generator recorded them."""
+
+    @property
+    def rollouts(self) -> int:
+        """How many."""
+        return len(self.rollout_ids_R)
+
+    @cached_property
+    def chosen_S(self) -> AnyArray:
+        """Whether a token is trained: the policy chose it, and it is no first one; bool."""
+        chosen = self.mask_S.copy()
+        chosen[self.offsets[:-1][np.diff(self.offsets) > 0]] = False
+        return chosen
+
+    @cached_property
+    def trained_R(self) -> AnyArray:
+        """Trained tokens of each."""
+        return self._per_row(self.chosen_S)
+
+    @cached_property
+    def signal_R(self) -> AnyArray:
+        """Whether a rollout's advantage is anything but zero; all true without such a column."""
+        if records.ADVANTAGE in self.columns_R:
+            return np.asarray(self.columns_R[records.ADVANTAGE] != 0)
+        if records.ADVANTAGE in self.columns_S:
+            return self._per_row(self.columns_S[records.ADVANTAGE] != 0) > 0
+        return np.ones(self.rollouts, bool)
+
+    def _per_row(self, counted_S: AnyArray) -> AnyArray:
+        counts = np.r_[0, np.cumsum(counted_S)]
+        return np.asarray(counts[self.offsets[1:]] - counts[self.offsets[:-1]])
+
+
+def usable(batch: pa.RecordBatch, columns: Iterable[str]) -> AnyArray:
+    """Which rows can be trained: no error, and a value in every column that the loss reads; bool [rows]."""
+    good = np.ones(batch.num_rows, bool)
+    if batch.schema.get_field_index(records.ERROR) >= 0:
+        errors = batch.column(records.ERROR)
+        if errors.null_count < len(errors):
+            good &= errors.is_null().to_numpy(zero_copy_only=False)
+    for name in (records.TOKENS, records.MASK, *columns):
+        column = batch.column(name)
+        if column.null_count:
+            good &= column.is_valid().to_numpy(zero_copy_only=False)
+    return good
+
+
+def drop_reason(batch: pa.RecordBatch) -> str | None:
+    """Why an operator before the trainer gave the group up; None where none did."""
+    if batch.schema.get_field_index(records.DROP_REASON) < 0:
+        return None
+    reasons = batch.column(records.DROP_REASON).drop_null()
+    return str(reasons[0].as_py()) if len(reasons) else None
+
+
+def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> StepRows:
+    """Flatten the usable rows of some groups, in their order.
+
+    Raises RecordError for lists of unequal length, and for a sampling mask that leaves out the token drawn.
+    """
+    columns = tuple(columns)
+    wanted = dict.fromkeys((records.LOGPROBS, *columns))
+    table = pa.Table.from_batches(batches).combine_chunks()
+    whole = table.to_batches()[0] if table.num_rows else batches[0]
+    good = usable(whole, columns)
+    if not good.all():
+        table = table.filter(pa.array(good)).combine_chunks()
+    tokens = _column(table, records.TOKENS)
+    offsets = np.r_[0, np.cumsum(records.list_lengths(tokens))]
+    columns_R: dict[str, AnyArray] = {}
+    columns_S: dict[str, AnyArray] = {}
+    for name in wanted:
+        column = _column(table, name)
+        if pa.types.is_list(column.type):
+            columns_S[name] = _per_token(column, name, table, offsets)
+        else:
+            columns_R[name] = column.to_numpy(zero_copy_only=False)
+    tokens_S = _flat(tokens)
+    return StepRows(
+        tokens_S=tokens_S,
+        mask_S=_per_token(_column(table, records.MASK), records.MASK, table, offsets).astype(bool),
+        offsets=offsets,
+        groups_R=_column(table, records.GROUP_ID).to_numpy(),
+        rollout_ids_R=_column(table, records.ROLLOUT_ID).to_numpy(),
+        oldest_R=oldest_versions(_column(table, records.VERSIONS)),
+        columns_R=columns_R,
+        columns_S=columns_S,
+        kept_S=_kept(table, tokens_S, offsets) if records.SAMPLING_MASK in table.column_names else None,
+    )
+
+
+def whitened(rows: StepRows) -> StepRows:
+    """The same rows, their advantages shifted and scaled to mean 0 and deviation 1 over the trained tokens."""
+    per_token = records.ADVANTAGE in rows.columns_S
+    columns = rows.columns_S if per_token else rows.columns_R
+    if records.ADVANTAGE not in columns:
+        return rows
+    values = np.asarray(columns[records.ADVANTAGE], np.float64)
+    weights = rows.chosen_S.astype(np.float64) if per_token else rows.trained_R.astype(np.float64)
+    total = max(1.0, float(weights.sum()))
+    mean = float((values * weights).sum()) / total
+    deviation = float(np.sqrt((weights * (values - mean) ** 2).sum() / total))
+    changed = columns | {records.ADVANTAGE: (values - mean) / (deviation + 1e-8) * (weights > 0)}
+    return replace(rows, columns_S=changed) if per_token else replace(rows, columns_R=changed)
+
+
+def mean_of(batches: Sequence[pa.RecordBatch], name: str) -> float | None:
+    """Mean of a column over the rows that have it; None where there is no such column, or no value in it."""
+    if not batches or batches[0].schema.get_field_index(name) < 0:
+        return None
+    return pc.mean(pa.Table.from_batches(batches).column(name)).as_py()  # type: ignore[no-any-return]
+
+
+def _column(table: pa.Table, name: str) -> pa.Array:
+    column = table.column(name)
+    return column.chunk(0) if column.num_chunks else pa.array([], column.type)
+
+
+def _flat(column: pa.ListArray) -> AnyArray:
+    return np.asarray(column.flatten().to_numpy(zero_copy_only=False))
+
+
+def _kept(table: pa.Table, tokens_S: AnyArray, offsets: AnyArray) -> Kept | None:
+    """The column sampling_mask, flat; None where no token of the step was drawn from less than the vocabulary."""
+    name = records.SAMPLING_MASK
+    column = _column(table, name)
+    has_R = column.is_valid().to_numpy(zero_copy_only=False)
+    has_S = np.repeat(has_R, np.diff(offsets))
+    masks = column.flatten()
+    _check_lengths(np.where(has_R, pc.list_value_length(column).fill_null(0), np.diff(offsets)), name, table, offsets)
+    ids_K = _flat(masks)
+    if not len(ids_K):
+        return None
+    lengths_S = np.zeros(len(tokens_S), np.int64)
+    lengths_S[has_S] = pc.list_value_length(masks).fill_null(0).to_numpy(zero_copy_only=False)
+    found_S = np.bincount(
+        np.repeat(np.arange(len(tokens_S)), lengths_S)[ids_K == np.repeat(tokens_S, lengths_S)], minlength=len(tokens_S)
+    )
+    wrong = np.flatnonzero((lengths_S > 0) & (found_S == 0))
+    if len(wrong):
+        row = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
+        raise RecordError(
+            f"column '{name}' of rollout {table.column(records.ROLLOUT_ID)[row].as_py()} leaves out token "
+            f"{tokens_S[wrong[0]]} at {wrong[0] - offsets[row]}, which was drawn there; give the ids that truncation "
+            f"left, the drawn one among them, or null"
+        )
+    return Kept(ids_K=ids_K, offsets=np.r_[0, np.cumsum(lengths_S)])
+
+
+def _per_token(column: pa.ListArray, name: str, table: pa.Table, offsets: AnyArray) -> AnyArray:
+    _check_lengths(records.list_lengths(column), name, table, offsets)
+    return _flat(column)
+
+
+def _check_lengths(lengths: AnyArray, name: str, table: pa.Table, offsets: AnyArray) -> None:
+    """RecordError unless a column's lists are as long as the tokens."""
+    wrong = np.flatnonzero(lengths != np.diff(offsets))
+    if len(wrong):
+        row = int(wrong[0])
+        rollout = table.column(records.ROLLOUT_ID)[row].as_py()
+        raise RecordError(
+            f"column '{name}' of rollout {rollout} has {lengths[row]} numbers but the rollout has "
+            f"{np.diff(offsets)[row]} tokens, prompt included; give each token one, 0 where mask is false"
+        )

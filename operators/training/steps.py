@@ -1,0 +1,107 @@
+"""One optimiser step at a time, a slice of it per call: steps that are new, and steps that are made again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from dataflow.errors import GraphError
+from dataflow.node import Context
+from operators.training.learner import memory
+from operators.training.learner.learner import Learner, Outcome
+from operators.training.learner.packing import Array
+from operators.training.learner.rows import StepRows, step_rows
+from operators.training.learner.schedule import learning_rate
+from operators.training.metrics import Pace
+
+if TYPE_CHECKING:
+    from operators.trainer import Trainer
+
+
+class Making:
+    """What is left of the step under way, and how many are behind the weights.
+
+    The same rows on the same weights give the same weights, bit for bit on a CPU: nothing else is read.
+    """
+
+    def __init__(self, trainer: Trainer, context: Context, learner: Learner, step: int) -> None:
+        """step: steps behind the weights that `learner` has. GraphError where the schedule has no end."""
+        self.learner, self.step = learner, step
+        self.rows: StepRows | None = None
+        """Of the step under way."""
+        self._trainer, self._clock = trainer, context.clock
+        self._decay_steps = _decay_steps(trainer, context)
+        self._parts: list[Array] = []
+        self.seconds = 0.0
+        """Of work for the step under way, or for the last one."""
+        now = context.clock()
+        self.pace = Pace(now, now)
+        """Of the step under way, or of the wait for it."""
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches that the step under way still lacks."""
+        return len(self._parts)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next update."""
+        trainer = self._trainer
+        return learning_rate(
+            self.step + 1, trainer.lr, warmup_steps=trainer.warmup_steps, schedule=trainer.schedule,
+            decay_steps=self._decay_steps, min_lr=trainer.min_lr,
+        )  # fmt: skip
+
+    def begin(self, groups: Sequence[pa.RecordBatch]) -> None:
+        """Start the next step, of these groups. RecordError as `step_rows`."""
+        began = self._clock()
+        self.rows = step_rows(groups, self.learner.loss.columns)
+        self.bring()
+        self._parts = self.learner.begin(self.rows, self.step)
+        self.seconds = 0.0
+        self._add("forward_backward", began)
+
+    def micro(self) -> None:
+        """The next micro-batch."""
+        began = self._clock()
+        self.learner.micro(self._parts.pop(0))
+        self._add("forward_backward", began)
+
+    def end(self, rate: float) -> Outcome:
+        """The update, with this learning rate; the weights and `step` stay where anything was not finite."""
+        began = self._clock()
+        self.bring(moments=True)
+        outcome = self.learner.end(rate)
+        self.rows = None
+        if outcome.culprit is None:
+            self.step += 1
+        self._add("optimizer", began)
+        return outcome
+
+    def bring(self, *, moments: bool = False) -> None:
+        """Have what is parked on the devices again."""
+        if self._trainer.offload:
+            self.learner.everywhere(memory.bring, moments=moments)
+
+    def rest(self, *, weights: bool) -> None:
+        """Give the devices' memory back after an update; `weights`: theirs too, as nobody reads them now."""
+        if self._trainer.offload:
+            self.learner.everywhere(memory.rest, weights=weights)
+
+    def _add(self, stage: str, began: float) -> None:
+        seconds = self._clock() - began
+        self.seconds += seconds
+        self.pace.add(stage, seconds)
+
+
+def _decay_steps(trainer: Trainer, context: Context) -> int | None:
+    """Steps until the learning rate is at its end. GraphError when there should be one and none is known."""
+    found = trainer.decay_steps or context.steps or context.prompt_steps
+    if found is None and trainer.schedule != "constant":
+        raise GraphError(
+            f"'{context.node}' has schedule='{trainer.schedule}', but nothing says when it ends: no steps, and prompts "
+            f"without end; give the run steps, the prompts epochs, or the trainer decay_steps"
+        )
+    return found

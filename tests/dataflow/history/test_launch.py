@@ -1,0 +1,124 @@
+"""A program that another user's run folder names runs with this user's rights only if he says so."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.cli import main
+from dataflow.errors import RunError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.launch import Launch, start_again
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder.create(tmp_path, "begun")
+    program = tmp_path / "program.py"
+    program.write_text("")
+    begun = Launch(file=str(program), arguments=("--lr", "1"), folder=str(tmp_path))
+    made.write_json("config.json", {"steps": 3, "seed": 0, "launch": begun})
+    made.write_json("graph.json", {"nodes": [], "edges": []})
+    return made
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What would have been run."""
+    found: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execv", lambda program, command: found.append(command))
+    return found
+
+
+@pytest.fixture
+def stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This user is another than the one who owns the folder."""
+    monkeypatch.setattr(os, "getuid", lambda uid=os.getuid(): uid + 1)
+
+
+class Terminal:
+    """Somebody who says this."""
+
+    def __init__(self, says: str) -> None:
+        self.says = says
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self) -> str:
+        return self.says
+
+    def write(self, text: str) -> int:
+        self.asked = getattr(self, "asked", "") + text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def test_ones_own_folder_is_gone_on_with_without_a_question(folder: RunFolder, ran: list[Any]) -> None:
+    start_again(folder, "--resume", "x")
+    assert ran[0][2:] == ["--lr", "1", "--resume", "x"]
+
+
+@pytest.mark.parametrize("begin", [lambda f: start_again(f), lambda f: cli("resume", f), lambda f: cli("replay", f)])
+def test_anothers_folder_is_refused_where_nobody_can_be_asked(
+    folder: RunFolder, ran: list[Any], stranger: None, begin: Callable[[RunFolder], object],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with pytest.raises((RunError, SystemExit)) as found:
+        begin(folder)
+    said = f"{found.value} {capsys.readouterr().err}"
+    assert ran == []
+    for part in ("belongs to user", "program.py --lr 1", "rights", "--trust"):
+        assert part in said
+
+
+@pytest.mark.parametrize("words", [["resume"], ["replay"]])
+def test_a_flag_says_that_it_may(folder: RunFolder, ran: list[Any], stranger: None, words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli(*words, folder, "--trust")
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize(("says", "runs"), [("y\n", True), ("Yes\n", True), ("n\n", False), ("\n", False), ("", False)])
+def test_at_a_terminal_somebody_is_asked(
+    folder: RunFolder, ran: list[Any], stranger: None, monkeypatch: pytest.MonkeyPatch, says: str, runs: bool
+) -> None:
+    terminal = Terminal(says)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    try:
+        start_again(folder)
+    except RunError:
+        assert not runs
+    assert bool(ran) is runs
+    assert "program.py --lr 1" in terminal.asked and str(folder.path) in terminal.asked
+
+
+def test_the_file_that_names_the_program_counts_too(
+    folder: RunFolder, ran: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of one's own, in which another has put a config.json."""
+    real = Path.stat
+
+    def stat(path: Path, **knobs: Any) -> Any:
+        facts = real(path, **knobs)
+        return os.stat_result((*facts[:4], facts.st_uid + 1, *facts[5:])) if path.name == "config.json" else facts
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(RunError, match="--trust"):
+        start_again(folder)
+    assert ran == []
+
+
+def cli(verb: str, folder: RunFolder, *more: str) -> None:
+    before, sys.argv = sys.argv, ["dataflow", verb, str(folder.path), *more]
+    try:
+        main()
+    finally:
+        sys.argv = before

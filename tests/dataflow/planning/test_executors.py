@@ -1,0 +1,200 @@
+"""How weights travel is chosen from where two ranks sit, shown in the plan, and refused where it cannot be."""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow import Graph, GraphError, Model
+from dataflow.planning.executors import EXECUTORS, Seat, choose, explain, obstacle
+from dataflow.planning.model_size import ModelSize
+from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.run import make_plan
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.worker.fan_out import FanOut
+
+POLICY = Model("policy")
+SIZES = {"policy": ModelSize(parameters=2_150_000)}
+GPUS = Devices(cpus=8, gpus=8)
+
+
+@dataclass(frozen=True, eq=False)
+class DealtOut(FakeGenerator):
+    """A generator whose model may lie on several devices."""
+
+    tensor_parallel: int = 2
+
+
+def build(generator: FakeGenerator | None = None) -> Graph:
+    graph, trainer = Graph("test"), FakeTrainer(model=POLICY)
+    generator = generator or FakeGenerator(model=POLICY)
+    trainer(generator(graph.source(FakePrompts())))
+    graph.feedback(trainer.weights, generator, max_staleness=1)
+    return graph
+
+
+def weights_line(made: Plan) -> str:
+    (line,) = [line for line in made.explain().splitlines() if line.startswith("weights")]
+    return line
+
+
+# The choice
+
+
+SEATS = [
+    Seat(process=process, device=device, machine=machine)
+    for process, device, machine in itertools.product("ab", ("cpu", "cuda:0", "cuda:1"), ("here", "there"))
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "executor"),
+    [
+        (Seat(process="a"), Seat(process="a"), "local"),
+        (Seat(process="a", device="cuda:0"), Seat(process="a"), "local"),
+        (Seat(process="a"), Seat(process="b"), "shared_memory"),
+        (Seat(process="a", device="cuda:0"), Seat(process="b"), "shared_memory"),
+        (Seat(process="a"), Seat(process="b", device="cuda:0"), "shared_memory"),
+        (Seat(process="a", device="cuda:0"), Seat(process="b", device="cuda:0"), "cuda_ipc"),
+        (Seat(process="a", device="cuda:0"), Seat(process="b", device="cuda:7"), "cuda_ipc"),
+        (Seat(process="a", machine="x"), Seat(process="a", machine="y"), "gloo"),
+        (Seat(process="a", device="cuda:0", machine="x"), Seat(process="b", machine="y"), "gloo"),
+        (Seat(process="a", device="cuda:0", machine="x"), Seat(process="a", device="cuda:0", machine="y"), "nccl"),
+    ],
+)
+def test_the_executor_follows_from_where_the_two_ranks_sit(source: Seat, destination: Seat, executor: str) -> None:
+    assert choose(source, destination) == executor
+
+
+@pytest.mark.parametrize(("source", "destination"), [*itertools.product(SEATS, SEATS)])
+def test_what_is_chosen_can_serve_and_the_choice_does_not_depend_on_the_direction(
+    source: Seat, destination: Seat
+) -> None:
+    chosen = choose(source, destination)
+    assert obstacle(chosen, source, destination) is None
+    assert chosen == choose(destination, source)
+    for executor in EXECUTORS:
+        assert obstacle(executor, source, destination) == obstacle(executor, destination, source)
+
+
+def test_two_processes_may_be_forced_onto_gloo_wherever_they_sit() -> None:
+    for source, destination in itertools.product(SEATS, SEATS):
+        together = (source.machine, source.process) == (destination.machine, destination.process)
+        assert (obstacle("gloo", source, destination) is None) == (not together)
+
+
+# The plan
+
+
+def test_a_run_on_the_cpu_goes_through_shared_memory_and_an_inline_one_stays_within_its_process() -> None:
+    made = plan(build(), Devices(cpus=2), replicas={"generator": 3}, sizes=SIZES)
+    assert weights_line(made) == (
+        "weights trainer -> generator: shared_memory (1 trainer rank -> 3 readers, up to 8.2 MiB each)"
+    )
+    assert [(path.replica, path.rank, path.trainer_rank) for path in made.weight_paths] == [
+        (0, 0, 0), (1, 0, 0), (2, 0, 0)
+    ]  # fmt: skip
+    assert plan(build(), Devices(cpus=1), one_process=True).executors() == {("trainer", "generator"): "local"}
+
+
+def test_gpus_of_one_machine_go_by_cuda_ipc_whether_they_are_shared_or_not() -> None:
+    for gpus in ({"generator": 2, "trainer": 1}, {"generator": 1, "trainer": "generator"}):
+        assert plan(build(), GPUS, gpus=gpus).executors() == {("trainer", "generator"): "cuda_ipc"}
+    assert plan(build(), GPUS, gpus={"trainer": 1}).executors() == {("trainer", "generator"): "shared_memory"}
+
+
+def test_every_pair_of_ranks_is_in_the_plan_and_one_line_sums_them_up() -> None:
+    made = plan(build(DealtOut(model=POLICY)), GPUS, gpus={"generator": 4, "trainer": 2}, sizes=SIZES)
+    assert len({(p.trainer_rank, p.replica, p.rank) for p in made.weight_paths}) == len(made.weight_paths) == 2 * 2 * 2
+    assert weights_line(made) == (
+        "weights trainer -> generator: nccl (2 trainer ranks -> 2 readers of 2 ranks, up to 4.1 MiB each)"
+    )
+
+
+def test_pairs_that_differ_are_counted() -> None:
+    paths = plan(build(), Devices(cpus=2), replicas={"generator": 2}).weight_paths
+    other = [type(path)(**{**_fields(path), "executor": "gloo", "replica": 2}) for path in paths[:1]]
+    assert explain((*paths, *other)) == [
+        "weights trainer -> generator: shared_memory x2, gloo x1 (1 trainer rank -> 3 readers)"
+    ]
+
+
+def _fields(path: Any) -> dict[str, Any]:
+    return {name: getattr(path, name) for name in path.__slots__}
+
+
+def test_a_newcomer_gets_its_weights_as_the_others_do() -> None:
+    made = plan(build(), Devices(cpus=2), replicas={"generator": 2})
+    assert [made.executor("trainer", "generator", replica) for replica in (0, 1, 7)] == ["shared_memory"] * 3
+
+
+def test_a_graph_without_feedback_has_no_line_about_weights() -> None:
+    graph = Graph("test")
+    FakeTrainer(model=Model("other"))(FakeGenerator(model=POLICY)(graph.source(FakePrompts())))
+    assert "weights" not in plan(graph, Devices(cpus=2)).explain()
+
+
+def test_the_picture_names_the_executor_on_the_weights_edge(tmp_path: Path) -> None:
+    graph = build()
+    for suffix in ("svg", "dot", "mmd", "html"):
+        planned = graph.draw(tmp_path / f"planned.{suffix}", plan(graph, Devices(cpus=2))).read_text()
+        bare = graph.draw(tmp_path / f"bare.{suffix}").read_text()
+        assert "shared_memory" in planned and "shared_memory" not in bare
+
+
+# Forced
+
+
+def test_a_forced_executor_stands_in_the_plan() -> None:
+    made = make_plan(build(), devices=Devices(cpus=2), weights="gloo")
+    assert weights_line(made).startswith("weights trainer -> generator: gloo (")
+    assert made.executor("trainer", "generator", 0) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("weights", "how", "said"),
+    [
+        ("glo", {}, r"no weight executor 'glo'.*did you mean 'gloo'.*name one of these"),
+        ("local", {}, r"by local, which needs both ends in one process; they sit on cpu and cpu; leave weights= out"),
+        ("cuda_ipc", {}, r"by cuda_ipc, which needs both ends on GPUs; they sit on cpu and cpu;.*use shared_memory"),
+        ("nccl", {"gpus": {"trainer": 1}}, r"by nccl, which needs both ends on GPUs; they sit on cuda:0 and cpu"),
+        ("nccl", {"gpus": {"generator": 1, "trainer": "generator"}}, r"needs a GPU of its own for each end.*cuda_ipc"),
+        ("gloo", {"one_process": True}, r"needs two processes; they sit on cpu and cpu of one process;.*use local"),
+    ],
+)
+def test_a_forced_executor_that_cannot_serve_is_refused_with_what_it_needs(
+    weights: str, how: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(GraphError, match=said):
+        plan(build(), GPUS, weights=weights, **how)
+
+
+# Several at once
+
+
+class End:
+    def __init__(self, takes: bool) -> None:
+        self.takes, self.calls, self.socket = takes, [], object()
+
+    def publish(self, version: int, tensors: Any) -> bool:
+        self.calls.append(("publish", version))
+        return self.takes
+
+    def tell(self, note: Any) -> None:
+        self.calls.append(("tell", note))
+
+    def poll(self) -> None:
+        self.calls.append(("poll",))
+
+
+def test_a_trainer_with_readers_of_two_kinds_offers_each_version_to_both() -> None:
+    first, second = End(takes=False), End(takes=True)
+    both = FanOut([first, second])
+    assert both.publish(1, {}) is False
+    both.tell({"dropped": 2})
+    both.poll()
+    assert first.calls == second.calls == [("publish", 1), ("tell", {"dropped": 2}), ("poll",)]
+    first.takes = True
+    assert both.publish(2, {}) is True

@@ -1,0 +1,123 @@
+"""How a trainer of several ranks is planned: its threads and memory, how its shards travel, and what is refused."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow import Graph, GraphError, Model
+from dataflow.app import main
+from dataflow.planning.model_size import ModelSize
+from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+
+POLICY = Model("policy")
+SIZES = {"policy": ModelSize(parameters=2_150_000)}
+CPUS, GPUS = Devices(cpus=8), Devices(cpus=8, gpus=8)
+
+
+@dataclass(frozen=True, eq=False)
+class Sharing(FakeTrainer):
+    """A trainer whose layers may be shared out."""
+
+    tensor_parallel: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Narrow(FakeGenerator):
+    """A generator that takes its weights as int8."""
+
+    @property
+    def narrow(self) -> str | None:
+        return "int8"
+
+
+def build(tensor_parallel: int = 1, generator: FakeGenerator | None = None) -> Graph:
+    graph, trainer = Graph("test"), Sharing(name="trainer", model=POLICY, tensor_parallel=tensor_parallel)
+    generator = generator or FakeGenerator(model=POLICY)
+    trainer(generator(graph.source(FakePrompts())))
+    graph.feedback(trainer.weights, generator, max_staleness=1)
+    return graph
+
+
+def weights_line(made: Plan) -> str:
+    (line,) = [line for line in made.explain().splitlines() if line.startswith("weights")]
+    return line
+
+
+def test_ranks_on_the_cpu_share_the_cores_and_the_models_memory() -> None:
+    one = plan(build(), CPUS, sizes=SIZES).placements["trainer"]
+    made = plan(build(), CPUS, ranks={"trainer": 3}, sizes=SIZES)
+    trainer, generator = made.placements["trainer"], made.placements["generator"]
+    assert (one.ranks, one.threads, trainer.ranks, trainer.replicas) == (1, 4, 3, 1)
+    assert trainer.threads == generator.threads == 2
+    assert one.memory_bytes is not None and trainer.memory_bytes is not None
+    assert 0 <= one.memory_bytes // 3 - trainer.memory_bytes < 3, "each of its three parts is rounded"
+    assert made.processes().count(("trainer", 0, ["trainer"])) == 1
+
+
+def test_tensor_parallel_alone_asks_for_as_many_ranks() -> None:
+    assert plan(build(2), CPUS).placements["trainer"].ranks == 2
+    assert plan(build(2), CPUS, ranks={"trainer": 4}).placements["trainer"].ranks == 4
+    assert plan(build(2), GPUS, gpus={"trainer": 4}).placements["trainer"].ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("devices", "how", "executor"),
+    [
+        (CPUS, {"ranks": {"trainer": 2}}, "gloo"),
+        (GPUS, {"gpus": {"trainer": 2}}, "gloo"),
+        (GPUS, {"gpus": {"trainer": 2, "generator": 2}}, "nccl"),
+        (GPUS, {"gpus": {"trainer": 2, "generator": 2}, "weights": "gloo"}, "gloo"),
+        (GPUS, {"gpus": {"generator": 2, "trainer": "generator"}}, "gloo"),
+        (GPUS, {"gpus": {"trainer": 1, "generator": 2}}, "cuda_ipc"),
+    ],
+)
+def test_each_rank_sends_its_own_shards_by_one_collective_for_all_and_the_plan_says_so(
+    devices: Devices, how: dict[str, Any], executor: str
+) -> None:
+    made = plan(build(), devices, **how)
+    assert {path.executor for path in made.weight_paths} == {executor}
+    assert weights_line(made).startswith(f"weights trainer -> generator: {executor} (")
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "devices", "how", "said"),
+    [
+        (1, CPUS, {"ranks": {"trainr": 2}}, r"'trainr', but the graph has .*did you mean 'trainer'"),
+        (1, CPUS, {"ranks": {"trainer": 0}}, "given 0 ranks; give it 1 rank or more"),
+        (1, CPUS, {"ranks": {"generator": 2}}, "given 2 ranks, but it trains nothing; .*tensor_parallel"),
+        (1, GPUS, {"ranks": {"trainer": 2}, "gpus": {"trainer": 4}}, "2 ranks and 4 GPUs; .*leave ranks= out"),
+        (2, CPUS, {"ranks": {"trainer": 3}}, "on 3 ranks, but has tensor_parallel=2, .*multiple of 2"),
+        (2, GPUS, {"gpus": {"trainer": 3}}, "on 3 ranks, but has tensor_parallel=2, .*multiple of 2"),
+        (2, CPUS, {"one_process": True}, "on 2 ranks, but a run in one process has one of everything"),
+        (1, CPUS, {"ranks": {"trainer": 2}, "weights": "shared_memory"}, "needs one trainer rank .*use gloo"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_with_what_to_do(
+    tensor_parallel: int, devices: Devices, how: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(GraphError, match=said):
+        plan(build(tensor_parallel), devices, **how)
+
+
+def test_narrow_weights_of_several_ranks_are_refused() -> None:
+    graph = build(generator=Narrow(model=POLICY))
+    plan(graph, CPUS)
+    with pytest.raises(GraphError, match=r"runs on 2 ranks, but all readers .* as int8, .*train on 1 rank"):
+        plan(graph, CPUS, ranks={"trainer": 2})
+
+
+def graph_of_main() -> Graph:
+    return build()
+
+
+def test_the_command_line_takes_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(graph_of_main, args=["--ranks", "trainer=2", "--explain", "--runs", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "weights trainer -> generator: gloo (2 trainer ranks -> 1 reader)" in said
+    with pytest.raises(SystemExit) as ended:
+        main(graph_of_main, args=["--ranks", "trainer=many", "--explain", "--runs", str(tmp_path)])
+    assert ended.value.code == 1
+    assert "write it as trainer=2" in capsys.readouterr().err.replace("\n", " ")

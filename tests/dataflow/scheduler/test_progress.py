@@ -1,0 +1,143 @@
+"""What workers report becomes what the display shows, while replicas come and go."""
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow import Graph, Model
+from dataflow.folder.run_folder import RunFolder
+from dataflow.planning.plan import Devices, plan
+from dataflow.scheduler.progress import Watch
+from dataflow.scheduler.state_machine import Conductor
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+
+
+class Scene:
+    """A watch with a clock that is moved by hand, and a run that is training."""
+
+    def __init__(self, folder: Path) -> None:
+        graph, model = Graph("test"), Model("policy")
+        generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model)
+        trainer(generator(graph.source(FakePrompts())))
+        graph.feedback(trainer.weights, generator, max_staleness=1)
+        made = plan(graph, Devices(cpus=2))
+        self.now = 0.0
+        self.folder = RunFolder.create(folder, "test")
+        self.watch = Watch(graph, made, self.folder, 10, clock=lambda: self.now)
+        self.conductor = Conductor(graph, made)
+        self.conductor.start()
+
+    def note(self, at_s: float, **beats: Mapping[str, Any]) -> None:
+        self.now = at_s
+        self.watch.note(self.conductor, {name.replace("_", "-"): beat for name, beat in beats.items()})
+
+    @property
+    def generator(self) -> Any:
+        return next(node for node in self.watch.snapshot().nodes if node.name == "generator")
+
+
+def beat(
+    member: str, rows: int, busy: float, idle: float = 0.0, version: int = 3, ended: bool = False
+) -> dict[str, Any]:
+    report = {
+        "status": {"version": version, "tokens": 10 * rows, "active": 0 if ended else 4}, "rows_in": rows,
+        "rows_out": rows, "ended": ended, "blocked": False, "seconds": {"busy": busy, "idle": 0.0, "blocked": 0.0},
+    }  # fmt: skip
+    return {"member": member, "nodes": {"generator": report}, "edges": {}}
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def test_it_tells_who_is_starting_and_what_goes_on_before_and_after_the_steps(scene: Scene) -> None:
+    assert scene.watch.starting(["prompts-0", "generator-1"]).doing == "starting prompts, generator"
+    ready = scene.watch.starting([])
+    assert ready.doing == ""
+    assert {node.state for node in ready.nodes} == {"ready"}
+    told = []
+    for phase in ("first_evaluation", "training", "last_evaluation", "over"):
+        scene.conductor.phase = phase
+        scene.note(1.0)
+        told.append(scene.watch.snapshot().doing)
+    assert told == ["first evaluation", "", "last evaluation", ""]
+    scene.conductor.drain()
+    scene.note(2.0)
+    assert scene.watch.snapshot().doing == "stopping after the step under way"
+
+
+def test_those_at_work_are_counted_and_those_on_their_way_are_noted(scene: Scene) -> None:
+    scene.note(0.0, generator_0=beat("live", 10, 1.0), generator_1=beat("joining", 0, 0.0, version=-1))
+    assert (scene.generator.replicas, scene.generator.note) == (1, "1 joining, 8 rollouts, v3")
+    scene.note(1.0, generator_0=beat("live", 20, 2.0), generator_1=beat("live", 5, 1.0, version=2))
+    assert (scene.generator.replicas, scene.watch.snapshot().version) == (2, 2)
+    scene.note(2.0, generator_0=beat("live", 30, 3.0), generator_1=beat("leaving", 8, 1.5))
+    assert (scene.generator.replicas, scene.generator.note) == (2, "1 leaving, 8 rollouts, v3")
+    scene.note(3.0, generator_0=beat("live", 40, 4.0), generator_1=beat("left", 9, 1.6, version=1, ended=True))
+    assert (scene.generator.replicas, scene.generator.note) == (1, "4 rollouts, v3")
+
+
+def test_what_a_replica_did_before_it_left_still_counts_and_its_end_is_not_the_node_s(scene: Scene) -> None:
+    scene.note(0.0, generator_0=beat("live", 0, 0.0), generator_1=beat("live", 0, 0.0))
+    scene.note(1.0, generator_0=beat("live", 10, 0.5), generator_1=beat("live", 10, 0.5))
+    scene.note(2.0, generator_0=beat("live", 20, 1.0), generator_1=beat("left", 10, 0.5, ended=True))
+    assert scene.generator.rate == pytest.approx(15.0)
+    assert scene.generator.state != "ended"
+
+
+def test_a_node_is_busy_as_its_replicas_are_on_the_mean_however_many_there_were(scene: Scene) -> None:
+    """Three at work all the time for two seconds, then one for another two: busy for four seconds, not for eight."""
+    everyone = {f"generator_{number}": beat("live", 0, 0.0) for number in range(3)}
+    scene.note(0.0, **everyone)
+    scene.note(2.0, **{name: beat("live", 0, 2.0) for name in everyone})
+    left = {name: beat("left", 0, 2.0, ended=True) for name in ("generator_1", "generator_2")}
+    scene.note(4.0, generator_0=beat("live", 0, 4.0), **left)
+    assert scene.watch.busy_seconds["generator"] == pytest.approx(4.0)
+
+
+def test_a_node_whose_worker_is_away_is_told_as_restarting(scene: Scene) -> None:
+    scene.note(0.0, generator_0=beat("live", 10, 1.0))
+    scene.note(1.0, generator_0=beat("restarting", 10, 1.0))
+    assert (scene.generator.state, scene.generator.note) == ("restarting", "1 restarting, 4 rollouts")
+    assert scene.watch.snapshot().version is None
+    scene.note(2.0, generator_0=beat("live", 12, 1.5))
+    assert scene.generator.state == "working" and scene.generator.rate == pytest.approx(1.0)
+
+
+def test_it_holds_as_much_after_many_steps_as_after_few(scene: Scene) -> None:
+    """What the curve needs in full stands in metrics.jsonl."""
+
+    def make(steps: range) -> int:
+        for step in steps:
+            line = {"step": step, "loss": 0.5, "reward_mean": 0.1, "groups": 2, "dropped": {"too old": 1}}
+            scene.folder.append_metrics(line)
+            if step % 10 == 0:
+                scene.folder.append_metrics({"step": step, "eval_accuracy": step / 1000})
+                scene.note(float(step))
+        return sum(len(gc.get_referents(value)) for value in vars(scene.watch).values())
+
+    few, many = make(range(1, 101)), make(range(101, 1001))
+    shown = scene.watch.snapshot()
+    assert many <= few
+    assert (shown.step, shown.accuracy_before, shown.accuracy, shown.groups["trained"], shown.groups["dropped"]) == (
+        1000, 0.01, 1.0, 2000, 1000,
+    )  # fmt: skip
+    curve = scene.watch.curve()
+    assert len(curve) == 1100 and curve[0] == {"step": 1, "reward_mean": 0.1}
+
+
+def test_a_line_that_is_being_written_is_read_once_it_is_whole(scene: Scene) -> None:
+    scene.folder.append_metrics({"step": 1, "loss": 0.5, "groups": 2})
+    with scene.folder.metrics.open("a") as stream:
+        stream.write('{"step": 2, "loss": 0.5, ')
+        stream.flush()
+        scene.note(0.0)
+        assert scene.watch.snapshot().step == 1
+        stream.write('"groups": 2}\n')
+    scene.note(1.0)
+    scene.note(2.0)
+    assert (scene.watch.snapshot().step, scene.watch.snapshot().groups["trained"]) == (2, 4)

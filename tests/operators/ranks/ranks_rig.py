@@ -1,0 +1,98 @@
+"""A trainer of several ranks without a run: a fork of the test's process is rank 0, and forks the others."""
+
+import contextlib
+import functools
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from trainer_rig import tiny_learner, tiny_llama
+
+from dataflow.limits import Limits
+from dataflow.node import Context
+from operators.ranks.channel import Channel
+from operators.ranks.processes import fork
+from operators.ranks.team import Team
+from operators.trainer import Trainer
+from operators.training.learner.learner import Learner, Outcome
+from operators.training.learner.rows import StepRows
+from operators.training.parallel.launch import lead
+from operators.training.parallel.lead import LedLearner
+
+TEST_S = 150.0
+
+
+def in_a_fork(test: Callable[..., None]) -> Callable[..., None]:
+    """A test whose process is a worker's: new, and in no process group before. torch keeps what it knows of meshes for
+    as long as a process lives, so that a second one in it finds groups that are gone."""
+
+    def main(end: int, rank: int, body: Callable[[], None]) -> int:
+        channel = Channel(socket.socket(fileno=end), TEST_S)
+        said = ""
+        try:
+            body()
+        except BaseException:
+            said = traceback.format_exc()
+        channel.send({"said": said})
+        return 0
+
+    @functools.wraps(test)
+    def run(*given: Any, **named: Any) -> None:
+        start = fork(functools.partial(main, body=functools.partial(test, *given, **named)))
+        team = Team(test.__name__, 2, start, Limits(start_s=TEST_S, exchange_s=TEST_S))
+        try:
+            said = team.answer(1, "said")
+        finally:
+            team.close()
+        assert not said, said
+
+    return run
+
+
+@contextlib.contextmanager
+def led(
+    trainer: Trainer,
+    ranks: int,
+    make: Callable[[], Learner] | None = None,
+    *,
+    timeout_s: float = 30.0,
+    **facts: Any,
+) -> Iterator[LedLearner]:
+    """The learner of so many ranks; they end with the block."""
+    torch.set_num_threads(1)
+    limits = Limits(start_s=90.0, exchange_s=timeout_s)
+    context = Context(node="trainer", ranks=ranks, limits=limits, **facts)
+    learner = lead(trainer, context, make or (lambda: tiny_learner(trainer, tiny_llama())))
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def train(learner: Learner, steps: list[StepRows], lr: float = 1e-2) -> list[Outcome]:
+    """One step after the other."""
+    outcomes = []
+    for version, rows in enumerate(steps):
+        for part in learner.begin(rows, version):
+            learner.micro(part)
+        outcomes.append(learner.end(lr))
+    return outcomes
+
+
+def weights(learner: Learner) -> list[dict[str, torch.Tensor]]:
+    """The trained weights, as each rank puts them together from those of all."""
+    return [
+        {name: torch.tensor(values).view(learner.parameters[name].shape) for name, values in each.items()}
+        for each in learner.everywhere(_weights)
+    ]
+
+
+def _weights(learner: Learner, rank: int, ranks: int) -> dict[str, list[float]]:
+    return {name: _whole(weight).flatten().tolist() for name, weight in learner.parameters.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()

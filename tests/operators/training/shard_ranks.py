@@ -1,0 +1,93 @@
+"""Ranks of a tiny trainer, as forks of the test: for tests of checkpoints."""
+
+import os
+import signal
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import distribute_tensor
+from trainer_rig import Tokenizer, tiny_learner, tiny_llama, tiny_trainer
+from transformers import AutoModelForCausalLM
+
+from operators.training.checkpoints import checkpoint
+from operators.training.learner.learner import Learner
+from operators.training.learner.optimizer import state_tensors
+from operators.training.parallel.mesh import make_mesh
+from operators.training.parallel.shard import shard
+
+
+def step(learner: Learner, number: int) -> None:
+    """An optimiser step on gradients that are a function of its number, whoever holds which part."""
+    for at, name in enumerate(sorted(learner.parameters)):
+        weight: Any = learner.parameters[name]
+        whole = torch.randn(weight.shape, generator=torch.Generator().manual_seed(100 * number + at))
+        if hasattr(weight, "to_local"):
+            whole = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+        weight.grad = whole
+    learner.optimizer.step()
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """All of it; every rank calls."""
+    found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach().clone()
+
+
+def be_rank(what: str, rank: int, ranks: int, tensor_parallel: int, folder: Path) -> None:
+    """One of so many. save: two steps of made-up gradients, then a checkpoint in the folder. go_on: load it, one step
+    more; rank 0 writes what it loaded, and the weights then, to loaded-RANKS-TENSOR_PARALLEL.safetensors beside it."""
+    torch.set_num_threads(1)
+    module = tiny_llama() if what == "save" else AutoModelForCausalLM.from_pretrained(folder).eval()
+    learner = tiny_learner(tiny_trainer(), module)
+    if ranks > 1:
+        meet = folder.parent / f"meet-{what}-{ranks}-{tensor_parallel}"
+        dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
+        shard(learner, make_mesh(torch.device("cpu"), ranks, tensor_parallel), None, torch.device("cpu"), "tiny")
+    if what == "save":
+        for number in range(2):
+            step(learner, number)
+        checkpoint.save(folder, learner, Tokenizer(), {"step": 2}, rank, ranks)
+    else:
+        checkpoint.restore(learner, rank, ranks, folder)
+        found = {name: whole(tensor) for name, tensor in state_tensors(learner.optimizer, learner.parameters).items()}
+        step(learner, 2)
+        found |= {f"after/{name}": whole(weight) for name, weight in learner.parameters.items()}
+        if rank == 0:
+            save_file(found, folder.parent / f"loaded-{ranks}-{tensor_parallel}.safetensors")
+    if ranks > 1:
+        dist.barrier()
+
+
+def ranks_do(what: str, ranks: int, tensor_parallel: int, folder: Path, deadline_s: float = 100.0) -> None:
+    """Fork that many ranks and wait for them. AssertionError with what a rank said that failed."""
+    children = {}
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            _run_and_end(what, rank, ranks, tensor_parallel, folder)
+        children[rank] = pid
+    deadline = time.monotonic() + deadline_s
+    ended: dict[int, int] = {}
+    while len(ended) < ranks and not any(ended.values()) and time.monotonic() < deadline:
+        for rank, pid in children.items():
+            if rank not in ended and os.waitpid(pid, os.WNOHANG)[0]:
+                ended[rank] = int((folder.parent / f"error-{rank}").exists())
+        time.sleep(0.01)
+    for rank in children.keys() - ended.keys():
+        os.kill(children[rank], signal.SIGKILL)
+        os.waitpid(children[rank], 0)
+    said = {path.name: path.read_text() for path in folder.parent.glob("error-*")}
+    assert ended == dict.fromkeys(range(ranks), 0), said or f"ranks {sorted(ended)} of {ranks} ended in time"
+
+
+def _run_and_end(what: str, rank: int, ranks: int, tensor_parallel: int, folder: Path) -> None:
+    try:
+        be_rank(what, rank, ranks, tensor_parallel, folder)
+    except BaseException:
+        (folder.parent / f"error-{rank}").write_text(traceback.format_exc())
+    os._exit(0)

@@ -1,0 +1,186 @@
+"""Checkpoints of several ranks: written without a pickle, read by another number of ranks, exactly."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from shard_ranks import ranks_do, step
+from trainer_rig import Tokenizer, tiny_learner, tiny_llama, tiny_trainer
+from transformers import AutoModelForCausalLM
+
+from dataflow.errors import DeadlineError, RunError
+from dataflow.system.files import RunFolderError
+from operators.training.checkpoints import checkpoint, shards
+from operators.training.learner.learner import Learner
+from operators.training.learner.optimizer import state_tensors
+
+
+@pytest.fixture(scope="module")
+def straight() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """One rank without a checkpoint: weights and optimiser state after two steps, weights after the third."""
+    learner = tiny_learner(tiny_trainer(), tiny_llama())
+    for number in range(2):
+        step(learner, number)
+    weights = {name: weight.detach().clone() for name, weight in learner.parameters.items()}
+    state = {name: tensor.clone() for name, tensor in state_tensors(learner.optimizer, learner.parameters).items()}
+    step(learner, 2)
+    return weights, state, {name: weight.detach().clone() for name, weight in learner.parameters.items()}
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads"),
+    [((1, 1), [(1, 1), (2, 1)]), ((2, 1), [(1, 1), (4, 1)]), ((4, 1), [(1, 1), (2, 1)]), ((4, 2), [(2, 1), (2, 2)])],
+    ids=str,
+)  # fmt: skip
+def test_what_some_ranks_wrote_others_go_on_from_with_the_same_numbers(straight, wrote, reads, tmp_path):
+    weights, state, after = straight
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    ranks_do("save", *wrote, folder)
+    assert len(list((folder / checkpoint.OPTIMIZER_FOLDER).iterdir())) == wrote[0]
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    assert loaded.keys() == weights.keys()
+    assert all(torch.allclose(loaded[name], weights[name], rtol=0, atol=1e-6) for name in weights)
+    for ranks, tensor_parallel in reads:
+        ranks_do("go_on", ranks, tensor_parallel, folder)
+        found = load_file(tmp_path / f"loaded-{ranks}-{tensor_parallel}.safetensors")
+        assert {name for name in found if not name.startswith("after/")} == state.keys()
+        assert all(torch.equal(found[name], state[name]) for name in state)
+        assert all(torch.allclose(found[f"after/{name}"], after[name], rtol=0, atol=1e-6) for name in after)
+
+
+def test_every_element_of_the_state_is_written_once_and_nothing_is_pickled(straight, tmp_path):
+    state = straight[1]
+    (tmp_path / "checkpoint").mkdir()
+    ranks_do("save", 4, 2, tmp_path / "checkpoint")
+    files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    written = dict.fromkeys(state, 0)
+    for path in (tmp_path / "checkpoint" / checkpoint.OPTIMIZER_FOLDER).iterdir():
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  -- no mapping
+                written[name] += file.get_tensor(name).numel()
+    assert written == {name: tensor.numel() for name, tensor in state.items()}
+
+
+def a_learner(steps: int = 1) -> Learner:
+    learner = tiny_learner(tiny_trainer(), tiny_llama())
+    for number in range(steps):
+        step(learner, number)
+    return learner
+
+
+def test_one_rank_gets_back_its_state_bit_for_bit(tmp_path):
+    learner, other = a_learner(2), a_learner(1)
+    checkpoint.save(tmp_path, learner, Tokenizer(), {"step": 2})
+    checkpoint.restore(other, 0, 1, tmp_path)
+    wanted = state_tensors(learner.optimizer, learner.parameters)
+    found = state_tensors(other.optimizer, other.parameters)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert checkpoint.read_state(tmp_path)["step"] == 2
+
+
+def test_the_state_of_another_model_is_refused(tmp_path):
+    checkpoint.save(tmp_path, a_learner(), None, {"step": 1})
+    other = a_learner()
+    name = next(iter(other.parameters))
+    other.parameters[name] = torch.nn.Parameter(torch.zeros(5, 7))
+    with pytest.raises(RunError, match=r"does not hold this state.*resume with the model"):
+        checkpoint.restore(other, 0, 1, tmp_path)
+    other.parameters["new"] = other.parameters.pop(name)
+    with pytest.raises(RunError, match="new/exp_avg"):
+        checkpoint.restore(other, 0, 1, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_files_are_those_of_torch_distributed_checkpoint(tmp_path):
+    """What its own writer wrote is read, and a header of ours says what one of its does."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    tensors = {"a": torch.randn(5, 3), "b": torch.tensor(7.0), "c": torch.randn(4).bfloat16()}
+    for name in ("theirs", "ours"):
+        (tmp_path / name).mkdir()
+    writer = HuggingFaceStorageWriter(str(tmp_path / "theirs"), save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    shards.write(tmp_path / "ours" / shards.file_name(0, 1), {n: shards.piece_of(t, 0) for n, t in tensors.items()})
+    headers = []
+    for name in ("theirs", "ours"):
+        found = {each: torch.zeros_like(tensor) for each, tensor in tensors.items()}
+        shards.read(tmp_path / name, found)
+        assert all(torch.equal(found[each], tensors[each]) for each in tensors)
+        (file,) = (tmp_path / name).glob("*.safetensors")
+        with safe_open(file, framework="pt") as opened:
+            headers.append({key: _parsed(value) for key, value in opened.metadata().items()})
+    assert headers[0] == headers[1]
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def test_rank_0_tells_why_another_rank_has_no_shard(tmp_path):
+    shards.give_up(tmp_path, 1, RunFolderError("writing 'shard' failed: No space left on device; make room"))
+    with pytest.raises(RunFolderError, match="No space left"):
+        shards.wait_for(tmp_path, 2, 60.0)
+
+
+def test_rank_0_does_not_wait_for_ever(tmp_path):
+    with pytest.raises(DeadlineError, match=r"waited 0 s for the shards of ranks \[0, 1\]"):
+        shards.wait_for(tmp_path, 2, 0.0)
+
+
+def test_a_module_with_adapters_leaves_its_adapters_alone(tmp_path):
+    pytest.importorskip("peft")
+    from dataflow.model import LoRA, Model
+    from operators.models import adapters
+    from operators.training.learner.build import forward_of, learner_of
+
+    tiny_llama().save_pretrained(tmp_path / "base")
+    model = Model(str(tmp_path / "base"), lora=LoRA(4))
+    trainer = tiny_trainer()
+    module = adapters.load_adapted(model)
+    learner = learner_of(trainer, forward_of(trainer, module), node="trainer")
+    step(learner, 0)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    checkpoint.save(folder, learner, None, {"step": 1})
+    assert not (folder / "model.safetensors").exists()
+    again = adapters.load_adapted(Model(str(folder), lora=LoRA(4)))
+    other = learner_of(trainer, forward_of(trainer, again), node="trainer")
+    checkpoint.restore(other, 0, 1, folder)
+    assert all(torch.equal(weight, learner.parameters[name]) for name, weight in other.parameters.items())
+    wanted = state_tensors(learner.optimizer, learner.parameters)
+    found = state_tensors(other.optimizer, other.parameters)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_run_of_two_ranks_leaves_a_checkpoint_that_one_rank_goes_on_from(tmp_path):
+    from rigs.graphs import tiny_graph
+    from rigs.policy import tiny_policy
+
+    from dataflow import run
+    from dataflow.folder.run_folder import RunFolder
+    from operators.training.learner.build import make_learner
+
+    graph = tiny_graph(tiny_policy(tmp_path / "policy"), max_staleness=0, checkpoint_every=1)
+    result = run(graph, steps=3, ranks={"trainer": 2}, runs=tmp_path, quiet=True)
+    assert result.verdict.clean, result.verdict
+    checkpoints = RunFolder.open(result.folder).checkpoints
+    assert checkpoints.steps() == [1, 2, 3]
+    assert [checkpoints.damage(step) for step in (1, 2, 3)] == [None] * 3
+    folder = checkpoints.folder(3)
+    assert len(list((folder / checkpoint.OPTIMIZER_FOLDER).iterdir())) == 2
+    trainer = graph.operators["trainer"]
+    learner = make_learner(trainer, dataclasses.replace(trainer.model, source=str(folder)), node="t", device="cpu")
+    checkpoint.restore(learner, 0, 1, folder)
+    state = state_tensors(learner.optimizer, learner.parameters)
+    assert {float(tensor) for name, tensor in state.items() if name.endswith("/step")} == {3.0}
+    assert all(tensor.abs().sum() > 0 for name, tensor in state.items() if name.endswith("/exp_avg_sq"))

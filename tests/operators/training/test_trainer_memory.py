@@ -1,0 +1,230 @@
+"""Recomputed activations, compiled layers and parked tensors: the same step, bit for bit or nearly, in less memory."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_rig import gradient, group, rows_of, tiny_learner, tiny_llama, tiny_trainer
+
+from dataflow.model import LoRA, Model
+from operators.losses import aipo
+from operators.models.loading import ModelError
+from operators.trainer import Trainer
+from operators.training.learner.build import make_learner
+from operators.training.learner.memory import Parked, Shelf, compile_layers, prepare, recompute_activations
+from operators.training.learner.optimizer import state_tensors
+
+ROWS = (group(0, size=4, completion=20), group(1), group(2, size=5, completion=9))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def saved_bytes() -> Iterator[list[int]]:
+    """Bytes of each tensor that autograd keeps for a backward pass."""
+    found: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found
+
+
+def learner_with(packed: bool = True, module: Any = None, **switches: bool) -> Any:
+    learner = tiny_learner(tiny_trainer(), module, packed=packed)
+    knobs = {"gradient_checkpointing": False, "compile": False} | switches
+    prepare(learner.forward.module, **knobs)
+    return learner
+
+
+# Recomputed activations
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_recomputed_activations_give_the_same_loss_and_gradient(packed: bool) -> None:
+    plain = gradient(learner_with(packed), rows_of(*ROWS))
+    again = gradient(learner_with(packed, gradient_checkpointing=True), rows_of(*ROWS))
+    assert plain[0] == again[0] and plain[1].norm() > 0
+    torch.testing.assert_close(again[1], plain[1], rtol=1e-6, atol=1e-9)
+
+
+def test_recomputed_activations_are_not_kept(saved_bytes: list[int]) -> None:
+    gradient(learner_with(), rows_of(*ROWS))
+    everything = sum(saved_bytes)
+    saved_bytes.clear()
+    gradient(learner_with(gradient_checkpointing=True), rows_of(*ROWS))
+    assert 0 < sum(saved_bytes) < everything / 3
+
+
+def test_adapters_get_the_same_gradient_from_recomputed_activations(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    found = []
+    for again in (False, True):
+        learner = make_adapted(tmp_path)
+        if again:
+            recompute_activations(learner.forward.module)
+        found.append(gradient(learner, rows_of(*ROWS)))
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-6, atol=1e-9)
+
+
+def make_adapted(folder: Path) -> Any:
+    from operators.models.adapters import load_adapted
+    from operators.training.learner.build import forward_of, learner_of
+
+    trainer = Trainer(Model(str(folder), lora=LoRA(4)), lr=1e-2)
+    return learner_of(trainer, forward_of(trainer, load_adapted(trainer.model)), node="trainer")
+
+
+def test_a_model_without_layers_cannot_be_switched() -> None:
+    with pytest.raises(ModelError, match=r"Linear has no layers .* leave gradient_checkpointing and compile out"):
+        prepare(torch.nn.Linear(2, 2), gradient_checkpointing=True, compile=False)
+
+
+# Compiled layers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_compiled_layers_give_the_same_loss_and_gradient_recomputed_or_not() -> None:
+    learners = [learner_with(compile=True), learner_with(compile=True, gradient_checkpointing=True), learner_with()]
+    for few in (ROWS[:1], ROWS):
+        first, second, plain = (gradient(learner, rows_of(*few)) for learner in learners)
+        for found in (first, second):
+            assert found[0] == pytest.approx(plain[0], rel=1e-5)
+            torch.testing.assert_close(found[1], plain[1], rtol=1e-4, atol=1e-6)
+
+
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(function: Any, **knobs: Any) -> Any:
+        def call(*given: Any) -> Any:
+            raise RuntimeError("No working C++ compiler found\nin a long text")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(
+        ModelError, match=r"none works here; found RuntimeError: No working C\+\+ compiler found; install one \(g\+\+"
+    ):
+        compile_layers(tiny_llama())
+
+
+# Parked tensors
+
+
+def steps(learner: Any, home: Parked | None, count: int = 3) -> list[float]:
+    """So many updates, parked in between; the losses."""
+    losses = []
+    for version in range(count):
+        if home is not None:
+            home.bring(moments=False)
+        for part in learner.begin(rows_of(*ROWS), version):
+            learner.micro(part)
+        if home is not None:
+            home.bring(moments=True)
+        losses.append(learner.end(1e-2).loss)
+        if home is not None:
+            home.rest(weights=version > 0)
+    return losses
+
+
+def held(learner: Any) -> tuple[int, int, int]:
+    """Bytes of weights, moments and gradients that are on the device."""
+    weights = sum({w.data_ptr(): w.untyped_storage().nbytes() for w in learner.forward.module.parameters()}.values())
+    moments = [m for state in learner.optimizer.state.values() for m in state.values() if m.ndim]
+    grads = [w.grad for w in learner.parameters.values() if w.grad is not None]
+    return weights, sum(m.untyped_storage().nbytes() for m in moments), sum(g.nbytes for g in grads)
+
+
+def test_a_learner_that_is_parked_between_steps_makes_the_same_weights_bit_for_bit() -> None:
+    plain, other = tiny_learner(tiny_trainer()), tiny_learner(tiny_trainer())
+    home = Parked(other, "cpu")
+    assert steps(other, home) == steps(plain, None)
+    home.bring(moments=False)
+    assert all(torch.equal(other.parameters[name], weight) for name, weight in plain.parameters.items())
+
+
+def test_a_parked_learner_holds_nothing_and_the_moments_come_for_the_update_alone() -> None:
+    learner = tiny_learner(tiny_trainer())
+    home = Parked(learner, "cpu")
+    steps(learner, None, 1)
+    weights, moments, grads = held(learner)
+    assert moments == 2 * weights and grads == weights
+    home.rest(weights=False)
+    assert held(learner) == (weights, 0, 0)
+    home.rest(weights=True)
+    assert held(learner) == (0, 0, 0) and home.nbytes == 3 * weights
+    home.bring(moments=False)
+    assert held(learner) == (weights, 0, 0)
+    home.bring(moments=True)
+    assert held(learner) == (weights, moments, 0)
+
+
+def test_what_shares_memory_with_parked_weights_has_their_values_again() -> None:
+    learner = tiny_learner(tiny_trainer())
+    told = {name: weight.detach() for name, weight in learner.parameters.items()}
+    before = {name: weight.clone() for name, weight in told.items()}
+    home = Parked(learner, "cpu")
+    home.rest(weights=True)
+    home.rest(weights=True)
+    home.bring(moments=False)
+    assert all(torch.equal(told[name], before[name]) for name in told)
+    assert all(told[name].data_ptr() == weight.data_ptr() for name, weight in learner.parameters.items())
+
+
+def test_a_shelf_takes_other_tensors_each_time_and_those_that_share_memory_once() -> None:
+    shelf = Shelf("cpu")
+    first = torch.arange(6.0)
+    shelf.park([first])
+    shelf.back()
+    other = torch.arange(10.0, 20.0)
+    part = other[2:5]
+    shelf.park([other, part])
+    assert shelf.nbytes == other.numel() * 4 and other.untyped_storage().nbytes() == 0
+    shelf.back()
+    assert torch.equal(other, torch.arange(10.0, 20.0)) and torch.equal(part, torch.arange(12.0, 15.0))
+    assert torch.equal(first, torch.arange(6.0))
+
+
+def test_tensors_of_another_kind_of_device_are_left_where_they_are() -> None:
+    learner = tiny_learner(tiny_trainer())
+    home = Parked(learner)
+    steps(learner, home, 2)
+    assert home.nbytes == 0 and held(learner)[0] > 0
+
+
+@pytest.mark.gpu
+def test_parking_on_a_gpu_gives_its_memory_back_and_the_same_weights() -> None:
+    plain, other = (tiny_learner(tiny_trainer(), tiny_llama().cuda()) for _ in range(2))
+    home = Parked(other)
+    losses = steps(other, home, 2)
+    before = torch.cuda.memory_allocated()
+    home.bring(moments=True)
+    assert torch.cuda.memory_allocated() - before >= home.nbytes > 0
+    assert losses == pytest.approx(steps(plain, None, 2))
+    for name, weight in plain.parameters.items():
+        torch.testing.assert_close(other.parameters[name], weight)
+
+
+# Full precision behind bfloat16
+
+
+def test_weights_and_moments_are_float32_where_the_model_computes_in_bfloat16(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    trainer = Trainer(Model(str(tmp_path), dtype="bfloat16"), loss=functools.partial(aipo, rho=4.0), lr=1e-2)
+    learner = make_learner(trainer, trainer.model, node="trainer", device="cpu")
+    seen: list[torch.dtype] = []
+    layer = learner.forward.module.model.layers[0].mlp.down_proj
+    layer.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
+    steps(learner, None, 2)
+    assert set(seen) == {torch.bfloat16}
+    kept = [*learner.forward.module.parameters(), *state_tensors(learner.optimizer, learner.parameters).values()]
+    assert {tensor.dtype for tensor in kept} == {torch.float32}

@@ -1,0 +1,265 @@
+"""The weight plane between processes that share a GPU, or the GPUs of one machine: segments in device memory.
+
+All words, locks and gates are those of `SharedMemory`; only the tensors lie elsewhere. A segment is two small files:
+the first one's lock is the gate, and it holds the handle that opens the buffer; the lock of the second, the lease, is
+held by every process that has the buffer open. The driver leaves undefined what happens to an open buffer that its
+exporter frees, so a writer lets go of one only when nobody holds its lease: a killed reader holds none.
+
+A GPU works behind the program's back. The gate opens when the copies into the buffer are done (publish on the stream
+that made the tensors), and a reader steps out when nothing that it has asked for reads the buffer any more. Parameters
+on the same GPU and of the same dtype become views of the buffer; whatever keeps pointers, as captured CUDA graphs do,
+reads with `adopt="copy"`. Readers on a peer GPU must see the writer's (CUDA_VISIBLE_DEVICES), and copy from it. Within
+one process a `Hub` serves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgpack
+import torch
+import zmq
+
+from transport.weights.errors import MessageError, SegmentError
+from transport.weights.executors.address import Address, flock
+from transport.weights.executors.device_memory import DeviceMemory, Handle
+from transport.weights.executors.shared_memory import SharedMemory
+from transport.weights.ports import ReaderPort, ReaderSegment, WriterPort, WriterSegment
+from transport.weights.protocol.messages import ReaderMessage, WriterMessage
+
+HANDLE_BYTES = 1024
+"""Room for a handle in a segment's file."""
+LEASE_BYTES = 64
+"""Of the second file, which holds nothing; its gate stands open at version 0."""
+
+
+class CudaIpc:
+    """An address of the form ipc:///folder/name.sock, or tcp://127.0.0.1:port, and a GPU."""
+
+    def __init__(
+        self,
+        address: str,
+        device: str | int | torch.device = "cuda",
+        *,
+        folder: str | Path | None = None,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        """`device`: where the writer's buffers lie; a reader opens them where they are.
+
+        `folder`: where the handles lie, as for `SharedMemory`. `memory` stands in for that of the GPU."""
+        self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        self.site = SharedMemory(address, folder=folder)
+        self._memory = memory
+
+    @property
+    def address(self) -> str:
+        """Where writer and readers meet."""
+        return self.site.address
+
+    def writer(self, poll: Callable[[], None]) -> _WriterPort:
+        """Claim the address. AddressTaken when another live writer has; SegmentError where there is no GPU."""
+        memory = self._device_memory()
+        return _WriterPort(self.site.writer(poll), memory)
+
+    def reader(self) -> _ReaderPort:
+        """Connect to the address. SegmentError where there is no GPU."""
+        return _ReaderPort(self.site, self._device_memory())
+
+    def sweep(self) -> int:
+        """Unlink what a killed writer left: two files for each segment. Its GPU memory went with it.
+
+        AddressTaken while the writer is alive."""
+        return self.site.sweep()
+
+    def _device_memory(self) -> DeviceMemory:
+        if self._memory is not None:
+            return self._memory
+        from transport.weights.executors.cuda_memory import CudaMemory
+
+        return CudaMemory(self.device)
+
+
+class _Departing:
+    """Buffers that their writers have closed while some reader still has them open."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[WriterSegment, torch.Tensor]] = []
+        self._lock = threading.Lock()
+
+    def add(self, lease: WriterSegment, buffer: torch.Tensor) -> None:
+        with self._lock:
+            self._held.append((lease, buffer))
+
+    def release(self) -> None:
+        """Let go of those that nobody has open any more."""
+        with self._lock:
+            ended = [lease for lease, _ in self._held if lease.seal()]
+            self._held = [held for held in self._held if held[0] not in ended]
+        for lease in ended:
+            lease.close()
+
+
+_departing = _Departing()
+"""Outlives the writers: the memory is the process's."""
+
+
+class _WriterSegment:
+    progress: torch.Tensor | None
+
+    def __init__(self, files: WriterPort, memory: DeviceMemory, nbytes: int) -> None:
+        self.buffer, self.progress = memory.allocate(nbytes), None
+        self._memory = memory
+        handle = memory.export(self.buffer)
+        self._lease = files.segment(LEASE_BYTES)
+        try:
+            self._gate = files.segment(HANDLE_BYTES)
+        except SegmentError:
+            self._lease.retire()
+            self._lease.close()
+            raise
+        self.key = self._gate.key
+        packed = bytearray(msgpack.packb([self._lease.key, handle]))
+        self._gate.buffer[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8)
+        self._lease.unseal(0)
+
+    def seal(self) -> bool:
+        return self._gate.seal()
+
+    def unseal(self, version: int) -> None:
+        self._memory.written(self.buffer)
+        self._gate.unseal(version)
+
+    def retire(self) -> None:
+        self._gate.retire()
+        self._lease.retire()
+
+    def close(self) -> None:
+        self._gate.close()
+        _departing.add(self._lease, self.buffer)
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        _departing.release()
+
+
+class _ReaderSegment:
+    progress: torch.Tensor | None
+
+    def __init__(self, gate: ReaderSegment, lease: ReaderSegment, memory: DeviceMemory, buffer: torch.Tensor) -> None:
+        self.buffer, self.progress = buffer, None
+        self._gate, self._lease, self._memory = gate, lease, memory
+
+    def enter(self, version: int) -> bool:
+        return self._gate.enter(version)
+
+    def leave(self) -> None:
+        self._memory.read(self.buffer)
+        self._gate.leave()
+
+    def close(self) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self._gate.close()
+        self._lease.leave()
+        self._lease.close()
+
+
+class _WriterPort:
+    def __init__(self, files: WriterPort, memory: DeviceMemory) -> None:
+        self._files, self._memory = files, memory
+
+    @property
+    def socket(self) -> zmq.Socket[bytes] | None:
+        return self._files.socket
+
+    def segment(self, nbytes: int) -> _WriterSegment:
+        return _WriterSegment(self._files, self._memory, nbytes)
+
+    def receive(self) -> list[tuple[bytes, ReaderMessage]]:
+        _departing.release()
+        return self._files.receive()
+
+    def send(self, peer: bytes, message: WriterMessage) -> bool:
+        return self._files.send(peer, message)
+
+    def wait(self, timeout_s: float) -> None:
+        self._files.wait(timeout_s)
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class _ReaderPort:
+    def __init__(self, site: SharedMemory, memory: DeviceMemory) -> None:
+        self._place, self._memory = site.place, memory
+        self._files: ReaderPort = site.reader()
+
+    @property
+    def socket(self) -> zmq.Socket[bytes] | None:
+        return self._files.socket
+
+    def segment(self, key: str, nbytes: int) -> _ReaderSegment | None:
+        with ExitStack() as opened:
+            gate = self._files.segment(key, HANDLE_BYTES)
+            if gate is None:
+                return None
+            opened.callback(gate.close)
+            under, handle = _unpacked(gate.buffer)
+            lease = self._files.segment(under, LEASE_BYTES)
+            if lease is None:
+                return None
+            opened.callback(lease.close)
+            buffer = self._open(handle) if lease.enter(0) else None
+            if buffer is None or len(buffer) != nbytes:
+                return None
+            opened.pop_all()
+            return _ReaderSegment(gate, lease, self._memory, buffer)
+
+    def receive(self) -> list[WriterMessage]:
+        return self._files.receive()
+
+    def send(self, message: ReaderMessage) -> None:
+        self._files.send(message)
+
+    def wait(self, timeout_s: float) -> None:
+        self._files.wait(timeout_s)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _open(self, handle: Handle) -> torch.Tensor | None:
+        """None when it cannot be opened because its writer has just died; the next one offers another."""
+        try:
+            return self._memory.open(handle)
+        except SegmentError:
+            if _owned(self._place):
+                raise
+            return None
+
+
+def _unpacked(payload: torch.Tensor) -> tuple[str, Handle]:
+    """(key of the lease, handle), as the writer packed them at the start of a segment's file."""
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(payload.numpy().tobytes())
+    try:
+        lease, handle = unpacker.unpack()
+        return str(lease), dict(handle)
+    except (msgpack.UnpackException, ValueError, TypeError) as error:
+        raise MessageError(
+            f"a segment's handle cannot be read; found {error}; writer and reader must run the same release, and "
+            "both on CUDA IPC"
+        ) from None
+
+
+def _owned(place: Address) -> bool:
+    """Whether a live writer has the address."""
+    try:
+        lock = os.open(place.lock_path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not flock(lock, fcntl.LOCK_SH)
+    finally:
+        os.close(lock)

@@ -1,0 +1,229 @@
+"""The weight plane between processes of one machine: files in shared memory, file locks, ZeroMQ for words.
+
+A segment is a file of its own, mapped by the writer and by its readers. Its gate is a lock (flock) on it:
+shared while a reader is inside, exclusive while the writer writes. The kernel lets go of a dead process's
+locks, so a killed reader holds nothing up; a frozen one keeps its lock, and its file is left to it. A lock on
+a file beside the socket makes one writer the owner of an address, and lets the next one sweep what a killed
+one left. (A process forked from a reader shares its locks; fork before connecting.)
+
+Readers prove a version while it is written: without the lock, below the watermark in the segment's first page.
+What they adopt, they have entered, and it is the version that they have read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from transport.weights.errors import MessageError, SegmentError
+from transport.weights.executors.address import Address, Socket, arrived, flock, sent
+from transport.weights.protocol.messages import Message, ReaderMessage, WriterMessage, decode, encode
+
+HEADER_BYTES = mmap.PAGESIZE
+"""Before the tensors: eight bytes of magic; the version that the segment holds; the one that is written, and the bytes
+of it that are whole; all int64."""
+MAGIC = b"DFWEIGHT"
+
+
+class SharedMemory:
+    """An address of the form ipc:///folder/name.sock, or tcp://127.0.0.1:port."""
+
+    def __init__(self, address: str, *, folder: str | Path | None = None) -> None:
+        """`folder`: where the segments lie, /dev/shm where there is one; the same for writer and readers."""
+        self.place = Address(address, folder)
+
+    @property
+    def address(self) -> str:
+        """Where writer and readers meet."""
+        return self.place.url
+
+    def writer(self, poll: Callable[[], None]) -> _WriterPort:
+        """Claim the address, and sweep the segments that a killed writer left there."""
+        lock = self.place.claim()
+        try:
+            self._unlink_segments()
+            socket = self.place.bound()
+        except BaseException:
+            self.place.release(lock)
+            raise
+        return _WriterPort(self.place, socket, lock)
+
+    def reader(self) -> _ReaderPort:
+        """Connect to the address."""
+        return _ReaderPort(self.place, self.place.connected())
+
+    def sweep(self) -> int:
+        """Unlink what a killed writer of this address left in shared memory; the number of segments.
+
+        AddressTaken while its writer is alive."""
+        lock = self.place.claim()
+        try:
+            return self._unlink_segments()
+        finally:
+            self.place.release(lock)
+
+    def _unlink_segments(self) -> int:
+        place = self.place
+        stale = [path for path in place.folder.glob(f"{place.prefix}*") if path != place.lock_path]
+        for path in stale:
+            path.unlink(missing_ok=True)
+        return len(stale)
+
+
+class _WriterSegment:
+    def __init__(self, folder: Path, key: str, nbytes: int) -> None:
+        self.key = key
+        self._path = folder / key
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(self._file, struct.pack("<8sqqq", MAGIC, -1, -1, 0), 0)
+            _allocate(self._file, HEADER_BYTES + nbytes)
+            mapping = mmap.mmap(self._file, HEADER_BYTES + nbytes)
+        except OSError as error:
+            self.retire()
+            self.close()
+            free = os.statvfs(folder)
+            raise SegmentError(
+                f"no shared memory for a version of {nbytes >> 20} MiB; found {error.strerror}, "
+                f"{free.f_bavail * free.f_frsize >> 20} MiB free in {folder}; enlarge it (docker: "
+                "--shm-size) or choose another folder"
+            ) from None
+        self.buffer = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
+        self.progress: torch.Tensor | None = _progress(mapping)
+        flock(self._file, fcntl.LOCK_EX)
+
+    def seal(self) -> bool:
+        if not flock(self._file, fcntl.LOCK_EX):
+            return False
+        os.pwrite(self._file, struct.pack("<qqq", -1, -1, 0), len(MAGIC))
+        return True
+
+    def unseal(self, version: int) -> None:
+        os.pwrite(self._file, struct.pack("<qqq", version, version, self.buffer.numel()), len(MAGIC))
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def retire(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.buffer, self.progress = torch.empty(0, dtype=torch.uint8), None
+        os.close(self._file)
+
+
+class _ReaderSegment:
+    def __init__(self, file: int, nbytes: int) -> None:
+        self._file = file
+        # A private mapping: a reader that writes to its parameters spoils its own pages, never the others'.
+        mapping = mmap.mmap(file, HEADER_BYTES + nbytes, flags=mmap.MAP_PRIVATE)
+        self.buffer = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
+        self.progress: torch.Tensor | None = _progress(mmap.mmap(file, HEADER_BYTES, prot=mmap.PROT_READ))
+
+    def enter(self, version: int) -> bool:
+        if not flock(self._file, fcntl.LOCK_SH):
+            return False
+        if os.pread(self._file, 16, 0) == struct.pack("<8sq", MAGIC, version):
+            return True
+        self.leave()
+        return False
+
+    def leave(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        self.buffer, self.progress = torch.empty(0, dtype=torch.uint8), None
+        os.close(self._file)
+
+
+class _Ear:
+    """Hears messages, and warns once of what is none: junk changes nothing and fills no log."""
+
+    def __init__(self, socket: Socket) -> None:
+        self._socket, self._warned = socket, False
+
+    def hear(self) -> list[tuple[bytes, Message]]:
+        """All that have arrived, each with the frame before it: at a writer, its sender. Never waits."""
+        found: list[tuple[bytes, Message]] = []
+        while frames := arrived(self._socket):
+            try:
+                found.append((frames[0], decode(frames[-1])))
+            except MessageError as error:
+                if not self._warned:
+                    warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+                self._warned = True
+        return found
+
+
+class _WriterPort:
+    def __init__(self, place: Address, socket: Socket, lock: int) -> None:
+        self.socket: Socket | None = socket
+        self._place, self._socket, self._lock = place, socket, lock
+        self._ear = _Ear(socket)
+
+    def segment(self, nbytes: int) -> _WriterSegment:
+        return _WriterSegment(self._place.folder, self._place.prefix + secrets.token_hex(6), nbytes)
+
+    def receive(self) -> list[tuple[bytes, ReaderMessage]]:
+        return [(peer, message) for peer, message in self._ear.hear() if isinstance(message, ReaderMessage)]
+
+    def send(self, peer: bytes, message: WriterMessage) -> bool:
+        return sent(self._socket, peer, encode(message))
+
+    def wait(self, timeout_s: float) -> None:
+        self._socket.poll(max(1, int(timeout_s * 1000)))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._place.release(self._lock)
+
+
+class _ReaderPort:
+    def __init__(self, place: Address, socket: Socket) -> None:
+        self.socket: Socket | None = socket
+        self._place, self._socket = place, socket
+        self._ear = _Ear(socket)
+
+    def segment(self, key: str, nbytes: int) -> _ReaderSegment | None:
+        if not key.startswith(self._place.prefix) or "/" in key:
+            return None
+        try:
+            file = os.open(self._place.folder / key, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        if os.fstat(file).st_size != HEADER_BYTES + nbytes:
+            os.close(file)
+            return None
+        return _ReaderSegment(file, nbytes)
+
+    def receive(self) -> list[WriterMessage]:
+        return [message for _, message in self._ear.hear() if isinstance(message, WriterMessage)]
+
+    def send(self, message: ReaderMessage) -> None:
+        sent(self._socket, encode(message))
+
+    def wait(self, timeout_s: float) -> None:
+        self._socket.poll(max(1, int(timeout_s * 1000)))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _progress(mapping: mmap.mmap) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a reader's is not writable, and is not written to
+        return torch.frombuffer(mapping, dtype=torch.int64, count=2, offset=2 * len(MAGIC))
+
+
+def _allocate(file: int, nbytes: int) -> None:
+    """Take the pages now, so that a full /dev/shm is an error here and no SIGBUS while writing."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, nbytes)
+    else:
+        os.ftruncate(file, nbytes)

@@ -1,0 +1,263 @@
+"""Which slice of each full tensor of a model each rank holds, and in which of its own tensors: values, no torch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from transport.weights.errors import LayoutMismatch, MessageError
+from transport.weights.layout.flat import ITEM_BYTES, FlatLayout
+from transport.weights.layout.shards import Mesh, Shards
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """One full tensor, as the ranks hold it."""
+
+    name: str
+    """Its name in the model; the same on both sides."""
+    shape: Shape
+    """Of the full tensor."""
+    dtype: str
+    """By torch's name without the prefix."""
+    shards: Shards
+    into: str
+    """The ranks' local tensor that it lies in; its own name, unless several are fused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A model's tensors over the ranks of one side, the trainer's or the generator's."""
+
+    tensors: Mapping[str, Held]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of tied tensors, each with the name under which its bytes travel."""
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            raise LayoutMismatch("a layout needs a tensor; found none; pass the model's parameters")
+        for name, held in self.tensors.items():
+            found = held.name, held.shards.start.shape[1], held.dtype in ITEM_BYTES
+            if found != (name, len(held.shape), True) or (held.shards.stop > held.shape).any():
+                raise LayoutMismatch(
+                    f"tensor '{name}' does not fit its shards; found shape {list(held.shape)}, dtype {held.dtype}, "
+                    f"boxes of {found[1]} dimensions up to {held.shards.stop.max(0, initial=0)}; see Layout.cut"
+                )
+        for alias, name in self.aliases.items():
+            if name not in self.tensors or alias in self.tensors:
+                raise LayoutMismatch(
+                    f"alias '{alias}' must stand for one travelling tensor; found '{name}'; "
+                    "name the tensor it is tied to"
+                )
+
+    @functools.cached_property
+    def ranks(self) -> int:
+        """Ranks of this side: one more than the highest that holds anything."""
+        return 1 + max(int(np.max(held.shards.ranks, initial=-1)) for held in self.tensors.values())
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """Equal for equal layouts."""
+        digest = xxhash.xxh3_128()
+        for held in self.tensors.values():
+            digest.update(repr((held.name, held.shape, held.dtype, held.into)).encode())
+            digest.update(held.shards.key)
+        digest.update(repr(sorted(self.aliases.items())).encode())
+        return digest.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.key == other.key
+
+    @classmethod
+    def cut(
+        cls,
+        tensors: Mapping[str, tuple[Shape, str]],
+        mesh: Mesh,
+        cuts: Callable[[str], tuple[int | None, ...]],
+        *,
+        order: tuple[int, ...] | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> Layout:
+        """Full tensors, name -> (shape, dtype), dealt out over a mesh; `cuts` and `order` as in `Shards.cut`."""
+        held = {
+            name: Held(
+                name=name, shape=shape, dtype=dtype, shards=Shards.cut(shape, mesh, cuts(name), order), into=name
+            )
+            for name, (shape, dtype) in tensors.items()
+        }
+        return cls(tensors=held, aliases=dict(aliases or {}))
+
+    @classmethod
+    def whole(
+        cls, tensors: Mapping[str, tuple[Shape, str]], ranks: int = 1, aliases: Mapping[str, str] | None = None
+    ) -> Layout:
+        """Every rank holds every tensor whole."""
+        return cls.cut(tensors, Mesh.of(ranks), lambda name: (None,), aliases=aliases)
+
+    @classmethod
+    def fsdp(
+        cls, tensors: Mapping[str, tuple[Shape, str]], ranks: int, aliases: Mapping[str, str] | None = None
+    ) -> Layout:
+        """As FSDP2 shards: each tensor by torch.chunk along dim 0."""
+        return cls.cut(tensors, Mesh.of(ranks), lambda name: (0 if tensors[name][0] else None,), aliases=aliases)
+
+    def __or__(self, other: Layout) -> Layout:
+        """Both together: the stages of a pipeline, or dense layers beside experts."""
+        twice = self.tensors.keys() & other.tensors.keys()
+        if twice:
+            raise LayoutMismatch(f"two layouts that are put together share tensors; found {sorted(twice)[:3]} in both")
+        return Layout(tensors={**self.tensors, **other.tensors}, aliases={**self.aliases, **other.aliases})
+
+    def cast(self, dtype: str) -> Layout:
+        """The same, with floating tensors held in another dtype."""
+        return replace(self, tensors={
+            name: replace(held, dtype=dtype) if "float" in held.dtype else held for name, held in self.tensors.items()
+        })  # fmt: skip
+
+    def only(self, names: Collection[str]) -> Layout:
+        """These tensors alone, e.g. adapters."""
+        return Layout(tensors={name: self.tensors[name] for name in names})
+
+    def fused(self, into: str, parts: Collection[str], dim: int = 0) -> Layout:
+        """Each rank holds its local tensors `parts` end to end along `dim` in one local tensor (qkv, gate_up)."""
+        inside = self._inside(parts)
+        lengths = np.zeros((len(inside), self.ranks), np.int64)
+        for number, part in enumerate(inside):
+            for held in part:
+                lengths[number, held.shards.ranks] = held.shards.local_shape[:, dim]
+        starts, total = np.cumsum(lengths, axis=0) - lengths, lengths.sum(axis=0)
+        moved: dict[str, Held] = {}
+        for part, start in zip(inside, starts, strict=True):
+            for held in part:
+                ranks = held.shards.ranks
+                local_start, local_shape = held.shards.local_start.copy(), held.shards.local_shape.copy()
+                local_start[:, dim] += start[ranks]
+                local_shape[:, dim] = total[ranks]
+                shards = replace(held.shards, local_start=local_start, local_shape=local_shape)
+                moved[held.name] = replace(held, shards=shards, into=into)
+        return replace(self, tensors={**self.tensors, **moved})
+
+    def stacked(self, into: str, parts: Collection[str]) -> Layout:
+        """Each rank holds its local tensors `parts`, of equal shape, in one local tensor [count, ...] (experts)."""
+        lifted: dict[str, Held] = {}
+        for held in itertools.chain.from_iterable(self._inside(parts)):
+            shards = held.shards
+            shards = replace(
+                shards,
+                local_start=np.insert(shards.local_start, 0, 0, axis=1),
+                local_shape=np.insert(shards.local_shape, 0, 1, axis=1),
+            )
+            lifted[held.name] = replace(held, shards=shards)
+        return replace(self, tensors={**self.tensors, **lifted}).fused(into, parts)
+
+    def _inside(self, parts: Collection[str]) -> list[list[Held]]:
+        """What lies in each of these local tensors."""
+        inside: dict[str, list[Held]] = {}
+        for held in self.tensors.values():
+            inside.setdefault(held.into, []).append(held)
+        missing = [part for part in parts if part not in inside]
+        if missing:
+            raise LayoutMismatch(
+                f"no rank has a local tensor '{missing[0]}'; found {len(inside)} others, first {list(inside)[:3]}; "
+                "name tensors of this layout"
+            )
+        return [inside[part] for part in parts]
+
+    def split(self, name: str, parts: Mapping[str, int], dim: int = 0) -> Layout:
+        """Call ranges of one full tensor by names of their own (a fused weight whose other side holds the parts).
+
+        parts: name -> length along `dim`, in order, together the whole of it."""
+        held = self.tensors[name]
+        dim %= len(held.shape)
+        if sum(parts.values()) != held.shape[dim]:
+            raise LayoutMismatch(
+                f"the parts of '{name}' must make up the whole; found {dict(parts)} for {held.shape[dim]} along {dim}"
+            )
+        tensors: dict[str, Held] = {key: value for key, value in self.tensors.items() if key != name}
+        shards, first = held.shards, 0
+        lead = shards.local_start.shape[1] - len(held.shape)
+        for part, length in parts.items():
+            start, stop = shards.start.copy(), shards.stop.copy()
+            start[:, dim] = np.clip(start[:, dim], first, first + length)
+            stop[:, dim] = np.clip(stop[:, dim], first, first + length)
+            mine = stop[:, dim] > start[:, dim]
+            local_start = shards.local_start.copy()
+            local_start[:, lead + dim] += start[:, dim] - shards.start[:, dim]
+            start[:, dim] -= first
+            stop[:, dim] -= first
+            placed = Shards(
+                shards.ranks[mine], start[mine], stop[mine], local_start[mine], shards.local_shape[mine].copy()
+            )
+            shape = (*held.shape[:dim], length, *held.shape[dim + 1 :])
+            tensors[part] = replace(held, name=part, shape=shape, shards=placed)
+            first += length
+        return replace(self, tensors=tensors)
+
+    def local(self, rank: int) -> dict[str, tuple[Shape, str]]:
+        """The local tensors that a rank holds: name -> (shape, dtype).
+
+        LayoutMismatch where two full tensors ask for different shapes of one local tensor."""
+        found: dict[str, tuple[Shape, str]] = {}
+        for held in self.tensors.values():
+            for row in np.flatnonzero(held.shards.ranks == rank):
+                spec = tuple(held.shards.local_shape[row].tolist()), held.dtype
+                if found.setdefault(held.into, spec) != spec:
+                    raise LayoutMismatch(
+                        f"rank {rank} would hold '{held.into}' in two shapes; found {found[held.into]} and {spec} (for "
+                        f"'{held.name}'); fuse all parts at once"
+                    )
+        return found
+
+    def flat(self, rank: int) -> FlatLayout:
+        """A rank's local tensors in one flat buffer."""
+        return FlatLayout.build([(name, shape, dtype) for name, (shape, dtype) in self.local(rank).items()])
+
+    def to_plain(self) -> dict[str, Any]:
+        """In lists, strings, integers and bytes, as msgpack carries it; equal shards once."""
+        table: dict[bytes, int] = {}
+        shards: list[list[Any]] = []
+        for held in self.tensors.values():
+            if table.setdefault(held.shards.key, len(shards)) == len(shards):
+                s = held.shards
+                sizes = [len(s.ranks), s.start.shape[1], s.local_start.shape[1]]
+                arrays = (s.ranks, s.start, s.stop, s.local_start, s.local_shape)
+                shards.append([*sizes, *(np.ascontiguousarray(values, "<i8").tobytes() for values in arrays)])
+        tensors = [[h.name, list(h.shape), h.dtype, h.into, table[h.shards.key]] for h in self.tensors.values()]
+        return {"shards": shards, "tensors": tensors, "aliases": dict(self.aliases)}
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> Layout:
+        """The layout that `to_plain` wrote; anything else is a MessageError or a LayoutMismatch."""
+        try:
+            shards = [_shards(*entry) for entry in plain["shards"]]
+            tensors = {}
+            for name, shape, dtype, into, number in plain["tensors"]:
+                full = tuple(map(int, shape))
+                tensors[str(name)] = Held(
+                    name=str(name), shape=full, dtype=str(dtype), shards=shards[number], into=str(into)
+                )
+            aliases = {str(alias): str(name) for alias, name in plain["aliases"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise MessageError(
+                f"a layout cannot be read; found {type(plain).__name__}: {error}; both sides must run the same release"
+            ) from None
+        return cls(tensors=tensors, aliases=aliases)
+
+
+def _shards(n: int, d: int, k: int, *data: bytes) -> Shards:
+    ranks, *boxes = (np.frombuffer(each, "<i8").astype(np.int64) for each in data)
+    start, stop, local_start, local_shape = boxes
+    return Shards(
+        ranks.reshape(n), start.reshape(n, d), stop.reshape(n, d), local_start.reshape(n, k), local_shape.reshape(n, k)
+    )

@@ -1,0 +1,223 @@
+"""What moves a version from one side's ranks to the other's: copies of boxes, who makes them, and what they come to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from transport.weights.costs.links import Cost, Links, cost
+from transport.weights.costs.picture import picture
+from transport.weights.layout.explain import Summary, table
+from transport.weights.layout.flat import ITEM_BYTES
+from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.shards import Ints, Shards
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """One box of one tensor, from one rank's local tensor into another's."""
+
+    tensor: str
+    """Name of the full tensor."""
+    source_rank: int
+    destination_rank: int
+    source_name: str
+    """The source rank's local tensor."""
+    source_box: Box
+    destination_name: str
+    """The destination rank's local tensor."""
+    destination_box: Box
+    source_dtype: str
+    destination_dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the box, as the destination's local tensor has it."""
+        return tuple(each.stop - each.start for each in self.destination_box)
+
+    @property
+    def dtype(self) -> str:
+        """On the way: the smaller of both, so that a cast down happens before sending."""
+        return narrower(self.source_dtype, self.destination_dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """On the way."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def narrower(source: str, destination: str) -> str:
+    """The dtype in which a tensor travels: the destination's where it is smaller, else the source's."""
+    return destination if ITEM_BYTES[destination] < ITEM_BYTES[source] else source
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """The copies of one tensor; all tensors that are dealt out alike on both sides share them."""
+
+    source: Shards
+    destination: Shards
+    low: Ints
+    """[c, d]: first element of each box in the full tensor."""
+    high: Ints
+    """[c, d]: one past its last."""
+    to: Ints
+    """[c]: row of `destination`."""
+    holders: Ints
+    """[h]: rows of `source`; those that hold one cell stand together."""
+    first: Ints
+    """[c]: where the cell's holders begin."""
+    count: Ints
+    """[c]: how many they are."""
+    group: Ints
+    """[c]: number of the set of ranks that hold it."""
+    groups: tuple[bytes, ...]
+    """These sets."""
+    place: Ints
+    """[c]: number of the copy among those of its group."""
+    per_tensor: Ints
+    """[c]: copies of its group that one tensor has."""
+    turn: Ints
+    """[c]: whose turn it is in its group after the kinds before."""
+
+    def senders(self, number: int) -> Ints:
+        """[c]: rows of `source` that send, for the kind's tensor of this number.
+
+        Of each tensor all holders send equally many copies, side by side, so that few pairs have to do with each other;
+        those that are left over they take in turns, from tensor to tensor."""
+        each, left = np.divmod(self.per_tensor, self.count)
+        over = self.place - each * self.count
+        taker = np.where(over < 0, self.place // np.maximum(each, 1), (self.turn + number * left + over) % self.count)
+        return np.asarray(self.holders[self.first + taker])
+
+    @functools.cached_property
+    def elements(self) -> Ints:
+        """[c]: of each box."""
+        return np.asarray(np.prod(self.high - self.low, axis=1, dtype=np.int64))
+
+    @functools.cached_property
+    def turns(self) -> bool:
+        """Whether the senders differ from tensor to tensor."""
+        return bool((self.per_tensor % self.count).any())
+
+    def between(self, source_rank: int | None, destination_rank: int | None, number: int) -> list[Ends]:
+        """The copies of the kind's tensor of this number, from this rank or to that one, or both."""
+        mine = np.ones(len(self.to), bool)
+        if destination_rank is not None:
+            mine = self.destination.ranks[self.to] == destination_rank
+        senders = self.senders(number)
+        if source_rank is not None:
+            mine = mine & (self.source.ranks[senders] == source_rank)
+        chosen = np.flatnonzero(mine)
+        rows, to, low, high = senders[chosen], self.to[chosen], self.low[chosen], self.high[chosen]
+        ranks = self.source.ranks[rows].tolist(), self.destination.ranks[to].tolist()
+        return list(
+            zip(*ranks, _boxes(self.source, rows, low, high), _boxes(self.destination, to, low, high), strict=True)
+        )
+
+
+Ends = tuple[int, int, Box, Box]
+"""Source rank, destination rank, and the box in the local tensor of each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What moves a version from the source's ranks to the destination's; `reshard` makes it."""
+
+    source: Layout
+    destination: Layout
+    kinds: tuple[tuple[Kind, tuple[tuple[Held, Held], ...]], ...]
+    """Each with its tensors, as the two sides hold them."""
+
+    def copies(self, *, source_rank: int | None = None, destination_rank: int | None = None) -> Iterator[Copy]:
+        """All copies, or those of one sender or one receiver (or one pair); the same order for both ends."""
+        for kind, tensors in self.kinds:
+            ends: list[Ends] = []
+            for number, (held, wanted) in enumerate(tensors):
+                if number == 0 or kind.turns:
+                    ends = kind.between(source_rank, destination_rank, number)
+                for sender, receiver, source_box, destination_box in ends:
+                    yield Copy(
+                        tensor=wanted.name, source_rank=sender, destination_rank=receiver,
+                        source_name=held.into, source_box=source_box,
+                        destination_name=wanted.into, destination_box=destination_box,
+                        source_dtype=held.dtype, destination_dtype=wanted.dtype,
+                    )  # fmt: skip
+
+    def sends(self, rank: int) -> list[Copy]:
+        """What a source rank sends, receiver by receiver."""
+        return sorted(self.copies(source_rank=rank), key=lambda copy: copy.destination_rank)
+
+    def receives(self, rank: int) -> list[Copy]:
+        """What a destination rank receives, sender by sender."""
+        return sorted(self.copies(destination_rank=rank), key=lambda copy: copy.source_rank)
+
+    @functools.cached_property
+    def pair_bytes(self) -> Ints:
+        """[source ranks, destination ranks]: bytes on the way from each to each."""
+        return self._table(nbytes=True)
+
+    @functools.cached_property
+    def pair_copies(self) -> Ints:
+        """[source ranks, destination ranks]: copies from each to each."""
+        return self._table(nbytes=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the way in all."""
+        return int(self.pair_bytes.sum())
+
+    def cost(self, links: Links) -> Cost:
+        """What it takes over these links, by the model that `links` describes."""
+        return cost(self.pair_bytes, links)
+
+    def explain(self, links: Links | None = None, executors: Mapping[str, int] | None = None) -> str:
+        """Who sends how much to whom, in lines of text.
+
+        links: tells the seconds as well. executors: pairs of ranks that each executor serves."""
+        kinds = [
+            (f"{wanted.name} {list(wanted.shape)} {narrower(held.dtype, wanted.dtype)}", len(tensors), len(kind.to))
+            for kind, tensors in self.kinds
+            for held, wanted in tensors[:1]
+        ]
+        summary = Summary(
+            self.pair_bytes, self.pair_copies, kinds, self.cost(links) if links else None, executors or {}
+        )
+        return table(summary)
+
+    def draw(self, links: Links | None = None) -> str:
+        """A picture (SVG) of who sends how much to whom: rank by rank, or group by group where they are many.
+
+        links: its groups are nodes, then."""
+        return picture(self.pair_bytes, links.gpus_per_node if links else None)
+
+    def _table(self, nbytes: bool) -> Ints:
+        sources, destinations = self.source.ranks, self.destination.ranks
+        found = np.zeros(sources * destinations, np.float64)
+        for kind, tensors in self.kinds:
+            receivers = kind.destination.ranks[kind.to]
+            held, wanted = tensors[0]
+            item = ITEM_BYTES[narrower(held.dtype, wanted.dtype)]
+            each = kind.elements * item if nbytes else np.ones_like(kind.to)
+            weight = each * (1 if kind.turns else len(tensors))
+            for number in range(len(tensors) if kind.turns else 1):
+                pair = kind.source.ranks[kind.senders(number)] * destinations + receivers
+                found += np.bincount(pair, weight, len(found))
+        return found.astype(np.int64).reshape(sources, destinations)
+
+
+def _boxes(shards: Shards, rows: Ints, low: Ints, high: Ints) -> list[Box]:
+    """Where the ranges [low, high) [n, d] of the full tensor lie in the local tensors of these rows."""
+    first = shards.local_start[rows]
+    size: npt.NDArray[np.int64] = np.ones_like(first)
+    lead = first.shape[1] - low.shape[1]
+    first[:, lead:] += low - shards.start[rows]
+    size[:, lead:] = high - low
+    return [tuple(map(slice, a, b)) for a, b in zip(first.tolist(), (first + size).tolist(), strict=True)]

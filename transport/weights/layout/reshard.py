@@ -1,0 +1,177 @@
+"""From one layout to another: who sends which box to whom. Pure, computed once, replayed for every version.
+
+Tensors that are dealt out alike on both sides share one table of copies, so that a plan's size follows the kinds of
+tensors, not their number. Where several source ranks hold the same box, they share the work.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from transport.weights.errors import LayoutMismatch
+from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.plan import Box, Copy, Kind, Plan
+from transport.weights.layout.shards import Ints, Shards
+
+__all__ = ["Box", "Copy", "Kind", "Plan", "reshard"]
+
+
+@functools.lru_cache(maxsize=64)
+def reshard(source: Layout, destination: Layout) -> Plan:
+    """The copies that fill every destination byte exactly once.
+
+    LayoutMismatch where the destination wants a tensor, or a part of one, that no source rank holds."""
+    kinds: dict[tuple[Shards, Shards, str, str], list[tuple[Held, Held]]] = {}
+    for name, wanted in destination.tensors.items():
+        if not len(wanted.shards.ranks):
+            continue
+        held = _held(source, destination, name, wanted)
+        kinds.setdefault((held.shards, wanted.shards, held.dtype, wanted.dtype), []).append((held, wanted))
+    turns: dict[bytes, int] = {}
+    made = []
+    for (held_by, wanted_by, _, _), tensors in kinds.items():
+        found = _intersect(held_by, wanted_by)
+        if found is None:
+            raise LayoutMismatch(
+                f"a part of '{tensors[0][0].name}' that the destination needs is held by no source rank; found boxes "
+                f"{held_by.start.tolist()[:4]} to {held_by.stop.tolist()[:4]}; complete the source's layout"
+            )
+        made.append((_take_turns(found, len(tensors), turns), tuple(tensors)))
+    return Plan(source, destination, tuple(made))
+
+
+def _held(source: Layout, destination: Layout, name: str, wanted: Held) -> Held:
+    """The source's tensor that fills the destination's of this name, or of a name that is tied to it there."""
+    names = [name, *(alias for alias, of in destination.aliases.items() if of == name)]
+    travels = dict.fromkeys(source.aliases.get(each, each) for each in names)
+    found = [source.tensors[each] for each in travels if each in source.tensors]
+    if not found:
+        raise LayoutMismatch(
+            f"the destination wants tensor '{name}', which the source does not have; found {len(source.tensors)} "
+            f"tensors, first {list(source.tensors)[:3]}; both sides must describe the same model, by the same names"
+        )
+    if len(found) > 1:
+        raise LayoutMismatch(
+            f"the destination ties tensors that the source trains apart; found {names} there, "
+            f"{[held.name for held in found]} at the source; untie them at the destination"
+        )
+    if found[0].shape != wanted.shape:
+        raise LayoutMismatch(
+            f"tensor '{name}' has two shapes; found {list(found[0].shape)} at the source, {list(wanted.shape)} at the "
+            "destination; both sides must load the same model"
+        )
+    return found[0]
+
+
+def _take_turns(kind: Kind, tensors: int, turns: dict[bytes, int]) -> Kind:
+    """Let the turns of each set of holders go on where the kinds before ended."""
+    begin = np.array([turns.get(ranks, 0) for ranks in kind.groups], np.int64)
+    left = np.zeros_like(begin)
+    left[kind.group] = kind.per_tensor % kind.count
+    turns.update(zip(kind.groups, (begin + tensors * left).tolist(), strict=True))
+    return replace(kind, turn=begin[kind.group])
+
+
+@functools.lru_cache(maxsize=1024)
+def _intersect(source: Shards, destination: Shards) -> Kind | None:
+    """The copies of one tensor; None where a part is held by nobody."""
+    low, high, holders, begins = _cells(source)
+    wanted, place = _distinct(destination)
+    d = low.shape[1]
+    start, stop = wanted[:, :d], wanted[:, d:]
+    overlap = np.ones((len(wanted), len(low)), bool)
+    for dim in range(d):
+        overlap &= np.maximum.outer(start[:, dim], low[:, dim]) < np.minimum.outer(stop[:, dim], high[:, dim])
+    box, cell = np.nonzero(overlap)
+    first, last = np.maximum(start[box], low[cell]), np.minimum(stop[box], high[cell])
+    covered = np.bincount(box, np.prod(last - first, axis=1, dtype=np.int64), len(wanted))
+    if (covered != np.prod(stop - start, axis=1, dtype=np.int64)).any():
+        return None
+    # Every replica of a destination box gets the box's copies.
+    replicas = np.argsort(place, kind="stable")
+    per_box = np.bincount(place, minlength=len(wanted))
+    offset = np.concatenate([[0], np.cumsum(per_box)])
+    times = per_box[box]
+    which = np.repeat(np.arange(len(box)), times)
+    nth = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
+    to = replicas[offset[box[which]] + nth]
+    order = np.lexsort((cell[which], to))
+    which, to = which[order], to[order]
+    return _kind(source, destination, first[which], last[which], to, cell[which], holders, begins)
+
+
+def _kind(
+    source: Shards, destination: Shards, low: Ints, high: Ints, to: Ints, cell: Ints, holders: Ints, begins: Ints
+) -> Kind:
+    """Number the copies of each set of holders; cells may differ and still be held by the same ranks."""
+    sets: dict[bytes, int] = {}
+    of_cell = np.array([
+        sets.setdefault(source.ranks[holders[a:b]].tobytes(), len(sets)) for a, b in itertools.pairwise(begins.tolist())
+    ])  # fmt: skip
+    group = of_cell[cell]
+    place, per_tensor = _numbers(group)
+    return Kind(
+        source, destination, low, high, to, holders, begins[cell], begins[cell + 1] - begins[cell],
+        group, tuple(sets), place, per_tensor, np.zeros_like(place),
+    )  # fmt: skip
+
+
+def _cells(shards: Shards) -> tuple[Ints, Ints, Ints, Ints]:
+    """Boxes that do not overlap and make up all that is held: low, high [c, d]; the rows of `shards` that hold each,
+    one per rank and in order of the ranks, and where each cell's begin [c + 1]."""
+    boxes, place = _distinct(shards)
+    d = shards.start.shape[1]
+    low, high = boxes[:, :d], boxes[:, d:]
+    holds: npt.NDArray[np.bool_] | None = None
+    if len(boxes) < len(place):
+        holds = place[None, :] == np.arange(len(boxes))[:, None]
+    if not _disjoint(low, high):
+        cuts = [np.unique(np.concatenate([low[:, dim], high[:, dim]])) for dim in range(d)]
+        corner = np.stack([each.ravel() for each in np.meshgrid(*(np.arange(len(c) - 1) for c in cuts), indexing="ij")])
+        low = np.stack([cut[at] for cut, at in zip(cuts, corner, strict=True)], axis=1)
+        high = np.stack([cut[at + 1] for cut, at in zip(cuts, corner, strict=True)], axis=1)
+        inside = np.ones((len(low), len(shards.ranks)), bool)
+        for dim in range(d):
+            inside &= np.less_equal.outer(low[:, dim], shards.stop[:, dim] - 1)
+            inside &= np.greater_equal.outer(low[:, dim], shards.start[:, dim])
+        held = inside.any(axis=1)
+        low, high, holds = low[held], high[held], inside[held]
+    by_rank = np.argsort(shards.ranks, kind="stable")
+    if holds is None:
+        holders = np.empty(len(place), np.int64)
+        holders[place] = np.arange(len(place))
+        return low, high, holders, np.arange(len(place) + 1)
+    cell, row = np.nonzero(holds[:, by_rank])
+    row = by_rank[row]
+    again = (np.diff(cell, prepend=-1) == 0) & (np.diff(shards.ranks[row], prepend=-1) == 0)
+    cell, row = cell[~again], row[~again]
+    return low, high, row, np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=len(low)))])
+
+
+def _distinct(shards: Shards) -> tuple[Ints, Ints]:
+    """Distinct boxes [b, 2 d], and for each row of `shards` the number of its box."""
+    boxes = np.concatenate([shards.start, shards.stop], axis=1)
+    if not boxes.shape[1]:
+        return boxes[:1], np.zeros(len(boxes), np.int64)
+    found, place = np.unique(boxes, axis=0, return_inverse=True)
+    return found, place.reshape(-1)
+
+
+def _disjoint(low: Ints, high: Ints) -> bool:
+    overlap = np.ones((len(low), len(low)), bool)
+    for dim in range(low.shape[1]):
+        overlap &= np.maximum.outer(low[:, dim], low[:, dim]) < np.minimum.outer(high[:, dim], high[:, dim])
+    return int(overlap.sum()) == len(low)
+
+
+def _numbers(group: Ints) -> tuple[Ints, Ints]:
+    """For each entry: its number among the equal ones, and how many they are."""
+    counts = np.bincount(group)
+    number = np.empty_like(group)
+    number[np.argsort(group, kind="stable")] = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return number, counts[group]

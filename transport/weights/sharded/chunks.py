@@ -1,0 +1,86 @@
+"""Cuts what one source rank sends to one destination rank into messages: values, the same at both ends, no torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+from transport.weights.layout.flat import ALIGNMENT, ITEM_BYTES
+from transport.weights.layout.plan import Box, Copy, Plan
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one tensor at a place in a message."""
+
+    copy: Copy
+    source: Box
+    destination: Box
+    offset: int
+    """In the message, a multiple of `ALIGNMENT`."""
+    nbytes: int
+    """On the way."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One message."""
+
+    pieces: tuple[Piece, ...]
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=1024)
+def parcels(plan: Plan, source_rank: int, destination_rank: int, bucket_bytes: int) -> tuple[Parcel, ...]:
+    """The messages from one rank to another, of at most `bucket_bytes` unless one row is larger.
+
+    They follow the destination's memory, so that tensors side by side there go together."""
+    places = {name: at for at, name in enumerate(plan.destination.local(destination_rank))}
+    copies = sorted(
+        plan.copies(source_rank=source_rank, destination_rank=destination_rank),
+        key=lambda copy: (places[copy.destination_name], [each.start for each in copy.destination_box]),
+    )
+    made: list[Parcel] = []
+    pieces: list[Piece] = []
+    end = 0
+    for copy in copies:
+        for source, destination, nbytes in _split(copy, bucket_bytes):
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            if pieces and offset + nbytes > bucket_bytes:
+                made.append(Parcel(tuple(pieces), end))
+                pieces, offset = [], 0
+            pieces.append(Piece(copy, source, destination, offset, nbytes))
+            end = offset + nbytes
+    if pieces:
+        made.append(Parcel(tuple(pieces), end))
+    return tuple(made)
+
+
+def parts(shape: tuple[int, ...], item_bytes: int, most: int) -> list[Box]:
+    """Boxes of at most `most` bytes that make up a tensor, cut along its first dimension longer than 1."""
+    whole = tuple(slice(0, length) for length in shape)
+    if prod(shape) * item_bytes <= most:
+        return [whole]
+    dim = next((at for at, length in enumerate(shape) if length > 1), 0)
+    step = max(1, most // (prod(shape[dim + 1 :]) * item_bytes))
+    marks = [*range(0, shape[dim], step), shape[dim]]
+    return [(*whole[:dim], slice(low, high), *whole[dim + 1 :]) for low, high in pairwise(marks)]
+
+
+def _split(copy: Copy, most: int) -> Iterator[tuple[Box, Box, int]]:
+    """The copy's boxes at both ends and their bytes, in parts of at most `most` bytes."""
+    item = ITEM_BYTES[copy.dtype]
+    for part in parts(copy.shape, item, most):
+        nbytes = prod(each.stop - each.start for each in part) * item
+        yield _within(copy.source_box, part), _within(copy.destination_box, part), nbytes
+
+
+def _within(box: Box, part: Box) -> Box:
+    """A part of a box; the one that has more dimensions has size 1 along its leading ones."""
+    lead = max(0, len(box) - len(part))
+    inner = part[len(part) - len(box) + lead :]
+    moved = (slice(b.start + p.start, b.start + p.stop) for b, p in zip(box[lead:], inner, strict=True))
+    return (*box[:lead], *moved)
