@@ -365,7 +365,8 @@ class World:
         with _replaced(
             (ports, "SocketNetwork", network),
             (control, "Desk", lambda *_, **__: self.desk), (finished.Finished, "append", appended),
-            (resume, "_ledger", lambda folder, _: opened(folder.ledger)), (prompt_runtime, "ROWS_AT_ONCE", self._at_once),
+            (resume, "_ledger", lambda folder, _: opened(folder.ledger)),
+            (prompt_runtime, "ROWS_AT_ONCE", self._at_once),
         ):  # fmt: skip
             yield
 
