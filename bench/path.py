@@ -4,7 +4,7 @@
 
 The demo runs as `make demo` runs it, with a hook in every process that notes each function of the product that is
 called while one of the steps in the middle is made. Steps before and after are not looked at, so what starts and ends a
-run does not count. Nor do the scheduler, which carries no rollout, and threads that carry none (heartbeats, checkpoints).
+run does not count. Nor do the scheduler and threads that carry no rollout (heartbeats, checkpoints).
 
 rollouts: modules and lines from the prompts to the acknowledgement of the step. weights: those that move weights, which
 run in between. Lines are all lines of a module.
@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -136,14 +135,11 @@ def main() -> None:
     report = Report("path", given.json)
     with tempfile.TemporaryDirectory() as work:
         found = follow(Path(work))
-    weights = {name for name in found if name.startswith("transport/weights") or name.startswith("transport/native")}
+    weights = {name for name in found if name.startswith(("transport/weights", "transport/native"))}
     for case, names in {"rollouts": found - weights, "weights": weights}.items():
         report.add(case=case, system="ours", modules=len(names), lines=lines(names))
         if given.list:
-            for folder, count in sorted(Counter(name.rpartition("/")[0] for name in names).items()):
-                print(
-                    f"{count:4} {folder}: {' '.join(sorted(Path(n).stem for n in names if n.rpartition('/')[0] == folder))}"
-                )
+            print(*sorted(names), sep="\n")
     report.show()
 
 
