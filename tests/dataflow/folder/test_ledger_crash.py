@@ -122,7 +122,7 @@ test_the_identity_holds_after_every_call_of_any_history = Histories.TestCase
 
 GENERATOR = """
 import sys
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
 with Ledger.open(sys.argv[1]) as ledger:
     while True:
         first = ledger.next_group_id("prompts")
@@ -136,7 +136,7 @@ with Ledger.open(sys.argv[1]) as ledger:
 """
 TRAINER = """
 import sys
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
 with Ledger.open(sys.argv[1]) as ledger:
     step = ledger.last_step("trainer")
     while True:
@@ -193,7 +193,7 @@ def test_kills_at_any_moment_leave_the_laws_and_all_that_was_acknowledged(tmp_pa
 
 CRASHES = """
 import os, signal, sys
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
 
 def calls(ledger):
     yield ledger.issue("prompts", [(4, "4"), (5, "5")])
@@ -251,7 +251,7 @@ def test_several_processes_write_at_once_and_every_group_is_trained_by_exactly_o
         ledger.issue("prompts", [(group, str(group)) for group in range(400)])
     program = """
 import sys
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
 with Ledger.open(sys.argv[1]) as ledger:
     for step in range(1, 101):
         ledger.commit_step(NODE, step, version=step, source="prompts", trained=range(4 * step - 4, 4 * step))

@@ -304,7 +304,7 @@ def test_what_a_hung_call_started_ends_with_it(tmp_path: Path) -> None:
 ORPHAN = """
 import sys, time
 sys.path[:0] = {path!r}
-from tests.dataflow.test_pool import pool, submit
+from tests.dataflow.scoring.test_pool import pool, submit
 with pool("processes", timeout_s=600.0) as made:
     submit(made, ["hang"] * 8)
     while len(made.pids) < 3:
