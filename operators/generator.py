@@ -22,6 +22,13 @@ class Generator(Generate):
 
     Rollouts are decoded together, one token each per step, from a KV-cache in pages; a slot that a finished rollout
     leaves is refilled at the next step, and the rollouts of a group share the pages of their prompt.
+
+    >>> from dataflow import Graph, Model
+    >>> from operators import Generator, Prompts
+    >>> generator = Generator(Model("policies/sums"), group_size=8, max_tokens=64)
+    >>> rollouts = generator(Graph("sums").source(Prompts(["2+2=", "3+4="])))
+    >>> {"completion", "tokens", "logprobs", "versions"} <= set(rollouts.columns)
+    True
     """
 
     model: Model

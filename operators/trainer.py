@@ -29,6 +29,20 @@ class Trainer(Learn):
 
     Groups whose rollouts all failed, or that are older than the feedback's max_staleness, are dropped and
     counted; so are those of a step whose loss or gradient is not finite, which leaves the weights alone.
+
+    >>> from functools import partial
+    >>> from dataflow import Graph, Model
+    >>> from operators import Generator, Prompts, Trainer
+    >>> from operators.credit import advantage
+    >>> from operators.losses import aipo
+    >>> from operators.rewards import find
+    >>> g, model = Graph("sums"), Model("policies/sums")
+    >>> generator = Generator(model, group_size=8, max_tokens=64)
+    >>> trainer = Trainer(model, loss=partial(aipo, rho=4.0), prompts_per_step=32, lr=1e-5)
+    >>> prompts = Prompts([{"prompt": "2+2=", "answer": "4"}], columns=("answer",))
+    >>> trainer(advantage(find("exact")(generator(g.source(prompts)))))
+    >>> g.feedback(trainer.weights, generator, max_staleness=4)
+    >>> g.check()
     """
 
     light: ClassVar[bool] = False
