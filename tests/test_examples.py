@@ -11,7 +11,7 @@ import pytest
 import dataflow
 import operators
 
-TYPES = {"Array", "Prompt", "Rollout"}
+TYPES = {"Array", "Prompt", "Rollout", "Devices", "Plan", "plan"}
 """Of annotations alone: they are seen in the examples of others."""
 PUBLIC = [(package, name) for package in (dataflow, operators) for name in package.__all__ if name not in TYPES]
 
