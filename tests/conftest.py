@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from rigs import connections, ending
+from rigs.forked import forked, fresh, prepare
 from rigs.machine import folders_made, nothing_left_behind
 from rigs.policy import tiny_policy
 
@@ -19,6 +20,13 @@ from dataflow.worker import worker
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 sqlite3.connect = connections.connect
+
+__all__ = ["forked", "fresh"]
+
+
+def pytest_collection_finish() -> None:
+    """Before any test computes."""
+    prepare()
 
 
 @pytest.fixture(autouse=True)

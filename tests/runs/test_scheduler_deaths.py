@@ -23,7 +23,7 @@ from dataflow.folder.run_folder import RunFolder
 
 __all__ = ["program"]
 
-pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
 
 STEPS = 24
 ROOT = Path(__file__).parents[2]
