@@ -5,6 +5,7 @@ computed nothing. From it a program is forked, which gets what `subprocess.Popen
 folder, files, group) and becomes a child of the test's process, as any other.
 """
 
+import _posixsubprocess
 import atexit
 import contextlib
 import ctypes
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -39,23 +40,28 @@ _HIGH = 512
 """No number of a file to keep is as high."""
 _ADOPTED_S = 10.0
 _INTERRUPTED = 128 + signal.SIGINT
-_start = subprocess._fork_exec  # type: ignore[attr-defined]
+_start = _posixsubprocess.fork_exec
 _source: socket.socket | None = None
 """Where programs are asked for."""
 
 
 @pytest.fixture(scope="module")
 def forked() -> Iterator[None]:
-    """Whichever function of `subprocess` starts a Python program in this module's tests, it is forked."""
+    """Python programs that this module's tests start are forked, those of `subprocess` and of `multiprocessing`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "_fork_exec", _fork_exec)
+        _start_by(patch, _fork_exec)
         yield
 
 
 @pytest.fixture
 def fresh(forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only this test's programs are not: its law is what an interpreter does that starts."""
-    monkeypatch.setattr(subprocess, "_fork_exec", _start)
+    _start_by(monkeypatch, _start)
+
+
+def _start_by(patch: pytest.MonkeyPatch, function: Callable[..., int]) -> None:
+    patch.setattr(subprocess, "_fork_exec", function)
+    patch.setattr(_posixsubprocess, "fork_exec", function)
 
 
 def prepare() -> None:

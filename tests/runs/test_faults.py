@@ -31,7 +31,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Prompts
 
-pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
 
 __all__ = ["program"]
 

@@ -18,6 +18,8 @@ import dataflow
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.ledger.schema import STATES
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 TRAINERS = ("actor", "critic")
 
 

@@ -20,6 +20,8 @@ from dataflow.scoring.calls import Call, Settings
 from dataflow.scoring.pool import Pool
 from dataflow.scoring.process import Chunk, Piece, pieces_of
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 MEETING = threading.Barrier(4)
 LATE = "no answer within 0.2 s"
 KINDS = {"one": {}, "processes": {"processes": 2}, "threads": {"concurrency": 4}, "tasks": {"concurrency": 4}}
