@@ -39,6 +39,8 @@ _FILES = 64
 _HIGH = 512
 """No number of a file to keep is as high."""
 _ADOPTED_S = 10.0
+_HEEDED = ("-P", "-B")
+"""Options: the path stays without the program's folder (it is there already), and no compiled file is written."""
 _INTERRUPTED = 128 + signal.SIGINT
 _start = _posixsubprocess.fork_exec
 _source: socket.socket | None = None
@@ -77,8 +79,8 @@ def prepare() -> None:
 
 
 def _is_program(command: Sequence[str]) -> bool:
-    """Whether it is this interpreter with a program, and no option but the one that keeps its folder off the path."""
-    how = next((word for word in command[1:] if word != "-P"), "-")
+    """Whether it is this interpreter with a program, and no option that a fork cannot heed."""
+    how = next((word for word in command[1:] if word not in _HEEDED), "-")
     return command[0] == sys.executable and (how in ("-c", "-m") or not how.startswith("-"))
 
 
@@ -225,7 +227,7 @@ def _run(command: Sequence[str]) -> int:
 def _be_main(python: str, how: str, *given: str) -> None:
     """As `python how given`."""
     sys.orig_argv, words = [python, how, *given], list(given)
-    if how == "-P":
+    while how in _HEEDED:
         how = words.pop(0)
     wanted = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if how == "-c":
