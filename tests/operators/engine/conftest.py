@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,12 @@ def make_model() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def shared_model(make_model: Callable[..., Any]) -> Callable[[str, str], Any]:
+    """A model of a family that no test changes, one for each use: an engine attends otherwise than its oracle."""
+    return functools.cache(lambda family, use: make_model(family))
+
+
+@pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """One token per character of ALPHABET."""
     vocabulary = {"<pad>": PAD, "<eos>": EOS, **{letter: i + 2 for i, letter in enumerate(ALPHABET)}}
@@ -96,10 +104,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., A
     return path
 
 
-@pytest.fixture(params=["torch", "c", "fused"])
-def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """An Engine for a model: torch's operators, attention in C, or all of it in C where that is possible."""
+@pytest.fixture(scope="session")
+def proof() -> Callable[[Any], Any]:
+    """What the engine's self-test found out about a model, once for each model."""
     from operators.engine import self_test
+
+    found: Any = weakref.WeakKeyDictionary()
+    return lambda model: found.get(model) or found.setdefault(model, self_test.adapt(model, "tiny"))
+
+
+@pytest.fixture(params=["torch", "c", "fused"])
+def make_engine(request: pytest.FixtureRequest, proof: Callable[[Any], Any]) -> Callable[..., Any]:
+    """An Engine for a model: torch's operators, attention in C, or all of it in C where that is possible."""
     from operators.engine.decode import Engine
     from operators.engine.native import attention as native
     from operators.engine.sampler import Sampling
@@ -108,7 +124,7 @@ def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
         pytest.skip("no C compiler at hand")
 
     def make(model: Any, **knobs: Any) -> Any:
-        found = self_test.adapt(model, "tiny")
+        found = proof(model)
         assert found.kernel is not None or native.kernel() is None
         knobs = {"slots": 16, "context_tokens": 64, "end_tokens": [EOS], "sampling": Sampling(), **knobs}
         kernel = found.kernel if request.param != "torch" else None
