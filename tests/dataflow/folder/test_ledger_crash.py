@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from rigs.examples import examples
 
 import dataflow
 from dataflow.folder.ledger import Ledger, LedgerError
@@ -116,17 +116,18 @@ class Histories(RuleBasedStateMachine):
             assert self.ledger.last_step(node) == self.steps[node]
 
 
-Histories.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+Histories.TestCase.settings = examples(40, stateful_step_count=25)
 test_the_identity_holds_after_every_call_of_any_history = Histories.TestCase
 
 
 GENERATOR = """
-import sys
-from dataflow.ledger import Ledger
+import sys, time
+from dataflow.folder.ledger import Ledger
 with Ledger.open(sys.argv[1]) as ledger:
     while True:
         first = ledger.next_group_id("prompts")
         if first - 4 * ledger.last_step("trainer") > 64:
+            time.sleep(0.001)
             continue
         groups = range(first, first + 8)
         ledger.issue("prompts", [(group, str(group)) for group in groups])
@@ -135,8 +136,8 @@ with Ledger.open(sys.argv[1]) as ledger:
         print(first + 8, flush=True)
 """
 TRAINER = """
-import sys
-from dataflow.ledger import Ledger
+import sys, time
+from dataflow.folder.ledger import Ledger
 with Ledger.open(sys.argv[1]) as ledger:
     step = ledger.last_step("trainer")
     while True:
@@ -146,6 +147,8 @@ with Ledger.open(sys.argv[1]) as ledger:
             ledger.commit_step("trainer", step, version=step, source="prompts", trained=ready[:3],
                                dropped={ready[3]: "stale"})
             print(step, flush=True)
+        else:
+            time.sleep(0.001)
 """
 
 
@@ -193,7 +196,7 @@ def test_kills_at_any_moment_leave_the_laws_and_all_that_was_acknowledged(tmp_pa
 
 CRASHES = """
 import os, signal, sys
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
 
 def calls(ledger):
     yield ledger.issue("prompts", [(4, "4"), (5, "5")])
@@ -251,7 +254,7 @@ def test_several_processes_write_at_once_and_every_group_is_trained_by_exactly_o
         ledger.issue("prompts", [(group, str(group)) for group in range(400)])
     program = """
 import sys
-from dataflow.ledger import Ledger
+from dataflow.folder.ledger import Ledger
 with Ledger.open(sys.argv[1]) as ledger:
     for step in range(1, 101):
         ledger.commit_step(NODE, step, version=step, source="prompts", trained=range(4 * step - 4, 4 * step))
