@@ -263,7 +263,7 @@ LEDGER = (
     Law(
         "a group is in the ledger before it leaves",
         "test_the_ledger_knows_of_a_group_before_it_leaves",
-        "operators:Issue._issue",
+        "operators:PromptRuntime._issue",
         without("issue"),
         "the entry",
     ),
@@ -298,14 +298,14 @@ LEDGER = (
     Law(
         "a resume replays the ledger, never a position: what has no outcome is issued again",
         "test_groups_without_an_outcome_are_issued_again_first_under_their_numbers",
-        "operators:Issue.work",
+        "operators:PromptRuntime.work",
         assigned("_again", "deque()"),
         "the look at what is in flight",
     ),
     Law(
         "what got an outcome while nodes were built is not issued again",
         "test_what_got_an_outcome_while_the_other_nodes_were_built_is_not_issued_again",
-        "operators:Issue.__init__",
+        "operators:PromptRuntime.__init__",
         assigned("_again", "self._in_flight()"),
         "the wait until the first work",
     ),
