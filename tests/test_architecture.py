@@ -22,19 +22,22 @@ MAY_IMPORT = {
     "operators": {"operators", "dataflow"},
     "graphs": {"graphs", "operators", "dataflow"},
 }
-TRANSPORT_USERS = {"dataflow/worker/ports.py", "dataflow/system/native.py", "dataflow/system/security.py"}
-"""Those outside transport/ that import it: the ports open one, for worker and inline; `native` and `secure` do not."""
+TRANSPORT_USERS = {
+    "dataflow/worker/ports.py", "dataflow/system/native.py", "dataflow/system/security.py",
+    "dataflow/system/messages.py",
+}  # fmt: skip
+"""Those outside transport/ that import it: the ports open one, for worker and inline; those in `system` do not."""
 
 
 A_LIMIT_S = 60.0
 """Who waits for so long may wait for a model, a disk or a network, which differ from user to user."""
 OWN_LIMITS = {
-    "dataflow/limits.py", "dataflow/scheduler/recovery.py",  # the run's, and the patience that is a part of them
+    "dataflow/limits.py",
     # the ports hand over what a run says
     "transport/weights/protocol/handshake.py", "transport/weights/sharded/groups.py",
     "transport/native/compile.py",  # without a kernel all goes on, slower
     "operators/engine/vllm/server.py",  # runs where nothing of this project can be imported
-    "operators/trainer.py",  # recover_within_s is no wait
+    "operators/training/knobs.py",  # recover_within_s is no wait
     "operators/serving/bounds.py", "operators/serving/engine_thread.py", "operators/serving/service.py",  # no run
     "operators/warm_start/launch.py",  # before a run
 }  # fmt: skip
