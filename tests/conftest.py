@@ -23,7 +23,9 @@ __all__ = ["forked", "fresh"]
 
 
 def pytest_collection_finish() -> None:
-    """Before any test computes."""
+    """Before any test computes; what is forked from then on collects its garbage."""
+    gc.freeze()
+    gc.enable()
     prepare()
 
 
@@ -43,27 +45,6 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.freeze()
-        gc.enable()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Without the slow tests a law gets a quarter of its examples (`rigs/examples.py`)."""
-    # A machine that has much else to do fails no test for that.
-    anywhere = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("every", anywhere, max_examples=100)
-    settings.register_profile("quick", anywhere, max_examples=25)
-    settings.load_profile("quick" if "not slow" in config.option.markexpr else "every")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays until the end: no collection looks through it, a third of all the time of importing it."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
         gc.enable()
 
 
