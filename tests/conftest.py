@@ -23,7 +23,9 @@ __all__ = ["forked", "fresh"]
 
 
 def pytest_collection_finish() -> None:
-    """Before any test computes."""
+    """Before any test computes; what is forked from then on collects its garbage."""
+    gc.freeze()
+    gc.enable()
     prepare()
 
 
@@ -43,7 +45,6 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.freeze()
         gc.enable()
 
 

@@ -221,7 +221,7 @@ LEDGER = (
     Law(
         "no group is done twice by a node, though it comes twice",
         "test_a_group_that_comes_again_is_done_once",
-        "dataflow:Holding.arrive",
+        "dataflow:Acknowledgements.arrive",
         always("any", "known"),
         "the look at what was here before",
     ),

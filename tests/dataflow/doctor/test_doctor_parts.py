@@ -177,8 +177,8 @@ def test_a_process_that_answers_no_message_still_dumps_its_stacks(
 
 
 def test_a_process_that_has_a_file_of_the_run_open_is_found(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    assert sleeper.pid in [pid for pid, _ in processes.holding(tmp_path.resolve())]
-    assert processes.holding(tmp_path / "elsewhere") == []
+    assert sleeper.pid in [pid for pid, _ in processes.using(tmp_path.resolve())]
+    assert processes.using(tmp_path / "elsewhere") == []
 
 
 # Reports

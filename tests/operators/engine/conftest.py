@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,18 +103,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., A
     return path
 
 
-@pytest.fixture(scope="session")
-def proof() -> Callable[[Any], Any]:
-    """What the engine's self-test found out about a model, once for each model."""
-    from operators.engine import self_test
-
-    found: Any = weakref.WeakKeyDictionary()
-    return lambda model: found.get(model) or found.setdefault(model, self_test.adapt(model, "tiny"))
-
-
 @pytest.fixture(params=["torch", "c", "fused"])
-def make_engine(request: pytest.FixtureRequest, proof: Callable[[Any], Any]) -> Callable[..., Any]:
+def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """An Engine for a model: torch's operators, attention in C, or all of it in C where that is possible."""
+    from operators.engine import self_test
     from operators.engine.decode import Engine
     from operators.engine.native import attention as native
     from operators.engine.sampler import Sampling
@@ -124,7 +115,9 @@ def make_engine(request: pytest.FixtureRequest, proof: Callable[[Any], Any]) -> 
         pytest.skip("no C compiler at hand")
 
     def make(model: Any, **knobs: Any) -> Any:
-        found = proof(model)
+        if "proof" not in vars(model):  # a model is proved once
+            model.proof = self_test.adapt(model, "tiny")
+        found = model.proof
         assert found.kernel is not None or native.kernel() is None
         knobs = {"slots": 16, "context_tokens": 64, "end_tokens": [EOS], "sampling": Sampling(), **knobs}
         kernel = found.kernel if request.param != "torch" else None
