@@ -190,7 +190,7 @@ def lacking(*words: str) -> Change:
 
 
 def spelled(old: str, new: str) -> Change:
-    """A piece of a string, which stands there once, becomes another one; the space around it does not count."""
+    """A piece of a string becomes another one; one string has it."""
 
     def change(at: Place) -> None:
         found = [each for each in _all(at.definition, ast.Constant) if old in str(each.value)]
