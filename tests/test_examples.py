@@ -10,15 +10,28 @@ import pytest
 
 import dataflow
 import operators
+import operators.credit
+import operators.filters
+import operators.rewards
+from dataflow.scorer import Scorer
 
 TYPES = {"Array", "Prompt", "Rollout", "Devices", "Plan", "plan"}
 """Of annotations alone: they are seen in the examples of others."""
-PUBLIC = [(package, name) for package in (dataflow, operators) for name in package.__all__ if name not in TYPES]
+SCORERS = [
+    (module, name) for module in (operators.credit, operators.filters) for name, value in vars(module).items()
+    if isinstance(value, Scorer)
+]  # fmt: skip
+PUBLIC = [
+    *((package, name) for package in (dataflow, operators) for name in package.__all__ if name not in TYPES),
+    *((operators.rewards, name) for name in operators.rewards.__all__ if name not in ("KNOWN", "code_reward")),
+    *SCORERS,
+]  # fmt: skip
 
 
 def example(package: Any, name: str) -> doctest.DocTest:
-    """The docstring of a public name as a test, with nothing imported that it does not import."""
-    return doctest.DocTestParser().get_doctest(getattr(package, name).__doc__ or "", {}, name, None, 0)
+    """The docstring of a public name as a test; what it does not import is the name itself."""
+    known = getattr(package, name)
+    return doctest.DocTestParser().get_doctest(known.__doc__ or "", {name: known}, name, None, 0)
 
 
 @pytest.mark.parametrize(("package", "name"), PUBLIC, ids=lambda each: getattr(each, "__name__", each))
@@ -40,3 +53,10 @@ def test_examples_of_declarations_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stdout + done.stderr
+
+
+def test_the_tooltip_of_a_picture_leaves_the_example_out() -> None:
+    graph = dataflow.Graph("sums")
+    graph.source(operators.Prompts(["2+2="]))
+    picture = graph._repr_mimebundle_()["image/svg+xml"]
+    assert "Issues prompts from" in picture and "&gt;&gt;&gt;" not in picture
