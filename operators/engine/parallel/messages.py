@@ -10,10 +10,10 @@ import numpy as np
 from dataflow.folder.partial_rollouts import Stretch
 from dataflow.limits import Limits
 from dataflow.system.messages import Plain
+from operators.engine.knobs import GeneratorKnobs
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
-from operators.generator import Generator
 from operators.ranks.messages import Numbers, codec_of
 
 # From rank 0
@@ -23,7 +23,7 @@ from operators.ranks.messages import Numbers, codec_of
 class Settings:
     """What a rank builds its engine from."""
 
-    declaration: Generator
+    declaration: GeneratorKnobs
     node: str
     replica: int
     rank: int
