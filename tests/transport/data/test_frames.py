@@ -11,6 +11,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transport.codec import Natural
 from transport.data import frames
 from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
 from transport.errors import FrameError, SchemaMismatch
@@ -20,11 +21,11 @@ from .rig import SCHEMA, make_batch
 _NUMBER = st.integers(0, 2**62)
 _NUMBERS = st.lists(_NUMBER, max_size=4).map(tuple)
 _HINTS: dict[Any, st.SearchStrategy[Any]] = {
-    int: _NUMBER,
+    Natural: _NUMBER,
     str: st.text(max_size=20),
     bytes: st.binary(max_size=20),
     bool: st.booleans(),
-    tuple[int, ...]: _NUMBERS,
+    tuple[Natural, ...]: _NUMBERS,
 }
 MESSAGES = st.one_of(
     *(
@@ -177,7 +178,11 @@ def test_junk_is_never_a_message(junk: bytes) -> None:
         st.none() | st.booleans() | st.integers(0, 2**63) | st.text(max_size=5) | st.binary(max_size=5),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     )
-    | st.fixed_dictionaries({"kind": st.sampled_from(["data", "hello", "none"]), "edge": st.integers(0, 9)})
+    | st.tuples(
+        st.just("data/1"),
+        st.sampled_from(["Data", "Hello", "None"]),
+        st.fixed_dictionaries({"edge": st.text(max_size=2) | st.integers(0, 9)}),
+    )
 )
 def test_sealed_junk_is_never_a_message(value: object) -> None:
     packed = msgpack.packb(value)
