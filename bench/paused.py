@@ -37,8 +37,8 @@ from dataflow.errors import DataflowError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.run import run
-from dataflow.scheduler.commands import ask_for_facts
 from dataflow.scheduler.control import Limits
+from dataflow.scheduler.requests import ask_for_facts
 
 WINDOW_S = 10.0
 WINDOWS = 3

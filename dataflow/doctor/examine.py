@@ -9,7 +9,7 @@ from dataflow.doctor.gather import gather, process_words
 from dataflow.errors import DeadlineError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
-from dataflow.scheduler import commands
+from dataflow.scheduler.requests import Facts, ask_for_facts
 from dataflow.system import processes
 
 _ANSWER_S = 3.0
@@ -26,21 +26,21 @@ def examine(run: str | Path, *, all_stacks: bool = False) -> str:
     return report.report(folder, gather(folder, said), all_stacks=all_stacks)
 
 
-def ask(folder: RunFolder, patience_s: float = _STACKS_S) -> commands.Said:
+def ask(folder: RunFolder, patience_s: float = _STACKS_S) -> Facts:
     """What the scheduler says, asked until every worker that answers has told its stacks, or the time is up.
 
     Errors: RunError when the run is over, DeadlineError when the scheduler does not answer.
     """
     began = time.monotonic()
-    said = commands.ask_for_facts(folder, _ANSWER_S)
+    said = ask_for_facts(folder, _ANSWER_S)
     while time.monotonic() - began < patience_s and not _all_told(said, time.monotonic() - began):
         time.sleep(0.1)
         with contextlib.suppress(DeadlineError):
-            said = commands.ask_for_facts(folder, _ANSWER_S)
+            said = ask_for_facts(folder, _ANSWER_S)
     return said
 
 
-def _all_told(said: commands.Said, since_s: float) -> bool:
+def _all_told(said: Facts, since_s: float) -> bool:
     """Whether every worker that beats has told its stacks within so many seconds."""
     live = [w for w in said["workers"].values() if w["state"] in ("starting", "ready") and w["silent_s"] < 1.0]
     return all(worker["threads"] and worker["threads_s"] <= since_s for worker in live)

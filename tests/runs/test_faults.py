@@ -26,7 +26,7 @@ from dataflow.errors import DeadlineError, RecordError, WorkerDied
 from dataflow.folder.faults import FILE, STOPPED, restarts
 from dataflow.folder.ledger import Ledger
 from dataflow.node import Batch, Context, Runtime
-from dataflow.scheduler.recovery import Patience
+from dataflow.limits import Patience
 from dataflow.folder.run_folder import RunFolder
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Prompts

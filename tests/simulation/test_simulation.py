@@ -123,11 +123,11 @@ def a_writer_does_not_wait_until_readers_have_left_a_segment(patch: pytest.Monke
 
 
 def nobody_is_started_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recovery.Recovery, "due", lambda *_: [])
+    patch.setattr(recovery, "restart", lambda *_: [])
 
 
 def a_restarted_node_is_not_told_what_it_missed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(state_machine.Conductor, "words_for", lambda *_, **how: [])
+    patch.setattr(state_machine.RunStateMachine, "commands_for", lambda *_, **how: [])
 
 
 WITHOUT: list[tuple[Callable[[pytest.MonkeyPatch], None], range, str]] = [
