@@ -19,7 +19,7 @@ from dataflow.history.rollout_view import find_rollout, plain_rollout, show_roll
 from dataflow.history.summary import summarize
 from dataflow.history.verify import report, verify
 from dataflow.scheduler.orphans import clear
-from dataflow.scheduler.requests import ask_to_scale, ask_to_stop
+from dataflow.scheduler.requests import ask_for_facts, ask_to_scale, ask_to_stop
 
 Run = Annotated[Path, tyro.conf.Positional]
 Trust = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -172,7 +172,7 @@ def doctor(run: Run = Path("runs/latest"), stacks: Annotated[bool, tyro.conf.Fla
         run: the run folder.
         stacks: print all frames of all threads.
     """
-    print(examine(run, all_stacks=stacks), end="")
+    print(examine(run, ask_for_facts, all_stacks=stacks), end="")
     return 0
 
 
