@@ -256,8 +256,8 @@ def percent(start: float, end: float) -> float:
 def _ask(folder: RunFolder, seen: Seen) -> None:
     """Read queues and groups once, if the run answers."""
     with contextlib.suppress(DataflowError):
-        beats = [worker["beat"] for worker in ask_for_facts(folder)["workers"].values()]
-        edges = {name: depth for beat in beats for name, depth in beat.get("edges", {}).items()}
+        heartbeats = [worker["heartbeat"] for worker in ask_for_facts(folder)["workers"].values()]
+        edges = {name: depth for heartbeat in heartbeats for name, depth in heartbeat.get("edges", {}).items()}
         seen.queues.append({name: (int(depth), int(capacity)) for name, (depth, capacity) in edges.items()})
         with Ledger.open(folder.ledger, readonly=True) as ledger:
             counts: dict[str, int] = {}

@@ -15,31 +15,8 @@ from dataflow.folder.snapshot import Snapshot
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
 from dataflow.planning.plan import Plan
-from dataflow.scheduler import scaling
+from dataflow.scheduler import events, scaling
 from dataflow.scheduler.control_server import ControlServer, Message
-from dataflow.scheduler.events import (
-    Close,
-    Command,
-    Drain,
-    End,
-    Event,
-    FaultNoticed,
-    FaultRecovered,
-    ForkserverGone,
-    Launch,
-    Notice,
-    Outlive,
-    Process,
-    ProcessEvent,
-    Received,
-    Refuse,
-    Send,
-    Signal,
-    Spawn,
-    TakeOver,
-    Tick,
-    Wish,
-)  # fmt: skip
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.requests import answer
 from dataflow.scheduler.stall_watch import StallWatch
@@ -112,7 +89,7 @@ class Scheduler:
         if self._left is not None:
             self._take_over()
             return
-        self._apply(Launch())
+        self._apply(events.Launch())
         while not self.table.begun:
             self.turn(0.1)
             progress([record.name for record in self.table if record.life is not Life.READY])
@@ -126,7 +103,7 @@ class Scheduler:
         if self.table.is_ending:
             raise RunError(f"the run is ending, and {dict(wishes)} would come too late; start another run")
         scaling.check(self.table, wishes)
-        self._apply(Wish(wishes))
+        self._apply(events.Wish(wishes))
         return {node: scaling.replicas(self.table, node) for node in wishes}
 
     @property
@@ -139,15 +116,15 @@ class Scheduler:
 
     def turn(self, wait_s: float) -> None:
         """Take in what has come within `wait_s`; raises what ends the run."""
-        messages, requests, events = self._server.wait(wait_s)
+        messages, requests, told = self._server.wait(wait_s)
         self._receive(messages)
         for client, request in requests:
             self._server.reply(client, answer(request, self.scale, self.stall_watch.answer, self.wish_drain))
-        for event in events:
+        for event in told:
             self._note(event)
         if self._wish and not self.table.run.draining:
-            self._apply(Drain())
-        self._apply(Tick())
+            self._apply(events.Drain())
+        self._apply(events.Tick())
         self.notices += self.stall_watch.look()
 
     def wish_drain(self) -> None:
@@ -159,12 +136,12 @@ class Scheduler:
         another scheduler's, and nothing of the run was touched."""
         try:
             self.check()
-            self._apply(Close())
+            self._apply(events.Close())
             deadline = self._clock() + self.table.limits.stop_s
             while self._clock() < deadline and any(record.may_wind_down for record in self.table):
-                messages, _, events = self._server.wait(0.05)
+                messages, _, told = self._server.wait(0.05)
                 self._receive(messages)
-                for event in events:
+                for event in told:
                     self._note(event)
             self._faults.close()
             self._server.close()
@@ -182,55 +159,55 @@ class Scheduler:
         was = "did not answer" if server.lives else "ended"
         self._faults.noticed(NAME, was, server.number - 1, self._clock() - server.alone_s)
         processes = {
-            event["name"]: Process(event["settings"]["attempt"], event["pid"], event["alive"], event["status"])
+            event["name"]: events.Process(event["settings"]["attempt"], event["pid"], event["alive"], event["status"])
             for event in server.handed
         }
-        self._apply(TakeOver(processes))
+        self._apply(events.TakeOver(processes))
         why = f"whose scheduler {was}: without one for {server.alone_s:.1f} s"
         self._faults.recovered(NAME, f"process {os.getpid()} goes on with the run, {why}")
 
     def _receive(self, messages: Iterable[Message]) -> None:
         for name, message in messages:
-            self._apply(Received(name, message))
+            self._apply(events.Received(name, message))
 
     def _note(self, event: Mapping[str, Any]) -> None:
         """Take in what the forkserver tells; of a worker that failed first what it sent itself."""
         if event["event"] == "gone":
-            self._apply(ForkserverGone())
+            self._apply(events.ForkserverGone())
             return
         record = self.table.workers.get(event["name"])
         failed = event["event"] == "exited" and event["status"] > 0
         if failed and record is not None and record.is_live and record.life not in (Life.DYING, Life.ENDING):
             self._receive(self._server.last_words(_LAST_WORDS_S))
-        self._apply(ProcessEvent(event["name"], event["event"], event["status"]))
+        self._apply(events.ProcessEvent(event["name"], event["event"], event["status"]))
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: events.Event) -> None:
         for command in reduce(self.table, event, self._clock()):
             self._execute(command)
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: events.Command) -> None:
         match command:
-            case Spawn():
+            case events.Spawn():
                 self._spawn(command)
-            case Send():
+            case events.Send():
                 self._server.send(command.to, command.message)
-            case Signal():
+            case events.Signal():
                 self._server.kill(command.to, command.number)
-            case Outlive():
+            case events.Outlive():
                 limits = self.table.limits
                 self._server.stay(limits.adopt_s, limits.drain_s, limits.silent_s)
-            case Notice():
+            case events.Notice():
                 self.notices.append(command.text)
-            case FaultNoticed():
+            case events.FaultNoticed():
                 self._faults.noticed(command.worker, command.cause, command.attempt, command.heard_at)
-            case FaultRecovered():
+            case events.FaultRecovered():
                 self._faults.recovered(command.worker, command.notice)
-            case Refuse():
+            case events.Refuse():
                 self._server.refuse(command.who, "it names what is not its own")
-            case End():
+            case events.End():
                 raise command.error
 
-    def _spawn(self, command: Spawn) -> None:
+    def _spawn(self, command: events.Spawn) -> None:
         """Ask the forkserver for a process."""
         record, graph = self.table.workers[command.name], self.table.graph
         settings = dataclasses.replace(

@@ -116,34 +116,36 @@ class Run:
 
 def execute(run: Run) -> Outcome:
     """Run it to its end. Errors: as `dataflow.run.run`."""
-    said: list[str] = []
-    folder = RunFolder.open(run.settings.folder, Extras(said.append))
+    notices: list[str] = []
+    folder = RunFolder.open(run.settings.folder, Extras(notices.append))
     clock = RunClock(0.0 if run.taken is None else run.taken.left.get("away_s", 0.0))
     watch, times = Watch(run.graph, run.plan, folder, run.settings.steps, clock), Times(folder, run.begun)
     try:
-        outcome = _inline(run, watch, times, said) if run.in_one_process else _processes(run, watch, times, clock, said)
+        outcome = (
+            _inline(run, watch, times, notices) if run.in_one_process else _processes(run, watch, times, clock, notices)
+        )
         times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
         folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), title=run.graph.name))
         merge(folder)
     finally:
-        for text in said:
+        for text in notices:
             warn(text)
     return outcome
 
 
-def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, said: list[str]) -> Outcome:
+def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, notices: list[str]) -> Outcome:
     scheduler = _scheduler(run, watch, clock)
     scheduler.snapshot.parts |= {
         "begun": lambda: asdict(run.begun), "watch": watch.to_plain, "away_s": lambda: clock.away_s,
     }  # fmt: skip
-    folder = RunFolder.open(run.settings.folder, Extras(said.append))
+    folder = RunFolder.open(run.settings.folder, Extras(notices.append))
 
     def look() -> None:
         watch.note(scheduler.table.run, scheduler.heartbeats)
         scheduler.check()
         times.look(watch)
         view.update(watch.snapshot())
-        for texts in (scheduler.notices, watch.said, said):
+        for texts in (scheduler.notices, watch.notices, notices):
             while texts:
                 view.message(texts.pop(0))
 
@@ -175,7 +177,7 @@ def _scheduler(run: Run, watch: Watch, clock: RunClock) -> Scheduler:
     return made
 
 
-def _inline(run: Run, watch: Watch, times: Times, said: list[str]) -> Outcome:
+def _inline(run: Run, watch: Watch, times: Times, notices: list[str]) -> Outcome:
     running = InlineRun(run.graph, run.plan, run.settings)
     if run.begun.steps:
         running.state.go_on(run.begun.steps, run.begun.rounds)
@@ -184,7 +186,7 @@ def _inline(run: Run, watch: Watch, times: Times, said: list[str]) -> Outcome:
         watch.note(running.state, {"inline-0": running.snapshot()})
         times.look(watch)
         view.update(watch.snapshot())
-        for texts in (watch.said, said):
+        for texts in (watch.notices, notices):
             while texts:
                 view.message(texts.pop(0))
         return False

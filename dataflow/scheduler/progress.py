@@ -60,7 +60,7 @@ class Watch:
         """Bytes of metrics.jsonl that it knows; what they say in full stays there."""
         self._doing = ""
         self._silence = Silence()
-        self.said: list[str] = []
+        self.notices: list[str] = []
         """What the user is to be told."""
 
     @property
@@ -179,7 +179,7 @@ class Watch:
                     self._outcomes["trained"] += line.get("groups", 0)
                     self._outcomes["dropped"] += sum((line.get("dropped") or {}).values())
                     if told := self._silence.take(line):
-                        self.said.append(told)
+                        self.notices.append(told)
 
     def _groups(self) -> dict[str, int]:
         """Groups of the training sources, as the nodes tell of them."""
@@ -247,7 +247,7 @@ def _present(node: Mapping[str, Any]) -> int:
 
 
 def _state(node: Mapping[str, Any], spent: Mapping[str, float]) -> str:
-    """What a node does, in a word, after it has spent these seconds."""
+    """What a node does, after it has spent these seconds."""
     if node["members"]["restarting"] and not _present(node):
         return "restarting"
     if node["ended"]:
@@ -256,16 +256,16 @@ def _state(node: Mapping[str, Any], spent: Mapping[str, float]) -> str:
 
 
 def _note(status: Mapping[str, Any], members: Mapping[str, int]) -> str:
-    words = [f"{members[state]} {state}" for state in ("joining", "leaving", "restarting") if members.get(state)]
+    parts = [f"{members[state]} {state}" for state in ("joining", "leaving", "restarting") if members.get(state)]
     if "active" in status:
-        words.append(f"{status['active']} rollouts")
+        parts.append(f"{status['active']} rollouts")
     if "version" in status:
-        words.append(f"v{status['version']}")
+        parts.append(f"v{status['version']}")
     if status.get("failed"):
-        words.append(f"{status['failed']} failed")
+        parts.append(f"{status['failed']} failed")
     if "eval_accuracy" in status:
-        words.append(f"last {status['eval_accuracy']:.2f}")
-    return ", ".join(words)
+        parts.append(f"last {status['eval_accuracy']:.2f}")
+    return ", ".join(parts)
 
 
 def _whole(value: Any) -> int | None:

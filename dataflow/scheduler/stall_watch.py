@@ -91,7 +91,7 @@ class StallWatch:
         self._history.note(workers, now)
         worked, self._busy = busy(workers) > self._busy, busy(workers)
         at_work = worked or any(
-            w["state"] in AWAY or (w["beat"].get("at") and w["silent_s"] < SILENT_S) for w in workers.values()
+            w["state"] in AWAY or (w["heartbeat"].get("at") and w["silent_s"] < SILENT_S) for w in workers.values()
         )
         watched = self._table.run.phase not in ("starting", "over") and not self._table.run.draining
         still = self._still.look(marks(workers), at_work, now)
@@ -128,6 +128,6 @@ def _plain(record: WorkerRecord, now: float) -> dict[str, Any]:
     told_at, threads = record.stacks or (now, [])
     return {
         "nodes": list(record.nodes), "pid": record.pid, "state": record.state, "cause": record.cause,
-        "restarts": record.attempt, "silent_s": now - record.heard_at, "beat": dict(record.told),
+        "restarts": record.attempt, "silent_s": now - record.heard_at, "heartbeat": dict(record.told),
         "threads": threads, "threads_s": now - told_at,
     }  # fmt: skip

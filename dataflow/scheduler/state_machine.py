@@ -144,7 +144,7 @@ class RunStateMachine:
     def commands_for(self, node: str, *, again: bool = True) -> list[NodeCommand]:
         """What a node that was started again has to hear before it begins: as if it had heard all commands so far.
 
-        again: it does not know what it had done in an open round. False: it goes on, and may have missed a word."""
+        again: it does not know what it had done in an open round. False: it goes on, and may have missed a command."""
         if self.phase == "starting":
             return []
         commands: list[NodeCommand] = []

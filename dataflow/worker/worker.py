@@ -25,31 +25,13 @@ from dataflow.planning.plan import Plan
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.log import log_to
 from dataflow.system.security import RunKeys
-from dataflow.worker.cpu_watchdog import Asleep
+from dataflow.worker import messages
+from dataflow.worker.cpu_watchdog import CpuWatchdog
 from dataflow.worker.host import Host, Settings
 from dataflow.worker.link import Link
-from dataflow.worker.messages import (
-    ALONE,
-    AddReceivers,
-    Bye,
-    Confirmed,
-    Expect,
-    Failed,
-    Heartbeat,
-    Hello,
-    NodeCommand,
-    NodeReport,
-    Ready,
-    RetireReceivers,
-    SenderEnded,
-    Start,
-    Stop,
-    ToWorker,
-    Wire,
-)  # fmt: skip
 from dataflow.worker.ports import Ports
 
-M = TypeVar("M", Wire, Start)
+M = TypeVar("M", messages.Wire, messages.Start)
 
 _NAP_MS = 100
 _BLOCKED_NAP_MS = 5
@@ -80,15 +62,15 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         worker.run()
     except BaseException as error:
         traceback.print_exc()
-        link.send(Failed(
+        link.send(messages.Failed(
             attempt=settings.attempt, error=type(error).__name__, message=str(error), traceback=traceback.format_exc(),
             lasting=isinstance(error, DataflowError) and error.is_lasting,
         ))  # fmt: skip
         link.close()
         return 1
     if worker.ended_alone:
-        return ALONE
-    link.send(Bye(attempt=settings.attempt))
+        return messages.ALONE
+    link.send(messages.Bye(attempt=settings.attempt))
     link.close()
     return 0
 
@@ -122,28 +104,28 @@ class Worker:
         self._running = True
         self._name = f"{settings.worker}-{settings.replica}"
         self._attempt = settings.attempt
-        self._report: dict[str, NodeReport] = {}
+        self._report: dict[str, messages.NodeReport] = {}
         self._depths: dict[str, tuple[int, int]] = {}
         self._refreshed = 0.0
-        self._early: list[ToWorker] = []
-        self._retiring: list[RetireReceivers] = []
+        self._early: list[messages.ToWorker] = []
+        self._retiring: list[messages.RetireReceivers] = []
         self._drained = False
         self._state = "starting"
         self._turned = clock()
-        self._asleep = Asleep()
+        self._watchdog = CpuWatchdog()
 
     def run(self) -> None:
         """Start up, work, wind down."""
         _set_threads(self._threads)
         log = structlog.get_logger(worker=self._name)
         inlets = self._ports.open_inlets(self._host)
-        self._link.send(Hello(attempt=self._attempt, pid=os.getpid(), addresses=inlets))
+        self._link.send(messages.Hello(attempt=self._attempt, pid=os.getpid(), addresses=inlets))
         self._host.build()
-        outlets = self._ports.open_outlets(self._host, self._wait_for(Wire).addresses)
+        outlets = self._ports.open_outlets(self._host, self._wait_for(messages.Wire).addresses)
         self._host.wire(self._ports.inlets, outlets)
         self._refresh(force=True)
-        self._link.send(Ready(attempt=self._attempt))
-        self._wait_for(Start)
+        self._link.send(messages.Ready(attempt=self._attempt))
+        self._wait_for(messages.Start)
         log.info("started", nodes=self._nodes, threads=self._threads, pid=os.getpid())
         self._turned, self._state = self._clock(), "running"
         while self._running:
@@ -166,13 +148,13 @@ class Worker:
         """Whether it has begun to end, or has ended, because nobody was there."""
         return self._ends_at is not None
 
-    def heartbeat(self) -> Heartbeat:
+    def heartbeat(self) -> messages.Heartbeat:
         """Called from the link's thread, reads only."""
         now = self._clock()
         turned_s = now - self._turned if self._state == "running" else 0.0
-        return Heartbeat(
+        return messages.Heartbeat(
             attempt=self._attempt, state=self._state, nodes=self._report, edges=self._depths, turned_s=turned_s,
-            asleep_s=self._asleep.look(turned_s, now), at=self._host.at,
+            asleep_s=self._watchdog.look(turned_s, now), at=self._host.at,
             at_s=time.monotonic() - self._host.at_since, drained=self._drained, alone=self.ended_alone,
             rss_bytes=self._process.memory_info().rss,
         )  # fmt: skip
@@ -182,26 +164,26 @@ class Worker:
         now = time.monotonic()
         if force or now - self._refreshed > 0.1:
             self._refreshed = now
-            self._report = {node: NodeReport(**report) for node, report in self._host.report().items()}
+            self._report = {node: messages.NodeReport(**report) for node, report in self._host.report().items()}
             self._depths = self._ports.depths()
             self._drained = all(loop.ended for loop in self._host.loops.values()) and self._ports.drained
 
     def _hear(self) -> None:
-        messages, self._early = [*self._early, *self._link.messages()], []
-        for message in messages:
+        received, self._early = [*self._early, *self._link.messages()], []
+        for message in received:
             match message:
-                case NodeCommand():
+                case messages.NodeCommand():
                     self._host.tell(message.node, message.message)
-                case Stop():
+                case messages.Stop():
                     self._running = False
-                case Expect():
+                case messages.Expect():
                     self._ports.expect(message.senders)
                     self._confirm(message.ticket)
-                case SenderEnded():
+                case messages.SenderEnded():
                     self._ports.over(message.senders)
-                case AddReceivers():
+                case messages.AddReceivers():
                     self._ports.add(message.receivers)
-                case RetireReceivers():
+                case messages.RetireReceivers():
                     if message.ticket not in [known.ticket for known in self._retiring]:
                         self._ports.retire(message.receivers)
                         self._retiring.append(message)
@@ -231,10 +213,10 @@ class Worker:
         if trainers and all(runtime.status().get("done") for runtime in trainers):
             self._running = False
         elif self._clock() > self._ends_at:
-            os._exit(ALONE)
+            os._exit(messages.ALONE)
 
     def _confirm(self, ticket: int) -> None:
-        self._link.send(Confirmed(attempt=self._attempt, ticket=ticket))
+        self._link.send(messages.Confirmed(attempt=self._attempt, ticket=ticket))
 
     def _wait_for(self, kind: type[M]) -> M:
         """A message that comes when all workers have started."""
@@ -244,7 +226,7 @@ class Worker:
             self._link.socket.poll(100)
             self._early += self._link.messages()
             for message in self._early:
-                if isinstance(message, Stop):
+                if isinstance(message, messages.Stop):
                     raise SystemExit(0)
                 if isinstance(message, kind):
                     self._early.remove(message)

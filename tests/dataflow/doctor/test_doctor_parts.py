@@ -1,4 +1,4 @@
-"""The doctor's pieces: states from beats, stacks of a process, errors of a log, processes, and the report itself."""
+"""The doctor's pieces: states from heartbeats, stacks, errors of a log, processes, and the report itself."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ from dataflow.system import processes, stacks
 from dataflow.system.stacks import Frame, Thread
 from dataflow.worker.host import Settings
 
-# States from beats
+# States from heartbeats
 
 
 def beat(node: str = "trainer", at: str = "", **told: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def states(*beats: dict[str, Any]) -> list[tuple[str, float]]:
     """State and its seconds after each of the beats, which come a second apart."""
     history, found = History(), []
     for now, told in enumerate(beats):
-        history.note({"trainer-0": {"beat": told}}, float(now))
+        history.note({"trainer-0": {"heartbeat": told}}, float(now))
         node = history.plain(float(now))["trainer-0"]["trainer"]
         found.append((node["state"], node["for_s"]))
     return found
@@ -77,9 +77,9 @@ def test_one_that_has_ended_or_says_so_is_done_and_one_that_is_paused_is_so() ->
     "told", [{"rows_in": 1}, {"rows_out": 1}, {"status": {"tokens": 9}}, {"status": {"version": 2}}]
 )
 def test_rows_tokens_steps_and_versions_are_movement_and_seconds_are_not(told: dict[str, Any]) -> None:
-    still = {"trainer-0": {"beat": beat()}}
-    assert marks(still) == marks({"trainer-0": {"beat": beat(seconds={"busy": 5.0})}})
-    assert marks(still) != marks({"trainer-0": {"beat": beat(**told)}})
+    still = {"trainer-0": {"heartbeat": beat()}}
+    assert marks(still) == marks({"trainer-0": {"heartbeat": beat(seconds={"busy": 5.0})}})
+    assert marks(still) != marks({"trainer-0": {"heartbeat": beat(**told)}})
 
 
 # Stacks
@@ -205,7 +205,7 @@ def said(**told: Any) -> dict[str, Any]:
     beats = {node: beat(node, **told.get(node, {})) for node in ("prompts", "trainer")}
     return {
         "pid": 0, "phase": "training", "draining": False, "step": 1, "steps": 2,
-        "workers": {f"{node}-0": {**plain, "nodes": [node], "beat": each} for node, each in beats.items()},
+        "workers": {f"{node}-0": {**plain, "nodes": [node], "heartbeat": each} for node, each in beats.items()},
     }  # fmt: skip
 
 
