@@ -233,7 +233,10 @@ def _drain(table: Table, now: float) -> list[events.Command]:
 
 
 def _tick(table: Table, now: float) -> list[events.Command]:
-    commands: list[events.Command] = []
+    commands = _watch(table, now)
+    recovery.progressed(table, table.run.progress, now)
+    due = recovery.restart(table, now)
+    commands += [events.Spawn(name=record.name, senders=scaling.senders(table, record)) for record in due]
     while table.schedule and table.schedule[0][0] <= table.run.step and not table.is_ending:
         wishes = table.schedule.pop(0)[1]
         try:  # what has no room beside what else was wished is only told
@@ -241,10 +244,7 @@ def _tick(table: Table, now: float) -> list[events.Command]:
             commands += scaling.wish(table, wishes)
         except GraphError as error:
             commands.append(events.Notice(str(error)))
-    commands += _watch(table, now)
-    recovery.progressed(table, table.run.progress, now)
-    due = recovery.restart(table, now)
-    return commands + [events.Spawn(name=record.name, senders=scaling.senders(table, record)) for record in due]
+    return commands
 
 
 def _watch(table: Table, now: float) -> list[events.Command]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dataflow import Graph, Model
-from dataflow.errors import RunError, WorkerDied
+from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.folder.faults import FILE
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Patience
@@ -373,6 +373,18 @@ def test_sums_of_what_workers_did_do_not_go_backwards(play: Any) -> None:
     found = run.run.heartbeats["generator-0"]
     assert (found["member"], found["nodes"]["generator"]["rows_in"]) == ("live", 11)
     assert found["nodes"]["generator"]["seconds"]["busy"] == 11.0
+
+
+def test_a_replica_that_the_plan_wants_from_a_step_on_has_the_whole_time_of_a_start_to_join(play: Any) -> None:
+    run = play(start_s=50.0).begin()
+    run.run.table.schedule = [(0, {"generator": 2})]
+    run.turn()
+    assert run.server.spawned == [("generator-1", 0)]
+    for _ in range(6):
+        run.all_heartbeats()
+        run.turn(8.0)
+    with pytest.raises(DeadlineError, match=r"waited 50 s for 'generator-1' to join, .* its process to say hello"):
+        run.turn(8.0)
 
 
 # The end of patience, and ends of the run
