@@ -17,7 +17,7 @@ from rigs.operators import mute, slow
 from dataflow import Graph, Model, RunError, run, scorer
 from dataflow.scheduler.control import Limits
 from dataflow.doctor.examine import examine
-from dataflow.scheduler.commands import ask_for_facts
+from dataflow.scheduler.requests import ask_for_facts
 from dataflow.errors import DeadlineError
 from dataflow.folder.socket_folder import CONTROL
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer

@@ -10,7 +10,7 @@ from rigs.graphs import fake_graph, tiny_graph
 
 from dataflow import Devices, Result, cli, inline, run
 from dataflow.doctor.examine import examine
-from dataflow.scheduler.commands import ask_for_facts
+from dataflow.scheduler.requests import ask_for_facts
 from dataflow.history.replay import Wishes, report_replay
 from dataflow.folder.run_folder import RunFolder
 

@@ -19,7 +19,7 @@ from rigs.machine import wait_until
 from rigs.operators import Around, built_by, wrapped
 
 from dataflow import Graph, GraphError, Model, Result, RunError, inline, run
-from dataflow.scheduler.commands import ask_to_scale
+from dataflow.scheduler.requests import ask_to_scale
 from dataflow.scheduler.control import Limits
 from dataflow.errors import DeadlineError
 from dataflow.node import Batch, Context, Runtime, Transform
