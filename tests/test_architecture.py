@@ -33,7 +33,7 @@ A_LIMIT_S = 60.0
 OWN_LIMITS = {
     "dataflow/limits.py", "dataflow/scheduler/recovery.py",  # the run's, and the patience that is a part of them
     # the ports hand over what a run says
-    "transport/weights/protocol/handshake.py", "transport/weights/sharded/groups.py",
+    "transport/weights/protocol/pace.py",
     "transport/native/compile.py",  # without a kernel all goes on, slower
     "operators/engine/vllm/server.py",  # runs where nothing of this project can be imported
     "operators/trainer.py",  # recover_within_s is no wait

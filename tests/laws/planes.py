@@ -5,15 +5,15 @@ from .law import Law
 CREDIT, INBOX, OUTBOX = "transport/data/credit.py", "transport/data/inbox.py", "transport/data/outbox.py"
 FRAMES, SENDER = "transport/data/frames.py", "transport/data/sender.py"
 CONTRACT = "tests/transport/data/test_channel_contract.py"
-WEIGHTS, SHARDED = "tests/transport/weights", "transport/weights/sharded/rounds.py"
-ROUNDS, FAULTS = f"{WEIGHTS}/test_weight_sharded_rounds.py", f"{WEIGHTS}/test_weight_faults.py"
+WEIGHTS, SHARDED = "tests/transport/weights", "transport/weights/protocol/rounds.py"
+ROUNDS, FAULTS = f"{WEIGHTS}/protocol/test_rounds.py", f"{WEIGHTS}/memory/test_faults.py"
 
 DATA_PLANE = (
     Law(
         "nothing is ever dropped: what is not acknowledged comes again",
         f"{CONTRACT}::test_unacknowledged_batches_come_again_at_a_restarted_receiver",
         OUTBOX,
-        "self._unsent = deque(number for number in self._parcels if number not in kept)",
+        "self._unsent = deque(number for number in self._outgoing if number not in kept)",
         "self._unsent = deque()",
         "the second sending",
     ),
@@ -130,8 +130,8 @@ DATA_PLANE = (
         "the receiver sets the pace, by granting credit",
         f"{CONTRACT}::test_credit_returns_only_by_ack",
         OUTBOX,
-        "            self._used += parcel.cost\n            yield parcel\n",
-        "            yield parcel\n",
+        "            self._used += outgoing.cost\n            yield outgoing\n",
+        "            yield outgoing\n",
         "the count of what was sent",
     ),
     Law(
@@ -178,7 +178,7 @@ DATA_PLANE = (
         "a peer that is gone is named at the deadline: who waited, for whom, on which edge",
         f"{CONTRACT}::test_a_receiver_that_stays_away_is_gone_at_the_deadline_and_named",
         SENDER,
-        "if away_s > self._peer_timeout_s and not link.outbox.finished:",
+        "if away_s > self._peer_timeout_s and not peer.outbox.finished:",
         "if False:",
         "the deadline of an absent receiver",
     ),
@@ -211,8 +211,8 @@ DATA_PLANE = (
 WEIGHT_PLANE = (
     Law(
         "newest version wins; one that nobody took is skipped",
-        f"{WEIGHTS}/test_weight_plane.py::test_the_newest_version_wins_and_versions_nobody_took_are_skipped",
-        "transport/weights/protocol/handshake.py",
+        f"{WEIGHTS}/memory/test_versions.py::test_the_newest_version_wins_and_versions_nobody_took_are_skipped",
+        "transport/weights/protocol/segments.py",
         "                if self._newer(message.version):\n                    self.offer = message\n",
         "                if self._newer(message.version) and self.offer is None:\n"
         "                    self.offer = message\n",
@@ -228,8 +228,8 @@ WEIGHT_PLANE = (
     ),
     Law(
         "two versions in memory at most",
-        f"{WEIGHTS}/test_weight_handshake.py::test_two_versions_are_in_memory_at_most",
-        "transport/weights/protocol/handshake.py",
+        f"{WEIGHTS}/protocol/test_segments.py::test_two_versions_are_in_memory_at_most",
+        "transport/weights/protocol/segments.py",
         "*([None] if len(self.segments) < 2 else [])",
         "None",
         "the count of buffers",
@@ -238,9 +238,8 @@ WEIGHT_PLANE = (
         "all or nothing: no version is seen before all ranks have it",
         f"{ROUNDS}::test_no_rank_sees_a_version_before_all_of_its_group_have_it",
         SHARDED,
-        "        group.waiting.discard(peer)\n        if group.waiting:\n            return []\n"
-        "        if group.damage:\n",
-        "        group.waiting.discard(peer)\n        if group.damage:\n",
+        "        if not group.answered(peer):\n            return []\n        if group.damage:\n",
+        "        group.answered(peer)\n        if group.damage:\n",
         "the wait for all ranks",
     ),
     Law(
@@ -257,7 +256,7 @@ WEIGHT_PLANE = (
         "transport/weights/writer.py",
         "        finally:\n            segment.unseal(version if whole else -1)\n",
         "        finally:\n            segment.unseal(version)\n"
-        '            self._send(self._handshake.written(segment.key, version, b"", b"", self._clock()))\n',
+        '            self._send(self._offers.written(segment.key, version, b"", b"", self._clock()))\n',
         "the difference between a whole and a half version",
     ),
     Law(
@@ -266,12 +265,12 @@ WEIGHT_PLANE = (
         "transport/weights/reader.py",
         "if damage is not None:",
         "if False:",
-        "what the proof says",
+        "what the checksums say",
     ),
     Law(
         "the reader keeps the old version; the new one is proved by checksum",
         f"{FAULTS}::test_a_flipped_byte_is_found_at_that_sync_and_the_old_version_stays",
-        "transport/weights/memory.py",
+        "transport/weights/memory/buffers.py",
         "    if found == published:\n        return None\n",
         "    return None\n",
         "the comparison of sums",
@@ -280,13 +279,13 @@ WEIGHT_PLANE = (
         "a damaged version is refused by the whole group",
         f"{ROUNDS}::test_a_damaged_version_is_refused_by_the_whole_group_and_the_next_one_taken",
         SHARDED,
-        "group.damage = group.damage or word.fault",
+        "group.damage = group.damage or message.fault",
         "pass",
         "that one damaged rank is enough",
     ),
     Law(
         "each rank sends only what the other needs",
-        f"{WEIGHTS}/test_weight_reshard.py::test_nothing_is_sent_that_is_not_needed",
+        f"{WEIGHTS}/layout/test_reshard.py::test_nothing_is_sent_that_is_not_needed",
         "transport/weights/layout/reshard.py",
         "    # Every replica of a destination box gets the box's copies.\n",
         "    box, cell, first, last = (np.repeat(each, 2, axis=0) for each in (box, cell, first, last))\n",
@@ -302,7 +301,7 @@ WEIGHT_PLANE = (
     ),
     Law(
         "a plan of copies is computed once",
-        f"{WEIGHTS}/test_weight_reshard.py::test_a_plan_is_computed_once",
+        f"{WEIGHTS}/layout/test_reshard.py::test_a_plan_is_computed_once",
         "transport/weights/layout/reshard.py",
         "@functools.lru_cache(maxsize=64)\ndef reshard",
         "def reshard",
@@ -310,7 +309,7 @@ WEIGHT_PLANE = (
     ),
     Law(
         "a layout is that of torch.chunk, uneven tails included",
-        f"{WEIGHTS}/test_weight_layout.py::test_a_mesh_deals_out_a_tensor_as_torch_chunk_does",
+        f"{WEIGHTS}/layout/test_layout.py::test_a_mesh_deals_out_a_tensor_as_torch_chunk_does",
         "transport/weights/layout/shards.py",
         "piece = -(-(last - first) // ranks)",
         "piece = (last - first) // ranks",
@@ -318,18 +317,18 @@ WEIGHT_PLANE = (
     ),
     Law(
         "a cast happens on the way",
-        f"{WEIGHTS}/test_weight_reshard.py::test_a_cast_down_travels_in_the_smaller_dtype",
+        f"{WEIGHTS}/layout/test_reshard.py::test_a_cast_down_travels_in_the_smaller_dtype",
         "transport/weights/layout/plan.py",
-        "return narrower(self.source_dtype, self.destination_dtype)",
+        "return smaller(self.source_dtype, self.destination_dtype)",
         "return self.source_dtype",
         "the choice of the smaller dtype",
     ),
     Law(
-        "an epoch: words of another one count for nothing",
-        f"{WEIGHTS}/test_weight_handshake.py::test_an_offer_of_another_epoch_counts_for_nothing",
-        "transport/weights/protocol/handshake.py",
-        "case Offer() if self.joined and message.epoch == self.epoch:",
-        "case Offer() if self.joined:",
+        "an epoch: messages of another one count for nothing",
+        f"{WEIGHTS}/protocol/test_segments.py::test_an_offer_of_another_epoch_counts_for_nothing",
+        "transport/weights/protocol/membership.py",
+        "case _ if message.epoch != self.epoch:",
+        "case _ if False:",
         "the comparison of epochs",
     ),
     Law(
@@ -337,26 +336,25 @@ WEIGHT_PLANE = (
         f"{ROUNDS}::test_no_rank_enters_a_transfer_before_all_have_said_ready",
         SHARDED,
         "        group.waiting -= peers\n        if group.waiting:\n            return []\n"
-        '        group.enter("moving"',
-        '        group.waiting -= peers\n        group.enter("moving"',
+        "        group.enter(Phase.TRANSFERRING",
+        "        group.waiting -= peers\n        group.enter(Phase.TRANSFERRING",
         "the wait for all Ready",
     ),
     Law(
         "a collective never holds the thread that keeps the deadline",
-        f"{WEIGHTS}/test_weight_sharded_plane.py::test_a_collective_never_holds_the_thread_that_keeps_the_deadline",
+        f"{WEIGHTS}/sharded/test_sharded_versions.py::test_a_collective_never_holds_the_thread_that_keeps_the_deadline",
         "transport/weights/sharded/epoch_thread.py",
-        "        self._jobs.put((move, deadline))\n",
-        "        while self._party is None:\n            time.sleep(0.001)\n"
-        "        self._moved(move, self._move(self._party, move, deadline))\n",
+        "        self._jobs.put((transfer, deadline))\n",
+        "        while self._end is None:\n            time.sleep(0.001)\n"
+        "        self._transferred(transfer, self._transfer(self._end, transfer, deadline))\n",
         "the thread",
     ),
     Law(
         "every round has a deadline",
         f"{ROUNDS}::test_a_round_that_a_rank_does_not_answer_ends_at_its_deadline_and_says_in_what",
         SHARDED,
-        "        for group in list(self._groups.values()):\n            group.deadline += slept\n"
-        "            if now >= group.deadline:",
-        "        for group in list(self._groups.values()):\n            group.deadline += slept\n            if False:",
+        "            group.deadline += frozen_s\n            if now >= group.deadline:",
+        "            group.deadline += frozen_s\n            if False:",
         "the deadline of a round",
     ),
     Law(

@@ -48,7 +48,7 @@ SECURITY = (
     ),
     Law(
         "sockets bind to ipc in a 0700 folder (weights)",
-        f"{WEIGHTS}/test_weight_shared_memory.py::test_a_folder_that_others_can_enter_is_refused",
+        f"{WEIGHTS}/executors/test_shared_memory.py::test_a_folder_that_others_can_enter_is_refused",
         "transport/weights/executors/address.py",
         "if mode is None or mode & 0o077:",
         "if mode is None:",
@@ -56,7 +56,7 @@ SECURITY = (
     ),
     Law(
         "sockets bind to loopback (weights)",
-        f"{WEIGHTS}/test_weight_shared_memory.py::test_an_address_that_others_could_reach_is_refused",
+        f"{WEIGHTS}/executors/test_shared_memory.py::test_an_address_that_others_could_reach_is_refused",
         "transport/weights/executors/address.py",
         'parts.hostname in ("127.0.0.1", "localhost", "::1") and parts.port',
         "parts.port",
