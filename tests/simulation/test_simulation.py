@@ -14,7 +14,7 @@ from dataflow.node import Batch
 from dataflow.scheduler import recovery, state_machine
 from dataflow.worker.acknowledgements import Holding
 from operators.generation.admission import Admission
-from operators.sources.prompt_runtime import Issue
+from operators.sources.prompt_runtime import PromptRuntime
 from operators.training.reorder_buffer import ReorderBuffer
 
 from . import trainer, weights
@@ -25,9 +25,9 @@ from .world import World
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("first", range(0, 100, 25))
-def test_all_laws_hold_in_each_of_the_first_100_seeds(first: int) -> None:
-    hold(World, range(first, first + 25))
+@pytest.mark.parametrize("first", range(0, 40, 20))
+def test_all_laws_hold_in_each_of_the_first_40_seeds(first: int) -> None:
+    hold(World, range(first, first + 20))
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def the_trainer_acknowledges_on_arrival(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_restarted_source_forgets_what_was_in_flight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Issue, "_in_flight", lambda self: deque())
+    patch.setattr(PromptRuntime, "_in_flight", lambda self: deque())
 
 
 def what_was_finished_is_not_found_again(patch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 
 from transport.codec import Natural
 from transport.data import frames
@@ -78,7 +79,7 @@ def _header(body: bytes, rows: int) -> Data:
 
 
 @given(batches())
-@settings(max_examples=200)
+@examples(200)
 def test_any_batch_comes_out_as_it_went_in(batch: pa.RecordBatch) -> None:
     header, body = pack(batch)
     decoded = frames.decode_batch(body, header, batch.schema)
@@ -88,13 +89,13 @@ def test_any_batch_comes_out_as_it_went_in(batch: pa.RecordBatch) -> None:
 
 
 @given(MESSAGES)
-@settings(max_examples=200)
+@examples(200)
 def test_any_message_comes_out_as_it_went_in(message: Message) -> None:
     assert frames.decode_message(frames.encode_message(message)) == message
 
 
 @given(MESSAGES, st.data())
-@settings(max_examples=200)
+@examples(200)
 def test_any_flipped_byte_in_a_header_is_refused(message: Message, data: st.DataObject) -> None:
     frame = bytearray(frames.encode_message(message))
     frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
@@ -103,7 +104,7 @@ def test_any_flipped_byte_in_a_header_is_refused(message: Message, data: st.Data
 
 
 @given(batches(), st.data())
-@settings(max_examples=200)
+@examples(200)
 def test_any_flipped_byte_in_a_body_is_refused(batch: pa.RecordBatch, data: st.DataObject) -> None:
     header, body = pack(batch)
     damaged = bytearray(body)
@@ -129,7 +130,7 @@ def test_every_single_flipped_bit_of_one_message_is_refused() -> None:
 
 
 @given(batches(), st.data())
-@settings(max_examples=300)
+@examples(300)
 def test_a_forged_body_with_a_right_checksum_is_refused_or_sound(batch: pa.RecordBatch, data: st.DataObject) -> None:
     forged = bytearray(pack(batch)[1])
     for _ in range(data.draw(st.integers(1, 3))):
