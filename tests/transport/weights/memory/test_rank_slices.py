@@ -64,7 +64,7 @@ def companion(place):
     def make(attach=None, slices=PIECES, **knobs) -> RankReader:
         made.append(RankReader(place.address, "generator-0.1", **knobs))
         if attach is not None:
-            made[-1].attach(attach, pieces)
+            made[-1].attach(attach, slices)
         return made[-1]
 
     yield make
