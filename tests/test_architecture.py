@@ -34,7 +34,7 @@ A_LIMIT_S = 60.0
 OWN_LIMITS = {
     "dataflow/limits.py",
     # the ports hand over what a run says
-    "transport/weights/protocol/handshake.py", "transport/weights/sharded/groups.py",
+    "transport/weights/protocol/pace.py",
     "transport/native/compile.py",  # without a kernel all goes on, slower
     "operators/engine/vllm/server.py",  # runs where nothing of this project can be imported
     "operators/training/knobs.py",  # recover_within_s is no wait
