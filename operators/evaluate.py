@@ -185,8 +185,9 @@ class EvaluateRuntime(Runtime):
             context.ledger.commit_round(context.node, step, groups)
         if context.folder is not None:
             context.folder.append_metrics(metrics)
-        if context.keep_steps is not None:
-            retention.remove(context, step - max(1, context.keep_steps), kind="eval")
+        if context.keep_steps is not None and context.folder is not None and context.ledger is not None:
+            upto = step - max(1, context.keep_steps)
+            retention.remove(context.folder, context.ledger, context.node, upto, kind="eval", log=context.log)
         for lane, kept in self._kept.items():
             for group in lanes[lane].groups:
                 kept.forget(group)

@@ -28,7 +28,7 @@ TRANSPORT_USERS = {"dataflow/worker/ports.py", "dataflow/system/native.py", "dat
 A_LIMIT_S = 60.0
 """Who waits for so long may wait for a model, a disk or a network, which differ from user to user."""
 OWN_LIMITS = {
-    "dataflow/limits.py", "dataflow/scheduler/recovery.py",  # the run's, and the patience that is a part of them
+    "dataflow/limits.py",
     # the ports hand over what a run says
     "transport/weights/protocol/handshake.py", "transport/weights/sharded/groups.py",
     "transport/native/compile.py",  # without a kernel all goes on, slower
