@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from dataflow.errors import GraphError
-from dataflow.graph import Graph, nearest
+from dataflow.errors import GraphError, nearest
+from dataflow.graph import Graph
 from dataflow.planning.plan import Plan, check_replicas
 from dataflow.planning.wiring import edges
 from dataflow.scheduler.members import Member

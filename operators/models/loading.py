@@ -10,7 +10,7 @@ import structlog
 
 from dataflow.errors import RunError
 from dataflow.model import Model
-from dataflow.planning.model_files import folder_fault
+from dataflow.model_files import folder_fault
 
 if TYPE_CHECKING:
     import torch

@@ -107,7 +107,7 @@ LANGUAGE = (
     Law(
         "the plane stands on each edge of g.nx",
         "tests/dataflow/test_graph.py::test_the_networkx_graph_tells_the_planes_apart_and_its_algorithms_work_on_it",
-        GRAPH,
+        "dataflow/structure.py",
         'plane="weights",',
         'plane="data",',
         "the other plane's name",
@@ -124,7 +124,7 @@ LANGUAGE = (
     Law(
         "a function's name is the column it writes",
         "tests/dataflow/test_scorer.py::test_a_scorer_applied_to_a_stream_adds_its_column",
-        "dataflow/scorer.py",
+        "dataflow/scoring/declaration.py",
         "return {**columns, ERROR: pa.string(), self.name: self.output}",
         "return {**columns, ERROR: pa.string()}",
         "the column",
