@@ -21,7 +21,7 @@ from dataflow.system.files import to_json
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Heard, Heartbeat, Start
 
-DEADLINE_S = 20.0
+DEADLINE_S = 10.0
 
 
 class PlayedForkserver:
