@@ -18,13 +18,13 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_lock import held
 from dataflow.graph import Graph
+from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.history.launch import KEY, Launch
 from dataflow.history.resume import Begun, Recorded, check_same, go_on_with, has_begun, take_up
 from dataflow.history.summary import summarize
 from dataflow.history.verify import Verdict, verify
 from dataflow.limits import Limits
-from dataflow.planning.group_bytes import MESSAGE_BYTES
 from dataflow.planning.model_size import measure_models
 from dataflow.planning.plan import Devices, Plan, plan
 from dataflow.scheduler import orphans, scaling

@@ -31,8 +31,9 @@ DECISIONS = (
     "operators/training/reorder_buffer.py", "transport/data/credit.py", "transport/data/partition.py",
     "transport/data/inbox.py", "transport/data/outbox.py", "transport/weights/layout/layout.py",
     "transport/weights/layout/reshard.py", "transport/weights/layout/plan.py",
-    "transport/weights/protocol/handshake.py", "transport/weights/sharded/rounds.py",
-    "transport/weights/sharded/member.py",
+    "transport/weights/protocol/roster.py", "transport/weights/protocol/membership.py",
+    "transport/weights/protocol/segments.py", "transport/weights/protocol/rounds.py",
+    "transport/weights/protocol/ranks.py",
 )  # fmt: skip
 """Decisions that stand apart from the doing."""
 DOING = {"time", "datetime", "random", "secrets", "os", "socket", "select", "threading", "subprocess", "zmq", "sqlite3"}
@@ -55,7 +56,7 @@ ENDLESS = {
     ("operators/serving/app.py", "call.news.wait()"): "a task, which the next line waits for with a time-out",
     ("operators/serving/engine_thread.py", "done.result()"): "of a call that is done",
     ("operators/warm_start/launch.py", "process.wait()"): "a timer kills the process at its deadline",
-    ("transport/data/link.py", "self.line.get()"): "takes what is there, and never waits",
+    ("transport/data/receiver_peer.py", "self.connection.get()"): "takes what is there, and never waits",
 }
 """(file, call): why it may stand there."""
 

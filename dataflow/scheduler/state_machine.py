@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.check import lanes_of
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
+from dataflow.structure import lanes_of
 from dataflow.trainers import leading
 from dataflow.worker.messages import NodeCommand
 

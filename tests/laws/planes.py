@@ -155,7 +155,7 @@ DATA_PLANE = (
     Law(
         "never PUB/SUB",
         "test_no_publish_subscribe_socket_may_drop_rows",
-        "transport:SocketLine.__init__",
+        "transport:SocketConnection.__init__",
         expression("zmq.SUB", "DEALER"),
         "the kind of socket that keeps messages",
     ),
@@ -193,8 +193,8 @@ WEIGHT_PLANE = (
     Law(
         "newest version wins; one that nobody took is skipped",
         "test_the_newest_version_wins_and_versions_nobody_took_are_skipped",
-        "transport:ReaderHandshake.receive",
-        assigned("offer", "self.offer or message", "message", "!writer"),
+        "transport:SegmentReader._receive",
+        assigned("offer", "self.offer or message", "message"),
         "the newer offer in place of the older",
     ),
     Law(
@@ -207,15 +207,15 @@ WEIGHT_PLANE = (
     Law(
         "two versions in memory at most",
         "test_two_versions_are_in_memory_at_most",
-        "transport:WriterHandshake.order",
+        "transport:SegmentOffers.order",
         always("segments", "len"),
         "the count of buffers",
     ),
     Law(
         "all or nothing: no version is seen before all ranks have it",
         "test_no_rank_sees_a_version_before_all_of_its_group_have_it",
-        "transport:Coordinator._done",
-        never("waiting"),
+        "transport:Coordinator._transferred",
+        never("answered"),
         "the wait for all ranks",
     ),
     Law(
@@ -230,8 +230,7 @@ WEIGHT_PLANE = (
         "test_a_failed_write_offers_nothing_and_the_next_one_works",
         "transport:WeightWriter._write",
         instead(
-            "segment.unseal(version)\n"
-            "self._send(self._handshake.written(segment.key, version, b'', b'', self._clock()))",
+            "segment.unseal(version)\nself._send(self._offers.written(segment.key, version, b'', b'', self._clock()))",
             "unseal",
         ),
         "the difference between a whole and a half version",
@@ -239,9 +238,9 @@ WEIGHT_PLANE = (
     Law(
         "the reader keeps the old version; the new one is proved by checksum",
         "test_a_flipped_byte_is_found_at_that_sync_and_the_old_version_stays",
-        "transport:WeightReader.prove",
+        "transport:WeightReader.verify",
         never("damage"),
-        "what the proof says",
+        "what the checksums say",
     ),
     Law(
         "the reader keeps the old version; the new one is proved by checksum",
@@ -253,7 +252,7 @@ WEIGHT_PLANE = (
     Law(
         "a damaged version is refused by the whole group",
         "test_a_damaged_version_is_refused_by_the_whole_group_and_the_next_one_taken",
-        "transport:Coordinator._done",
+        "transport:Coordinator._transferred",
         without("damage", "fault"),
         "that one damaged rank is enough",
     ),
@@ -293,10 +292,10 @@ WEIGHT_PLANE = (
         "the choice of the smaller dtype",
     ),
     Law(
-        "an epoch: words of another one count for nothing",
+        "an epoch: messages of another one count for nothing",
         "test_an_offer_of_another_epoch_counts_for_nothing",
-        "transport:ReaderHandshake.receive",
-        condition("self.joined", "Offer"),
+        "transport:Membership.receive",
+        never("epoch", "!="),
         "the comparison of epochs",
     ),
     Law(
@@ -309,10 +308,10 @@ WEIGHT_PLANE = (
     Law(
         "a collective never holds the thread that keeps the deadline",
         "test_a_collective_never_holds_the_thread_that_keeps_the_deadline",
-        "transport:EpochThread.move",
+        "transport:EpochThread.transfer",
         instead(
-            "while self._party is None:\n    time.sleep(0.001)\n"
-            "self._moved(move, self._move(self._party, move, deadline))",
+            "while self._end is None:\n    time.sleep(0.001)\n"
+            "self._transferred(transfer, self._transfer(self._end, transfer, deadline))",
             "_jobs",
         ),
         "the thread",

@@ -80,7 +80,7 @@ SECURITY = (
     Law(
         "a message has a cap",
         "test_a_monstrous_frame_is_cut_off_before_it_takes_memory",
-        "transport:SocketDoor.__init__",
+        "transport:SocketListener.__init__",
         without("MAXMSGSIZE"),
         "the cap",
     ),

@@ -57,7 +57,7 @@ class Leader:
         Of what rank 0 finds damaged no other rank hears. Raises WorkerDied or DeadlineError when
         a rank does not take part, or could enter nothing for as long as the group's time-out.
         """
-        offer = self._end.prove()
+        offer = self._end.verify()
         if offer is None:
             return self.version
         layout = self._end.layout
