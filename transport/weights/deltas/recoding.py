@@ -13,8 +13,8 @@ from transport.errors import MessageError
 from transport.weights.deltas.delta import Delta, apply_delta, encode_delta
 from transport.weights.errors import WeightError
 from transport.weights.layout.flat import ALIGNMENT
-from transport.weights.sharded.chunks import Chunk
-from transport.weights.sharded.staging import Sums, Tensors
+from transport.weights.sharded.chunks import Chunk, Sums
+from transport.weights.sharded.staging import Tensors
 from transport.weights.sharded.steps import Step, step_of
 from transport.weights.sharded.transfer import Outbound
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -31,6 +31,15 @@ class Chunk:
 
     slots: tuple[Slot, ...]
     nbytes: int
+
+
+Sums = Mapping[tuple[str, tuple[int, ...]], int]
+"""Checksums of boxes of local tensors, by name and `place`."""
+
+
+def place(box: Box) -> tuple[int, ...]:
+    """A box as integers."""
+    return tuple(mark for each in box for mark in (each.start, each.stop))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,8 +14,7 @@ import torch
 
 from transport.native import Copier, wordsums
 from transport.weights.layout.flat import ALIGNMENT
-from transport.weights.sharded.chunks import Chunk, Slot
-from transport.weights.sharded.staging import Sums, place
+from transport.weights.sharded.chunks import Chunk, Slot, Sums, place
 
 Slots = list[tuple[Slot, torch.Tensor]]
 Compiled = TypeVar("Compiled")

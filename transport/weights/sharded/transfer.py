@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup
+from transport.weights.protocol.ranks import TransferOutcome
+from transport.weights.sharded.chunks import Sums
 from transport.weights.sharded.process_group import ProcessGroup
-from transport.weights.sharded.staging import Sums
 
 DEPTH = 4
 """Messages under way at once, at least."""
@@ -21,15 +21,6 @@ GREETING_TAG, SUMS_TAG = 0, 1 << 30
 """Of the first message to each peer, and of the last of a transfer: the checksums of all slots, int64."""
 NUMBERS_TAG = (1 << 30) + 2
 """Of what two ranks agree on before a transfer, int64."""
-
-
-@dataclass(frozen=True)
-class TransferOutcome:
-    """How a transfer ended."""
-
-    state: str
-    """whole | damaged | broken."""
-    fault: str = ""
 
 
 class Outbound(Protocol):
