@@ -13,7 +13,7 @@ from transport.weights.layout.plan import Box, Copy, CopyPlan
 
 
 @dataclass(frozen=True)
-class Slot:
+class Fragment:
     """A box of one tensor at a place in a message."""
 
     copy: Copy
@@ -27,9 +27,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One message: some slots of one pair of ranks."""
+    """One message: some fragments of one pair of ranks."""
 
-    slots: tuple[Slot, ...]
+    fragments: tuple[Fragment, ...]
     nbytes: int
 
 
@@ -53,18 +53,18 @@ def chunks_between(plan: CopyPlan, source_rank: int, destination_rank: int, buck
         key=lambda copy: (places[copy.destination_name], [each.start for each in copy.destination_box]),
     )
     made: list[Chunk] = []
-    slots: list[Slot] = []
+    fragments: list[Fragment] = []
     end = 0
     for copy in copies:
         for source, destination, nbytes in _split(copy, bucket_bytes):
             offset = -(-end // ALIGNMENT) * ALIGNMENT
-            if slots and offset + nbytes > bucket_bytes:
-                made.append(Chunk(tuple(slots), end))
-                slots, offset = [], 0
-            slots.append(Slot(copy, source, destination, offset, nbytes))
+            if fragments and offset + nbytes > bucket_bytes:
+                made.append(Chunk(tuple(fragments), end))
+                fragments, offset = [], 0
+            fragments.append(Fragment(copy, source, destination, offset, nbytes))
             end = offset + nbytes
-    if slots:
-        made.append(Chunk(tuple(slots), end))
+    if fragments:
+        made.append(Chunk(tuple(fragments), end))
     return tuple(made)
 
 

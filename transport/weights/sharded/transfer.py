@@ -18,7 +18,7 @@ from transport.weights.sharded.process_group import ProcessGroup
 DEPTH = 4
 """Messages under way at once, at least."""
 GREETING_TAG, SUMS_TAG = 0, 1 << 30
-"""Of the first message to each peer, and of the last of a transfer: the checksums of all slots, int64."""
+"""Of the first message to each peer, and of the last of a transfer: the checksums of all fragments, int64."""
 NUMBERS_TAG = (1 << 30) + 2
 """Of what two ranks agree on before a transfer, int64."""
 
@@ -35,13 +35,13 @@ class Outbound(Protocol):
         """Its bytes, once packed."""
 
     def pack(self) -> list[int] | None:
-        """Make it ready to be sent; the checksum of each slot, None where they are not known yet."""
+        """Make it ready to be sent; the checksum of each fragment, None where they are not known yet."""
 
     def known(self, sums: Sums) -> list[int] | None:
         """The checksums made earlier, None for none."""
 
     def sums(self) -> list[int]:
-        """The checksum of each slot."""
+        """The checksum of each fragment."""
 
 
 class Inbound(Protocol):
@@ -56,10 +56,10 @@ class Inbound(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """The full tensor of each slot."""
+        """The full tensor of each fragment."""
 
     def unpack(self) -> list[int] | None:
-        """Put it into its places; the checksum of each slot, None where what came cannot be used."""
+        """Put it into its places; the checksum of each fragment, None where what came cannot be used."""
 
 
 class Cancelled(RuntimeError):
