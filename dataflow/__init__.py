@@ -9,11 +9,12 @@ from dataflow.graph import Graph
 from dataflow.history.verify import verify
 from dataflow.keep import keep
 from dataflow.model import LoRA, Model
+from dataflow.node import Weights
 from dataflow.planning.plan import Devices, Plan, plan
 from dataflow.records import Array
 from dataflow.run import Result, inline, run
 from dataflow.scorer import scorer
-from dataflow.stream import Prompt, Rollout, Stream, Weights, join
+from dataflow.stream import Prompt, Rollout, Stream, join
 
 __all__ = [
     "Array", "DataflowError", "Devices", "Graph", "GraphError", "LoRA", "Model", "Plan", "Prompt", "Result", "Rollout",

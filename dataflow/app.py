@@ -14,10 +14,10 @@ from dataflow.display import say
 from dataflow.errors import DataflowError, GraphError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
+from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.launch import Launch, check_flags, recorded_launch, this_launch
 from dataflow.history.replay import Wishes, report_replay
 from dataflow.limits import Limits
-from dataflow.planning.group_bytes import MESSAGE_BYTES
 from dataflow.run import inline, make_plan, run
 
 

@@ -3,30 +3,28 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import networkx as nx
-
-from dataflow.errors import GraphError
-from dataflow.graph import Graph, nearest
+from dataflow.errors import GraphError, nearest
+from dataflow.group_bytes import group_faults
 from dataflow.keep import Keep
 from dataflow.node import Generate, Learn, Operator, Source
-from dataflow.planning.group_bytes import group_faults
 from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES, arrow_type
 from dataflow.stream import Stream
+from dataflow.structure import Structure, generators_of, group_size, lanes_of, prompts_of, sinks_of
 
 
-def check(graph: Graph) -> None:
+def check(graph: Structure) -> None:
     """Raise GraphError with the first fault found."""
     for fault in faults(graph):
         raise GraphError(fault)
 
 
-def faults(graph: Graph) -> Iterator[str]:
+def faults(graph: Structure) -> Iterator[str]:
     """All faults of the finished graph, each in three parts: what is wrong, what was found, what to do."""
     for reason in _REASONS:
         yield from reason(graph)
 
 
-def empty(graph: Graph) -> Iterator[str]:
+def empty(graph: Structure) -> Iterator[str]:
     """A graph without a source does nothing."""
     if not any(isinstance(operator, Source) for operator in graph.operators.values()):
         yield (
@@ -35,7 +33,7 @@ def empty(graph: Graph) -> Iterator[str]:
         )
 
 
-def unread_streams(graph: Graph) -> Iterator[str]:
+def unread_streams(graph: Structure) -> Iterator[str]:
     """Rows that go nowhere would fill their queue and stop the run."""
     read = {(s.node, s.lane) for call in graph.calls for s in call.inputs}
     for call in graph.calls:
@@ -46,7 +44,7 @@ def unread_streams(graph: Graph) -> Iterator[str]:
             )
 
 
-def two_trainers(graph: Graph) -> Iterator[str]:
+def two_trainers(graph: Structure) -> Iterator[str]:
     """One model has one trainer."""
     seen: dict[Any, str] = {}
     for name, operator in graph.operators.items():
@@ -59,14 +57,14 @@ def two_trainers(graph: Graph) -> Iterator[str]:
                 )
 
 
-def frozen_trainer(graph: Graph) -> Iterator[str]:
+def frozen_trainer(graph: Structure) -> Iterator[str]:
     """A frozen model cannot be trained."""
     for name, operator in graph.operators.items():
         if operator.trains and operator.uses is not None and operator.uses.is_frozen:
             yield f"'{name}' trains '{operator.uses.name}', which is frozen(); give it the model without frozen()"
 
 
-def missing_feedback(graph: Graph) -> Iterator[str]:
+def missing_feedback(graph: Structure) -> Iterator[str]:
     """A reader of a trained model must see what is learned."""
     trained = {op.uses: name for name, op in graph.operators.items() if op.trains and op.uses is not None}
     fed = {feedback.reader.name for feedback in graph.feedbacks}
@@ -79,7 +77,7 @@ def missing_feedback(graph: Graph) -> Iterator[str]:
             )
 
 
-def unknown_feedback(graph: Graph) -> Iterator[str]:
+def unknown_feedback(graph: Structure) -> Iterator[str]:
     """Both ends of a feedback must be in the graph."""
     for feedback in graph.feedbacks:
         for operator in (feedback.weights.trainer, feedback.reader):
@@ -90,7 +88,7 @@ def unknown_feedback(graph: Graph) -> Iterator[str]:
                 )
 
 
-def mixed_lanes(graph: Graph) -> Iterator[str]:
+def mixed_lanes(graph: Structure) -> Iterator[str]:
     """A trainer takes groups in the order of one source."""
     for name, operator in graph.operators.items():
         lanes = lanes_of(graph, name)
@@ -101,7 +99,7 @@ def mixed_lanes(graph: Graph) -> Iterator[str]:
             )
 
 
-def evaluated_and_trained(graph: Graph) -> Iterator[str]:
+def evaluated_and_trained(graph: Structure) -> Iterator[str]:
     """Held-out prompts must stay held out."""
     for lane in graph.operators:
         sinks = sinks_of(graph, lane)
@@ -114,7 +112,7 @@ def evaluated_and_trained(graph: Graph) -> Iterator[str]:
             )
 
 
-def filtered_evaluation(graph: Graph) -> Iterator[str]:
+def filtered_evaluation(graph: Structure) -> Iterator[str]:
     """An accuracy is that of all held-out prompts."""
     for call in graph.calls:
         if getattr(call.operator, "every_steps", None) and DROP_REASON in call.inputs[0].columns:
@@ -124,7 +122,7 @@ def filtered_evaluation(graph: Graph) -> Iterator[str]:
             )
 
 
-def lonely_groups(graph: Graph) -> Iterator[str]:
+def lonely_groups(graph: Structure) -> Iterator[str]:
     """A rule that compares siblings needs some; a filter may look at a single rollout."""
     for call in graph.calls:
         if getattr(call.operator, "per", "row") != "group" or isinstance(call.operator, Keep):
@@ -138,7 +136,7 @@ def lonely_groups(graph: Graph) -> Iterator[str]:
             )
 
 
-def too_little_in_flight(graph: Graph) -> Iterator[str]:
+def too_little_in_flight(graph: Structure) -> Iterator[str]:
     """A step whose prompts cannot all be in flight at once never happens."""
     for name, operator in graph.operators.items():
         if not isinstance(operator, Learn):
@@ -160,7 +158,7 @@ def too_little_in_flight(graph: Graph) -> Iterator[str]:
                 )
 
 
-def untrained_reader(graph: Graph) -> Iterator[str]:
+def untrained_reader(graph: Structure) -> Iterator[str]:
     """Where something is trained, a model that reads rollouts is trained too, or said to be frozen."""
     trained = {operator.uses: name for name, operator in graph.operators.items() if operator.trains}
     for name, operator in graph.operators.items():
@@ -173,7 +171,7 @@ def untrained_reader(graph: Graph) -> Iterator[str]:
         )
 
 
-def unlike_temperatures(graph: Graph) -> Iterator[str]:
+def unlike_temperatures(graph: Structure) -> Iterator[str]:
     """Log-probabilities must be those of the distribution that was sampled from."""
     for name, operator in graph.operators.items():
         ours = getattr(operator, "temperature", None)
@@ -189,7 +187,7 @@ def unlike_temperatures(graph: Graph) -> Iterator[str]:
                 )
 
 
-def unlike_layouts(graph: Graph) -> Iterator[str]:
+def unlike_layouts(graph: Structure) -> Iterator[str]:
     """Messages that a generator lays out are no text that a judge could read as it stands."""
     for name, operator in graph.operators.items():
         if isinstance(operator, Generate) or getattr(operator, "chat", None) is not False:
@@ -202,7 +200,7 @@ def unlike_layouts(graph: Graph) -> Iterator[str]:
                 )
 
 
-def too_few_prompts(graph: Graph) -> Iterator[str]:
+def too_few_prompts(graph: Structure) -> Iterator[str]:
     """A source that ends before the first step."""
     for name, operator in graph.operators.items():
         if not isinstance(operator, Learn):
@@ -217,7 +215,7 @@ def too_few_prompts(graph: Graph) -> Iterator[str]:
                 )
 
 
-def too_large_groups(graph: Graph, replicas: Mapping[str, int] | None = None) -> Iterator[str]:
+def too_large_groups(graph: Structure, replicas: Mapping[str, int] | None = None) -> Iterator[str]:
     """A group whose rollouts may all be as long as they are allowed to fits on every edge, one of each replica."""
     for call in graph.calls:
         generator, lane = call.operator, call.output.lane
@@ -239,7 +237,7 @@ _REASONS = (
 )  # fmt: skip
 
 
-def missing_column(graph: Graph, operator: Operator, column: str, stream: Stream[Any]) -> str:
+def missing_column(graph: Structure, operator: Operator, column: str, stream: Stream[Any]) -> str:
     """The message for a column that is read but not there, with who could provide it."""
     could = [
         name for name, other in graph.operators.items()
@@ -278,43 +276,3 @@ def wrong_type(operator: Operator, column: str, stream: Stream[Any], annotation:
         f"'{operator.name}' reads column '{column}' as {wanted} ({arrow_type(annotation) or 'numbers'}), but "
         f"'{stream.node}' provides it as {stream.columns[column]}; change the annotation, or convert the column"
     )
-
-
-def lanes_of(graph: Graph, node: str) -> list[str]:
-    """The sources whose rows reach a node."""
-    return [call.output.lane for call in graph.calls if call.operator.name == node]
-
-
-def prompts_of(graph: Graph, lane: str) -> int | None:
-    """Prompts that a source issues before it ends, where that can be told."""
-    source = graph.operators[lane]
-    rows, epochs = (source.count() if isinstance(source, Source) else None), getattr(source, "epochs", None)
-    return None if rows is None or epochs is None else rows * epochs
-
-
-def sinks_of(graph: Graph, lane: str) -> list[Operator]:
-    """The sinks in which rows of a source end."""
-    return [c.operator for c in graph.calls if c.output.lane == lane and c.operator.kind == "sink"]
-
-
-def generators_of(graph: Graph, node: str) -> list[Generate]:
-    """The generators upstream of a node."""
-    lanes = set(lanes_of(graph, node))
-    found = {
-        c.operator.name: c.operator for c in graph.calls if c.output.lane in lanes and isinstance(c.operator, Generate)
-    }
-    reach = (
-        nx.ancestors(nx.DiGraph((u, v) for u, v, d in graph.nx.edges(data=True) if d["plane"] == "data"), node)
-        if found
-        else set()
-    )
-    return [operator for name, operator in found.items() if name in reach]
-
-
-def group_size(graph: Graph, lane: str) -> int | None:
-    """Rollouts in a group of a lane: the source's own wish, else its generator's; None without a generator."""
-    asked = getattr(graph.operators[lane], "group_size", None)
-    for call in graph.calls:
-        if call.output.lane == lane and isinstance(call.operator, Generate):
-            return int(asked or call.operator.rollouts_per_prompt)
-    return None

@@ -13,7 +13,8 @@ from dataflow.node import Batch, Context, Runtime, Sink, Source
 from dataflow.records import GROUP_ID, POSITION, schema
 from dataflow.run import make_plan
 from dataflow.scheduler.inline import InlineRun
-from dataflow.stream import Join, Stream
+from dataflow.scoring.joining import Join
+from dataflow.stream import Stream
 from dataflow.worker.host import Settings
 
 
@@ -76,13 +77,15 @@ class _Keep(Runtime):
 
 def _upstream(stream: Stream[Any]) -> tuple[Graph, _Collect]:
     """A graph of what lies upstream of the stream, with a sink at its end."""
+    whole = stream.graph
+    assert isinstance(whole, Graph)
     needed = {(stream.node, stream.lane)}
-    for call in reversed(stream.graph.calls):
+    for call in reversed(whole.calls):
         if (call.output.node, call.output.lane) in needed:
             needed |= {(s.node, s.lane) for s in call.inputs}
-    graph, sink = Graph(stream.graph.name), _Collect(name="collect")
+    graph, sink = Graph(whole.name), _Collect(name="collect")
     made: dict[tuple[str, str], Stream[Any]] = {}
-    for call in stream.graph.calls:
+    for call in whole.calls:
         key = (call.output.node, call.output.lane)
         if key not in needed:
             continue

@@ -14,8 +14,9 @@ Messages have three parts: what is wrong, what was found, what to do.
 """
 
 import contextlib
+import difflib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 
@@ -110,3 +111,9 @@ def where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "unknown line"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """'; did you mean ...?' where something known is spelled much like `name`, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,45 +1,24 @@
 """The graph a user declares: operators, streams between them, weights back to the readers."""
 
-import difflib
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import networkx as nx
 import pyarrow as pa
 
-from dataflow.errors import GraphError
-from dataflow.node import Operator, Source
-from dataflow.records import DROP_REASON, ERROR
-from dataflow.stream import Join, Prompt, Rollout, Stream, Weights
-
-if TYPE_CHECKING:
-    from dataflow.planning.plan import Plan
-
-
-@dataclass(frozen=True)
-class Call:
-    """One application of an operator: the streams that went in and the one that came out."""
-
-    operator: Operator
-    inputs: tuple[Stream[Any], ...]
-    output: Stream[Any]
+from dataflow.check import check, missing_column, wrong_type
+from dataflow.draw import draw, mimebundle
+from dataflow.errors import GraphError, nearest
+from dataflow.node import Operator, Source, Weights
+from dataflow.planning.plan import Plan
+from dataflow.records import DROP_REASON, ERROR, fits
+from dataflow.scoring.joining import Join
+from dataflow.stream import Prompt, Rollout, Stream
+from dataflow.structure import Call, Feedback, Structure
 
 
-@dataclass(frozen=True)
-class Feedback:
-    """Weights that flow from a trainer back to a reader."""
-
-    weights: Weights
-    reader: Operator
-    max_staleness: int
-    """How many versions a trained rollout's oldest token may be behind; 0 is synchronous."""
-
-
-class Graph:
-    """Operators and the two kinds of edge between them; checked while it is built and as a whole by `check`.
+class Graph(Structure):
+    """A structure that a user builds: checked call by call, and as a whole by `check`; it can draw itself.
 
     >>> from dataflow import Graph, Model
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -58,14 +37,7 @@ class Graph:
                 f"a graph's name becomes a folder, but {name!r} cannot; "
                 f"use letters, digits, '-' and '_', as in Graph(\"aipo\")"
             )
-        self.name = name
-        self.operators: dict[str, Operator] = {}
-        self.calls: list[Call] = []
-        self.feedbacks: list[Feedback] = []
-        self._inputs: dict[tuple[str, str], tuple[Stream[Any], ...]] = {}
-
-    def __repr__(self) -> str:
-        return f"Graph('{self.name}': {', '.join(self.operators)})"
+        super().__init__(name)
 
     def source(self, source: Source) -> Stream[Prompt]:
         """The stream of a source's prompts; its name becomes the lane of everything made from them."""
@@ -197,45 +169,16 @@ class Graph:
 
     def check(self) -> None:
         """Refuse the graph (GraphError) for the first thing that could not work; see dataflow.check."""
-        from dataflow.check import check
-
         check(self)
 
-    def is_light(self, nodes: Iterable[str]) -> bool:
-        """Whether a worker of these nodes needs no torch."""
-        return all(self.operators[node].light for node in nodes)
-
-    @property
-    def nx(self) -> "nx.MultiDiGraph[str]":
-        """The graph for NetworkX: `operator` on nodes; on edges `plane`, and `columns` or `max_staleness`."""
-        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
-        for name, operator in self.operators.items():
-            graph.add_node(name, operator=operator)
-        for call in self.calls:
-            for stream in call.inputs:
-                graph.add_edge(
-                    stream.node, call.operator.name, key=stream.lane, plane="data", lane=stream.lane,
-                    columns=stream.columns, added=self._added(stream),
-                )  # fmt: skip
-        for feedback in self.feedbacks:
-            graph.add_edge(
-                feedback.weights.trainer.name, feedback.reader.name, key="weights", plane="weights",
-                model=feedback.reader.uses, max_staleness=feedback.max_staleness,
-            )  # fmt: skip
-        return graph
-
-    def draw(self, path: str | Path, plan: "Plan | None" = None) -> Path:
+    def draw(self, path: str | Path, plan: Plan | None = None) -> Path:
         """Draw it as .svg, .dot, .mmd or .html; a plan adds device groups, as frames, and how weights travel."""
-        from dataflow.draw import draw
-
         graph = self.nx
         for (trainer, reader), executor in (plan.executors() if plan else {}).items():
             graph.edges[trainer, reader, "weights"]["executor"] = executor
         return draw(graph, Path(path), frames=plan.frames() if plan else None, title=self.name)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        from dataflow.draw import mimebundle
-
         return mimebundle(self.nx, title=self.name)
 
     def _upstream(self, stream: Stream[Any]) -> set[str]:
@@ -247,12 +190,6 @@ class Graph:
                 seen.add(current.node)
                 todo += self._inputs.get((current.node, current.lane), ())
         return seen
-
-    def _added(self, stream: Stream[Any]) -> tuple[str, ...]:
-        before: set[str] = set()
-        for source in self._inputs.get((stream.node, stream.lane), ()):
-            before |= set(source.columns)
-        return tuple(name for name in stream.columns if name not in before)
 
     def _add(self, operator: Operator) -> None:
         if not isinstance(operator, Operator):
@@ -279,20 +216,11 @@ class Graph:
         return output
 
     def _check_columns(self, operator: Operator, stream: Stream[Any]) -> None:
-        from dataflow.check import missing_column, wrong_type
-        from dataflow.records import fits
-
         for column, annotation in operator.reads().items():
             if column not in stream.columns:
                 raise GraphError(missing_column(self, operator, column, stream))
             if not fits(stream.columns[column], annotation):
                 raise GraphError(wrong_type(operator, column, stream, annotation))
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """'; did you mean ...?' where something known is spelled much like `name`, else nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def _describe(value: Any) -> str:

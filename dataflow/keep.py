@@ -10,7 +10,8 @@ import pyarrow as pa
 from dataflow.errors import GraphError
 from dataflow.node import Context, Runtime
 from dataflow.records import DROP_REASON, ERROR, Columns
-from dataflow.scorer import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per, Scorer
+from dataflow.scorer import Scorer
+from dataflow.scoring.declaration import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per
 
 P = ParamSpec("P")
 

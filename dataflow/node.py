@@ -13,15 +13,14 @@ import structlog
 from dataflow.errors import GraphError
 from dataflow.limits import Limits
 from dataflow.model import Model
-from dataflow.planning.model_files import start_fault
+from dataflow.model_files import start_fault
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
+from dataflow.stream import Builder, Prompt, Rollout, Stream
 from dataflow.weight_ends import WeightsIn, WeightsOut
 
 if TYPE_CHECKING:
     from dataflow.folder.ledger import Ledger
     from dataflow.folder.run_folder import RunFolder
-    from dataflow.graph import Graph
-    from dataflow.stream import Prompt, Rollout, Stream, Weights
 
 
 @dataclass(frozen=True)
@@ -260,7 +259,7 @@ class Operator(metaclass=KnobCheck):
         raise TypeError(f"{type(self).__name__} has no runtime; give the class a `build` method")
 
 
-def _graph_of(operator: Operator, stream: Any) -> "Graph":
+def _graph_of(operator: Operator, stream: Any) -> Builder:
     graph = getattr(stream, "graph", None)
     if graph is None:
         raise GraphError(
@@ -295,7 +294,7 @@ class Source(Operator):
 class Transform(Operator):
     """An operator that takes rows and passes them on with more columns."""
 
-    def __call__(self, stream: "Stream[Any]") -> "Stream[Rollout]":
+    def __call__(self, stream: Stream[Any]) -> Stream[Rollout]:
         """Apply it; applied to streams of several sources, one node serves them all."""
         return _graph_of(self, stream).apply(self, stream)
 
@@ -319,7 +318,7 @@ class Generate(Transform):
         """The prompt's columns and the rollout's."""
         return {**columns, **ROLLOUT_COLUMNS}
 
-    def __call__(self, stream: "Stream[Prompt]") -> "Stream[Rollout]":
+    def __call__(self, stream: Stream[Prompt]) -> Stream[Rollout]:
         """Apply it to prompts."""
         return _graph_of(self, stream).apply(self, stream)
 
@@ -330,7 +329,7 @@ class Sink(Operator):
 
     kind: ClassVar[str] = "sink"
 
-    def __call__(self, stream: "Stream[Any]") -> None:
+    def __call__(self, stream: Stream[Any]) -> None:
         """Let the stream end here."""
         _graph_of(self, stream).apply(self, stream)
 
@@ -349,6 +348,11 @@ class Learn(Sink):
     @property
     def weights(self) -> "Weights":
         """The end of its weight plane, for `g.feedback`."""
-        from dataflow.stream import Weights
-
         return Weights(self)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters that an operator trains: the other kind of edge, which no operator takes for rows."""
+
+    trainer: Learn

@@ -18,18 +18,18 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_lock import held
 from dataflow.graph import Graph
+from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.history.launch import KEY, Launch
 from dataflow.history.resume import Begun, Recorded, check_same, go_on_with, has_begun, take_up
 from dataflow.history.summary import summarize
 from dataflow.history.verify import Verdict, verify
 from dataflow.limits import Limits
-from dataflow.planning.group_bytes import MESSAGE_BYTES
 from dataflow.planning.model_size import measure_models
 from dataflow.planning.plan import Devices, Plan, plan
-from dataflow.scheduler import orphans
-from dataflow.scheduler.execute import Run, Times, carry_out, take
-from dataflow.scheduler.scaling import Scaling
+from dataflow.scheduler import orphans, scaling
+from dataflow.scheduler.execute import Run, Times, execute, take
+from dataflow.scheduler.table import Table
 from dataflow.system.gpu_memory import gpu_memory
 from dataflow.system.log import log_to
 from dataflow.system.security import check_listen
@@ -125,7 +125,7 @@ def make_plan(
         one_process=one_process,
     )  # fmt: skip
     for wishes in made.scale.values():
-        Scaling(graph, made).check(wishes)
+        scaling.check(Table(graph=graph, plan=made), wishes)
     return dataclasses.replace(made, listen=listen)
 
 
@@ -224,7 +224,7 @@ def run(
         if terminal is not None:
             what = dataclasses.replace(what, successor=partial(_stand_in, what, terminal))
         try:
-            outcome = carry_out(what)
+            outcome = execute(what)
         except Replaced:
             raise
         except BaseException as error:
@@ -258,7 +258,7 @@ def _stand_in(what: Run, terminal: int) -> int:
     with held(folder, take=partial(take, folder), replaces=True) as taken:
         if taken is None:
             return 1
-        carry_out(dataclasses.replace(what, begun=taken.begun, taken=taken))
+        execute(dataclasses.replace(what, begun=taken.begun, taken=taken))
     return _judged(folder, what.quiet).exit_status
 
 

@@ -2,71 +2,26 @@
 
 import dataclasses
 import difflib
-import math
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, ParamSpec, TypeVar, cast, overload
-
-import pyarrow as pa
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 from dataflow.errors import GraphError
-from dataflow.node import Context, Runtime, Transform
-from dataflow.records import ERROR, Columns
-from dataflow.scoring.signature import Signature, read_signature, where_defined
-from dataflow.stream import Stream, Weights
-
-if TYPE_CHECKING:
-    from dataflow.stream import Rollout
+from dataflow.node import Context, Runtime, Weights
+from dataflow.scoring.declaration import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per, ScorerDeclaration
+from dataflow.stream import Rollout, Stream
 
 P = ParamSpec("P")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-Per = Literal["row", "group"]
-
-DEFAULT_TIMEOUT_S = 30.0
-DEFAULT_MEMORY_MB = 1024
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Scorer(Transform, Generic[P, T_co]):
+class Scorer(ScorerDeclaration[P, T_co]):
     """A function as an operator: applied to a stream it adds a column, called with values it is itself."""
 
-    light: ClassVar[bool] = True
-    state: ClassVar[str | None] = "scored"
-
-    function: Callable[P, T_co] = field(repr=False)
-    """What the user wrote."""
-    per: Per = "row"
-    """Called once per rollout, or once per group with the columns of its good rows."""
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    """Wall-clock seconds for one call."""
-    memory_mb: int | None = DEFAULT_MEMORY_MB
-    """Megabytes that a process of its pool may take beyond what it started with; None: no limit."""
-    concurrency: int = 1
-    """Calls at once within a process: threads, or tasks of an event loop for an async function."""
-    processes: int = 1
-    """Processes in its pool."""
-    isolate: bool = True
-    """Whether it runs in killable processes; False: inside the worker, with no limits, where a call that only waits
-    for longer than `Limits.asleep_s` counts as a worker that is stuck."""
-    given: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Knobs set where it was applied."""
-    signature: Signature = field(init=False, repr=False)
-    """The function's parameters as columns and knobs, and the Arrow type it writes."""
-
-    def __post_init__(self) -> None:
-        signature = read_signature(self.function, per_group=self.per == "group")
-        object.__setattr__(self, "signature", signature)
-        if not self.name:
-            object.__setattr__(self, "name", signature.name)
-        super().__post_init__()
-        self._check_limits()
-        for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
-            object.__setattr__(self, attribute, getattr(self.function, attribute, None))
-        object.__setattr__(self, "__wrapped__", self.function)
-
     @overload
-    def __call__(self, stream: Stream[Any], **knobs: Any) -> "Stream[Rollout]": ...
+    def __call__(self, stream: Stream[Any], **knobs: Any) -> Stream[Rollout]: ...
 
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T_co: ...
@@ -90,16 +45,6 @@ class Scorer(Transform, Generic[P, T_co]):
             kwargs.pop("stream")
         return stream.graph.apply(self.configured(**kwargs), stream)
 
-    @property
-    def where(self) -> str:
-        """File and line of the function."""
-        return where_defined(self.function)
-
-    @property
-    def output(self) -> pa.DataType:
-        """Arrow type of the column it writes."""
-        return self.signature.output
-
     def configured(self, **knobs: Any) -> "Scorer[P, T_co]":
         """The same scorer with other knobs; GraphError for a knob that the function does not have."""
         for knob in knobs:
@@ -110,37 +55,6 @@ class Scorer(Transform, Generic[P, T_co]):
     def renamed(self, name: str) -> "Scorer[P, T_co]":
         """The same scorer writing another column."""
         return dataclasses.replace(self, name=name)
-
-    def identity(self) -> Hashable:
-        """The function, the name, the knobs and the limits."""
-        limits = (self.per, self.timeout_s, self.memory_mb, self.concurrency, self.processes, self.isolate)
-        knobs = tuple(sorted((knob, _frozen(value)) for knob, value in self.given.items()))
-        return (self.function, self.name, knobs, limits)
-
-    def reads(self) -> Mapping[str, Any]:
-        """Parameters without a default, with what one row of each must fit."""
-        return self.signature.reads
-
-    def provides(self, columns: Columns) -> Columns:
-        """Its input's columns, `error` where failures are recorded, and its own."""
-        return {**columns, ERROR: pa.string(), self.name: self.output}
-
-    def knobs(self) -> dict[str, Any]:
-        """The function's knobs set at the application, and limits that differ from their defaults."""
-        shown = dict(self.given)
-        for item in dataclasses.fields(self):
-            if item.repr and item.name not in ("name", "function"):
-                value = getattr(self, item.name)
-                if value != item.default:
-                    shown[item.name] = value
-        return shown
-
-    def faults(self) -> list[str]:
-        """A column that is both read and written."""
-        if self.name not in self.reads():
-            return []
-        message = f"'{self.name}' ({self.where}) writes column '{self.name}', which it also reads; "
-        return [message + "name it otherwise with .renamed(...)"]
 
     def build(self, context: Context) -> Runtime:
         """Its runtime; forks the pool's server where it is isolated."""
@@ -157,32 +71,6 @@ class Scorer(Transform, Generic[P, T_co]):
         if nearest:
             return f"{head}, its knobs are {known}; did you mean '{nearest[0]}'?"
         return f"{head}, its knobs are {known}; add a parameter '{knob}' with a default, or drop it here"
-
-    def _check_limits(self) -> None:
-        head = f"scorer '{self.name}' ({self.where})"
-        if self.per not in ("row", "group"):
-            raise GraphError(f"{head} has per={self.per!r}, which is not known; use per='row' or per='group'")
-        for knob in ("concurrency", "processes"):
-            found = getattr(self, knob)
-            if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-                raise GraphError(f"{head} has {knob}={found!r}, which must be a whole number; use 1 or more")
-        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
-            raise GraphError(f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0")
-        if self.memory_mb is not None and (not isinstance(self.memory_mb, int) or self.memory_mb < 1):
-            raise GraphError(f"{head} has memory_mb={self.memory_mb!r}; give megabytes, or None for no limit")
-        if self.isolate:
-            return
-        if self.signature.is_async:
-            raise GraphError(
-                f"{head} is an async function with isolate=False, and the worker has no event loop; leave isolate=True"
-            )
-        if self.timeout_s != DEFAULT_TIMEOUT_S or self.memory_mb != DEFAULT_MEMORY_MB or self.concurrency > 1:
-            raise GraphError(
-                f"{head} has limits but isolate=False, and nothing can stop a call inside the worker; "
-                f"leave isolate=True, or drop timeout_s, memory_mb and concurrency"
-            )
-        if self.processes > 1:
-            raise GraphError(f"{head} has processes={self.processes} but isolate=False; leave isolate=True")
 
 
 @overload
@@ -233,14 +121,3 @@ def scorer(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
         return Scorer(function=function, **limits)
 
     return decorate
-
-
-def _frozen(value: Any) -> Hashable:
-    """A hashable stand-in for a knob's value: equal for equal plain data, by object for anything else."""
-    if isinstance(value, list | tuple):
-        return (type(value).__name__, tuple(_frozen(item) for item in value))
-    if isinstance(value, dict):
-        return ("dict", tuple((repr(key), _frozen(item)) for key, item in value.items()))
-    if isinstance(value, str | bytes | int | float | bool | type(None)):
-        return (type(value).__name__, value)
-    return (type(value).__name__, id(value))

@@ -1,14 +1,10 @@
-"""The two kinds of edge as two Python types: rows (Stream) and parameters (Weights); and join."""
+"""Rows on their way through a graph as a Python type (Stream), and join; parameters are another type (node.Weights)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from dataflow.errors import GraphError
-from dataflow.node import Context, Learn, Operator, Runtime
 from dataflow.records import ROLLOUT_ID, Columns
-
-if TYPE_CHECKING:
-    from dataflow.graph import Graph
 
 
 class Prompt:
@@ -22,6 +18,18 @@ class Rollout(Prompt):
 R_co = TypeVar("R_co", bound=Prompt, covariant=True)
 
 
+class Builder(Protocol):
+    """The graph that a stream belongs to, as far as what is applied to the stream has to know it."""
+
+    name: str
+
+    def apply(self, operator: Any, stream: "Stream[Any]") -> "Stream[Rollout]":
+        """What `operator(stream)` does."""
+
+    def merge(self, streams: "tuple[Stream[Any], ...]") -> "Stream[Rollout]":
+        """What `join(a, b, ...)` does."""
+
+
 @dataclass(frozen=True)
 class Stream(Generic[R_co]):
     """Rows that leave `node`, all from the source `lane`.
@@ -33,39 +41,13 @@ class Stream(Generic[R_co]):
     ('prompts', True)
     """
 
-    graph: "Graph"
+    graph: Builder
     node: str
     lane: str
     columns: Columns
 
     def __repr__(self) -> str:
         return f"Stream('{self.node}' of '{self.lane}': {list(self.columns)})"
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The parameters that an operator trains.
-
-    >>> from dataflow import Model
-    >>> from dataflow.testing import FakeTrainer
-    >>> FakeTrainer(model=Model("policies/tiny")).weights.trainer.name
-    'trainer'
-    """
-
-    trainer: Learn
-
-
-@dataclass(frozen=True, eq=False)
-class Join(Operator):
-    """Brings branches of one stream together again: rows of equal rollout_id become one row with all columns."""
-
-    light: ClassVar[bool] = True
-
-    def build(self, context: Context) -> Runtime:
-        """The barrier between the branches."""
-        from dataflow.scoring.joining import JoinRuntime
-
-        return JoinRuntime(context)
 
 
 def join(first: Stream[Any], *others: Stream[Any]) -> Stream[Rollout]:

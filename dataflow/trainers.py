@@ -3,17 +3,16 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dataflow.check import lanes_of
-from dataflow.graph import Feedback, Graph
 from dataflow.node import Generate, Learn
+from dataflow.structure import Feedback, Structure, lanes_of
 
 
-def trainers(graph: Graph) -> list[str]:
+def trainers(graph: Structure) -> list[str]:
     """All of them, in the graph's order."""
     return [name for name, operator in graph.operators.items() if operator.trains]
 
 
-def feeding(graph: Graph) -> dict[str, Feedback]:
+def feeding(graph: Structure) -> dict[str, Feedback]:
     """By lane, the feedback from a trainer of its rows to the generator of its rows.
 
     There is one at most, as a model has one trainer. A critic, whose weights go to another operator, feeds none.
@@ -26,13 +25,13 @@ def feeding(graph: Graph) -> dict[str, Feedback]:
     return found
 
 
-def leading(graph: Graph) -> list[str]:
+def leading(graph: Structure) -> list[str]:
     """The trainers whose steps are the run's: those that feed a generator; all of them where none does."""
     feeders = {feedback.weights.trainer.name for feedback in feeding(graph).values()}
     return [name for name in trainers(graph) if name in feeders or not feeders]
 
 
-def own_folder(graph: Graph, node: str) -> str | None:
+def own_folder(graph: Structure, node: str) -> str | None:
     """Where in rollouts/ and checkpoints/ a trainer keeps its own; None for the only trainer of a graph."""
     return node if len(trainers(graph)) > 1 and graph.operators[node].trains else None
 

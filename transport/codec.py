@@ -21,9 +21,9 @@ class Codec(Generic[M]):
     """The messages of one protocol: `encode` on one side, `decode` on the other.
 
     A message travels as `["protocol/version", "Class", {field: value}]`. Its class is a frozen dataclass; its fields
-    are of the types None, bool, int, float, str, bytes, `Natural`, an enum (by its member's name), tuple, list,
-    Sequence (a tuple at the other end), dict, Mapping, `Plain`, another frozen dataclass, or unions of these. The
-    version is to be raised when a field means something else than before.
+    are of the types None, bool, int, float, str, bytes, `Natural`, Literal, an enum (by its member's name), tuple,
+    list, Sequence (a tuple at the other end), dict, Mapping, `Plain`, another frozen dataclass, or unions of these.
+    The version is to be raised when a field means something else than before.
 
         @dataclass(frozen=True)
         class Ping:
@@ -35,7 +35,7 @@ class Codec(Generic[M]):
 
     def __init__(self, protocol: str, version: int, *kinds: type[M], max_bytes: int = MESSAGE_BYTES) -> None:
         """kinds: the classes of the messages; max_bytes: of one message, on both sides."""
-        self._tag, self._max_bytes = f"{protocol}/{version}", max_bytes
+        self._tag, self.max_bytes = f"{protocol}/{version}", max_bytes
         forms = {kind: record(kind) for kind in kinds}
         self._lower = {kind: (self._prefix(kind), form.lower) for kind, form in forms.items()}
         self._lift = {kind.__name__: form.lift for kind, form in forms.items()}
@@ -53,13 +53,13 @@ class Codec(Generic[M]):
                 f"found {shown(message)} ({error}); "
                 f"give its fields values of their types"
             ) from error
-        if len(packed) > self._max_bytes:
+        if len(packed) > self.max_bytes:
             self._too_large(len(packed))
         return packed
 
     def decode(self, data: Any) -> M:
         """The message that `encode` made bytes of. Raises MessageError for anything else."""
-        if len(data) > self._max_bytes:
+        if len(data) > self.max_bytes:
             self._too_large(len(data))
         try:
             found = msgpack.unpackb(data, strict_map_key=False)
@@ -84,7 +84,7 @@ class Codec(Generic[M]):
         return msgpack.packb((self._tag, kind.__name__, None))[:-1]  # type: ignore[no-any-return]
 
     def _too_large(self, size: int) -> NoReturn:
-        self._refuse(f"is too large; found {size} bytes, the bound is {self._max_bytes}", "send less at once")
+        self._refuse(f"is too large; found {size} bytes, the bound is {self.max_bytes}", "send less at once")
 
     def _refuse(self, what: str, do: str = "run the same release on both sides") -> NoReturn:
         raise MessageError(f"a message of {self._tag} {what}; {do}") from None

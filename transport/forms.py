@@ -70,6 +70,8 @@ def form_of(hint: Any) -> Form:
         return Form("a plain value", object, object, _plain)
     if origin is Annotated:
         return _bounded(form_of(arguments[0]), arguments[1])
+    if origin is typing.Literal:
+        return _literal(arguments)
     if origin in (types.UnionType, typing.Union):
         return _union([form_of(each) for each in arguments])
     if origin is tuple and Ellipsis not in arguments:
@@ -153,6 +155,17 @@ def _bounded(form: Form, mark: AtLeast) -> Form:
         return number
 
     return form._replace(says=says, lift=lift, least=least)
+
+
+def _literal(values: tuple[Any, ...]) -> Form:
+    says, (kind,) = f"one of {', '.join(map(repr, values))}", {type(value) for value in values}
+
+    def lift(value: Any) -> Any:
+        if type(value) is kind and value in values:
+            return value
+        raise Misfit(says, value)
+
+    return Form(says, kind, kind, lift)
 
 
 def _enum(kind: type[Enum]) -> Form:
@@ -266,17 +279,20 @@ def _tagged(arms: dict[str, Form]) -> Form:
     return Form(says, object, list, lift, lower)
 
 
+_PLAIN = {type(None), bool, int, float, str, bytes}
+
+
 def _plain(value: Any, depth: int = PLAIN_DEPTH) -> Any:
     if depth == 0:
         raise Misfit(f"nested at most {PLAIN_DEPTH} deep", value)
     kind = type(value)
-    if kind is list:
-        for each in value:
-            _plain(each, depth - 1)
-    elif kind is dict:
-        for name, each in value.items():
-            _plain(name, 1)
-            _plain(each, depth - 1)
-    elif kind not in (type(None), bool, int, float, str, bytes):
+    if kind is dict:
+        _plain(list(value), 2)
+        _plain(list(value.values()), depth)
+    elif kind is list:
+        if not set(map(type, value)) <= _PLAIN:
+            for each in value:
+                _plain(each, depth - 1)
+    elif kind not in _PLAIN:
         raise Misfit("a plain value", value)
     return value

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dataflow.check import lanes_of
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
 from dataflow.node import Operator
 from dataflow.planning.plan import Plan
+from dataflow.structure import lanes_of
 from dataflow.trainers import feeding, leading, trainers
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

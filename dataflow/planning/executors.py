@@ -3,15 +3,12 @@
 import collections
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from dataflow.errors import GraphError
-from dataflow.graph import Graph, nearest
+from dataflow.errors import GraphError, nearest
 from dataflow.planning.memory_need import amount
 from dataflow.planning.model_size import ModelSize
-
-if TYPE_CHECKING:
-    from dataflow.planning.plan import Placement
+from dataflow.planning.placement import Placement
+from dataflow.structure import Structure
 
 EXECUTORS = ("local", "shared_memory", "cuda_ipc", "gloo", "nccl")
 COLLECTIVE = ("gloo", "nccl")
@@ -76,8 +73,8 @@ def obstacle(executor: str, source: Seat, destination: Seat) -> str | None:
 
 
 def weight_paths(
-    graph: Graph,
-    placements: Mapping[str, "Placement"],
+    graph: Structure,
+    placements: Mapping[str, Placement],
     sizes: Mapping[str, ModelSize],
     *,
     forced: str | None = None,
@@ -140,7 +137,7 @@ def summary(paths: list[WeightPath]) -> str:
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{name} x{n}" for name, n in counts.items())
 
 
-def _seat(placement: "Placement", replica: int, rank: int, one_process: bool) -> Seat:
+def _seat(placement: Placement, replica: int, rank: int, one_process: bool) -> Seat:
     process = "" if one_process else f"{placement.worker}-{replica}.{rank}"
     return Seat(process=process, device=placement.device(replica, rank))
 
@@ -151,7 +148,7 @@ def _collective(sources: list[Seat], destinations: list[Seat]) -> str:
     return "nccl" if serves else "gloo"
 
 
-def _check_narrow(graph: Graph, trainer: "Placement") -> None:
+def _check_narrow(graph: Structure, trainer: Placement) -> None:
     """Refuse readers that want narrow weights of a trainer whose ranks hold parts of rows."""
     narrow = {feedback.reader.narrow for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer.node}
     if trainer.ranks > 1 and len(narrow) == 1 and (form := narrow.pop()) is not None:

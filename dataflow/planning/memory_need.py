@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from dataflow.check import group_size, lanes_of
 from dataflow.errors import GraphError
-from dataflow.graph import Graph
 from dataflow.node import Generate, Operator
 from dataflow.planning.model_size import ModelSize, bytes_of
+from dataflow.structure import Structure, group_size, lanes_of
 
 _KEPT = 16
 """Numbers that a layer keeps of each token for the backward pass, in widths of the model; 1 where it computes them
@@ -31,7 +30,7 @@ class Need:
         return f"{amount(self.total)} ({', '.join(f'{name} {amount(size)}' for name, size in self.parts.items())})"
 
 
-def need_of(graph: Graph, operator: Operator, size: ModelSize | None, ranks: int) -> Need | None:
+def need_of(graph: Structure, operator: Operator, size: ModelSize | None, ranks: int) -> Need | None:
     """What one rank of an operator needs: the model's share, a generator's cache, a trainer's activations.
 
     What cannot be told is left out: frameworks' own memory, buffers of a step, a cache that takes what is free beyond
@@ -84,7 +83,7 @@ def _cache(operator: Generate, size: ModelSize, each: int, ranks: int) -> int:
     return one if budget is None else max(one, min(int(budget), one * int(getattr(operator, "slots", 1))))
 
 
-def _activations(graph: Graph, operator: Operator, size: ModelSize, each: int) -> int:
+def _activations(graph: Structure, operator: Operator, size: ModelSize, each: int) -> int:
     """What the layers keep of a micro-batch, of no more tokens than the completions of a step may have."""
     tokens = int(getattr(operator, "micro_batch_tokens", 0))
     generators = [op for op in graph.operators.values() if isinstance(op, Generate)]

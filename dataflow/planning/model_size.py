@@ -5,9 +5,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataflow.graph import Graph
 from dataflow.model import ALL_LINEAR, LoRA
-from dataflow.planning.model_files import tensor_shapes
+from dataflow.model_files import tensor_shapes
+from dataflow.structure import Structure
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -68,7 +68,7 @@ class ModelSize:
         return sum(lora.rank * (rows + columns) for _, rows, columns in self._adapted(lora))
 
 
-def measure_models(graph: Graph) -> dict[str, ModelSize]:
+def measure_models(graph: Structure) -> dict[str, ModelSize]:
     """Sizes by source, of those models whose folder is at hand."""
     sources = {operator.uses.source for operator in graph.operators.values() if operator.uses is not None}
     found = {source: _measure(Path(source)) for source in sorted(sources)}

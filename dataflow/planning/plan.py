@@ -2,21 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import networkx as nx
 
-from dataflow.check import lanes_of, sinks_of, too_large_groups
-from dataflow.errors import GraphError
-from dataflow.graph import Graph, nearest
+from dataflow.check import check, too_large_groups
+from dataflow.draw.picture import Frame
+from dataflow.errors import GraphError, nearest
+from dataflow.group_bytes import MESSAGE_BYTES, message_fault
 from dataflow.node import Bound, Generate, Learn, Operator, Source
 from dataflow.planning.executors import WeightPath, explain, summary, weight_paths
-from dataflow.planning.group_bytes import MESSAGE_BYTES, message_fault
 from dataflow.planning.memory_need import Need, amount, check_fit, need_of
 from dataflow.planning.model_size import ModelSize
-
-if TYPE_CHECKING:
-    from dataflow.draw import Frame
+from dataflow.planning.placement import Placement
+from dataflow.structure import Structure, lanes_of, sinks_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,53 +34,6 @@ class Devices:
     def room(self) -> dict[str, int]:
         """Bytes by device, 0 where unknown."""
         return {"cpu": self.memory_bytes} | {f"cuda:{number}": self.gpu_memory_bytes for number in range(self.gpus)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """One node of the graph: how often it runs, where, with how much."""
-
-    node: str
-    worker: str
-    """Workers are called `worker` or, with several replicas, `worker-0`, `worker-1`, ..."""
-    replicas: int = 1
-    ranks: int = 1
-    """Processes that make up one replica."""
-    gpus: tuple[int, ...] = ()
-    """Accelerators, replica by replica; empty: CPU."""
-    threads: int = 1
-    """CPU threads of each process."""
-    need: Need | None = None
-    """Memory that one process needs at least; None: unknown or small."""
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """Estimate for one process; None: unknown or small."""
-        return None if self.need is None else self.need.total
-
-    @property
-    def devices(self) -> str:
-        """For people: `gpu 0-5` or `cpu, 1 thread`."""
-        if self.gpus:
-            first, last = min(self.gpus), max(self.gpus)
-            return f"gpu {first}" if first == last else f"gpu {first}-{last}"
-        return f"cpu, {self.threads} thread{'s' if self.threads > 1 else ''}"
-
-    @property
-    def share(self) -> str:
-        """What one replica gets, for people: `1 GPU`, `2 threads`, `2 processes of 1 thread each`."""
-        if self.gpus:
-            return f"{self.ranks} GPU{'s' if self.ranks > 1 else ''}"
-        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        return threads if self.ranks == 1 else f"{self.ranks} processes of {threads} each"
-
-    def gpus_of(self, replica: int) -> tuple[int, ...]:
-        """The accelerators of one replica."""
-        return self.gpus[replica * self.ranks : (replica + 1) * self.ranks]
-
-    def device(self, replica: int, rank: int = 0) -> str:
-        """Torch's name of the device of one rank of a replica."""
-        return f"cuda:{self.gpus[replica * self.ranks + rank]}" if self.gpus else "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +88,8 @@ class Plan:
             for replica in range(self.placements[nodes[0]].replicas)
         ]
 
-    def frames(self) -> "list[Frame]":
+    def frames(self) -> list[Frame]:
         """Device groups, for the picture."""
-        from dataflow.draw import Frame
-
         groups: dict[str, list[str]] = {}
         for node, placement in self.placements.items():
             label = f"{placement.worker} · {placement.devices}"
@@ -185,7 +134,7 @@ class Plan:
 
 
 def plan(
-    graph: Graph,
+    graph: Structure,
     devices: Devices,
     *,
     gpus: Mapping[str, int | str] | None = None,
@@ -209,7 +158,7 @@ def plan(
     Raises GraphError for unknown nodes, for more devices than there are, for ranks that cannot share a model out,
     for an executor that cannot serve, and for groups that an edge could never hold.
     """
-    graph.check()
+    check(graph)
     if fault := message_fault(message_bytes):
         raise GraphError(fault)
     gpus, replicas, ranks, sizes, scale = gpus or {}, replicas or {}, ranks or {}, sizes or {}, scale or {}
@@ -268,7 +217,7 @@ def check_replicas(operator: Operator, count: int) -> None:
         )
 
 
-def _check_scale(graph: Graph, made: Plan, one_process: bool) -> None:
+def _check_scale(graph: Structure, made: Plan, one_process: bool) -> None:
     for step, wishes in made.scale.items():
         if step < 0:
             raise GraphError(f"scale names step {step}; steps count from 0, before the first; name one of them")
@@ -306,7 +255,7 @@ def _assign(gpus: Mapping[str, int | str], devices: Devices) -> dict[str, tuple[
     return assigned
 
 
-def _workers(graph: Graph) -> dict[str, str]:
+def _workers(graph: Structure) -> dict[str, str]:
     """Light operators in a row share a worker, named after the first of them."""
     light: nx.Graph[str] = nx.Graph()
     light.add_nodes_from(name for name, op in graph.operators.items() if op.light)
@@ -322,7 +271,7 @@ def _workers(graph: Graph) -> dict[str, str]:
 
 
 def _threads(
-    graph: Graph,
+    graph: Structure,
     devices: Devices,
     replicas: Mapping[str, int],
     ranks: Mapping[str, int],
@@ -376,7 +325,7 @@ def _ranks(operator: Operator, gpus: int, wish: int | None, one_process: bool) -
     return ranks
 
 
-def bounds_of(graph: Graph, steps: int | None = None) -> dict[str, Bound]:
+def bounds_of(graph: Structure, steps: int | None = None) -> dict[str, Bound]:
     """By lane that leads to a trainer with feedback to its generator: how far generation may run ahead."""
     bounds: dict[str, Bound] = {}
     for feedback in graph.feedbacks:
@@ -391,7 +340,7 @@ def bounds_of(graph: Graph, steps: int | None = None) -> dict[str, Bound]:
     return bounds
 
 
-def _on_demand(graph: Graph) -> tuple[str, ...]:
+def _on_demand(graph: Structure) -> tuple[str, ...]:
     return tuple(
         name for name, operator in graph.operators.items()
         if isinstance(operator, Source) and any(getattr(sink, "every_steps", None) for sink in sinks_of(graph, name))

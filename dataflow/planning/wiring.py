@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dataflow.check import group_size, lanes_of, prompts_of, sinks_of
-from dataflow.graph import Graph
 from dataflow.node import Bound, Generate, Learn, Operator
 from dataflow.planning.plan import Plan, bounds_of
 from dataflow.records import Columns
 from dataflow.scorer import Scorer
 from dataflow.stream import Stream
+from dataflow.structure import Structure, group_size, lanes_of, prompts_of, sinks_of
 from dataflow.trainers import feeding, own_folder
 
 _CAPACITY_ROWS = 4096
@@ -44,7 +43,7 @@ class Edge:
         return f"{self.producer}>{self.consumer}:{self.lane}"
 
 
-def edges(graph: Graph) -> list[Edge]:
+def edges(graph: Structure) -> list[Edge]:
     """All data edges, in the order in which they were declared."""
     bounds = bounds_of(graph)
     return [
@@ -55,7 +54,7 @@ def edges(graph: Graph) -> list[Edge]:
     ]  # fmt: skip
 
 
-def _prompts(graph: Graph, stream: Stream[Any], generator: Operator, bound: Bound | None) -> Edge:
+def _prompts(graph: Structure, stream: Stream[Any], generator: Operator, bound: Bound | None) -> Edge:
     """Prompts are few and cheap to hold back.
 
     A prompt is acknowledged when its rollouts have an outcome. No more of them are under way than may be without one,
@@ -74,7 +73,7 @@ def _prompts(graph: Graph, stream: Stream[Any], generator: Operator, bound: Boun
     )  # fmt: skip
 
 
-def _rows(graph: Graph, stream: Stream[Any], consumer: Operator, bound: Bound | None) -> Edge:
+def _rows(graph: Structure, stream: Stream[Any], consumer: Operator, bound: Bound | None) -> Edge:
     """A group is acknowledged when it has an outcome, and an operator that waits for a critic's weights holds groups
     until they come: an edge must hold all that may be without one, and a step more. Of groups that travel together each
     may keep the credit of all. With less the run would deadlock.
@@ -87,7 +86,7 @@ def _rows(graph: Graph, stream: Stream[Any], consumer: Operator, bound: Bound | 
     )  # fmt: skip
 
 
-def _without_outcome(graph: Graph, lane: str, bound: Bound | None) -> int:
+def _without_outcome(graph: Structure, lane: str, bound: Bound | None) -> int:
     """Groups of a lane that may be without an outcome: all that may be in flight, and a step's worth to go on with; but
     never less than the trainer with the longest step needs to make one, with as many dropped and not recorded yet.
     """
@@ -95,12 +94,12 @@ def _without_outcome(graph: Graph, lane: str, bound: Bound | None) -> int:
     return max(min(ahead, _MOST_PROMPTS), 2 * _longest_step(graph, lane))
 
 
-def _longest_step(graph: Graph, lane: str) -> int:
+def _longest_step(graph: Structure, lane: str) -> int:
     """Prompts in the longest step that any trainer makes of a lane; 0: none does."""
     return max((sink.step_prompts for sink in sinks_of(graph, lane) if isinstance(sink, Learn)), default=0)
 
 
-def context_facts(graph: Graph, plan: Plan, node: str) -> dict[str, object]:
+def context_facts(graph: Structure, plan: Plan, node: str) -> dict[str, object]:
     """What a node's Context says of the graph around it."""
     operator = graph.operators[node]
     columns: dict[str, Columns] = {}
@@ -120,14 +119,14 @@ def context_facts(graph: Graph, plan: Plan, node: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _scores(graph: Graph, columns: Mapping[str, Columns]) -> dict[str, str]:
+def _scores(graph: Structure, columns: Mapping[str, Columns]) -> dict[str, str]:
     """The scorers of single rollouts whose columns arrive, and where each is defined."""
     arriving = {name for of_lane in columns.values() for name in of_lane}
     rows = [op for op in graph.operators.values() if isinstance(op, Scorer) and op.per == "row"]
     return {op.name: op.where for op in rows if op.name in arriving}
 
 
-def _prompt_steps(graph: Graph, operator: Operator) -> int | None:
+def _prompt_steps(graph: Structure, operator: Operator) -> int | None:
     """Steps that a trainer's prompts are enough for."""
     if not isinstance(operator, Learn):
         return None
@@ -136,7 +135,7 @@ def _prompt_steps(graph: Graph, operator: Operator) -> int | None:
     return min(known) // operator.step_prompts if known else None
 
 
-def bounds_at(graph: Graph, plan: Plan, operator: Operator) -> dict[str, Bound]:
+def bounds_at(graph: Structure, plan: Plan, operator: Operator) -> dict[str, Bound]:
     """The bounds that hold at an operator, by lane.
 
     A trainer sweeps only where the tokens are of its own versions: a critic has no bound. Where a lane has several
@@ -158,7 +157,7 @@ def bounds_at(graph: Graph, plan: Plan, operator: Operator) -> dict[str, Bound]:
     return bounds
 
 
-def _feedback(graph: Graph, node: str) -> Bound | None:
+def _feedback(graph: Structure, node: str) -> Bound | None:
     """Of the edge that brings a reader its weights."""
     for feedback in graph.feedbacks:
         if feedback.reader.name == node:
@@ -167,18 +166,18 @@ def _feedback(graph: Graph, node: str) -> Bound | None:
     return None
 
 
-def readers_of(graph: Graph, trainer: str) -> list[Operator]:
+def readers_of(graph: Structure, trainer: str) -> list[Operator]:
     """The operators that take a trainer's weights."""
     return [feedback.reader for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer]
 
 
-def narrow_format(graph: Graph, trainer: str) -> str | None:
+def narrow_format(graph: Structure, trainer: str) -> str | None:
     """The narrow format that all readers of a trainer want; None, full tensors, where one wants another or none."""
     wanted = {reader.narrow for reader in readers_of(graph, trainer)}
     return wanted.pop() if len(wanted) == 1 else None
 
 
-def marks(graph: Graph, node: str, lane: str) -> str | None:
+def marks(graph: Structure, node: str, lane: str) -> str | None:
     """The ledger state that rows leaving `node` have reached; None where the next node will say so itself."""
     state = graph.operators[node].state
     readers = [edge.consumer for edge in edges(graph) if edge.producer == node and edge.lane == lane]

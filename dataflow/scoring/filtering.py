@@ -1,19 +1,17 @@
 """The runtime of a filter: scores groups with True or False, and writes its name where it was False."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.node import Context
 from dataflow.records import DROP_REASON
+from dataflow.scoring.declaration import ScorerDeclaration
 from dataflow.scoring.runtime import Scoring, caller_of
 
-if TYPE_CHECKING:
-    from dataflow.keep import Keep
 
-
-def build(keep: "Keep[...]", context: Context) -> "Keeping":
+def build(keep: ScorerDeclaration[..., bool], context: Context) -> "Keeping":
     """The runtime of a filter; forks its pool's server where it is isolated."""
     return Keeping(keep, context, caller_of(keep))
 

@@ -1,15 +1,28 @@
-"""The runtime of `join`: rows of several branches become one row again."""
+"""What `join` adds to a graph: rows of several branches become one row again."""
 
 import collections
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.errors import RecordError
-from dataflow.node import Batch, Context, Runtime
+from dataflow.node import Batch, Context, Operator, Runtime
 from dataflow.records import DROP_REASON, ERROR, GROUP_ID, ROLLOUT_ID
 
 _ROOM = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Join(Operator):
+    """Brings branches of one stream together again: rows of equal rollout_id become one row with all columns."""
+
+    light: ClassVar[bool] = True
+
+    def build(self, context: Context) -> Runtime:
+        """The barrier between the branches."""
+        return JoinRuntime(context)
 
 
 class JoinRuntime(Runtime):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from dataflow.check import sinks_of
 from dataflow.errors import boundary
 from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
@@ -20,6 +19,7 @@ from dataflow.limits import Limits
 from dataflow.node import Context, Generate, Runtime
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, context_facts, edges, marks
+from dataflow.structure import sinks_of
 from dataflow.system.log import node_log
 from dataflow.weight_ends import WeightsIn, WeightsOut
 from dataflow.worker.loop import Inlet, NodeLoop, Outlet

@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 
 from dataflow.errors import boundary
 from dataflow.folder.finished import Finished
+from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.node import Batch, Runtime
-from dataflow.planning.group_bytes import MESSAGE_BYTES
 from dataflow.records import GROUP_ID, group_slices
 from dataflow.worker.acknowledgements import Acknowledgements
 

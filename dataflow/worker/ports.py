@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dataflow.graph import Graph
+from dataflow.group_bytes import CAPACITY_BYTES
 from dataflow.limits import Limits
 from dataflow.planning.executors import COLLECTIVE
-from dataflow.planning.group_bytes import CAPACITY_BYTES
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, edges, narrow_format, readers_of
 from dataflow.records import schema

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from dataflow.model import Model
-from dataflow.planning.model_files import folder_fault
+from dataflow.model_files import folder_fault
 from operators.models.errors import ModelError
 from operators.models.folders import base_of, saved_lora
 

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import GraphError
-from dataflow.graph import nearest
+from dataflow.errors import GraphError, nearest
 from dataflow.scorer import Scorer, scorer
 from operators.rewards.code import code_reward
 from operators.rewards.combining import combine

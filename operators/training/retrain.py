@@ -13,10 +13,9 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from dataflow.errors import GraphError, RunError
+from dataflow.errors import GraphError, RunError, nearest
 from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.ledger import MadeStep
-from dataflow.graph import nearest
 from dataflow.history.replay import Script
 from dataflow.node import Context
 from operators import losses

@@ -13,9 +13,10 @@ import pytest
 
 from dataflow.errors import GraphError
 from dataflow.graph import Graph
+from dataflow.node import Weights
 from dataflow.records import ERROR, Array
 from dataflow.scorer import Scorer, scorer
-from dataflow.stream import Stream, Weights
+from dataflow.stream import Stream
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 
@@ -192,7 +193,8 @@ USER = """
 from typing import Any
 from dataflow.records import Array
 from dataflow.scorer import scorer
-from dataflow.stream import Rollout, Stream, Weights
+from dataflow.node import Weights
+from dataflow.stream import Rollout, Stream
 
 @scorer
 def reward(completion: str, answer: str) -> float:

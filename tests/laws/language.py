@@ -106,7 +106,7 @@ LANGUAGE = (
     Law(
         "the plane stands on each edge of g.nx",
         "test_the_networkx_graph_tells_the_planes_apart_and_its_algorithms_work_on_it",
-        "dataflow:Graph.nx",
+        "dataflow:Structure.nx",
         lacking("plane", "weights"),
         "the other plane's name",
     ),
@@ -120,7 +120,7 @@ LANGUAGE = (
     Law(
         "a function's name is the column it writes",
         "test_a_scorer_applied_to_a_stream_adds_its_column",
-        "dataflow.scorer:Scorer.provides",
+        "dataflow.scoring:ScorerDeclaration.provides",
         lacking("output"),
         "the column",
     ),

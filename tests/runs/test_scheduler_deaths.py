@@ -15,11 +15,11 @@ from rigs.machine import alive, wait_until
 from rigs.programs import Program, program, under_way
 
 from dataflow import verify
-from dataflow.scheduler.commands import ask_to_stop
 from dataflow.errors import RunError
 from dataflow.folder.faults import FILE
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
+from dataflow.scheduler.requests import ask_to_stop
 
 __all__ = ["program"]
 

@@ -165,7 +165,7 @@ class _Drawing(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         waiting = [group.group_id for queue in self._admission.lanes.values() for group in queue]
-        return {"version": self._reader.version, "live": len(self._live), "waiting": str(waiting)}
+        return {"version": self._reader.version, "live": len(self._live), "held": str(waiting)}
 
     def _rows(self, group: _Group) -> pa.RecordBatch:
         size = len(group.lengths)

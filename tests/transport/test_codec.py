@@ -5,7 +5,7 @@ import enum
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 import pytest
@@ -53,6 +53,7 @@ class Everything:
     shape: Point | Circle | None
     value: int | str | bytes | list[Circle] | None
     scale: int | float
+    word: Literal["yes", "no"]
     plain: Plain
     late: int = 3
     more: dict[str, Any] = field(default_factory=dict)
@@ -99,14 +100,14 @@ EVERYTHING = st.builds(
     names=few(TEXTS), rows=few(few(INTS).map(tuple)).map(tuple), by_name=st.dictionaries(TEXTS, POINTS, max_size=2),
     by_number=st.dictionaries(INTS, COLOURS, max_size=2), maybe=st.none() | POINTS,
     shape=st.none() | POINTS | CIRCLES, value=st.none() | INTS | TEXTS | RAWS | few(CIRCLES), scale=INTS | FLOATS,
-    plain=PLAIN, late=INTS, more=st.dictionaries(TEXTS, PLAIN, max_size=2),
+    word=st.sampled_from(["yes", "no"]), plain=PLAIN, late=INTS, more=st.dictionaries(TEXTS, PLAIN, max_size=2),
 )  # fmt: skip
 MESSAGES = EVERYTHING | POINTS | CIRCLES | st.just(Empty()) | st.builds(Even, INTS.map(lambda one: one // 4 * 2))
 ONE = Everything(
     whole=1, number=2.5, is_so=True, text="t", raw=b"r", nothing=None, colour=Colour.RED, points=(Point(1, 2.0),),
     pair=(1, "a"), empty=(), counts=(0, 1), names=["n"], rows=((1,),), by_name={"p": Point(1, 1.0)},
     by_number={4: Colour.BLUE}, maybe=None, shape=Circle(centre=Point(0, 0.0), radius=1), value=None, scale=1,
-    plain={"a": [1]},
+    word="no", plain={"a": [1]},
 )  # fmt: skip
 
 
@@ -167,6 +168,7 @@ WRONG = [
     ("rows", None, "a list"), ("by_name", [], "a map of str to a Point"), ("by_name.p", None, "a map of x, y"),
     ("maybe", 3, "NoneType or a Point"), ("shape", ["Square", {}], "a Point or a Circle"),
     ("shape.1.radius", -1, "int of at least 0"), ("value", 1.5, "int or str or bytes"), ("scale", "1", "int or float"),
+    ("word", "perhaps", "one of 'yes', 'no'"), ("word", None, "one of 'yes', 'no'"),
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dataflow.scheduler.forkserver import die_with_parent
+from dataflow.system.child import die_with_parent
 from operators.engine.parallel import group
 from operators.engine.parallel.shards import Piece, distribute
 from transport.weights.layout.from_torch import layout_of, tensor_parallel_layout

@@ -1,4 +1,4 @@
-"""The scheduler's desk in a simulated world: what `control_server.Desk` is over sockets and a forkserver."""
+"""The scheduler's control server in a simulated world, where there are no sockets and no forkserver."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,17 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
-from dataflow.scheduler.control_server import Asker
-from dataflow.scheduler.deferred_sends import Unheard
+from dataflow.scheduler.control_server import Client
+from dataflow.scheduler.requests import Reply, Scale
+from dataflow.worker.messages import TO_WORKER, FromWorker, Heard, ToWorker
 
 from .clock import Clock
 from .exchange import Exchange
 from .forks import Event, Forks
 
-Message = tuple[str | Asker, Any]
-_SOMEBODY = Asker(b"somebody")
+Message = tuple[str, FromWorker]
+_SOMEBODY = Client(b"somebody")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,39 +32,39 @@ class Room:
     """The scheduler touches the outside: it may die here."""
     kill: Callable[[str], None]
     """Ends a process."""
-    told: Callable[[Mapping[str, Any]], None]
-    """Hears every word to a worker."""
-    asked: list[Mapping[str, Any]] = field(default_factory=list)
-    """Commands that nobody answered; whoever gave them asks the next scheduler."""
+    told: Callable[[ToWorker], None]
+    """Hears every message to a worker."""
+    asked: list[Scale] = field(default_factory=list)
+    """Requests that nobody answered; whoever made them asks the next scheduler."""
 
 
-class SimulatedDesk:
+class SimulatedControlServer:
     """Messages and processes of one scheduler; it decides nothing."""
 
-    commands = "commands"
+    requests = "requests"
     number, lives = 0, False
 
     def __init__(self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False) -> None:
-        """handed, alone_s: as `TakenDesk` has them. keeps: whether what is decided is written before it is said."""
+        """handed, alone_s: of workers that are taken over. keeps: whether decisions are written down first."""
         self.folder, self.address, self.handed, self.alone_s = room.folder, "control", handed, alone_s
         self.ahead: Callable[[], None] = lambda: None
         self._room, self._keeps = room, keeps
-        self._unheard = Unheard(event["name"] for event in handed if event["alive"])
-        self._said: deque[Message] = deque()
+        self._received: deque[Message] = deque()
+        self._requested: deque[tuple[Client, Scale]] = deque()
         self._events: deque[Event] = deque()
         self._outgoing: deque[Callable[[], None]] = deque()
         """What the scheduler decided; it happens when it waits next."""
-        room.exchange.open(self._said.append)
+        room.exchange.open(self._received.append)
         room.forks.note = self._events.append
-        for command in room.asked:
-            self.ask(command)
+        for request in room.asked:
+            self.ask(request)
 
-    def ask(self, command: Mapping[str, Any]) -> None:
-        """Somebody gives a command."""
-        self._said.append((_SOMEBODY, dict(command)))
+    def ask(self, request: Scale) -> None:
+        """Somebody makes a request."""
+        self._requested.append((_SOMEBODY, request))
 
-    def wait(self, wait_s: float) -> tuple[list[Message], list[Event]]:
-        """What is said, and what the forkserver tells; the world goes on meanwhile."""
+    def wait(self, wait_s: float) -> tuple[list[Message], list[tuple[Client, Scale]], list[Event]]:
+        """What is sent, and what the forkserver tells; the world goes on meanwhile."""
         if self._outgoing and self._keeps:
             self._room.point()
             self.ahead()
@@ -75,35 +74,36 @@ class SimulatedDesk:
         clock = self._room.clock
         deadline = clock.now + wait_s
         clock.after(wait_s, lambda: None)
-        while not self._said and not self._events and clock.now < deadline:
+        while not (self._received or self._requested or self._events) and clock.now < deadline:
             self._room.step()
-        said, events = list(self._said), list(self._events)
-        self._said.clear()
-        self._events.clear()
-        for who, _ in said:
-            if isinstance(who, str):
-                self._unheard.spoke(who)
-        return said, events
+        received, requested, events = list(self._received), list(self._requested), list(self._events)
+        for queue in (self._received, self._requested, self._events):
+            queue.clear()
+        return received, requested, events
 
     def last_words(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
-        """What is said soon."""
-        yield from self.wait(pause_s)[0]
+        """What is sent soon."""
+        messages, requests, events = self.wait(pause_s)
+        self._requested.extend(requests)
+        self._events.extend(events)
+        yield from messages
 
-    def send(self, to: str | Asker, message: Mapping[str, Any]) -> None:
-        """Say something to a worker, or answer a command."""
-        if message.get("kind") == "heard":
+    def send(self, to: str, message: ToWorker) -> None:
+        """Send a message to a worker."""
+        if isinstance(message, Heard):
             return
-        if isinstance(to, Asker):
-            self._outgoing.append(self._answered)
-            return
-        packed = msgpack.packb(message)
+        packed = TO_WORKER.encode(message)
 
-        def say() -> None:
-            word = msgpack.unpackb(packed)
-            self._room.told(word)
-            self._room.exchange.say(to, word)
+        def send() -> None:
+            sent = TO_WORKER.decode(packed)
+            self._room.told(sent)
+            self._room.exchange.say(to, sent)
 
-        self._outgoing.append(lambda: self._unheard.reach(to, say))
+        self._outgoing.append(send)
+
+    def reply(self, to: Client, reply: Reply) -> None:
+        """Answer a request."""
+        self._outgoing.append(self._answered)
 
     def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
         """From now on workers outlive the scheduler, where this world has another one."""
@@ -111,12 +111,7 @@ class SimulatedDesk:
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """Ask for a process."""
-
-        def ask() -> None:
-            self._unheard.forget(name)
-            self._room.forks.spawn(name, settings)
-
-        self._outgoing.append(ask)
+        self._outgoing.append(lambda: self._room.forks.spawn(name, settings))
 
     def kill(self, name: str, number: int) -> None:
         """Send a signal to a worker: all of them end it."""
@@ -125,7 +120,7 @@ class SimulatedDesk:
     def check(self) -> None:
         """No scheduler is replaced that lives."""
 
-    def refuse(self, who: str) -> None:
+    def refuse(self, who: str, why: str) -> None:
         """Nobody is a stranger."""
         raise AssertionError(who)
 

@@ -1,4 +1,4 @@
-"""Commands to a run that is under way: how one is asked, and how the scheduler answers."""
+"""Requests to a run that is under way: how one is made, and how the scheduler answers."""
 
 import errno
 import secrets
@@ -6,45 +6,93 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-import msgpack
 import zmq
 
 from dataflow.errors import DataflowError, DeadlineError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
+from dataflow.system.messages import Codec, MessageError, Natural, Plain
 
 ANSWER_S = 10.0
+R = TypeVar("R")
 _LOOK_MS = 1000
 """Between two looks whether the scheduler lives: long enough for another that takes its place."""
 
-Replicas = dict[str, dict[str, int]]
+Replicas = Mapping[str, Mapping[str, int]]
 """By node: how many replicas are joining, live, leaving."""
-
-
-Said = dict[str, Any]
+Facts = dict[str, Any]
 """What a scheduler knows of its run, in plain values: `dataflow.doctor.gather` makes facts of it."""
 
 
+@dataclass(frozen=True)
+class Scale:
+    """Let nodes have so many replicas."""
+
+    wishes: Mapping[str, Natural]
+
+
+@dataclass(frozen=True)
+class TellFacts:
+    """Say what you know of the run."""
+
+
+@dataclass(frozen=True)
+class StopRun:
+    """Finish the step under way, write a checkpoint and end."""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The wish is taken in; what the nodes have."""
+
+    replicas: Replicas
+
+
+@dataclass(frozen=True)
+class FactsTold:
+    """As `Facts`."""
+
+    facts: Plain
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The run will end."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why nothing is done."""
+
+    error: str
+
+
+Request: TypeAlias = Scale | TellFacts | StopRun
+Reply: TypeAlias = Scaled | FactsTold | Stopping | Refused
+REQUESTS: Codec[Request] = Codec("dataflow.requests", 1, Scale, TellFacts, StopRun)
+REPLIES: Codec[Reply] = Codec("dataflow.replies", 1, Scaled, FactsTold, Stopping, Refused)
+
+
 def answer(
-    message: Any, scale: Callable[[Mapping[str, int]], Replicas], facts: Callable[[], Said], stop: Callable[[], None]
-) -> dict[str, Any]:
-    """What the scheduler says to somebody who is no worker: its answer, or why there is none."""
-    kind = message.get("kind") if isinstance(message, dict) else None
-    if kind == "facts":
-        return {"facts": facts()}
-    if kind == "stop":
-        stop()
-        return {"stops": True}
-    wishes = message.get("wishes") if kind == "scale" else None
-    if not isinstance(wishes, dict) or not all(_is_wish(node, count) for node, count in wishes.items()):
-        return {"error": f"a command is a map of nodes and whole numbers, but the run got {message!r:.200}; see --help"}
-    try:
-        return {"replicas": scale(wishes)}
-    except DataflowError as error:
-        return {"error": str(error)}
+    request: Request, scale: Callable[[Mapping[str, int]], Replicas], facts: Callable[[], Facts],
+    stop: Callable[[], None],
+) -> Reply:  # fmt: skip
+    """What the scheduler says to somebody who is no worker."""
+    match request:
+        case TellFacts():
+            return FactsTold(facts())
+        case StopRun():
+            stop()
+            return Stopping()
+        case Scale():
+            try:
+                return Scaled(scale(request.wishes))
+            except DataflowError as error:
+                return Refused(str(error))
 
 
 def ask_to_scale(folder: RunFolder, wishes: Mapping[str, int], timeout_s: float = ANSWER_S) -> Replicas:
@@ -52,9 +100,7 @@ def ask_to_scale(folder: RunFolder, wishes: Mapping[str, int], timeout_s: float 
 
     Raises RunError when the run is over or refuses, DeadlineError when it does not answer in time.
     """
-    said = _exchange(folder, {"kind": "scale", "wishes": dict(wishes)}, timeout_s)
-    found: Replicas = said["replicas"]
-    return found
+    return _exchange(folder, Scale(wishes), Scaled, timeout_s).replicas
 
 
 def ask_to_stop(folder: RunFolder, timeout_s: float = ANSWER_S) -> None:
@@ -62,30 +108,29 @@ def ask_to_stop(folder: RunFolder, timeout_s: float = ANSWER_S) -> None:
 
     Raises RunError when the run is over, DeadlineError when it does not answer in time.
     """
-    _exchange(folder, {"kind": "stop"}, timeout_s)
+    _exchange(folder, StopRun(), Stopping, timeout_s)
 
 
-def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Said:
+def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
     """Ask the run in a folder what it knows of itself; it asks its workers for their stacks, which come later.
 
     Raises RunError when the run is over, DeadlineError when it does not answer in time.
     """
-    found: Said = _exchange(folder, {"kind": "facts"}, timeout_s)["facts"]
+    found: Facts = _exchange(folder, TellFacts(), FactsTold, timeout_s).facts
     return found
 
 
-def _exchange(folder: RunFolder, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Send one command and wait for what is said to it, unless nobody is there to say anything. Raises as
-    `ask_to_scale`."""
+def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: float) -> R:
+    """Make one request and wait for its reply, unless nobody is there to give one. Raises as `ask_to_scale`."""
     address = _address(folder)
     deadline = time.monotonic() + timeout_s
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
-    dealer.set(zmq.IDENTITY, f"command-{secrets.token_hex(8)}".encode())
+    dealer.set(zmq.IDENTITY, f"client-{secrets.token_hex(8)}".encode())
     dealer.set(zmq.LINGER, 0)
     try:
         dealer.connect(address)
-        dealer.send(msgpack.packb(dict(message)))
+        dealer.send(REQUESTS.encode(request))
         while not dealer.poll(min(_LOOK_MS, int(timeout_s * 1000))):
             if not listens(Path(_address(folder).removeprefix("ipc://"))):
                 raise RunError(
@@ -97,13 +142,16 @@ def _exchange(folder: RunFolder, message: Mapping[str, Any], timeout_s: float) -
                     f"'{folder.path.name}' has not answered within {timeout_s:.0f} s; it may have just ended, or its "
                     f"scheduler is stopped; look at its display, and ask again"
                 )
-        said: dict[str, Any] = msgpack.unpackb(dealer.recv())
+        reply = REPLIES.decode(dealer.recv())
+    except MessageError as error:
+        raise RunError(f"'{folder.path.name}' gave an answer that is none: {error}") from error
     finally:
         dealer.close()
         context.term()
-    if "error" in said:
-        raise RunError(said["error"])
-    return said
+    if isinstance(reply, Refused):
+        raise RunError(reply.error)
+    assert isinstance(reply, wanted), f"the reply to {request} is {reply}"
+    return reply
 
 
 def listens(path: Path) -> bool:
@@ -125,7 +173,3 @@ def _address(folder: RunFolder) -> str:
             f"name the folder of a run that is under way, such as runs/latest"
         )
     return address
-
-
-def _is_wish(node: object, count: object) -> bool:
-    return isinstance(node, str) and isinstance(count, int) and not isinstance(count, bool)

@@ -1,0 +1,52 @@
+"""Where one node of a graph runs: how often, on which devices, with how many threads."""
+
+from dataclasses import dataclass
+
+from dataflow.planning.memory_need import Need
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One node of the graph: how often it runs, where, with how much."""
+
+    node: str
+    worker: str
+    """Workers are called `worker` or, with several replicas, `worker-0`, `worker-1`, ..."""
+    replicas: int = 1
+    ranks: int = 1
+    """Processes that make up one replica."""
+    gpus: tuple[int, ...] = ()
+    """Accelerators, replica by replica; empty: CPU."""
+    threads: int = 1
+    """CPU threads of each process."""
+    need: Need | None = None
+    """Memory that one process needs at least; None: unknown or small."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Estimate for one process; None: unknown or small."""
+        return None if self.need is None else self.need.total
+
+    @property
+    def devices(self) -> str:
+        """For people: `gpu 0-5` or `cpu, 1 thread`."""
+        if self.gpus:
+            first, last = min(self.gpus), max(self.gpus)
+            return f"gpu {first}" if first == last else f"gpu {first}-{last}"
+        return f"cpu, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+    @property
+    def share(self) -> str:
+        """What one replica gets, for people: `1 GPU`, `2 threads`, `2 processes of 1 thread each`."""
+        if self.gpus:
+            return f"{self.ranks} GPU{'s' if self.ranks > 1 else ''}"
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return threads if self.ranks == 1 else f"{self.ranks} processes of {threads} each"
+
+    def gpus_of(self, replica: int) -> tuple[int, ...]:
+        """The accelerators of one replica."""
+        return self.gpus[replica * self.ranks : (replica + 1) * self.ranks]
+
+    def device(self, replica: int, rank: int = 0) -> str:
+        """Torch's name of the device of one rank of a replica."""
+        return f"cuda:{self.gpus[replica * self.ranks + rank]}" if self.gpus else "cpu"

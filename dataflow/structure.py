@@ -1,0 +1,112 @@
+"""The pure structure of a graph: which operator is applied to which stream, whose weights go back to whom."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+
+from dataflow.node import Generate, Operator, Source, Weights
+from dataflow.stream import Stream
+
+
+@dataclass(frozen=True)
+class Call:
+    """One application of an operator: the streams that went in and the one that came out."""
+
+    operator: Operator
+    inputs: tuple[Stream[Any], ...]
+    output: Stream[Any]
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """Weights that flow from a trainer back to a reader."""
+
+    weights: Weights
+    reader: Operator
+    max_staleness: int
+    """How many versions a trained rollout's oldest token may be behind; 0 is synchronous."""
+
+
+class Structure:
+    """Operators and the two kinds of edge between them; `Graph` builds it, and whatever looks at a graph reads it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.operators: dict[str, Operator] = {}
+        self.calls: list[Call] = []
+        self.feedbacks: list[Feedback] = []
+        self._inputs: dict[tuple[str, str], tuple[Stream[Any], ...]] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}('{self.name}': {', '.join(self.operators)})"
+
+    def is_light(self, nodes: Iterable[str]) -> bool:
+        """Whether a worker of these nodes needs no torch."""
+        return all(self.operators[node].light for node in nodes)
+
+    @property
+    def nx(self) -> "nx.MultiDiGraph[str]":
+        """The graph for NetworkX: `operator` on nodes; on edges `plane`, and `columns` or `max_staleness`."""
+        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
+        for name, operator in self.operators.items():
+            graph.add_node(name, operator=operator)
+        for call in self.calls:
+            for stream in call.inputs:
+                graph.add_edge(
+                    stream.node, call.operator.name, key=stream.lane, plane="data", lane=stream.lane,
+                    columns=stream.columns, added=self._added(stream),
+                )  # fmt: skip
+        for feedback in self.feedbacks:
+            graph.add_edge(
+                feedback.weights.trainer.name, feedback.reader.name, key="weights", plane="weights",
+                model=feedback.reader.uses, max_staleness=feedback.max_staleness,
+            )  # fmt: skip
+        return graph
+
+    def _added(self, stream: Stream[Any]) -> tuple[str, ...]:
+        before: set[str] = set()
+        for source in self._inputs.get((stream.node, stream.lane), ()):
+            before |= set(source.columns)
+        return tuple(name for name in stream.columns if name not in before)
+
+
+def lanes_of(graph: Structure, node: str) -> list[str]:
+    """The sources whose rows reach a node."""
+    return [call.output.lane for call in graph.calls if call.operator.name == node]
+
+
+def prompts_of(graph: Structure, lane: str) -> int | None:
+    """Prompts that a source issues before it ends, where that can be told."""
+    source = graph.operators[lane]
+    rows, epochs = (source.count() if isinstance(source, Source) else None), getattr(source, "epochs", None)
+    return None if rows is None or epochs is None else rows * epochs
+
+
+def sinks_of(graph: Structure, lane: str) -> list[Operator]:
+    """The sinks in which rows of a source end."""
+    return [c.operator for c in graph.calls if c.output.lane == lane and c.operator.kind == "sink"]
+
+
+def generators_of(graph: Structure, node: str) -> list[Generate]:
+    """The generators upstream of a node."""
+    lanes = set(lanes_of(graph, node))
+    found = {
+        c.operator.name: c.operator for c in graph.calls if c.output.lane in lanes and isinstance(c.operator, Generate)
+    }
+    reach = (
+        nx.ancestors(nx.DiGraph((u, v) for u, v, d in graph.nx.edges(data=True) if d["plane"] == "data"), node)
+        if found
+        else set()
+    )
+    return [operator for name, operator in found.items() if name in reach]
+
+
+def group_size(graph: Structure, lane: str) -> int | None:
+    """Rollouts in a group of a lane: the source's own wish, else its generator's; None without a generator."""
+    asked = getattr(graph.operators[lane], "group_size", None)
+    for call in graph.calls:
+        if call.output.lane == lane and isinstance(call.operator, Generate):
+            return int(asked or call.operator.rollouts_per_prompt)
+    return None
