@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from dataflow.model import Model
 from dataflow.node import Context, Generate
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
+from dataflow.traits import Traits
 
 if TYPE_CHECKING:
     from operators.generation.runtime import GeneratorRuntime
@@ -77,6 +78,15 @@ class Generator(Generate):
     def rollouts_per_prompt(self) -> int:
         """Rollouts in a group, where the prompt does not say."""
         return self.group_size
+
+    @property
+    def traits(self) -> Traits:
+        """What graphs are checked for, and what a replica takes."""
+        return Traits(
+            tensor_parallel=self.tensor_parallel, temperature=self.temperature, chat=self.chat,
+            in_flight=self.in_flight, max_tokens=self.max_tokens, context_tokens=self.context_tokens, top_k=self.top_k,
+            slots=self.slots, cache_bytes=self.cache_bytes,
+        )  # fmt: skip
 
     @property
     def narrow(self) -> str | None:

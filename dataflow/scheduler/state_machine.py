@@ -61,7 +61,7 @@ class Conductor:
         for name, operator in self.graph.operators.items():
             if operator.trains:
                 self._trainers[name] = {}
-            every = getattr(operator, "every_steps", None)
+            every = operator.traits.every_steps
             if operator.kind == "sink" and every:
                 self._evaluations[name] = _Evaluation(every, tuple(lanes_of(self.graph, name)))
             elif operator.kind == "sink":

@@ -205,7 +205,7 @@ LANGUAGE = (
         "a graph that would deadlock is refused",
         refused("too_little_in_flight"),
         CHECK,
-        'limit = getattr(generator, "in_flight", None)',
+        "limit = generator.traits.in_flight",
         "limit = None",
         "the look at the generator's limit",
     ),

@@ -15,7 +15,7 @@ SCHEDULER = (
         "the plan is a value that explains itself",
         "tests/dataflow/test_graph.py::test_the_plan_is_a_pure_function_and_explains_itself",
         "dataflow/planning/plan.py",
-        "{(bound.max_staleness + 1) * bound.prompts_per_step} prompts in flight",
+        "{capacity(bound.prompts_per_step, bound.max_staleness)} prompts in flight",
         "prompts",
         "the bound in the explanation",
     ),
@@ -163,8 +163,8 @@ STALENESS = (
         "tests/dataflow/test_staleness.py::"
         "test_with_consumption_in_order_admission_alone_bounds_the_age_and_never_deadlocks",
         "dataflow/staleness.py",
-        "ahead = (max_staleness + 1) * prompts_per_step",
-        "ahead = (max_staleness + 2) * prompts_per_step",
+        "return (max_staleness + 1) * prompts_per_step",
+        "return (max_staleness + 2) * prompts_per_step",
         "one version of the bound",
     ),
     Law(
