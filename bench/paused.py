@@ -37,8 +37,8 @@ from dataflow.errors import DataflowError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.run import run
-from dataflow.scheduler.commands import ask_for_facts
 from dataflow.scheduler.control import Limits
+from dataflow.scheduler.requests import ask_for_facts
 from dataflow.staleness import capacity
 
 WINDOW_S = 10.0
@@ -257,8 +257,8 @@ def percent(start: float, end: float) -> float:
 def _ask(folder: RunFolder, seen: Seen) -> None:
     """Read queues and groups once, if the run answers."""
     with contextlib.suppress(DataflowError):
-        beats = [worker["beat"] for worker in ask_for_facts(folder)["workers"].values()]
-        edges = {name: depth for beat in beats for name, depth in beat.get("edges", {}).items()}
+        heartbeats = [worker["heartbeat"] for worker in ask_for_facts(folder)["workers"].values()]
+        edges = {name: depth for heartbeat in heartbeats for name, depth in heartbeat.get("edges", {}).items()}
         seen.queues.append({name: (int(depth), int(capacity)) for name, (depth, capacity) in edges.items()})
         with Ledger.open(folder.ledger, readonly=True) as ledger:
             counts: dict[str, int] = {}

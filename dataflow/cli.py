@@ -18,8 +18,8 @@ from dataflow.history.resume import Recorded
 from dataflow.history.rollout_view import find_rollout, plain_rollout, show_rollout, vocabulary_of
 from dataflow.history.summary import summarize
 from dataflow.history.verify import report, verify
-from dataflow.scheduler.commands import ask_for_facts, ask_to_scale, ask_to_stop
 from dataflow.scheduler.orphans import clear
+from dataflow.scheduler.requests import ask_for_facts, ask_to_scale, ask_to_stop
 
 Run = Annotated[Path, tyro.conf.Positional]
 Trust = Annotated[bool, tyro.conf.FlagCreatePairsOff]

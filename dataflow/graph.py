@@ -18,7 +18,18 @@ from dataflow.structure import Call, Feedback, Structure
 
 
 class Graph(Structure):
-    """A structure that a user builds: checked call by call, and as a whole by `check`; it can draw itself."""
+    """A structure that a user builds: checked call by call, and as a whole by `check`; it can draw itself.
+
+    >>> from dataflow import Graph, Model
+    >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+    >>> g, model = Graph("tiny"), Model("policies/tiny")
+    >>> generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model, prompts_per_step=2)
+    >>> trainer(generator(g.source(FakePrompts())))
+    >>> g.feedback(trainer.weights, generator, max_staleness=1)
+    >>> g
+    Graph('tiny': prompts, generator, trainer)
+    >>> g.check()
+    """
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name or not name.replace("_", "").replace("-", "").isalnum():

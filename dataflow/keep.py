@@ -11,7 +11,7 @@ from dataflow.errors import GraphError
 from dataflow.node import Context, Runtime
 from dataflow.records import DROP_REASON, ERROR, Columns
 from dataflow.scorer import Scorer
-from dataflow.scoring.declaration import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per
+from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per
 from dataflow.traits import Traits
 
 P = ParamSpec("P")
@@ -93,6 +93,13 @@ def keep(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
     Anything but a bool, an exception, a call longer than `timeout_s` or a process that ends become the `error` of the
     group's rows, and the trainer drops the group as "failed".
     Raises GraphError for a function that cannot be one.
+
+    >>> from dataflow import Array, keep
+    >>> @keep(isolate=False)
+    ... def undecided(reward: Array) -> bool:
+    ...     return reward.max() > reward.min()
+    >>> undecided.name, list(undecided.reads())
+    ('undecided', ['reward'])
     """
     if function is not None:
         return Keep(function=function)

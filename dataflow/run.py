@@ -27,9 +27,9 @@ from dataflow.history.verify import Verdict, verify
 from dataflow.limits import Limits
 from dataflow.planning.model_size import measure_models
 from dataflow.planning.plan import Devices, Plan, plan
-from dataflow.scheduler import orphans
-from dataflow.scheduler.execute import Run, Times, carry_out, take
-from dataflow.scheduler.scaling import Scaling
+from dataflow.scheduler import orphans, scaling
+from dataflow.scheduler.execute import Run, Times, execute, take
+from dataflow.scheduler.table import Table
 from dataflow.system.gpu_memory import gpu_memory
 from dataflow.system.log import log_to
 from dataflow.system.security import check_listen
@@ -45,13 +45,27 @@ class Inline:
 
 
 def inline() -> Inline:
-    """For `run(graph, on=inline())`: one process, one thread, bit-exact for a seed, at home in a debugger."""
+    """For `run(graph, on=inline())`: one process, one thread, bit-exact for a seed, at home in a debugger.
+
+    >>> from dataflow import inline
+    >>> inline()
+    Inline()
+    """
     return Inline()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a run."""
+    """What came of a run.
+
+    >>> from dataflow import Graph, inline, run
+    >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+    >>> g = Graph("tiny")
+    >>> FakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts())))
+    >>> result = run(g, on=inline(), steps=2, runs="runs", quiet=True)
+    >>> result.steps, result.verdict.clean, [line["step"] for line in result.metrics]
+    (2, True, [1, 2])
+    """
 
     folder: Path
     seconds: float
@@ -111,7 +125,7 @@ def make_plan(
         one_process=one_process,
     )  # fmt: skip
     for wishes in made.scale.values():
-        Scaling(graph, made).check(wishes)
+        scaling.check(Table(graph=graph, plan=made), wishes)
     return dataclasses.replace(made, listen=listen)
 
 
@@ -155,6 +169,13 @@ def run(
     Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
     way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once. What is raised in the midst
     of a run has a note with the way to go on.
+
+    >>> from dataflow import Graph, inline, run
+    >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+    >>> g = Graph("tiny")
+    >>> FakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts())))
+    >>> run(g, on=inline(), steps=3, runs="runs", quiet=True).verdict.clean
+    True
     """
     if steps is not None and steps < 1:
         raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")
@@ -203,7 +224,7 @@ def run(
         if terminal is not None:
             what = dataclasses.replace(what, successor=partial(_stand_in, what, terminal))
         try:
-            outcome = carry_out(what)
+            outcome = execute(what)
         except Replaced:
             raise
         except BaseException as error:
@@ -237,7 +258,7 @@ def _stand_in(what: Run, terminal: int) -> int:
     with held(folder, take=partial(take, folder), replaces=True) as taken:
         if taken is None:
             return 1
-        carry_out(dataclasses.replace(what, begun=taken.begun, taken=taken))
+        execute(dataclasses.replace(what, begun=taken.begun, taken=taken))
     return _judged(folder, what.quiet).exit_status
 
 

@@ -60,7 +60,7 @@ class WeightsIn(Protocol):
         """Take the newest offered version into the attached tensors; its number, or that of the version kept."""
 
 
-class Proved(Offered, Protocol):
+class VerifiedOffer(Offered, Protocol):
     """A version that is held still."""
 
     @property
@@ -75,8 +75,8 @@ class LeadingWeightsIn(WeightsIn, Protocol):
     def layout(self) -> Any:
         """The trainer's layout; `to_plain` gives it in plain values."""
 
-    def prove(self) -> Proved | None:
-        """Hold the offered version still, proved, until `adopt` or `decline`; None when it was withdrawn."""
+    def verify(self) -> VerifiedOffer | None:
+        """Hold the offered version still, verified, until `adopt` or `decline`; None when it was withdrawn."""
 
     def decline(self) -> None:
         """Let go of it: some rank cannot take it."""
@@ -86,7 +86,7 @@ class WeightsBeside(Protocol):
     """The end of one of the other ranks."""
 
     def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None = None) -> bool:
-        """Hold the version that the first rank has proved; False when it cannot. `layout` where it is a new one."""
+        """Hold the version that the first rank has verified; False when it cannot. `layout` where it is a new one."""
 
     def leave(self) -> None:
         """Let go of it."""
@@ -106,7 +106,7 @@ class OpensWeights(Protocol):
     def site(self) -> Mapping[str, str] | None:
         """In plain values, where other ranks of this machine find the same versions (`ports.open_beside`), if they can.
 
-        Where it is given, the end is a LeadingWeightsIn and may hold pieces of the full tensors."""
+        Where it is given, the end is a LeadingWeightsIn and may hold slices of the full tensors."""
 
-    def __call__(self, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None = None) -> WeightsIn:
-        """`pieces`: (full shape, dimension, ranges along it) by name, of tensors that are parts of full ones."""
+    def __call__(self, tensors: Mapping[str, Any], slices: Mapping[str, Any] | None = None) -> WeightsIn:
+        """`slices`: (full shape, dimension, ranges along it) by name, of tensors that are parts of full ones."""

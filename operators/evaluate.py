@@ -18,7 +18,16 @@ from dataflow.traits import Traits
 
 @dataclass(frozen=True, eq=False)
 class Evaluate(Sink):
-    """Reads held-out rollouts round by round; their mean score is `eval_accuracy` in metrics.jsonl."""
+    """Reads held-out rollouts round by round; their mean score is `eval_accuracy` in metrics.jsonl.
+
+    >>> from dataflow import Graph, Model
+    >>> from operators import Evaluate, Generator, Prompts
+    >>> from operators.rewards import find
+    >>> g, generator = Graph("sums"), Generator(Model("policies/sums"))
+    >>> held_out = Prompts([{"prompt": "2+2=", "answer": "4"}], columns=("answer",), name="held_out", group_size=1)
+    >>> Evaluate(every_steps=50)(find("exact")(generator(g.source(held_out))))
+    >>> g.check()
+    """
 
     light: ClassVar[bool] = True
 

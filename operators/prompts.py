@@ -13,7 +13,7 @@ from dataflow.node import Context, Runtime, Source
 from dataflow.records import ERROR, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, arrow_type
 from dataflow.traits import Traits
 from operators.sources.prompt_rows import Recipe, Selection, load, sample_columns
-from operators.sources.prompt_runtime import Issue
+from operators.sources.prompt_runtime import PromptRuntime
 from operators.sources.row_files import Fault, Origin, Replay
 
 MakeRow = Callable[[Any], Any]
@@ -25,6 +25,13 @@ class Prompts(Source):
 
     Bad rows (broken JSON, a missing column, null, another type than before) end the run at its start with the
     file and line, or are left out, counted and logged with on_bad="drop". Equal prompts are issued each.
+
+    >>> from dataflow import Graph, collect
+    >>> from operators import Prompts
+    >>> rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "3+4=", "answer": "7"}]
+    >>> prompts = Graph("sums").source(Prompts(rows, columns=("answer",)))
+    >>> collect(prompts, rows=2).select(["prompt", "answer"]).to_pylist()
+    [{'prompt': '2+2=', 'answer': '4'}, {'prompt': '3+4=', 'answer': '7'}]
     """
 
     source: Any
@@ -136,7 +143,10 @@ class Prompts(Source):
             "prompts read", source=self.name, prompts=len(table), left_out=report.dropped,
             skipped=report.skipped, equal_to_another=report.duplicates,
         )  # fmt: skip
-        return Issue(self, table, report, context)
+        return PromptRuntime(
+            table, report, context, name=self.name, shuffle_seed=self.shuffle_seed, group_size=self.group_size,
+            epochs=self.epochs,
+        )  # fmt: skip
 
     def _sample(self) -> tuple[dict[str, pa.DataType], list[Fault]]:
         unknown = {name: pa.string() for name in self.columns}

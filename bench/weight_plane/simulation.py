@@ -1,8 +1,8 @@
 """What the weight plane's cost model says of large models on many GPUs: python -m bench.weight_plane --simulate.
 
-Model figures, not measurements: `transport.weights.costs.links` says what is in them, and what is not. Half of the GPUs
-train, half generate; nodes of 8 with NVLink at 450 GB/s per GPU and 400 Gb/s per GPU between them, all of it usable.
-Whether a GPU's memory holds its share is not asked (405B in bf16 with TP 8 takes 101 GB).
+Model figures, not measurements: `transport.weights.costs.interconnect` says what is in them, and what is not. Half of
+the GPUs train, half generate; nodes of 8 with NVLink at 450 GB/s per GPU and 400 Gb/s per GPU between them, all of it
+usable. Whether a GPU's memory holds its share is not asked (405B in bf16 with TP 8 takes 101 GB).
 
 trainer     8B, 70B: HSDP over 8 and 64 ranks; 405B: FSDP over all; 1T: 64-way expert parallel, FSDP over the rest
 generator   replicas of TP 8; 1T: replicas of 32 ranks, TP 8 for attention and 32-way expert parallel
@@ -22,16 +22,16 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.report import Report
-from transport.weights.costs.links import Links, gather_and_broadcast
+from transport.weights.costs.interconnect import Interconnect, cost, gather_and_broadcast
 from transport.weights.layout.layout import Layout
-from transport.weights.layout.reshard import Plan, reshard
+from transport.weights.layout.reshard import CopyPlan, reshard
 from transport.weights.layout.shards import Mesh
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]
 Cuts = Callable[[str], int | None]
 
 GPUS = (256, 1024)
-LINKS = Links()
+LINKS = Interconnect()
 WIDE = 170
 """Characters of the table."""
 PUBLISHED = {
@@ -57,7 +57,7 @@ class Model:
     """Over so many ranks."""
     generator: Callable[[Tensors, int], Layout]
 
-    def plan(self, gpus: int, dtype: str) -> Plan:
+    def plan(self, gpus: int, dtype: str) -> CopyPlan:
         """Half of the GPUs to the other half, cast to fp8 or not."""
         wanted = self.tensors if dtype == "bf16" else {n: (s, narrow(n, s)) for n, (s, _) in self.tensors.items()}
         return reshard(self.trainer(self.tensors, gpus // 2), self.generator(wanted, gpus // 2))
@@ -91,12 +91,12 @@ def main(json_path: Path | None = None) -> int:
     return 0
 
 
-def figures(plan: Plan, nbytes: int, shards: int) -> tuple[dict[str, float], dict[str, float]]:
+def figures(plan: CopyPlan, nbytes: int, shards: int) -> tuple[dict[str, float], dict[str, float]]:
     """Ours, and gathering `nbytes` among `shards` ranks and broadcasting them; bytes are those of the busiest rank."""
     half = replace(
         LINKS, within_bytes_per_s=LINKS.within_bytes_per_s / 2, between_bytes_per_s=LINKS.between_bytes_per_s / 2
     )
-    made = plan.cost(LINKS)
+    made = cost(plan.pair_bytes, LINKS)
     readers = plan.destination.ranks
     usual = [gather_and_broadcast(nbytes, shards, readers, links) for links in (LINKS, half)]
     best = gather_and_broadcast(nbytes, shards, readers, LINKS, root_links=LINKS.gpus_per_node)
@@ -104,7 +104,7 @@ def figures(plan: Plan, nbytes: int, shards: int) -> tuple[dict[str, float], dic
         "gb_model": nbytes / 1e9, "gb_sent_per_rank": made.source_bytes.sum(axis=1).max() / 1e9,
         "gb_received_per_rank": made.destination_bytes.sum(axis=1).max() / 1e9,
         "pairs": int((plan.pair_bytes > 0).sum()), "messages_per_rank": int(made.source_messages.max()),
-        "seconds": made.seconds, "seconds_at_half": plan.cost(half).seconds,
+        "seconds": made.seconds, "seconds_at_half": cost(plan.pair_bytes, half).seconds,
     }  # fmt: skip
     gathered = {
         "gb_model": nbytes / 1e9, "gb_gathered_per_rank": usual[0].source_bytes / 1e9,

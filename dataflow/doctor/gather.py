@@ -46,7 +46,7 @@ def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: 
     ours = set(processes.below(int(said["pid"]))) if said.get("pid") else set()
     found = []
     for name, worker in told.items():
-        beat, pid, silent_s = worker["beat"], pids.get(name), float(worker["silent_s"])
+        heartbeat, pid, silent_s = worker["heartbeat"], pids.get(name), float(worker["silent_s"])
         process = seen[pid] if pid else None
         dump, threads = "", worker.get("threads") if silent_s < SILENT_S else None
         if wake and process and silent_s > SILENT_S and process.state in _LIVE and process.pid in ours:
@@ -58,8 +58,8 @@ def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: 
                 state=worker["state"],
                 cause=worker.get("cause", ""),
                 silent_s=silent_s,
-                at=beat.get("at", "") if worker["state"] in ("starting", "ready") else "",
-                at_s=float(beat.get("at_s", 0.0)),
+                at=heartbeat.get("at", "") if worker["state"] in ("starting", "ready") else "",
+                at_s=float(heartbeat.get("at_s", 0.0)),
                 restarts=int(worker.get("restarts", 0)),
                 process=process,
                 ranks=tuple(seen[rank] for rank in below.get(name, ())),
@@ -74,7 +74,7 @@ def _node(declared: Mapping[str, Any], said: Mapping[str, Any], workers: list[Wo
     name, kind = str(declared["name"]), str(declared["kind"])
     reports, pasts = [], []
     for worker in workers:
-        report = said["workers"][worker.name]["beat"].get("nodes", {}).get(name)
+        report = said["workers"][worker.name]["heartbeat"].get("nodes", {}).get(name)
         if report is not None and worker.state not in ("left", "gone"):
             reports.append(report)
             pasts.append(said.get("history", {}).get(worker.name, {}).get(name, {}))
@@ -96,7 +96,7 @@ def _edges(data: Iterable[Mapping[str, Any]], said: Mapping[str, Any]) -> tuple[
     """Each with the depth of its fullest receiver."""
     depths: dict[str, tuple[int, int]] = {}
     for worker in said.get("workers", {}).values():
-        for name, (depth, capacity) in worker["beat"].get("edges", {}).items():
+        for name, (depth, capacity) in worker["heartbeat"].get("edges", {}).items():
             depths[name] = max(depths.get(name, (0, capacity)), (depth, capacity))
     found = []
     for edge in data:
@@ -131,7 +131,7 @@ def _awaited(
 def _next(trainer: str, said: Mapping[str, Any]) -> int | None:
     """The group that a trainer says it needs next."""
     for worker in said.get("workers", {}).values():
-        found = worker["beat"].get("nodes", {}).get(trainer, {}).get("status", {}).get("next")
+        found = worker["heartbeat"].get("nodes", {}).get(trainer, {}).get("status", {}).get("next")
         if found is not None:
             return int(found)
     return None
@@ -143,7 +143,7 @@ def _holder(trainer: str, lane: str, group: int, said: Mapping[str, Any]) -> tup
         (node, name)
         for name, worker in said.get("workers", {}).items()
         if worker["state"] == "ready"
-        for node, report in worker["beat"].get("nodes", {}).items()
+        for node, report in worker["heartbeat"].get("nodes", {}).items()
         if node != trainer and report.get("oldest", {}).get(lane) == group
     ]
     return holders[-1] if holders else ("", "")

@@ -12,7 +12,7 @@ _STATES = {"busy": "working", "idle": "waiting", "blocked": "blocked"}
 _COUNTS = ("step", "version", "tokens", "round", "issued", "scored")
 
 Reports: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""By worker: {"state", "silent_s", "beat"}; the beat as the worker sent it."""
+"""By worker: {"state", "silent_s", "heartbeat"}; the last as the worker sent it."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class _Past:
 class History:
     """States and how long they have lasted.
 
-    consumes: the beats of all workers, a few times a second
+    consumes: the heartbeats of all workers, a few times a second
     produces: by worker and node: state, for how long, shares of the last seconds
     waits for: nothing
     unblocked by: -
@@ -37,11 +37,11 @@ class History:
         self._past: dict[tuple[str, str], _Past] = {}
 
     def note(self, reports: Reports, now: float) -> None:
-        """Take in the newest beats."""
+        """Take in the newest heartbeats."""
         for worker, report in reports.items():
-            beat = report["beat"]
-            for node, said in beat.get("nodes", {}).items():
-                self._note(self._past.setdefault((worker, node), _Past(since=now)), said, beat, node, now)
+            heartbeat = report["heartbeat"]
+            for node, said in heartbeat.get("nodes", {}).items():
+                self._note(self._past.setdefault((worker, node), _Past(since=now)), said, heartbeat, node, now)
 
     def plain(self, now: float) -> dict[str, dict[str, dict[str, Any]]]:
         """By worker, by node: {"state", "for_s", "busy", "idle", "blocked"}; shares are None where not known.
@@ -57,13 +57,13 @@ class History:
             found.setdefault(worker, {})[node] = {"state": past.state, "for_s": now - since, **shares}
         return found
 
-    def _note(self, past: _Past, said: Mapping[str, Any], beat: Mapping[str, Any], node: str, now: float) -> None:
+    def _note(self, past: _Past, said: Mapping[str, Any], heartbeat: Mapping[str, Any], node: str, now: float) -> None:
         if past.sums and said["seconds"]["busy"] > past.sums[-1][1]["busy"]:
             past.worked = now
         past.sums.append((now, {key: float(said["seconds"][key]) for key in _SUMS}))
         while len(past.sums) > 2 and now - past.sums[1][0] > WINDOW_S:
             past.sums.popleft()
-        state = _state(said, beat.get("at") == node, _spent(past), past.state)
+        state = _state(said, heartbeat.get("at") == node, _spent(past), past.state)
         if state != past.state:
             past.state, past.since = state, now
 
@@ -72,13 +72,14 @@ def marks(reports: Reports) -> tuple[tuple[Any, ...], ...]:
     """What changes when a run moves: rows, tokens, steps, versions, of every node of every worker."""
     return tuple(
         (worker, node, said["rows_in"], said["rows_out"], *(said["status"].get(key) for key in _COUNTS))
-        for worker, report in sorted(reports.items()) for node, said in sorted(report["beat"].get("nodes", {}).items())
+        for worker, report in sorted(reports.items())
+        for node, said in sorted(report["heartbeat"].get("nodes", {}).items())
     )  # fmt: skip
 
 
 def busy(reports: Reports) -> float:
     """Seconds that all nodes have been at work."""
-    nodes = [said for report in reports.values() for said in report["beat"].get("nodes", {}).values()]
+    nodes = [said for report in reports.values() for said in report["heartbeat"].get("nodes", {}).values()]
     return sum(float(said["seconds"]["busy"]) for said in nodes)
 
 

@@ -1,4 +1,4 @@
-"""What a scheduler leaves for the one that takes its place: written before anything that follows from it is said."""
+"""What a scheduler knows, for the one that takes its place: written before anything that follows from it is sent."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ that was replaced spoils another's."""
 
 
 @dataclass
-class Handover:
+class Snapshot:
     """One file, of parts that are known by name; each is asked for its plain values.
 
     consumes: what the parts say of themselves

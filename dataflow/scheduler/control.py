@@ -1,44 +1,42 @@
-"""The scheduler at run time: starts the workers, tells them what to do, watches them, stops them.
+"""The scheduler at run time: what happens goes to the reducer of its table, and what that decides is done.
 
 No rollout and no weight passes through it.
 """
 
 import dataclasses
-import signal
+import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from dataflow.errors import GraphError, Replaced, RunError, WorkerDied
+from dataflow.errors import Replaced, RunError
 from dataflow.folder.faults import Faults
-from dataflow.folder.snapshot import Handover
+from dataflow.folder.snapshot import Snapshot
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
-from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
 from dataflow.planning.plan import Plan
-from dataflow.planning.wiring import edges
-from dataflow.scheduler.attempts import WorkerState, addresses, all_ended, how, is_of, obituary, overdue
-from dataflow.scheduler.commands import answer
-from dataflow.scheduler.control_server import Asker, Desk
-from dataflow.scheduler.recovery import Recovery, Restart
-from dataflow.scheduler.scaling import Fork, Order, Say, Scaling, Tell
-from dataflow.scheduler.sigstop_watch import Stops
-from dataflow.scheduler.stall_watch import Attendant
-from dataflow.scheduler.state_machine import Conductor, Word
+from dataflow.scheduler import events, scaling
+from dataflow.scheduler.control_server import ControlServer, Message
+from dataflow.scheduler.reducer import reduce
+from dataflow.scheduler.requests import answer
+from dataflow.scheduler.stall_watch import StallWatch
+from dataflow.scheduler.table import Life, Table
 from dataflow.system.files import only_told
 from dataflow.system.security import RunKeys
 from dataflow.worker import worker
 from dataflow.worker.host import Settings
 
+NAME = "scheduler"
+"""In faults.jsonl."""
 _LAST_WORDS_S = 1.0
-"""For what a worker said before it ended to arrive, whatever the others say meanwhile."""
+"""For what a worker sent before it ended to arrive, whatever the others send meanwhile."""
 
 
 class Scheduler:
     """One run.
 
-    consumes: hello, ready, done, beat, failed and bye from the workers; deaths from the forkserver; commands
-    produces: wire, start, tell, stop and the words of `scaling`; answers to commands; restarts, lines of faults.jsonl
+    consumes: messages of the workers; what the forkserver tells of their processes; requests
+    produces: messages to workers, processes, signals; replies; lines of faults.jsonl; the snapshot of its table
     waits for: the workers, each wait with a deadline
     unblocked by: their messages; a worker that dies, fails, hangs or is stuck is started again, as `recovery` says. It
         ends the run with its cause when that is hopeless, when not all were ready once, and a trainer when the run ends
@@ -46,355 +44,182 @@ class Scheduler:
 
     def __init__(
         self, graph: Graph, plan: Plan, settings: Settings, *, limits: Limits | None = None,
-        clock: Callable[[], float] = time.monotonic, desk: Desk | None = None,
-        successor: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic, server: ControlServer | None = None,
+        left: Mapping[str, Any] | None = None, successor: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
-        """Without a desk, fork the forkserver: call this before there are threads. limits: those of the settings when
-        None. successor: as `Desk` has it."""
-        self.graph, self.plan, self.limits = graph, plan, limits or settings.limits
+        """Without a server, fork the forkserver: call this before there are threads. limits: those of the settings when
+        None. left: the snapshot of the scheduler before, whose workers the server has. successor: as `ControlServer`
+        has it."""
+        limits = limits or settings.limits
         self._settings, self._clock = settings, clock
-        self.conductor = Conductor(graph, plan)
-        self.scaling = Scaling(graph, plan)
-        self.recovery = Recovery(self.limits.patience)
-        self.said: list[str] = []
+        self.table = Table(graph=graph, plan=plan, limits=limits, folder=settings.folder, watched_at=clock())
+        self.notices: list[str] = []
         """What the user may want to read, oldest first; whoever shows it takes it out."""
-        self._faults = Faults(settings.folder, clock, self.said)
-        self._stops = Stops(self._faults, self.limits.stopped_s, clock)
-        self._schedule = sorted(plan.scale.items())
-        self._join_deadline = 0.0
-        self.workers: dict[str, WorkerState] = {}
-        self._running: set[str] = set()
-        """Workers that have a process."""
-        self._begun = False
-        """Whether all were ready once."""
-        self._ended: set[str] = set()
-        self._deadline = 0.0
-        self._watched = clock()
-        """When it last looked whether anybody hangs."""
+        self._faults = Faults(settings.folder, clock, self.notices)
         self._wish = False
-        if desk is None:
-            keys = RunKeys.make() if settings.listen else None
-            self._settings = dataclasses.replace(settings, keys=keys.to_plain() if keys else {})
+        keys: Mapping[str, bytes] = {}
+        if server is None:
+            made = RunKeys.make() if settings.listen else None
+            keys = made.to_plain() if made else {}
             environment = worker.environment(max((p.threads for p in plan.placements.values()), default=1))
-            desk = Desk(
+            server = ControlServer(
                 lambda plain: worker.main(graph, plan, plain), environment,
-                lambda: worker.preload(graph.operators.values()), settings.listen, keys, successor,
+                lambda: worker.preload(graph.operators.values()), settings.listen, made, successor,
                 f"{settings.folder}/logs" if settings.folder else "",
             )  # fmt: skip
-        self._desk, self.check = desk, desk.check
-        self.handover = Handover(self._desk.folder, parts={
-            "conductor": self.conductor.to_plain, "scaling": self.scaling.to_plain, "schedule": lambda: self._schedule,
-            "workers": lambda: {name: state.to_plain() for name, state in self.workers.items()},
-            "ended": lambda: sorted(self._ended),
-        }, number=desk.number)  # fmt: skip
-        desk.ahead, desk.told = self._leave_handover, self.said.append
-        self.attendant = Attendant(self.conductor, self.workers, self._desk.send, settings, self.limits, clock)
+        self._left = left
+        if left is not None:
+            self.table.take_up(left["table"])
+            keys = next((event["settings"]["keys"] for event in server.handed), {})
+        self._settings = dataclasses.replace(settings, keys=keys, limits=limits)
+        self._server, self.check = server, server.check
+        self.snapshot = Snapshot(server.folder, {"table": self.table.to_plain}, server.number)
+        server.ahead, server.told = self._leave_snapshot, self.notices.append
+        self.stall_watch = StallWatch(self.table, server.send, settings, clock)
 
     @property
     def address(self) -> str:
-        """Where commands are taken."""
-        return self._desk.commands
+        """Where requests are taken."""
+        return self._server.requests
 
     def start(self, progress: Callable[[Collection[str]], None] = lambda late: None) -> None:
-        """Start all workers, light ones first, until all are ready. progress: told who is not. Errors: RunError."""
-        for name, replica, nodes in sorted(self.plan.processes(), key=lambda each: not self.graph.is_light(each[2])):
-            self._spawn(name, replica, device=self.plan.placements[nodes[0]].device(replica))
-        deadline, wired = self._clock() + self.limits.start_s, False
-        while not all(state.state == "ready" for state in self.workers.values()):
+        """Start all workers, light ones first, until all are ready; or go on with those of the scheduler before.
+
+        progress: told who is not ready. Errors: RunError."""
+        if self._left is not None:
+            self._take_over()
+            return
+        self._apply(events.Launch())
+        while not self.table.begun:
             self.turn(0.1)
-            if not wired and all(state.pid and state.state != "forked" for state in self.workers.values()):
-                wired = True
-                for state in self.workers.values():
-                    state.wired = True
-                self._broadcast({"kind": "wire", "addresses": addresses(self.workers.values())})
-            progress(late := [state.name for state in self.workers.values() if state.state != "ready"])
-            if self._clock() > deadline:
-                raise starts_too_long(self.limits, self._settings.folder, late)
-        self._begun = True
-        self._say(self.conductor.start())
-        self._broadcast({"kind": "start"})
-        self._obey(self.scaling.begin({state.name: state.addresses for state in self.workers.values()}))
-        self._desk.stay(self.limits.adopt_s, self.limits.drain_s, self.limits.silent_s)
+            progress([record.name for record in self.table if record.life is not Life.READY])
 
-    def scale(self, node: str, replicas: int) -> None:
-        """Let processes of a node join, or leave when they have done what they have, until it has so many.
+    def scale(self, wishes: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """Let processes of nodes join, or leave when they have done what they have, until each node has so many; what
+        they have now.
 
-        Raises GraphError when the node cannot have them, RunError when the run is ending.
+        Raises GraphError when a node cannot have them, RunError when the run is ending.
         """
-        self._scale({node: replicas})
+        if self.table.is_ending:
+            raise RunError(f"the run is ending, and {dict(wishes)} would come too late; start another run")
+        scaling.check(self.table, wishes)
+        self._apply(events.Wish(wishes))
+        return {node: scaling.replicas(self.table, node) for node in wishes}
 
     @property
-    def beats(self) -> dict[str, Mapping[str, Any]]:
+    def heartbeats(self) -> dict[str, Mapping[str, Any]]:
         """The last that every worker said of itself, those that left included; `member` tells how it is in the run."""
         return {
-            name: {**state.told, "member": "restarting" if state.is_away else self.scaling.state(name)}
-            for name, state in self.workers.items()
+            record.name: {**record.told, "member": "restarting" if record.is_away else str(record.membership)}
+            for record in self.table
         }
 
     def turn(self, wait_s: float) -> None:
         """Take in what has come within `wait_s`; raises what ends the run."""
-        said, events = self._desk.wait(wait_s)
-        for name, message in said:
-            self._take(name, message)
-        for event in events:
+        messages, requests, told = self._server.wait(wait_s)
+        self._receive(messages)
+        for client, request in requests:
+            self._server.reply(client, answer(request, self.scale, self.stall_watch.answer, self.wish_drain))
+        for event in told:
             self._note(event)
-        self._keep_to_schedule()
-        if self._wish and not self.conductor.draining:
-            self._drain()
-        self._watch()
-        self.recovery.progressed(self.conductor.progress, self._clock())
-        for restart in self.recovery.due(self._clock()):
-            self._restart(restart)
-        self.said += self.attendant.look()
+        if self._wish and not self.table.run.draining:
+            self._apply(events.Drain())
+        self._apply(events.Tick())
+        self.notices += self.stall_watch.look()
 
     def wish_drain(self) -> None:
         """Ask to finish the step under way, write a checkpoint and end; may be called from a signal handler."""
         self._wish = True
-
-    def _drain(self) -> None:
-        self._deadline = self._clock() + self.limits.drain_s
-        self.recovery.end()
-        for state in self.workers.values():
-            if state.state == "down":
-                self._give_up(state)
-        self._say(self.conductor.drain())
 
     def close(self) -> None:
         """Stop the workers, by force after the limit; leave no process and no socket behind. Errors: Replaced: they are
         another scheduler's, and nothing of the run was touched."""
         try:
             self.check()
-            self.recovery.end()
-            self._broadcast({"kind": "stop"})
-            deadline = self._clock() + self.limits.stop_s
-            while self._clock() < deadline and any(self._may_wind_down(state) for state in self.workers.values()):
-                for event in self._desk.wait(0.05)[1]:
-                    self._count(event)
+            self._apply(events.Close())
+            deadline = self._clock() + self.table.limits.stop_s
+            while self._clock() < deadline and any(record.may_wind_down for record in self.table):
+                messages, _, told = self._server.wait(0.05)
+                self._receive(messages)
+                for event in told:
+                    self._note(event)
             self._faults.close()
-            self._desk.close()
+            self._server.close()
         except Replaced:
-            self._desk.leave()
+            self._server.leave()
             raise
 
     def pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on."""
-        self._desk.pause(is_paused)
+        self._server.pause(is_paused)
 
-    def _take(self, who: str | Asker, message: Mapping[str, Any]) -> None:
-        if isinstance(who, Asker):
-            self._desk.send(who, answer(message, self._command, self.attendant.answer, self.wish_drain))
-            return
-        state, name = self.workers.get(who), who
-        if state is None:
-            self._desk.refuse(f"'{who}', who is no worker,")
-            return
-        if message.get("attempt", state.settings.attempt) != state.settings.attempt or not state.is_live:
-            return  # the last words of an attempt that has ended
-        kind = message["kind"]
-        if not is_of(state, message, edges(self.graph)):
-            self._desk.refuse(f"'{who}'")
-            return
-        if state.state != "dying":
-            state.heard = self._clock()
-        elif kind != "beat":
-            return
-        if kind == "hello":
-            state.pid, state.state, state.addresses = message["pid"], "starting", message["addresses"]
-            if self._begun:
-                self._obey(self.scaling.hello(name, state.addresses))
-        elif kind == "ready":
-            state.state = "ready"
-            if self._begun:
-                self._go_on(state)
-        elif kind == "done":
-            self._obey(self.scaling.confirmed(message["ticket"]))
-        elif kind == "beat":
-            state.beat = message
-            self._desk.send(name, {"kind": "heard"})
-            if message["drained"]:
-                self._obey(self.scaling.drained(name))
-            if message.get("alone"):
-                return  # it ends because nobody spoke to it, not because anything is done
-            for node, report in message["nodes"].items():
-                self._say(self.conductor.hear(node, report["status"]))
-                if report["ended"] and node not in self._ended and all_ended(node, self.workers.values()):
-                    self._ended.add(node)
-                    self._say(self.conductor.ended(node))
-        elif kind == "stacks":
-            self.attendant.hear(name, message["threads"])
-        elif kind == "failed":
-            state.die(f"failed: {message['message']}", self._clock(), lasting=message.get("lasting") is True)
-            if not self._begun:
-                raise RunError(f"worker '{name}' {state.cause}")
-        elif kind == "bye":
-            state.state = "stopping"
+    def _take_over(self) -> None:
+        """Take the run up where it stands; it goes on at once."""
+        server = self._server
+        was = "did not answer" if server.lives else "ended"
+        self._faults.noticed(NAME, was, server.number - 1, self._clock() - server.alone_s)
+        processes = {
+            event["name"]: events.Process(event["settings"]["attempt"], event["pid"], event["alive"], event["status"])
+            for event in server.handed
+        }
+        self._apply(events.TakeOver(processes))
+        why = f"whose scheduler {was}: without one for {server.alone_s:.1f} s"
+        self._faults.recovered(NAME, f"process {os.getpid()} goes on with the run, {why}")
 
-    def _go_on(self, state: WorkerState) -> None:
-        """Let one that has just become ready begin: a newcomer, or one that was started again."""
-        for word in [word for node in state.nodes for word in self.conductor.words_for(node)]:
-            self._tell(state, word)
-        self._obey(self.scaling.ready(state.name))
-        self.recovery.recovered(state.name, self._clock())
-        self._faults.recovered(state.name)
+    def _receive(self, messages: Iterable[Message]) -> None:
+        for name, message in messages:
+            self._apply(events.Received(name, message))
 
     def _note(self, event: Mapping[str, Any]) -> None:
-        self._count(event)
+        """Take in what the forkserver tells; of a worker that failed first what it sent itself."""
         if event["event"] == "gone":
-            raise WorkerDied(f"the forkserver ended unexpectedly; see logs in {self._settings.folder}/logs")
-        state = self.workers.get(event["name"])
-        if state is None or event["event"] == "started" or self._stops.note(state, event["event"]):
+            self._apply(events.ForkserverGone())
             return
-        if self.scaling.leaves(state.name):
-            state.state = "left"
-            self._obey(self.scaling.exited(state.name))
-        elif state.state == "stopping":
-            state.state = "gone"
-        elif state.is_live:
-            if state.state != "dying" and event["status"] > 0:
-                for name, message in self._desk.last_words(_LAST_WORDS_S):
-                    self._take(name, message)
-            self._fell(state, state.cause or how(event["status"]))
+        record = self.table.workers.get(event["name"])
+        failed = event["event"] == "exited" and event["status"] > 0
+        if failed and record is not None and record.is_live and record.life not in (Life.DYING, Life.ENDING):
+            self._receive(self._server.last_words(_LAST_WORDS_S))
+        self._apply(events.ProcessEvent(event["name"], event["event"], event["status"]))
 
-    def _count(self, event: Mapping[str, Any]) -> None:
-        """Keep the names of those that have a process."""
-        if event["event"] == "started":
-            self._running.add(event["name"])
-        elif event["event"] == "exited":
-            self._running.discard(event["name"])
-        elif event["event"] == "gone":
-            self._running.clear()
+    def _apply(self, event: events.Event) -> None:
+        for command in reduce(self.table, event, self._clock()):
+            self._execute(command)
 
-    def _fell(self, state: WorkerState, cause: str) -> None:
-        """A worker has ended that should not have: start it again later, if there is hope."""
-        heard, attempt = state.heard, state.settings.attempt
-        state.fall(cause)
-        if not self._begun:
-            raise WorkerDied(obituary(state))
-        self._faults.noticed(state.name, cause, attempt, heard)
-        if self._ending:
-            self._give_up(state)
-            return
-        self._obey(self.scaling.fell(state.name))
-        self.recovery.died(state.name, cause, self._clock(), lasting=state.lasting)
-        if self.recovery.hopeless is not None:
-            raise (RunError if state.lasting else WorkerDied)(f"{self.recovery.hopeless} ({self._settings.folder})")
+    def _execute(self, command: events.Command) -> None:
+        match command:
+            case events.Spawn():
+                self._spawn(command)
+            case events.Send():
+                self._server.send(command.to, command.message)
+            case events.Signal():
+                self._server.kill(command.to, command.number)
+            case events.Outlive():
+                limits = self.table.limits
+                self._server.stay(limits.adopt_s, limits.drain_s, limits.silent_s)
+            case events.Notice():
+                self.notices.append(command.text)
+            case events.FaultNoticed():
+                self._faults.noticed(command.worker, command.cause, command.attempt, command.heard_at)
+            case events.FaultRecovered():
+                self._faults.recovered(command.worker, command.notice)
+            case events.Refuse():
+                self._server.refuse(command.who, "it names what is not its own")
+            case events.End():
+                raise command.error
 
-    def _give_up(self, state: WorkerState) -> None:
-        """A worker is down while the run is ending: without a trainer that is not done it cannot end as it should."""
-        if any(self.graph.operators[node].trains and not self.conductor.is_done(node) for node in state.nodes):
-            raise WorkerDied(f"{obituary(state)}; the run was ending, and its last checkpoint is good")
-        state.state = "gone"
-
-    def _restart(self, restart: Restart) -> None:
-        state = self.workers[restart.worker]
+    def _spawn(self, command: events.Spawn) -> None:
+        """Ask the forkserver for a process."""
+        record, graph = self.table.workers[command.name], self.table.graph
         settings = dataclasses.replace(
-            state.settings, attempt=restart.attempt, senders=self.scaling.senders(state.name), at=state.addresses
-        )
-        self._fork(state, settings)
-        if state.name == self.scaling.joining:
-            self._join_deadline = self._clock() + self.limits.start_s
-
-    def _kill(self, state: WorkerState, cause: str) -> None:
-        """End a worker that does not go on by itself."""
-        if not self._begun:
-            state.cause = cause
-            raise WorkerDied(obituary(state))
-        state.die(cause, self._clock())
-        self._desk.kill(state.name, signal.SIGKILL)
-
-    def _watch(self) -> None:
-        now, before = self._clock(), self._watched
-        self._watched = now
-        for state in self.workers.values():
-            if now - before > self.limits.hang_s:
-                state.heard = now  # the scheduler was stopped itself, and perhaps the workers with it
-            if self._stops.let_go_on(state):
-                self._desk.kill(state.name, signal.SIGCONT)
-            cause = overdue(state, self.limits, now, begun=self._begun)
-            if cause is not None:
-                self._kill(state, cause)
-        if self.conductor.draining and not self.conductor.over and now > self._deadline:
-            raise drains_too_long(self.limits, self._settings.folder)
-        name = self.scaling.joining
-        if name is not None and now > self._join_deadline:
-            raise joins_too_long(self.limits, self._settings.folder, name, self.scaling.missing())
-
-    @property
-    def _ending(self) -> bool:
-        return self.conductor.draining or self.conductor.over
-
-    def _spawn(self, worker: str, replica: int, **more: Any) -> None:
-        """Ask the forkserver for the first process of a worker."""
-        name, now = f"{worker}-{replica}", self._clock()
-        settings = self._settings_of(worker, replica, **more)
-        self.workers[name] = state = WorkerState(name, self.plan.workers[worker], settings, forked=now, heard=now)
-        self._fork(state, settings)
-
-    def _settings_of(self, worker: str, replica: int, **more: Any) -> Settings:
-        return dataclasses.replace(
-            self._settings, worker=worker, replica=replica, control=self._desk.address, sockets=str(self._desk.folder),
-            limits=self.limits, **more,
+            self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt, device=record.device,
+            control=self._server.address, sockets=str(self._server.folder), senders=command.senders or {},
+            at=record.addresses,
         )  # fmt: skip
+        trains = any(graph.operators[node].trains for node in record.nodes)
+        self._server.spawn(record.name, settings.to_plain(), not graph.is_light(record.nodes), trains)
 
-    def _fork(self, state: WorkerState, settings: Settings) -> None:
-        state.fork(settings, self._clock())
-        trains = any(self.graph.operators[node].trains for node in state.nodes)
-        self._desk.spawn(state.name, settings.to_plain(), not self.graph.is_light(state.nodes), trains)
-
-    def _scale(self, wishes: Mapping[str, int]) -> None:
-        if self._ending:
-            raise RunError(f"the run is ending, and {dict(wishes)} would come too late; start another run")
-        self._obey(self.scaling.scale(wishes))
-
-    def _keep_to_schedule(self) -> None:
-        """Wish for what the plan has for this step; what has no room beside what else was wished is only told."""
-        while self._schedule and self._schedule[0][0] <= self.conductor.step and not self._ending:
-            try:
-                self._scale(self._schedule.pop(0)[1])
-            except GraphError as error:
-                self.said.append(str(error))
-
-    def _command(self, wishes: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        self._scale(wishes)
-        return {node: self.scaling.replicas(node) for node in wishes}
-
-    def _obey(self, orders: list[Order]) -> None:
-        for order in orders:
-            match order:
-                case Fork():
-                    device = f"cuda:{order.gpus[0]}" if order.gpus else "cpu"
-                    self._join_deadline = self._clock() + self.limits.start_s
-                    self._spawn(order.node, order.replica, device=device, senders=order.senders)
-                case Say():
-                    self._pass_on(self.workers[order.to], order.word)
-                case Tell():
-                    self.said.append(order.text)
-
-    def _pass_on(self, state: WorkerState, word: Mapping[str, Any]) -> None:
-        """Send a word of `scaling`; one that was started again learns with `wire` what it missed."""
-        if word["kind"] == "wire":
-            state.wired = True
-        if state.wired:
-            self._desk.send(state.name, word)
-
-    def _may_wind_down(self, state: WorkerState) -> bool:
-        return state.name in self._running and state.pid > 0 and state.state != "dying"
-
-    def _leave_handover(self) -> None:
-        """For a successor, before what was decided is said."""
-        if self._begun:
-            with only_told(self.said):
-                self.handover.write()
-
-    def _say(self, words: list[Word]) -> None:
-        for word in words:
-            for state in self.workers.values():
-                if word.node in state.nodes and state.state == "ready":
-                    self._tell(state, word)
-
-    def _tell(self, state: WorkerState, word: Word) -> None:
-        self._desk.send(state.name, {"kind": "tell", "node": word.node, "message": dict(word.message)})
-
-    def _broadcast(self, message: Mapping[str, Any]) -> None:
-        for name in self.workers:
-            self._desk.send(name, message)
+    def _leave_snapshot(self) -> None:
+        """For a successor, before what was decided is sent."""
+        if self.table.begun:
+            with only_told(self.notices):
+                self.snapshot.write()

@@ -4,53 +4,57 @@ import logging
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import msgpack
 import zmq
 
 from dataflow.errors import RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.whereabouts import Whereabouts
-from dataflow.scheduler.deferred_sends import Unheard
 from dataflow.scheduler.forkserver import Main
 from dataflow.scheduler.forkserver_client import Event, Nursery, TakenOver
-from dataflow.system.security import MESSAGE_BYTES, Guard, RunKeys, endpoint, reachable, word
+from dataflow.scheduler.requests import REPLIES, REQUESTS, Refused, Reply, Request
+from dataflow.system.messages import MESSAGE_BYTES, MessageError
+from dataflow.system.security import Guard, RunKeys, endpoint, reachable
+from dataflow.worker.messages import DECIDE_NOTHING, TO_SCHEDULER, TO_WORKER, FromWorker, ToWorker
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Asker:
-    """Somebody who gives commands, at a socket of their own."""
+class Client:
+    """Somebody who makes requests, at a socket of their own."""
 
     identity: bytes
 
 
-Message = tuple[str | Asker, Any]
-"""Who said it, a worker by its name, and what."""
+Message: TypeAlias = tuple[str, FromWorker]
+"""Who sent it, a worker by its name, and what."""
 _LIVES_S = 0.25
 """Between two signs of life for the forkserver."""
 _REMEMBERED = 100
-_DECIDE_NOTHING = ("heard", "ask_stacks")
 _DOOR = "door"
 """In the folder: where a successor of the scheduler asks for the workers."""
 
 
-class Desk:
+class ControlServer:
     """Messages and processes; decides nothing.
 
-    consumes: messages of workers and of commands; events of the forkserver
-    produces: both as plain values; words to workers, processes, signals: what was decided leaves with the next `wait`
+    consumes: messages of workers, requests; events of the forkserver
+    produces: all of them as values; messages to workers, processes, signals: what was decided leaves with the next
+        `wait`
     waits for: either, so long as it is told to
     unblocked by: either
     """
 
     number = 0
     """How many schedulers there were before."""
+    handed: Sequence[Event] = ()
+    alone_s, lives = 0.0, False
+    """Of the workers that were taken over, as `TakenOver` says."""
 
     def __init__(
         self, main: Main, environment: Mapping[str, str], preload: Callable[[], None], listen: str = "",
@@ -58,19 +62,19 @@ class Desk:
     ) -> None:  # fmt: skip
         """Fork the forkserver, which runs `main` in every worker; call this before the process has threads.
 
-        listen: where workers speak to the scheduler, with `keys`; empty: in the folder, as commands always do.
+        listen: where workers speak to the scheduler, with `keys`; empty: in the folder, as requests always are.
         successor: runs a scheduler in the place of this process when it has died. logs: folder for the forkserver's.
         """
         folder = socket_folder.make()
-        nursery = Nursery(
+        forkserver = Nursery(
             main, environment, preload, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True),
             door=str(folder / _DOOR), successor=successor, log=str(Path(logs) / "nursery.log") if logs else "",
         )  # fmt: skip
         control = endpoint(listen) if listen else f"ipc://{folder}/control"
-        self._open(folder, nursery, Whereabouts(control=control, commands=f"ipc://{folder}/commands"), keys)
+        self._open(folder, forkserver, Whereabouts(control=control, commands=f"ipc://{folder}/commands"), keys)
 
-    def _open(self, folder: Path, nursery: Nursery, at: Whereabouts, keys: RunKeys | None) -> None:
-        self.folder, self._nursery = folder, nursery
+    def _open(self, folder: Path, forkserver: Nursery, at: Whereabouts, keys: RunKeys | None) -> None:
+        self.folder, self._forkserver = folder, forkserver
         self._lived = float("-inf")
         self._events: list[Event] = []
         self._outgoing: deque[Callable[[], object]] = deque()
@@ -78,33 +82,32 @@ class Desk:
         """Called before anything leaves that somebody decided."""
         self.told: Callable[[str], object] = log.warning
         """Hears what a user should know; a log may stand on a terminal that nobody reads."""
-        self._unheard = Unheard()
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = None if keys is None else Guard(keys.receivers)
         self._router = _router(self._zmq if self._guard is None else self._guard.context)
         self._router.set(zmq.ROUTER_HANDOVER, 1)  # an attempt takes the name over from the one before it
         if self._guard is not None:
             self._guard.protect(self._router)
-        self._commands = _router(self._zmq)
+        self._requests = _router(self._zmq)
         self._refused: set[str] = set()
-        self.commands = at.commands
-        """Where commands are taken."""
-        self._commands.bind(self.commands)
+        self.requests = at.commands
+        """Where requests are taken."""
+        self._requests.bind(self.requests)
         self.address = self._listen(at.control)
         """Where workers speak."""
-        Whereabouts(control=self.address, commands=self.commands).write(folder)
+        Whereabouts(control=self.address, commands=self.requests).write(folder)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._commands, zmq.POLLIN)
-        self._poller.register(self._nursery.fileno(), zmq.POLLIN)
+        self._poller.register(self._requests, zmq.POLLIN)
+        self._poller.register(self._forkserver.fileno(), zmq.POLLIN)
 
-    def wait(self, wait_s: float) -> tuple[list[Message], list[dict[str, Any]]]:
-        """What has been said, and what the forkserver tells (as `Nursery.events`), within `wait_s`.
+    def wait(self, wait_s: float) -> tuple[list[Message], list[tuple[Client, Request]], list[Event]]:
+        """What workers and clients have sent, and what the forkserver tells (as `Nursery.events`), within `wait_s`.
 
         Errors: Replaced, before anything is sent or taken in."""
         if time.monotonic() - self._lived >= _LIVES_S:
             self._lived = time.monotonic()
-            self._nursery.live()
+            self._forkserver.live()
         self.check()
         if self._outgoing:
             self.ahead()
@@ -112,68 +115,69 @@ class Desk:
             self._outgoing.popleft()()
         self._poller.poll(int(wait_s * 1000))
         self.check()
-        said: list[Message] = []
+        messages: list[Message] = []
         while self._router.poll(0):
-            said += self._receive()
-        while self._commands.poll(0):
-            said += self._asked()
+            messages += self._receive()
+        requests: list[tuple[Client, Request]] = []
+        while self._requests.poll(0):
+            requests += self._requested()
         events, self._events = self._events, []
-        return said, events
+        return messages, requests, events
 
     def check(self) -> None:
-        """Whether this is still the scheduler's desk: it may have been stopped at any time, and for long. Errors:
+        """Whether this is still the scheduler's: it may have been stopped at any time, and for long. Errors:
         Replaced."""
-        self._events += self._nursery.events()
+        self._events += self._forkserver.events()
 
     def last_words(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
-        """What is said until nobody says anything for `pause_s`, or for `wait_s`."""
+        """What workers send until nobody sends anything for `pause_s`, or for `wait_s`."""
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and self._router.poll(int(pause_s * 1000)):
             yield from self._receive()
 
-    def send(self, to: str | Asker, message: Mapping[str, Any]) -> None:
-        """Say something to a worker, or to somebody who gave a command; nobody hears it where he is not there."""
-        if isinstance(to, Asker):
-            answer = [to.identity, msgpack.packb(message)]
-            self._outgoing.append(lambda: self._commands.send_multipart(answer))
-            return
-        frames = [to.encode(), msgpack.packb(message)]
-        if message.get("kind") in _DECIDE_NOTHING:
+    def send(self, to: str, message: ToWorker) -> None:
+        """Send a message to a worker; nobody hears it where he is not there."""
+        frames = [to.encode(), TO_WORKER.encode(message)]
+        if isinstance(message, DECIDE_NOTHING):
             self._router.send_multipart(frames)
         else:
-            self._outgoing.append(lambda: self._unheard.reach(to, lambda: self._router.send_multipart(frames)))
+            self._outgoing.append(lambda: self._router.send_multipart(frames))
+
+    def reply(self, to: Client, reply: Reply) -> None:
+        """Answer a request."""
+        frames = [to.identity, REPLIES.encode(reply)]
+        self._outgoing.append(lambda: self._requests.send_multipart(frames))
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """Ask for a process; as `Nursery.spawn`."""
-        self._outgoing.append(lambda: self._unheard.forget(name))
-        self._outgoing.append(lambda: self._nursery.spawn(name, settings, heavy, keeps))
+        self._outgoing.append(lambda: self._forkserver.spawn(name, settings, heavy, keeps))
 
     def kill(self, name: str, number: int) -> None:
         """Send a signal to a worker."""
-        self._outgoing.append(lambda: self._nursery.kill(name, number))
+        self._outgoing.append(lambda: self._forkserver.kill(name, number))
 
     def pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on; at once, as nothing is decided by it."""
-        self._nursery.pause(is_paused)
+        self._forkserver.pause(is_paused)
 
     def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
         """From now on workers outlive this process; as `Nursery.stay`."""
-        self._outgoing.append(lambda: self._nursery.stay(wait_s, end_s, silent_s))
+        self._outgoing.append(lambda: self._forkserver.stay(wait_s, end_s, silent_s))
 
     def close(self) -> None:
         """End all processes; leave none, and no socket. Errors: Replaced."""
-        self._nursery.close()
+        self._forkserver.close()
         self._let_go()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def leave(self) -> None:
         """Another one has the workers: let go of the sockets, and of nothing else."""
-        self._nursery.leave()
+        self._forkserver.leave()
         self._let_go()
 
     def _let_go(self) -> None:
         self._router.close(0)
-        self._commands.close(0)
+        self._requests.close(0)
         if self._guard is not None:
             self._guard.close()
         self._zmq.term()
@@ -191,45 +195,43 @@ class Desk:
         return reachable(endpoint.decode())
 
     def _receive(self) -> list[Message]:
-        """What a worker said; nothing where it is no word."""
+        """What a worker sent; nothing where it is no message."""
         frames = self._router.recv_multipart()
         name = frames[0].decode(errors="backslashreplace")
-        found = word(frames[1]) if len(frames) == 2 else None
-        if found is None:
-            self.refuse(f"'{name}'")
+        try:
+            return [(name, TO_SCHEDULER.decode(b"".join(frames[1:])))]
+        except MessageError as error:
+            self.refuse(f"'{name}'", str(error))
             return []
-        self._unheard.spoke(name)
-        return [(name, found)]
 
-    def _asked(self) -> list[Message]:
-        """What somebody commands."""
-        frames = self._commands.recv_multipart()
-        found = word(frames[1]) if len(frames) == 2 else None
-        if found is None:
-            self.refuse("a command")
+    def _requested(self) -> list[tuple[Client, Request]]:
+        """What a client asks for; one who asks for nothing that there is, is told."""
+        frames = self._requests.recv_multipart()
+        client = Client(frames[0])
+        try:
+            return [(client, REQUESTS.decode(b"".join(frames[1:])))]
+        except MessageError as error:
+            self.refuse("a request", str(error))
+            self.reply(client, Refused(str(error)))
             return []
-        return [(Asker(frames[0]), found)]
 
-    def refuse(self, who: str) -> None:
-        """Say once of everybody that what he says is no word, and of so many only."""
+    def refuse(self, who: str, why: str) -> None:
+        """Say once of everybody that what he sends is no message of his, and of so many only."""
         if who not in self._refused and len(self._refused) < _REMEMBERED:
             self._refused.add(who)
-            self.told(f"refused a message of {who} at the scheduler's socket: it is no word of this protocol")
+            self.told(f"refused a message of {who} at the scheduler's socket: {why}")
 
 
-class TakenDesk(Desk):
-    """The desk of a scheduler that has ended, or was replaced, with its workers."""
+class TakenOverControlServer(ControlServer):
+    """That of a scheduler that has ended, or was replaced, with its workers."""
 
     def __init__(self, folder: Path) -> None:
         """Take the workers over that have their sockets in `folder`. Errors: RunError when there are none any more."""
-        nursery = TakenOver(str(folder / _DOOR))
-        self.handed, self.alone_s = nursery.handed, nursery.alone_s
-        self.number, self.lives = nursery.number, nursery.lives
-        """As `TakenOver` says."""
+        forkserver = TakenOver(str(folder / _DOOR))
+        self.handed, self.alone_s = forkserver.handed, forkserver.alone_s
+        self.number, self.lives = forkserver.number, forkserver.lives
         settings = self.handed[0]["settings"] if self.handed else {}
-        self._open(folder, nursery, self._place(folder), RunKeys.from_plain(settings.get("keys", {})))
-        # Until a worker has found this socket, ZeroMQ lets what is sent to it fall without a word.
-        self._unheard = Unheard(worker["name"] for worker in self.handed if worker["alive"])
+        self._open(folder, forkserver, self._place(folder), RunKeys.from_plain(settings.get("keys", {})))
 
     def _place(self, folder: Path) -> Whereabouts:
         """That of the scheduler before, where everybody looks first; another one while it is there itself."""

@@ -1,4 +1,4 @@
-"""Carries a planned run out, in processes or in one, and leaves its times, its curve and its trace in the folder."""
+"""Executes a planned run, in processes or in one, and leaves its times, its curve and its trace in the folder."""
 
 import contextlib
 import os
@@ -21,11 +21,10 @@ from dataflow.graph import Graph
 from dataflow.history.resume import Begun
 from dataflow.planning.plan import Plan
 from dataflow.scheduler.control import Scheduler
-from dataflow.scheduler.control_server import TakenDesk
-from dataflow.scheduler.failover import Successor
+from dataflow.scheduler.control_server import TakenOverControlServer
 from dataflow.scheduler.inline import InlineRun
 from dataflow.scheduler.progress import Watch
-from dataflow.scheduler.state_machine import Conductor
+from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.system.clocks import RunClock
 from dataflow.system.optional_files import Extras, warn
 from dataflow.worker.host import Settings
@@ -49,7 +48,7 @@ class Outcome:
 class Taken:
     """The workers of a scheduler that has died, and what it left."""
 
-    desk: TakenDesk
+    server: TakenOverControlServer
     left: Mapping[str, Any]
 
     @property
@@ -65,13 +64,13 @@ def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
     if place is None:
         return None
     try:
-        desk = TakenDesk(place)
+        server = TakenOverControlServer(place)
     except RunError:
         return None
     with contextlib.suppress(RunError):
         if may_go_on:
-            return Taken(desk=desk, left=read(desk.folder))
-    desk.close()
+            return Taken(server=server, left=read(server.folder))
+    server.close()
     return None
 
 
@@ -101,7 +100,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is to be carried out."""
+    """What is to be executed."""
 
     graph: Graph
     plan: Plan
@@ -112,78 +111,82 @@ class Run:
     taken: Taken | None = None
     """The workers that do it already."""
     successor: Callable[[], int] | None = None
-    """What takes the scheduler's place when it dies; as `Desk` has it."""
+    """What takes the scheduler's place when it dies; as `ControlServer` has it."""
 
 
-def carry_out(run: Run) -> Outcome:
+def execute(run: Run) -> Outcome:
     """Run it to its end. Errors: as `dataflow.run.run`."""
-    said: list[str] = []
-    folder = RunFolder.open(run.settings.folder, Extras(said.append))
+    notices: list[str] = []
+    folder = RunFolder.open(run.settings.folder, Extras(notices.append))
     clock = RunClock(0.0 if run.taken is None else run.taken.left.get("away_s", 0.0))
     watch, times = Watch(run.graph, run.plan, folder, run.settings.steps, clock), Times(folder, run.begun)
     try:
-        outcome = _inline(run, watch, times, said) if run.in_one_process else _processes(run, watch, times, clock, said)
+        outcome = (
+            _inline(run, watch, times, notices) if run.in_one_process else _processes(run, watch, times, clock, notices)
+        )
         times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
         folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), title=run.graph.name))
         merge(folder)
     finally:
-        for text in said:
+        for text in notices:
             warn(text)
     return outcome
 
 
-def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, said: list[str]) -> Outcome:
+def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, notices: list[str]) -> Outcome:
     scheduler = _scheduler(run, watch, clock)
-    scheduler.handover.parts |= {
+    scheduler.snapshot.parts |= {
         "begun": lambda: asdict(run.begun), "watch": watch.to_plain, "away_s": lambda: clock.away_s,
     }  # fmt: skip
-    folder = RunFolder.open(run.settings.folder, Extras(said.append))
+    folder = RunFolder.open(run.settings.folder, Extras(notices.append))
 
     def look() -> None:
-        watch.note(scheduler.conductor, scheduler.beats)
+        watch.note(scheduler.table.run, scheduler.heartbeats)
         scheduler.check()
         times.look(watch)
         view.update(watch.snapshot())
-        for texts in (scheduler.said, watch.said, said):
+        for texts in (scheduler.notices, watch.notices, notices):
             while texts:
                 view.message(texts.pop(0))
 
     try:
         with showing(sys.stdout, quiet=run.quiet) as view, _interrupts(scheduler, view), _suspends(scheduler, clock):
             asked_at = {"address": scheduler.address, "pid": os.getpid()}
-            socket_folder.mark(scheduler.handover.folder, folder)
+            socket_folder.mark(scheduler.snapshot.folder, folder)
             folder.write_json(socket_folder.CONTROL, asked_at)
             scheduler.start(progress=lambda late: view.update(watch.starting(late)))
-            while not scheduler.conductor.over:
+            while not scheduler.table.run.over:
                 scheduler.turn(0.1)
                 look()
             look()
     finally:
         scheduler.close()
         folder.extras.remove(folder.path / socket_folder.CONTROL)
-    return _outcome(watch, scheduler.conductor)
+    return _outcome(watch, scheduler.table.run)
 
 
 def _scheduler(run: Run, watch: Watch, clock: RunClock) -> Scheduler:
     if run.taken is not None:
         watch.take_up(run.taken.left["watch"])
-        return Successor(run.graph, run.plan, run.settings, run.taken.desk, run.taken.left, clock=clock)
+        return Scheduler(
+            run.graph, run.plan, run.settings, clock=clock, server=run.taken.server, left=run.taken.left
+        )  # fmt: skip
     made = Scheduler(run.graph, run.plan, run.settings, clock=clock, successor=run.successor)
     if run.begun.steps:
-        made.conductor.go_on(run.begun.steps, run.begun.rounds)
+        made.table.run.go_on(run.begun.steps, run.begun.rounds)
     return made
 
 
-def _inline(run: Run, watch: Watch, times: Times, said: list[str]) -> Outcome:
+def _inline(run: Run, watch: Watch, times: Times, notices: list[str]) -> Outcome:
     running = InlineRun(run.graph, run.plan, run.settings)
     if run.begun.steps:
-        running.conductor.go_on(run.begun.steps, run.begun.rounds)
+        running.state.go_on(run.begun.steps, run.begun.rounds)
 
     def look() -> bool:
-        watch.note(running.conductor, {"inline-0": running.snapshot()})
+        watch.note(running.state, {"inline-0": running.snapshot()})
         times.look(watch)
         view.update(watch.snapshot())
-        for texts in (watch.said, said):
+        for texts in (watch.notices, notices):
             while texts:
                 view.message(texts.pop(0))
         return False
@@ -195,13 +198,11 @@ def _inline(run: Run, watch: Watch, times: Times, said: list[str]) -> Outcome:
             look()
     finally:
         running.close()
-    return _outcome(watch, running.conductor)
+    return _outcome(watch, running.state)
 
 
-def _outcome(watch: Watch, conductor: Conductor) -> Outcome:
-    return Outcome(
-        seconds=watch.seconds, steps=conductor.step, stopped=conductor.draining, busy_seconds=watch.busy_seconds
-    )
+def _outcome(watch: Watch, state: RunStateMachine) -> Outcome:
+    return Outcome(seconds=watch.seconds, steps=state.step, stopped=state.draining, busy_seconds=watch.busy_seconds)
 
 
 @contextlib.contextmanager
@@ -218,7 +219,7 @@ def _interrupts(scheduler: Scheduler, view: Any) -> Iterator[None]:
 
     try:
         before = {number: signal.signal(number, press) for number in (signal.SIGINT, signal.SIGTERM)}
-        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: scheduler.attendant.wish())
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: scheduler.stall_watch.wish())
     except ValueError:  # not in the main thread: the caller handles signals
         yield
         return

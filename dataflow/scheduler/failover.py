@@ -1,90 +1,60 @@
-"""The scheduler that takes the place of one that has died: its workers are at work, and it goes on with them."""
+"""A scheduler takes the place of one that has died, or was replaced: a policy over the table that this one has left.
 
-import dataclasses
-import os
-import time
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+Whoever was at work stays so, and hears again what it may have missed. Whoever was not, because it was starting, or had
+died, or died meanwhile, has fallen, and is started again like any other.
+"""
 
-from dataflow.graph import Graph
-from dataflow.limits import Limits
-from dataflow.planning.plan import Plan
-from dataflow.scheduler.attempts import WorkerState, how
-from dataflow.scheduler.control import Scheduler
-from dataflow.scheduler.control_server import TakenDesk
-from dataflow.worker.host import Settings
+import signal
+from collections.abc import Mapping
 
-NAME = "scheduler"
-"""In faults.jsonl."""
+from dataflow.scheduler import lifecycle, scaling
+from dataflow.scheduler.events import Command, FaultNoticed, Outlive, Process, Send, Signal
+from dataflow.scheduler.table import Life, Table, WorkerRecord, how
+from dataflow.worker.messages import Start
 
 
-class Successor(Scheduler):
-    """As `Scheduler`, but for its start.
+def take_over(table: Table, processes: Mapping[str, Process], now: float) -> list[Command]:
+    """The workers are this scheduler's from now on. processes: as the forkserver kept them, by worker."""
+    again = scaling.repeat(table)
+    table.joins_until, table.drains_until = now + table.limits.start_s, now + table.limits.drain_s
+    for record in table:
+        _meet(record, processes.get(record.name), now)
+    commands: list[Command] = []
+    for record in list(table):
+        commands += _adopt(table, record, processes.get(record.name), now)
+    commands += again
+    for record in [record for record in table if record.life is Life.READY]:
+        missed = [message for node in record.nodes for message in table.run.commands_for(node, again=False)]
+        commands += [Send(record.name, Start()), *(Send(record.name, message) for message in missed)]
+    return [*commands, Outlive()]
 
-    Whoever was at work stays so, and hears again what it may have missed. Whoever was not, because it was starting, or
-    had died, or died meanwhile, has fallen, and is started again like any other.
-    """
 
-    def __init__(
-        self, graph: Graph, plan: Plan, settings: Settings, desk: TakenDesk, left: Mapping[str, Any], *,
-        limits: Limits | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        """desk: with the workers. left: the last handover of the scheduler before."""
-        keys: Mapping[str, bytes] = next((event["settings"]["keys"] for event in desk.handed), {})
-        super().__init__(graph, plan, dataclasses.replace(settings, keys=keys), limits=limits, clock=clock, desk=desk)
-        self._left, self._handed = left, {event["name"]: event for event in desk.handed}
-        self._alone_s, self._was = desk.alone_s, "did not answer" if desk.lives else "ended"
+def _meet(record: WorkerRecord, process: Process | None, now: float) -> None:
+    """What this scheduler finds by itself; what is sent reaches nobody before he has found its socket."""
+    record.forked_at = record.heard_at = now
+    record.has_process = process is not None and process.alive
+    record.is_reachable = not record.has_process
+    if process is not None:
+        record.pid = process.pid
+        record.attempt = process.attempt if process.alive else max(record.attempt, process.attempt)
 
-    def start(self, progress: Callable[[Collection[str]], None] = lambda late: None) -> None:
-        """Take the run up where it stands; it goes on at once."""
-        left, now = self._left, self._clock()
-        self._faults.noticed(NAME, self._was, self._desk.number - 1, now - self._alone_s)
-        self.conductor.take_up(left["conductor"])
-        self._schedule, self._ended = [(step, wishes) for step, wishes in left["schedule"]], set(left["ended"])
-        orders = self.scaling.take_up(left["scaling"])
-        for name, known in left["workers"].items():
-            self.workers[name] = self._state(name, known)
-        self._join_deadline, self._deadline = now + self.limits.start_s, now + self.limits.drain_s
-        self.recovery.take_up({name: state.settings.attempt for name, state in self.workers.items()})
-        self._begun = True
-        for name, known in left["workers"].items():
-            self._adopt(self.workers[name], known["state"])
-        self._obey(orders)
-        for state in [state for state in self.workers.values() if state.state == "ready"]:
-            self._desk.send(state.name, {"kind": "start"})
-            for word in [word for node in state.nodes for word in self.conductor.words_for(node, again=False)]:
-                self._tell(state, word)
-        self._desk.stay(self.limits.adopt_s, self.limits.drain_s, self.limits.silent_s)
-        why = f"whose scheduler {self._was}: without one for {self._alone_s:.1f} s"
-        self._faults.recovered(NAME, f"process {os.getpid()} goes on with the run, {why}")
 
-    def _state(self, name: str, known: Mapping[str, Any]) -> WorkerState:
-        """What is known of one worker: from the scheduler before, and from the forkserver where it ever forked it."""
-        worker, _, replica = name.rpartition("-")
-        handed, now = self._handed.get(name), self._clock()
-        settings = (
-            self._settings_of(worker, int(replica)) if handed is None else Settings.from_plain(handed["settings"])
-        )
-        return WorkerState(
-            name, self.plan.workers[worker], settings, forked=now, heard=now, pid=handed["pid"] if handed else 0,
-            addresses=known["addresses"], earlier=known["earlier"],
-        )  # fmt: skip
-
-    def _adopt(self, state: WorkerState, was: str) -> None:
-        handed = self._handed.get(state.name)
-        if handed is not None and handed["alive"]:
-            self._running.add(state.name)
-            if was in ("ready", "stopping"):
-                state.state, state.wired = was, True
-            else:
-                self._kill(state, "was not at work when the scheduler ended")
-        elif was in ("left", "gone"):
-            state.state = was
-        elif self.scaling.leaves(state.name):
-            state.state = "left"
-            self._obey(self.scaling.exited(state.name))
-        elif was == "stopping" or self.conductor.over:
-            state.state = "gone"
-        else:
-            state.state = "ready"
-            self._fell(state, "was never started" if handed is None else how(handed["status"]))
+def _adopt(table: Table, record: WorkerRecord, process: Process | None, now: float) -> list[Command]:
+    if record.has_process:
+        if record.life in (Life.READY, Life.ENDING):
+            record.wired = True
+            return []
+        record.restart_at, record.wired = None, False
+        record.die("was not at work when the scheduler ended", now)
+        return [Signal(record.name, signal.SIGKILL)]
+    if record.life is Life.GONE:
+        return []
+    if record.may_end:
+        record.life = Life.GONE
+        return scaling.exited(table, record)
+    if record.life is Life.ENDING or table.run.over:
+        record.life = Life.GONE
+        return []
+    if record.restart_at is not None:
+        return [FaultNoticed(record.name, record.cause, record.attempt, now)]
+    return lifecycle.fell(table, record, "was never started" if process is None else how(process.status), now)

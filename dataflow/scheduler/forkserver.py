@@ -1,26 +1,34 @@
 """The forkserver's own process: forks workers, tells of their ends, and keeps them while a scheduler is replaced."""
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
 import socket
-import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
-import msgpack
-
+from dataflow.scheduler.forkserver_messages import (
+    CODEC,
+    SEND_S,
+    Alive,
+    AllHanded,
+    Handed,
+    Kill,
+    Notice,
+    Pause,
+    Spawn,
+    Stay,
+    TakenAway,
+)
+from dataflow.system.channel import Channel
+from dataflow.system.child import Forked, die_with_parent, fork
 from dataflow.system.clocks import AwakeClock
-from dataflow.system.forking import fork
+from dataflow.system.messages import MessageError
 
-MESSAGE_BYTES = 1 << 16
-_PR_SET_PDEATHSIG = 1
 _TURN_S = 0.05
 _SUCCESSORS = 3
 """So many are forked, one after the other, before nobody is expected any more."""
@@ -32,19 +40,21 @@ Main = Callable[[Mapping[str, Any]], int]
 
 
 @dataclass
-class _Child:
+class _Worker:
     """The last process of one worker."""
 
     name: str
-    pid: int
+    process: Forked
     settings: Mapping[str, Any]
     keeps: bool
     """Whether the others wait for its end when no scheduler comes back."""
     is_stopped: bool = False
     """By a signal (SIGSTOP), as was told: it is not by a pause."""
-    status: int | None = None
-    """How it ended, when it has."""
-    has_ended: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its end was seen."""
+        return self.process.returncode is not None
 
 
 @dataclass
@@ -59,7 +69,7 @@ class Forkserver:
     unblocked by: either; its limit, after which it kills all workers
     """
 
-    control: socket.socket | None
+    control: Channel[Any] | None
     door: socket.socket | None
     """Where a successor asks for the workers; None: there can be none."""
     main: Main
@@ -70,14 +80,12 @@ class Forkserver:
     successor: Callable[[], int] | None = None
     """What a successor runs that is forked from here when the scheduler has ended; None: somebody starts one."""
     clock: Callable[[], float] = time.monotonic
-    _children: dict[str, _Child] = field(default_factory=dict)
-    _waiting: deque[dict[str, Any]] = field(default_factory=deque)
+    _workers: dict[str, _Worker] = field(default_factory=dict)
+    _waiting: deque[Spawn] = field(default_factory=deque)
     """Requests of heavy workers, before `preload`."""
     _loaded: bool = False
-    _stays: tuple[float, float] | None = None
-    """Seconds to wait for a successor, and then for workers to end; None: end with the scheduler."""
-    _silent_s: float = 0.0
-    """A scheduler that was not heard for longer is replaced, where there is something to replace it with."""
+    _stays: Stay | None = None
+    """None: end with the scheduler."""
     _number: int = 0
     """Of the scheduler: how many there were before it."""
     _is_cut_off: bool = False
@@ -85,8 +93,8 @@ class Forkserver:
     _is_paused: bool = False
     """Whether the user has stopped the run (Ctrl-Z): its scheduler stands still, and all workers do."""
     _alone_since: float = 0.0
-    _successors: list[int] = field(default_factory=list)
-    """Process numbers of those that were forked."""
+    _successors: list[Forked] = field(default_factory=list)
+    """Those that were forked."""
     _expects: bool = False
     """Whether the last of them was forked since there is no scheduler."""
 
@@ -126,36 +134,35 @@ class Forkserver:
             self._hand_over()
             return True
         try:
-            data = self.control.recv(MESSAGE_BYTES)
-        except OSError:
-            data = b""
-        if data:
-            self._do(msgpack.unpackb(data))
+            messages = self.control.arrived()
+        except (EOFError, OSError, MessageError):
+            self._pause(False)
+            if self._stays:
+                self._lose()
+            else:
+                self._end()
             return True
-        self._pause(False)
-        if self._stays:
-            self._lose()
-        else:
-            self._end()
+        for message in messages:
+            self._apply(message)
         return True
 
-    def _do(self, message: dict[str, Any]) -> None:
-        if "kill" in message:
-            child = self._children.get(message["kill"])
-            if child is not None and not child.has_ended:
-                _signal(child.pid, message["signal"])
-        elif "pause" in message:
-            self._pause(message["pause"])
-        elif "stay" in message:
-            self._stays, self._silent_s = (message["stay"], message["end"]), message["silent"]
-        elif "here" in message:
-            return
-        elif "spawn" not in message:
-            self._end()
-        elif message["heavy"] and not self._loaded:
-            self._waiting.append(message)
-        else:
-            self._fork(message)
+    def _apply(self, message: Any) -> None:
+        match message:
+            case Kill():
+                if (worker := self._workers.get(message.name)) is not None:
+                    worker.process.signal(message.number)
+            case Pause():
+                self._pause(message.is_paused)
+            case Stay():
+                self._stays = message
+            case Alive():
+                return
+            case Spawn() if message.heavy and not self._loaded:
+                self._waiting.append(message)
+            case Spawn():
+                self._fork(message)
+            case _:
+                self._end()
 
     def _pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on, and what they started in their groups. A scorer's processes are not in
@@ -163,23 +170,21 @@ class Forkserver:
         if is_paused == self._is_paused:
             return
         self._is_paused = is_paused
-        for child in self._children.values():
-            if not child.has_ended:
-                _signal_group(child.pid, signal.SIGSTOP if is_paused else signal.SIGCONT)
+        for worker in self._workers.values():
+            worker.process.signal(signal.SIGSTOP if is_paused else signal.SIGCONT, group=True)
 
     def _is_silent(self) -> bool:
         """Whether the scheduler gives no sign of life though it is not paused, and another could take its place."""
         silent_s = self._awake() - self._heard
         if self.control is None or self._stays is None or self._is_paused or self.door is None:
             return False
-        return self.successor is not None and len(self._successors) < _SUCCESSORS and silent_s > self._silent_s
+        return self.successor is not None and len(self._successors) < _SUCCESSORS and silent_s > self._stays.silent_s
 
     def _cut_off(self) -> None:
         """From here on the scheduler can do nothing to a worker; it is told, for when it wakes up."""
         assert self.control is not None, "it is silent"
         with contextlib.suppress(OSError):
-            event = {"event": "replaced", "name": "nursery", "pid": os.getpid(), "status": None}
-            self.control.send(msgpack.packb(event), socket.MSG_DONTWAIT)
+            self.control.post(TakenAway())
         self._is_cut_off = True
         self._lose()
 
@@ -193,152 +198,96 @@ class Forkserver:
         """A successor has come: it gets every worker as it is."""
         assert self.door is not None, "it came there"
         self._reap()
-        self.control, _ = self.door.accept()
+        self.control = Channel(self.door.accept()[0], CODEC, SEND_S)
         self._number += 1
-        for child in self._children.values():
-            facts = {"name": child.name, "pid": child.pid, "settings": child.settings, "status": child.status}
-            self._tell({"event": "handed", "alive": not child.has_ended, **facts})
+        for worker in self._workers.values():
+            process = worker.process
+            handed = Handed(worker.name, process.pid, worker.settings, process.returncode, not worker.has_ended)
+            self._tell(handed)
         alone_s = self.clock() - self._alone_since
-        before = {"number": self._number, "lives": self._is_cut_off}
+        self._tell(AllHanded(os.getpid(), alone_s, self._number, self._is_cut_off))
         self._is_cut_off = False
-        self._tell({"event": "all_handed", "name": "nursery", "pid": os.getpid(), "alone_s": alone_s} | before)
-        for child in self._children.values():
-            if child.is_stopped and not child.has_ended:
-                self._tell_of("stopped", child)
+        for worker in self._workers.values():
+            if worker.is_stopped and not worker.has_ended:
+                self._tell_of("stopped", worker)
 
     def _wait_alone(self) -> None:
         """Have a successor started; end when none comes."""
         assert self._stays is not None, "it ends with the scheduler otherwise"
         alone_s = self.clock() - self._alone_since
-        wait_s, end_s = self._stays
+        wait_s, end_s = self._stays.wait_s, self._stays.end_s
         if alone_s < wait_s:
             if self.successor is not None and self.door is not None and self._may_succeed():
                 self._successors.append(self._forked(self.successor))
                 self._expects = True
             return
-        if alone_s > wait_s + end_s or not any(c.keeps and not c.has_ended for c in self._children.values()):
+        if alone_s > wait_s + end_s or not any(each.keeps and not each.has_ended for each in self._workers.values()):
             self._end()
 
     def _may_succeed(self) -> bool:
         """Whether a successor is to be forked: none is on its way."""
-        if self._expects:
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(self._successors[-1], os.WNOHANG)[0] == 0:
-                    return False
+        if self._expects and self._successors[-1].poll() is None:
+            return False
         return len(self._successors) < _SUCCESSORS
 
-    def _fork(self, message: Mapping[str, Any]) -> None:
-        def work() -> int:
-            os.setpgid(0, 0)
-            die_with_parent()
-            if os.getppid() != parent:
-                os._exit(1)
-            return self.main(message["settings"])
+    def _fork(self, message: Spawn) -> None:
+        process = self._forked(lambda: self.main(message.settings), leads=True, ends_with_parent=signal.SIGKILL)
+        self._workers[message.name] = worker = _Worker(message.name, process, message.settings, message.keeps)
+        self._tell_of("started", worker)
 
-        parent, name = os.getpid(), message["spawn"]
-        pid = self._forked(work)
-        self._children[name] = child = _Child(name, pid, message["settings"], bool(message.get("keeps")))
-        self._tell_of("started", child)
+    def _forked(self, body: Callable[[], int], *, leads: bool = False, ends_with_parent: int = 0) -> Forked:
+        """A child that runs `body` and has none of the sockets."""
 
-    def _forked(self, body: Callable[[], int]) -> int:
-        """A child that runs `body` and has none of the sockets; its number."""
-        pid = fork()
-        if pid == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-            signal.signal(_WITHOUT_SCHEDULER, signal.SIG_DFL)
+        def run() -> int:
+            for number in (signal.SIGTERM, signal.SIGTSTP, _WITHOUT_SCHEDULER):
+                signal.signal(number, signal.SIG_DFL)
             for held in (self.control, self.door):
                 if held is not None:
                     held.close()
-            run_forever(body)
-        return pid
+            return body()
+
+        return fork(run, leads=leads, ends_with_parent=ends_with_parent)
 
     def _reap(self) -> None:
         """Tell of the workers that have ended, were stopped or go on; what an ended one started ends with it, before
         another takes its place."""
-        for child in [child for child in self._children.values() if not child.has_ended]:
-            with contextlib.suppress(ChildProcessError):
-                if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                    self._look_at(child)
-                    continue
-                _kill_group(child.pid)
-                child.status = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
-            child.has_ended = True
-            self._tell_of("exited", child)
+        for worker in [worker for worker in self._workers.values() if not worker.has_ended]:
+            if worker.process.poll() is None:
+                self._look_at(worker)
+            else:
+                self._tell_of("exited", worker)
 
-    def _look_at(self, child: _Child) -> None:
+    def _look_at(self, worker: _Worker) -> None:
         """Tell whether somebody has stopped a worker, or let it go on, since the last look; a pause is no such news."""
-        change = os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
-        is_stopped = change is not None and change.si_code == os.CLD_STOPPED
-        if change is None or self._is_paused or is_stopped == child.is_stopped:
+        change = worker.process.change()
+        is_stopped = change == "stopped"
+        if change is None or self._is_paused or is_stopped == worker.is_stopped:
             return
-        child.is_stopped = is_stopped
-        self._tell_of("stopped" if is_stopped else "continued", child)
+        worker.is_stopped = is_stopped
+        self._tell_of(change, worker)
 
-    def _tell_of(self, event: str, child: _Child) -> None:
-        self._tell({"event": event, "name": child.name, "pid": child.pid, "status": child.status})
+    def _tell_of(self, event: Literal["started", "stopped", "continued", "exited"], worker: _Worker) -> None:
+        self._tell(Notice(event, worker.name, worker.process.pid, worker.process.returncode))
 
-    def _tell(self, event: Mapping[str, Any]) -> None:
+    def _tell(self, message: Any) -> None:
         if self.control is not None:
             with contextlib.suppress(OSError):
-                self.control.send(msgpack.packb(event))
+                self.control.send(message)
 
     def _end(self) -> NoReturn:
         """Kill the workers and what they started, then clean up; also in the midst of `preload`."""
-        living = [child.pid for child in self._children.values() if not child.has_ended]
-        for pid in living:
-            _signal(pid, signal.SIGKILL)
-        for pid in living:
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-                _kill_group(pid)
-                os.waitpid(pid, 0)
+        processes = [worker.process for worker in self._workers.values()]
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
         self.clean_up()
         os._exit(0)
 
 
 def open_door(path: str) -> socket.socket:
     """Where a successor comes to; in a folder of mode 0700, so that nobody else can."""
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     door.bind(path)
     door.listen(1)
     return door
-
-
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process a signal when its parent ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def run_forever(body: Callable[[], int]) -> NoReturn:
-    """Run in a forked child and never return into the parent's code."""
-    status = 1
-    try:
-        status = body()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
-
-
-def _kill_group(leader: int) -> None:
-    """Kill what a worker that has ended, and is not reaped, leaves: until then its number is nobody else's."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _signal_group(leader: int, number: int) -> None:
-    """To a worker and what it started; to it alone where it has been forked so recently that it has no group yet."""
-    try:
-        os.killpg(leader, number)
-    except ProcessLookupError:
-        _signal(leader, number)
-
-
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)

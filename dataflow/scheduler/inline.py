@@ -8,40 +8,40 @@ from typing import Any
 from dataflow.errors import DeadlineError
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
-from dataflow.scheduler.state_machine import Conductor, Word
+from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.worker.host import Host, Settings
+from dataflow.worker.messages import NodeCommand
 from dataflow.worker.ports import Ports
 
 
 class InlineRun:
     """One run in one thread; the same seed gives the same losses, bit for bit.
 
-    consumes, produces: the conductor's words, within the process
+    consumes, produces: the commands of the run state machine, within the process
     waits for: scorer processes, so that their timing cannot change the order
     unblocked by: their answers; after `Limits.stall_s` without any movement the run ends with an error
     """
 
     def __init__(self, graph: Graph, plan: Plan, settings: Settings) -> None:
-        self.conductor, self._limits = Conductor(graph, plan), settings.limits
+        self.state, self._limits = RunStateMachine(graph, plan), settings.limits
         self._ports = Ports(graph, plan, list(graph.operators), settings)
         self.host = Host(
             graph, plan, graph.operators, settings,
             writer_of=self._ports.writer_of, reader_of=self._ports.reader_of,
             device=lambda node: plan.placements[node].device(0),
         )  # fmt: skip
-        self._ended: set[str] = set()
 
     def start(self) -> None:
         """Build all operators."""
         self.host.build()
         self._ports.open_inlets(self.host)
         self.host.wire(self._ports.inlets, self._ports.open_outlets(self.host, {}))
-        self._say(self.conductor.start())
+        self._pass_on(self.state.start())
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Take turns until the conductor, or `until`, says that it is over."""
+        """Take turns until the run state machine, or `until`, says that it is over."""
         moved_at = time.monotonic()
-        while not self.conductor.over and not until():
+        while not self.state.over and not until():
             if self.turn():
                 moved_at = time.monotonic()
             elif time.monotonic() - moved_at > self._limits.stall_s:
@@ -58,14 +58,13 @@ class InlineRun:
                 moved |= self._settle(node)
             self._ports.poll()
         for node, runtime in self.host.runtimes.items():
-            self._say(self.conductor.hear(node, runtime.status()))
-            if self.host.loops[node].ended and node not in self._ended:
-                self._ended.add(node)
-                self._say(self.conductor.ended(node))
+            self._pass_on(self.state.hear(node, runtime.status()))
+            if self.host.loops[node].ended:
+                self._pass_on(self.state.ended(node))
         return moved
 
     def snapshot(self) -> dict[str, Any]:
-        """The same facts that a worker's beat carries."""
+        """The same facts that a worker's heartbeat carries."""
         return {"name": "inline-0", "state": "running", "nodes": self.host.report(), "edges": self._ports.depths()}
 
     def close(self) -> None:
@@ -88,9 +87,9 @@ class InlineRun:
                 break
         return moved
 
-    def _say(self, words: list[Word]) -> None:
-        for word in words:
-            self.host.tell(word.node, word.message)
+    def _pass_on(self, commands: list[NodeCommand]) -> None:
+        for command in commands:
+            self.host.tell(command.node, command.message)
 
     def _stall(self) -> str:
         state = {name: runtime.status() for name, runtime in self.host.runtimes.items()}

@@ -6,7 +6,7 @@ from pathlib import Path
 from dataflow.folder import socket_folder
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_lock import nobody_in
-from dataflow.scheduler import commands
+from dataflow.scheduler.requests import listens
 
 
 def clear(folder: RunFolder) -> bool:
@@ -31,7 +31,7 @@ def clear_all(runs: Path) -> list[str]:
 def remove(folder: RunFolder) -> bool:
     """As `clear`, for one who knows that nobody is in the folder."""
     place = socket_folder.of(folder)
-    if place is None or any(commands.listens(path) for path in place.iterdir()):
+    if place is None or any(listens(path) for path in place.iterdir()):
         return False
     shutil.rmtree(place, ignore_errors=True)
     return True

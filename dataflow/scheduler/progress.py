@@ -12,7 +12,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
-from dataflow.scheduler.state_machine import Conductor
+from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.trainers import feeding, leading, lines_of
 
 _WINDOW_S = 5.0
@@ -25,7 +25,7 @@ _DRAINING = "stopping after the step under way"
 class Watch:
     """Reports in, snapshots out.
 
-    consumes: the beats of all workers, the lines of metrics.jsonl
+    consumes: the heartbeats of all workers, the lines of metrics.jsonl
     produces: snapshots for the display; wall and busy seconds of the training phase
     waits for: nothing
     unblocked by: -
@@ -60,7 +60,7 @@ class Watch:
         """Bytes of metrics.jsonl that it knows; what they say in full stays there."""
         self._doing = ""
         self._silence = Silence()
-        self.said: list[str] = []
+        self.notices: list[str] = []
         """What the user is to be told."""
 
     @property
@@ -86,16 +86,16 @@ class Watch:
         """Be where the watch was that wrote this."""
         self._began, self._training, self._trained = plain["began"], plain["training"], plain["trained"]
 
-    def note(self, conductor: Conductor, beats: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take in the newest beats."""
+    def note(self, run: RunStateMachine, heartbeats: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take in the newest heartbeats."""
         now = self._clock()
-        self._merge(beats)
+        self._merge(heartbeats)
         self._add_up()
-        if self._training is None and conductor.phase not in ("starting", "first_evaluation"):
+        if self._training is None and run.phase not in ("starting", "first_evaluation"):
             self._training = (now, self._busy())
-        if self._training and self._trained is None and conductor.phase in ("last_evaluation", "over"):
+        if self._training and self._trained is None and run.phase in ("last_evaluation", "over"):
             self._trained = (now, self._busy())
-        self._doing = _DRAINING if conductor.draining else _DOING.get(conductor.phase, "")
+        self._doing = _DRAINING if run.draining else _DOING.get(run.phase, "")
         self._past.append((now, self._nodes))
         while len(self._past) > 2 and now - self._past[0][0] > _WINDOW_S:
             self._past.popleft()
@@ -138,12 +138,12 @@ class Watch:
         found = (kept for _, line in self._folder.stream_metrics(0) for kept in lines_of([line], self._leader))
         return [{name: line[name] for name in CURVE_NAMES if name in line} for line in found]
 
-    def _merge(self, beats: Mapping[str, Mapping[str, Any]]) -> None:
+    def _merge(self, heartbeats: Mapping[str, Mapping[str, Any]]) -> None:
         """Sum over the replicas of a node; those that left count with what they did."""
         nodes: dict[str, dict[str, Any]] = {}
-        for beat in beats.values():
-            member = beat.get("member", "live")
-            for name, report in beat.get("nodes", {}).items():
+        for heartbeat in heartbeats.values():
+            member = heartbeat.get("member", "live")
+            for name, report in heartbeat.get("nodes", {}).items():
                 known = nodes.setdefault(
                     name, {"status": {}, "seconds": dict.fromkeys(_SUMS, 0.0), "rows_in": 0, "rows_out": 0,
                            "blocked": False, "ended": True, "members": collections.Counter()}
@@ -162,7 +162,7 @@ class Watch:
                             known["status"][key] = min(value, known["status"][key]) if both else value
                     else:
                         known["status"][key] = known["status"][key] + value if both else value
-            for edge, (depth, capacity) in beat.get("edges", {}).items():
+            for edge, (depth, capacity) in heartbeat.get("edges", {}).items():
                 self._depths[edge] = (depth, capacity)
         self._nodes = nodes
 
@@ -179,7 +179,7 @@ class Watch:
                     self._outcomes["trained"] += line.get("groups", 0)
                     self._outcomes["dropped"] += sum((line.get("dropped") or {}).values())
                     if told := self._silence.take(line):
-                        self.said.append(told)
+                        self.notices.append(told)
 
     def _groups(self) -> dict[str, int]:
         """Groups of the training sources, as the nodes tell of them."""
@@ -247,7 +247,7 @@ def _present(node: Mapping[str, Any]) -> int:
 
 
 def _state(node: Mapping[str, Any], spent: Mapping[str, float]) -> str:
-    """What a node does, in a word, after it has spent these seconds."""
+    """What a node does, after it has spent these seconds."""
     if node["members"]["restarting"] and not _present(node):
         return "restarting"
     if node["ended"]:
@@ -256,16 +256,16 @@ def _state(node: Mapping[str, Any], spent: Mapping[str, float]) -> str:
 
 
 def _note(status: Mapping[str, Any], members: Mapping[str, int]) -> str:
-    words = [f"{members[state]} {state}" for state in ("joining", "leaving", "restarting") if members.get(state)]
+    parts = [f"{members[state]} {state}" for state in ("joining", "leaving", "restarting") if members.get(state)]
     if "active" in status:
-        words.append(f"{status['active']} rollouts")
+        parts.append(f"{status['active']} rollouts")
     if "version" in status:
-        words.append(f"v{status['version']}")
+        parts.append(f"v{status['version']}")
     if status.get("failed"):
-        words.append(f"{status['failed']} failed")
+        parts.append(f"{status['failed']} failed")
     if "eval_accuracy" in status:
-        words.append(f"last {status['eval_accuracy']:.2f}")
-    return ", ".join(words)
+        parts.append(f"last {status['eval_accuracy']:.2f}")
+    return ", ".join(parts)
 
 
 def _whole(value: Any) -> int | None:

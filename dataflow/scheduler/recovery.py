@@ -1,140 +1,96 @@
-"""When a worker that died is started again, and when the run gives up: a state machine without sockets or clocks."""
+"""When a worker that died is started again, and when the run gives up: a policy over the table.
+
+Each restart of a worker waits twice as long as the one before it (`Limits.patience`), unless the worker was at work
+for a while, or the run came further with it. Too many failures of one worker without progress, or of all in some
+minutes, are hopeless; so is what a restart does not mend.
+"""
 
 import collections
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
-from dataflow.limits import Patience
+from dataflow.scheduler.table import Failure, Life, Table, WorkerRecord
 
-
-@dataclass(frozen=True)
-class Failure:
-    """One attempt of one worker that came to its end."""
-
-    worker: str
-    attempt: int
-    cause: str
-    at: float
+_END_S = 5.0
+"""For a worker that failed, or was killed, to be gone; then it is killed again."""
+_LOADING = 4
+"""A worker that is starting may be silent for so many times `Limits.hang_s`: imports hold up its heartbeat."""
 
 
-@dataclass(frozen=True)
-class Restart:
-    """Start this attempt of a worker now."""
-
-    worker: str
-    attempt: int
-
-
-@dataclass
-class _Worker:
-    """One worker that has failed before."""
-
-    attempt: int = 0
-    """The one that is under way, or that failed last."""
-    due: float | None = None
-    """When the next attempt starts; None: it is under way."""
-    recovered: float | None = None
-    """Since when this attempt has been at work."""
-    delay_s: float = 0.0
-    """Before the last restart."""
+def died(table: Table, record: WorkerRecord, cause: str, now: float) -> None:
+    """The attempt under way has ended; a worker that waits for its restart cannot die again."""
+    if record.restart_at is not None:
+        return
+    patience, since = table.limits.patience, record.at_work_since
+    quiet = since is not None and (now - since >= patience.quiet_s or table.progressed_at > since)
+    table.failures.append(Failure(record.name, record.attempt, cause, now))
+    longest_s = max(patience.of_one_s, patience.of_all_s)
+    table.failures = [failure for failure in table.failures if now - failure.at <= longest_s]
+    record.delay_s = patience.first_s if quiet or not record.delay_s else 2 * record.delay_s
+    record.delay_s = min(record.delay_s, patience.most_s)
+    record.restart_at, record.at_work_since = now + record.delay_s, None
+    if table.hopeless is None:
+        table.hopeless = _for_good(record.name, cause) if record.lasting else _judge(table, record.name, now)
 
 
-@dataclass
-class Recovery:
-    """What to do about failures.
+def recovered(record: WorkerRecord, now: float) -> None:
+    """A worker that was started again is at work."""
+    if record.attempt and record.restart_at is None and record.at_work_since is None:
+        record.at_work_since = now
 
-    consumes: ends of workers (`died`), their return (`recovered`), progress of the run (`progressed`), the run's `end`
-    produces: restarts, each once, when they are `due`; the reason to give up (`hopeless`)
-    waits for: a delay that doubles with each failure of the same worker
-    unblocked by: the time that its owner hands in, in seconds of any clock that never goes back
-    """
 
-    patience: Patience = field(default_factory=Patience)
-    hopeless: str | None = None
-    """Why the run must end; None while there is hope."""
-    _workers: dict[str, _Worker] = field(default_factory=dict)
-    _failures: list[Failure] = field(default_factory=list)
-    """Those that may count, oldest first."""
-    _made: int = 0
-    _progressed: float = float("-inf")
-    """When the run last made progress."""
-    _over: bool = False
+def progressed(table: Table, made: int, now: float) -> None:
+    """The run has made so much, in steps; what is made again is no progress."""
+    if made > table.made:
+        table.made, table.progressed_at = made, now
 
-    def take_up(self, attempts: Mapping[str, int]) -> None:
-        """By worker the attempt that is under way, in a run that another scheduler has begun."""
-        self._workers = {name: _Worker(attempt=attempt) for name, attempt in attempts.items()}
 
-    def attempt(self, worker: str) -> int:
-        """How often a worker has been started again."""
-        known = self._workers.get(worker)
-        return known.attempt if known else 0
+def restart(table: Table, now: float) -> list[WorkerRecord]:
+    """The workers whose next attempt begins now; none of them is given twice, and none while the run ends."""
+    if table.is_ending or table.hopeless is not None:
+        return []
+    due = [record for record in table if record.restart_at is not None and record.restart_at <= now]
+    for record in due:
+        record.attempt, record.restart_at = record.attempt + 1, None
+    return due
 
-    def down(self, worker: str) -> bool:
-        """Whether a worker waits for its restart."""
-        known = self._workers.get(worker)
-        return known is not None and known.due is not None
 
-    def died(self, worker: str, cause: str, now: float, *, lasting: bool = False) -> None:
-        """The attempt under way has ended, or was ended; a worker that waits for its restart cannot die again.
+def overdue(table: Table, record: WorkerRecord, now: float) -> str | None:
+    """Why a worker is to be killed; None: it need not."""
+    limits, silent = table.limits, now - record.heard_at
+    if record.life is Life.DYING:
+        return record.cause if now - record.dying_since > _END_S else None
+    if record.life is Life.READY:
+        if silent > limits.hang_s:
+            return f"has not answered for {silent:.0f} s"
+        if record.heartbeat and record.heartbeat.turned_s > limits.stuck_s:
+            return f"was stuck in one slice of work for {record.heartbeat.turned_s:.0f} s"
+        if record.heartbeat and record.heartbeat.asleep_s > limits.asleep_s:
+            idle_s = record.heartbeat.asleep_s
+            return f"was stuck in one slice of work, and has computed nothing for {idle_s:.0f} s"
+    elif table.begun and record.life is Life.STARTING and silent > _LOADING * limits.hang_s:
+        return f"has not answered for {silent:.0f} s while it started"
+    elif record.life in (Life.FORKED, Life.STARTING) and record.is_away and now - record.forked_at > limits.start_s:
+        return f"was not ready within {limits.start_s:.0f} s"
+    return None
 
-        lasting: the cause would be there again after a restart (`DataflowError.is_lasting`): there is no hope.
-        """
-        known = self._workers.setdefault(worker, _Worker(recovered=now))
-        if known.due is not None:
-            return
-        since = known.recovered
-        quiet = since is not None and (now - since >= self.patience.quiet_s or self._progressed > since)
-        self._failures.append(Failure(worker, known.attempt, cause, now))
-        longest_s = max(self.patience.of_one_s, self.patience.of_all_s)
-        self._failures = [failure for failure in self._failures if now - failure.at <= longest_s]
-        known.delay_s = self.patience.first_s if quiet or not known.delay_s else 2 * known.delay_s
-        known.delay_s = min(known.delay_s, self.patience.most_s)
-        known.due, known.recovered = now + known.delay_s, None
-        self.hopeless = self.hopeless or (_for_good(worker, cause) if lasting else self._judge(worker, now))
 
-    def recovered(self, worker: str, now: float) -> None:
-        """A worker that was started again is at work."""
-        known = self._workers.get(worker)
-        if known is not None and known.due is None and known.recovered is None:
-            known.recovered = now
-
-    def progressed(self, made: int, now: float) -> None:
-        """The run has made so much, in steps; what is made again is no progress."""
-        if made > self._made:
-            self._made, self._progressed = made, now
-
-    def due(self, now: float) -> list[Restart]:
-        """Restarts to do now; none of them is given twice, and none while the run ends."""
-        if self._over or self.hopeless is not None:
-            return []
-        found = []
-        for name, known in self._workers.items():
-            if known.due is not None and known.due <= now:
-                known.due, known.attempt = None, known.attempt + 1
-                found.append(Restart(name, known.attempt))
-        return found
-
-    def end(self) -> None:
-        """The run ends: nothing is started again."""
-        self._over = True
-
-    def _judge(self, worker: str, now: float) -> str | None:
-        """Why there is no hope, after a failure of `worker`."""
-        patience = self.patience
-        since = max(self._progressed, now - patience.of_one_s)
-        own = [each for each in self._failures if each.worker == worker and each.at >= since]
-        if len(own) >= patience.of_one:
-            return (
-                f"worker '{worker}' failed {len(own)} times in {now - own[0].at:.0f} s, and the run made no progress "
-                f"in between: {_causes(own)}; see logs/{worker}.log, mend the cause, and resume the run"
-            )
-        recent = [each for each in self._failures if now - each.at <= patience.of_all_s]
-        if len(recent) >= patience.of_all:
-            return (
-                f"workers failed {len(recent)} times in {now - recent[0].at:.0f} s: {_causes(recent)}; see their "
-                f"logs, mend the cause, and resume the run"
-            )
-        return None
+def _judge(table: Table, worker: str, now: float) -> str | None:
+    """Why there is no hope, after a failure of `worker`."""
+    patience = table.limits.patience
+    since = max(table.progressed_at, now - patience.of_one_s)
+    own = [each for each in table.failures if each.worker == worker and each.at >= since]
+    if len(own) >= patience.of_one:
+        return (
+            f"worker '{worker}' failed {len(own)} times in {now - own[0].at:.0f} s, and the run made no progress "
+            f"in between: {_causes(own)}; see logs/{worker}.log, mend the cause, and resume the run"
+        )
+    recent = [each for each in table.failures if now - each.at <= patience.of_all_s]
+    if len(recent) >= patience.of_all:
+        return (
+            f"workers failed {len(recent)} times in {now - recent[0].at:.0f} s: {_causes(recent)}; see their "
+            f"logs, mend the cause, and resume the run"
+        )
+    return None
 
 
 def _for_good(worker: str, cause: str) -> str:

@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from dataflow.doctor.facts import AWAY
 from dataflow.doctor.gather import gather
@@ -14,60 +14,41 @@ from dataflow.doctor.verdict import MOVES_S, verdict
 from dataflow.doctor.waiting import SILENT_S, seconds
 from dataflow.errors import DeadlineError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.scheduler.attempts import WorkerState
-from dataflow.scheduler.state_machine import Conductor
+from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.system.optional_files import Extras
 from dataflow.worker.host import Settings
+from dataflow.worker.messages import AskStacks
 
 LOOK_S = 0.5
 _STACKS_S = 1.0
 """For the workers to tell their stacks before a report is written."""
 
 
-class StallLimits(Protocol):
-    """What `Limits` says of a run that does not move."""
-
-    @property
-    def stall_s(self) -> float:
-        """Without movement and with nobody at work, before a warning; twice that ends the run."""
-
-    @property
-    def slice_s(self) -> float:
-        """The same while somebody is at work."""
-
-
-class Attendant:
+class StallWatch:
     """Looks at a run a few times a second.
 
-    consumes: the conductor's phase, the workers' beats and stacks; wishes for a report
+    consumes: the run's phase, the workers' heartbeats and stacks; wishes for a report
     produces: sentences for the user; requests for stacks; reports in the run folder; DeadlineError for a stalled run
     waits for: the workers' stacks, before a report is written
     unblocked by: the clock
     """
 
     def __init__(
-        self, conductor: Conductor, workers: Mapping[str, WorkerState], send: Callable[[str, Mapping[str, Any]], None],
-        settings: Settings, limits: StallLimits, clock: Callable[[], float] = time.monotonic,
+        self, table: Table, send: Callable[[str, AskStacks], None], settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """conductor, workers: as they are at any time. send: says a word to a worker. settings: of the run."""
-        self._conductor, self._workers, self._send = conductor, workers, send
-        self._settings, self._limits, self._clock = settings, limits, clock
+        """table: as it is at any time. send: sends a message to a worker. settings: of the run."""
+        self._table, self._send, self._settings, self._clock = table, send, settings, clock
         self._history = History()
         self._still = Stillness()
         self._busy = 0.0
         self._looked = float("-inf")
         self._wish = self._warned = False
         self._due: float | None = None
-        self._threads: dict[str, tuple[float, list[Any]]] = {}
-        """By worker, its stacks and when it told them."""
 
     def wish(self) -> None:
         """Ask for a report in the run folder; may be called from a signal handler."""
         self._wish = True
-
-    def hear(self, worker: str, threads: list[Any]) -> None:
-        """A worker tells its stacks."""
-        self._threads[worker] = (self._clock(), threads)
 
     def answer(self) -> dict[str, Any]:
         """What is known now, in plain values, for somebody who asks; the workers are asked for their stacks."""
@@ -81,7 +62,7 @@ class Attendant:
             return []
         self._looked = now
         self._note(now)
-        decision = decide(self._still, stall_s=self._limits.stall_s, slice_s=self._limits.slice_s)
+        decision = decide(self._still, stall_s=self._table.limits.stall_s, slice_s=self._table.limits.slice_s)
         if self._due is None and (self._wish or decision == "stalled"):
             self._due = now + _STACKS_S
             self._ask_for_stacks()
@@ -94,33 +75,25 @@ class Attendant:
     def _said(self) -> dict[str, Any]:
         now = self._clock()
         return {
-            "pid": os.getpid(), "phase": self._conductor.phase, "draining": self._conductor.draining,
-            "step": self._conductor.step, "steps": self._settings.steps, "still_s": self._still.still_s,
-            "workers": {name: self._worker(state, now) for name, state in self._workers.items()},
+            "pid": os.getpid(), "phase": self._table.run.phase, "draining": self._table.run.draining,
+            "step": self._table.run.step, "steps": self._settings.steps, "still_s": self._still.still_s,
+            "workers": {record.name: _plain(record, now) for record in self._table},
             "history": self._history.plain(now),
         }  # fmt: skip
 
-    def _worker(self, state: WorkerState, now: float) -> dict[str, Any]:
-        told_at, threads = self._threads.get(state.name, (now, []))
-        return {
-            "nodes": list(state.nodes), "pid": state.pid, "state": state.state, "cause": state.cause,
-            "restarts": state.settings.attempt, "silent_s": now - state.heard, "beat": dict(state.told),
-            "threads": threads, "threads_s": now - told_at,
-        }  # fmt: skip
-
     def _ask_for_stacks(self) -> None:
-        for state in self._workers.values():
-            if state.state in ("starting", "ready"):
-                self._send(state.name, {"kind": "ask_stacks"})
+        for record in self._table:
+            if record.life in (Life.STARTING, Life.READY):
+                self._send(record.name, AskStacks())
 
     def _note(self, now: float) -> None:
-        workers = {name: self._worker(state, now) for name, state in self._workers.items()}
+        workers = {record.name: _plain(record, now) for record in self._table}
         self._history.note(workers, now)
         worked, self._busy = busy(workers) > self._busy, busy(workers)
         at_work = worked or any(
-            w["state"] in AWAY or (w["beat"].get("at") and w["silent_s"] < SILENT_S) for w in workers.values()
+            w["state"] in AWAY or (w["heartbeat"].get("at") and w["silent_s"] < SILENT_S) for w in workers.values()
         )
-        watched = self._conductor.phase not in ("starting", "over") and not self._conductor.draining
+        watched = self._table.run.phase not in ("starting", "over") and not self._table.run.draining
         still = self._still.look(marks(workers), at_work, now)
         self._still = still if watched else Stillness(marks=still.marks, looked=now)
 
@@ -148,3 +121,13 @@ class Attendant:
                 f"more time, raise Limits.stall_s or Limits.slice_s"
             )
         return f"{root} {refused[0]}" if refused else f"wrote {path}: {root}"
+
+
+def _plain(record: WorkerRecord, now: float) -> dict[str, Any]:
+    """What is known of a worker, for the doctor."""
+    told_at, threads = record.stacks or (now, [])
+    return {
+        "nodes": list(record.nodes), "pid": record.pid, "state": record.state, "cause": record.cause,
+        "restarts": record.attempt, "silent_s": now - record.heard_at, "heartbeat": dict(record.told),
+        "threads": threads, "threads_s": now - told_at,
+    }  # fmt: skip

@@ -4,18 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
-from dataflow.structure import lanes_of
+from dataflow.structure import Structure, lanes_of
 from dataflow.trainers import leading
-
-
-@dataclass(frozen=True)
-class Word:
-    """A message for the runtime of `node`; {"pause": bool} is for the loop around it."""
-
-    node: str
-    message: Mapping[str, Any]
+from dataflow.worker.messages import NodeCommand
 
 
 @dataclass
@@ -35,16 +27,16 @@ class _Evaluation:
 
 
 @dataclass
-class Conductor:
+class RunStateMachine:
     """Evaluates before the first step, every so many steps and after the last, and knows when the run is over.
 
     consumes: what nodes report of themselves (`hear`), end of streams (`ended`), the user's wish to stop (`drain`)
-    produces: words for nodes
+    produces: commands for nodes
     waits for: the first evaluation before training starts; the trainers; the last evaluation
     unblocked by: the reports
     """
 
-    graph: Graph
+    graph: Structure
     plan: Plan
     phase: str = "starting"
     """starting | first_evaluation | training | last_evaluation | over"""
@@ -112,23 +104,23 @@ class Conductor:
         for name, step in rounds.items():
             self._evaluations[name].asked = self._evaluations[name].finished = step
 
-    def start(self) -> list[Word]:
-        """The first words, once all workers are ready; evaluations that have had a round have no first one."""
+    def start(self) -> list[NodeCommand]:
+        """The first commands, once all workers are ready; evaluations that have had a round have no first one."""
         if self.over:
             return []
         self.phase = "first_evaluation"
-        words = [Word(source, {"pause": bool(self._evaluations)}) for source in self._training_sources()]
+        commands = [NodeCommand(source, {"pause": bool(self._evaluations)}) for source in self._training_sources()]
         # A trainer that goes on may have said this before its source could hear it.
-        words += [Word(source, {"dropped": dropped}) for source, dropped in self._dropped.items()]
+        commands += [NodeCommand(source, {"dropped": dropped}) for source, dropped in self._dropped.items()]
         for evaluation in self._evaluations.values():
             if evaluation.asked is None:
                 evaluation.asked = self.step
-                words += [Word(source, {"evaluate": self.step}) for source in evaluation.sources]
-        return words + self._advance()
+                commands += [NodeCommand(source, {"evaluate": self.step}) for source in evaluation.sources]
+        return commands + self._advance()
 
-    def hear(self, node: str, status: Mapping[str, Any]) -> list[Word]:
+    def hear(self, node: str, status: Mapping[str, Any]) -> list[NodeCommand]:
         """Take in what a node says of itself; one that was started again may be behind where it was."""
-        words: list[Word] = []
+        commands: list[NodeCommand] = []
         if node in self._trainers:
             known = self._trainers[node]
             furthest = {key: max(int(known.get(key, 0)), int(status.get(key, 0))) for key in ("step", "done")}
@@ -137,72 +129,77 @@ class Conductor:
             for source in lanes_of(self.graph, node):
                 if dropped > self._dropped.get(source, 0):
                     self._dropped[source] = dropped
-                    words.append(Word(source, {"dropped": dropped}))
+                    commands.append(NodeCommand(source, {"dropped": dropped}))
         elif node in self._evaluations and "round" in status:
             evaluation = self._evaluations[node]
             evaluation.finished = max(int(status["round"]), -1 if evaluation.finished is None else evaluation.finished)
-        return words + self._advance()
+        return commands + self._advance()
 
-    def ended(self, node: str) -> list[Word]:
+    def ended(self, node: str) -> list[NodeCommand]:
         """A node's inputs have ended and it has nothing more to do."""
         self._open_sinks.discard(node)
         return self._advance()
 
-    def words_for(self, node: str, *, again: bool = True) -> list[Word]:
-        """What a node that was started again has to hear before it begins: as if it had heard all words so far.
+    def commands_for(self, node: str, *, again: bool = True) -> list[NodeCommand]:
+        """What a node that was started again has to hear before it begins: as if it had heard all commands so far.
 
-        again: it does not know what it had done in an open round. False: it goes on, and may have missed a word."""
+        again: it does not know what it had done in an open round. False: it goes on, and may have missed a command."""
         if self.phase == "starting":
             return []
-        words: list[Word] = []
+        commands: list[NodeCommand] = []
         if node in self._training_sources() and self._evaluations:
-            words.append(Word(node, {"pause": self.phase == "first_evaluation"}))
+            commands.append(NodeCommand(node, {"pause": self.phase == "first_evaluation"}))
         if node in self._dropped:
-            words.append(Word(node, {"dropped": self._dropped[node]}))
+            commands.append(NodeCommand(node, {"dropped": self._dropped[node]}))
         for evaluation in self._evaluations.values():
-            if evaluation.open and node in evaluation.sources:
-                words.append(Word(node, {"evaluate": evaluation.asked} | ({"again": True} if again else {})))
+            if evaluation.open and evaluation.asked is not None and node in evaluation.sources:
+                evaluate: dict[str, bool | int] = {"evaluate": evaluation.asked}
+                commands.append(NodeCommand(node, evaluate | ({"again": True} if again else {})))
         if self.draining and (node in self._trainers or node in self._training_sources()):
-            words.append(Word(node, {"drain": True}))
-        return words
+            commands.append(NodeCommand(node, {"drain": True}))
+        return commands
 
-    def drain(self) -> list[Word]:
+    def drain(self) -> list[NodeCommand]:
         """The user wants to stop: finish the step under way, write a checkpoint, end."""
         self.draining = True
         if not self._trainers or self.phase == "starting":
             self.phase = "over"
-        return [Word(name, {"drain": True}) for name in [*self._training_sources(), *self._trainers]] + self._advance()
+        return [
+            NodeCommand(name, {"drain": True}) for name in [*self._training_sources(), *self._trainers]
+        ] + self._advance()
 
     def _training_sources(self) -> list[str]:
         return [n for n, op in self.graph.operators.items() if op.kind == "source" and n not in self.plan.on_demand]
 
-    def _ask(self, step: int) -> list[Word]:
-        words = []
+    def _ask(self, step: int) -> list[NodeCommand]:
+        commands = []
         for evaluation in self._evaluations.values():
             if not evaluation.open and evaluation.asked != step:
                 evaluation.asked = step
-                words += [Word(source, {"evaluate": step}) for source in evaluation.sources]
-        return words
+                commands += [NodeCommand(source, {"evaluate": step}) for source in evaluation.sources]
+        return commands
 
-    def _advance(self) -> list[Word]:
+    def _advance(self) -> list[NodeCommand]:
         """Move on as far as what is known allows."""
-        words: list[Word] = []
+        commands: list[NodeCommand] = []
         if self.phase == "first_evaluation" and (self.draining or not self._waiting()):
             self.phase = "training"
-            words += [Word(source, {"pause": False}) for source in self._training_sources() if self._evaluations]
+            commands += [
+                NodeCommand(source, {"pause": False}) for source in self._training_sources() if self._evaluations
+            ]
         if self.phase == "training":
             if self._finished_training():
                 self.phase = "last_evaluation"
                 if not self.draining:
-                    words += self._ask(self.step)
+                    commands += self._ask(self.step)
             else:
-                words += self._due()
+                commands += self._due()
         if self.phase == "last_evaluation":
             if not self.draining and not self._waiting():
-                words += self._ask(self.step)
+                commands += self._ask(self.step)
             if self.draining or not self._waiting():
                 self.phase = "over"
-        return words
+        return commands
 
     def _waiting(self) -> bool:
         return any(evaluation.open for evaluation in self._evaluations.values())
@@ -212,12 +209,12 @@ class Conductor:
             return all(self.is_done(trainer) for trainer in self._trainers)
         return not self._open_sinks
 
-    def _due(self) -> list[Word]:
+    def _due(self) -> list[NodeCommand]:
         """Rounds whose step has come; one that is still running is not asked for again."""
-        words = []
+        commands = []
         for evaluation in self._evaluations.values():
             due = self.step - self.step % evaluation.every_steps
             if not evaluation.open and due > (evaluation.asked or 0):
                 evaluation.asked = due
-                words += [Word(source, {"evaluate": due}) for source in evaluation.sources]
-        return words
+                commands += [NodeCommand(source, {"evaluate": due}) for source in evaluation.sources]
+        return commands

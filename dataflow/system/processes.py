@@ -48,7 +48,7 @@ def below(pid: int) -> list[int]:
     return []
 
 
-def holding(folder: Path) -> list[tuple[int, str]]:
+def using(folder: Path) -> list[tuple[int, str]]:
     """Processes that have files below a folder open, and their command lines; this one left out."""
     found = []
     for process in psutil.process_iter():

@@ -18,7 +18,7 @@ _IDLE_SHARE = 0.001
 
 def processor_time() -> float:
     """Seconds that the main thread has computed, and all processes that this one has started; where the system does
-    not tell of a thread (macOS), the time of day: nobody looks asleep there."""
+    not tell of a thread (macOS), the time of day: nobody looks idle there."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic()
     thread = threading.main_thread().ident
@@ -27,7 +27,7 @@ def processor_time() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread)) + below
 
 
-class Asleep:
+class CpuWatchdog:
     """Looks at the processor time, now and then, while a slice of work lasts.
 
     consumes: how long the slice has lasted

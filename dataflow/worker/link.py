@@ -1,40 +1,49 @@
-"""A worker's line to the scheduler: a small thread that beats, passes words on, and notices that nobody is there."""
+"""A worker's line to the scheduler: a thread that sends heartbeats, passes messages on, and misses the scheduler."""
 
 import collections
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-import msgpack
 import zmq
 
 from dataflow.system import stacks
 from dataflow.system.clocks import AwakeClock
-from dataflow.system.security import MESSAGE_BYTES, RunKeys, present, word
+from dataflow.system.messages import MESSAGE_BYTES, MessageError
+from dataflow.system.security import RunKeys, present
+from dataflow.worker.messages import (
+    TO_SCHEDULER,
+    TO_WORKER,
+    AskStacks,
+    FromWorker,
+    Heard,
+    Heartbeat,
+    Stacks,
+    ToWorker,
+)  # fmt: skip
 
-ALONE = os.EX_TEMPFAIL
-"""Exit status of a worker that had no scheduler any more."""
-BEAT_S = 0.2
+HEARTBEAT_S = 0.2
 SEEK_S = 2.0
-"""Without a word for so long it looks where the scheduler is, and again after as much."""
+"""Without a message for so long it looks where the scheduler is, and again after as much."""
 _UNSENT = 100
-"""Messages that wait for a scheduler that is not there; the beats after them are left out."""
+"""Messages that wait for a scheduler that is not there; the heartbeats after them are left out."""
 
 
 class Link:
     """Owns the control socket so that the worker's loop never waits for it.
 
-    consumes: words from the scheduler (msgpack maps with "kind")
-    produces: hello, beats (the newest snapshot), events; the stacks of all threads, also while the others are stuck
-    waits for: the scheduler; after `patience_s` without a word from it, `orphaned` is called, and `found` with the next
-    unblocked by: its answers to the beats; those of another one, which `seek` finds
+    consumes: messages of the scheduler
+    produces: heartbeats, and what the worker sends; the stacks of all threads, also while the others are stuck
+    waits for: the scheduler; after `patience_s` without a message, `orphaned` is called, and `found` with the next
+    unblocked by: its answers to the heartbeats; those of another one, which `seek` finds
     """
 
     def __init__(
         self,
         address: str,
         name: str,
+        attempt: int = 0,
         *,
         orphaned: Callable[[], None],
         patience_s: float = 30.0,
@@ -44,45 +53,45 @@ class Link:
         found: Callable[[], None] = lambda: None,
         seek: Callable[[], str] = lambda: "",
     ) -> None:
-        """address: the scheduler's; name: this worker's; orphaned, found: called in the thread, once each time; keys:
-        the run's; clock: of this process, which stands still while it is stopped; seek: where the scheduler is now,
-        empty where nobody knows."""
+        """address: the scheduler's; name, attempt: this worker's; orphaned, found: called in the thread, once each
+        time; keys: the run's; clock: of this process, which stands still while it is stopped; seek: where the
+        scheduler is now, empty where nobody knows."""
         self._clock = clock or AwakeClock()
         self._keys = keys
         self._own, self._zmq = context is None, context or zmq.Context()
-        self._name, self._address = name, address
+        self._name, self._attempt, self._address = name, attempt, address
         self._orphaned, self._found, self._patience_s = orphaned, found, patience_s
         self._seek = seek
-        self._words: collections.deque[dict[str, Any]] = collections.deque()
-        self._events: collections.deque[dict[str, Any]] = collections.deque()
-        self._beat: Callable[[], Mapping[str, Any]] = dict
+        self._messages: collections.deque[ToWorker] = collections.deque()
+        self._outgoing: collections.deque[FromWorker] = collections.deque()
+        self._heartbeat: Callable[[], Heartbeat] = lambda: Heartbeat(attempt=attempt, nodes={})
         self._stop = threading.Event()
         self._wake_in = self._zmq.socket(zmq.PAIR)
         self._wake_in.bind(f"inproc://wake-{os.getpid()}-{name}")
         self._thread = threading.Thread(target=self._serve, name="link", daemon=True)
 
-    def start(self, beat: Callable[[], Mapping[str, Any]]) -> None:
-        """Begin; `beat` is called in the thread and must only read."""
-        self._beat = beat
+    def start(self, heartbeat: Callable[[], Heartbeat] | None = None) -> None:
+        """Begin; `heartbeat` is called in the thread and must only read; None: it tells of nothing."""
+        self._heartbeat = heartbeat or self._heartbeat
         self._thread.start()
 
     @property
     def socket(self) -> "zmq.Socket[bytes]":
-        """Readable when a word has come."""
+        """Readable when a message has come."""
         return self._wake_in
 
-    def words(self) -> list[dict[str, Any]]:
-        """The words that have come since the last call."""
+    def messages(self) -> list[ToWorker]:
+        """Those that have come since the last call."""
         while self._wake_in.poll(0):
             self._wake_in.recv()
         found = []
-        while self._words:
-            found.append(self._words.popleft())
+        while self._messages:
+            found.append(self._messages.popleft())
         return found
 
-    def send(self, kind: str, **values: Any) -> None:
-        """Tell the scheduler something; it leaves with the next beat, at most 50 ms from now."""
-        self._events.append({"kind": kind, **values})
+    def send(self, message: FromWorker) -> None:
+        """Send a message to the scheduler; it leaves at most 50 ms from now."""
+        self._outgoing.append(message)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send what is left and end the thread."""
@@ -91,7 +100,7 @@ class Link:
             self._thread.join(timeout_s)
         self._wake_in.close(0)
         if self._own and not self._thread.is_alive():
-            self._zmq.term()  # returns when the last words have left, or after their socket's linger
+            self._zmq.term()  # returns when the last messages have left, or after their socket's linger
 
     def _serve(self) -> None:
         wake = self._zmq.socket(zmq.PAIR)
@@ -104,17 +113,17 @@ class Link:
         if self._keys is not None:
             present(dealer, self._keys.senders)
         dealer.connect(self._address)
-        heard = beaten = sought = self._clock()
+        heard = sent = sought = self._clock()
         alone = False
         try:
             while True:
                 stopping = self._stop.is_set()
                 now = self._clock()
-                while self._events and dealer.poll(0, zmq.POLLOUT):
-                    dealer.send(msgpack.packb(self._events.popleft()))
-                if now - beaten >= BEAT_S and dealer.poll(0, zmq.POLLOUT):
-                    beaten = now
-                    dealer.send(msgpack.packb({"kind": "beat", **self._beat()}))
+                while self._outgoing and dealer.poll(0, zmq.POLLOUT):
+                    dealer.send(TO_SCHEDULER.encode(self._outgoing.popleft()))
+                if now - sent >= HEARTBEAT_S and dealer.poll(0, zmq.POLLOUT):
+                    sent = now
+                    dealer.send(TO_SCHEDULER.encode(self._heartbeat()))
                 if stopping:
                     return
                 if dealer.poll(50):
@@ -122,14 +131,9 @@ class Link:
                     if alone:
                         alone = False
                         self._found()
-                    said = word(dealer.recv_multipart()[0])
-                    if said is None:
-                        continue
-                    if said["kind"] == "ask_stacks":
-                        self.send("stacks", threads=stacks.take())
-                    elif said["kind"] != "heard":
-                        self._words.append(said)
-                        wake.send(b"")
+                    with contextlib.suppress(MessageError):
+                        if self._take(TO_WORKER.decode(b"".join(dealer.recv_multipart()))):
+                            wake.send(b"")
                     continue
                 if now - max(heard, sought) > SEEK_S:
                     sought = now
@@ -140,6 +144,15 @@ class Link:
         finally:
             dealer.close()
             wake.close(0)
+
+    def _take(self, message: ToWorker) -> bool:
+        """Take in a message; whether the worker is to have it."""
+        if isinstance(message, AskStacks):
+            self.send(Stacks(attempt=self._attempt, threads=stacks.take()))
+        elif not isinstance(message, Heard):
+            self._messages.append(message)
+            return True
+        return False
 
     def _follow(self, dealer: "zmq.Socket[bytes]") -> None:
         """Turn to another scheduler where there is one; the one before may live, and not speak."""

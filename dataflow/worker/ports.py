@@ -23,7 +23,7 @@ from transport.data import LocalNetwork, Receiver, Sender, SocketNetwork, keep_f
 if TYPE_CHECKING:
     from transport.weights import FlatLayout
     from transport.weights.layout.layout import Layout
-    from transport.weights.sharded.groups import Deadlines
+    from transport.weights.protocol.pace import Deadlines
 
 _SENDERS = 64
 """Replicas that may send to a trainer without a scorer between them: what it has not trained stays on the edge."""
@@ -132,9 +132,9 @@ class Ports:
 
             model = self._graph.operators[trainer].uses
             assert model is not None, "a trainer has a model"
-            narrow = narrow_format(self._graph, trainer)
-            names = readers_of(self._graph, trainer)[0].narrow_tensors() if narrow else None
-            encoder = Encoder(Encoding(dtype=model.dtype, narrow=narrow, names=names), tensors)
+            quantized = narrow_format(self._graph, trainer)
+            names = readers_of(self._graph, trainer)[0].narrow_tensors() if quantized else None
+            encoder = Encoder(Encoding(dtype=model.dtype, quantized=quantized, names=names), tensors)
             ends = [self._writer(trainer, executor, encoder.layout) for executor in self._executors(trainer)]
             self._weights += ends
             return EncodedWriter(ends[0] if len(ends) == 1 else FanOut(ends), encoder)
@@ -145,8 +145,8 @@ class Ports:
         """Opens a reader's end."""
         executor = self._executor(trainer, reader, self._settings.replica)
 
-        def open_reader(tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None) -> WeightsIn:
-            end: WeightsIn = self._reader(trainer, executor, tensors, pieces, f"{reader}-{self._settings.replica}")
+        def open_reader(tensors: Mapping[str, Any], slices: Mapping[str, Any] | None) -> WeightsIn:
+            end: WeightsIn = self._reader(trainer, executor, tensors, slices, f"{reader}-{self._settings.replica}")
             self._weights.append(end)
             return end
 
@@ -206,7 +206,7 @@ class Ports:
         return ShardedWriter(_whole(layout), 0, self._meeting(trainer, executor), **self._collective(executor))
 
     def _reader(
-        self, trainer: str, executor: str, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None, name: str
+        self, trainer: str, executor: str, tensors: Mapping[str, Any], slices: Mapping[str, Any] | None, name: str
     ) -> Any:
         from transport.weights import FlatLayout, ShardedReader, WeightReader
 
@@ -221,7 +221,7 @@ class Ports:
                 self._site(trainer, executor), name, adopt=_adopt(executor), on_damage="keep",
                 attempt=self._settings.attempt,
             )  # fmt: skip
-            end.attach(tensors, pieces)
+            end.attach(tensors, slices)
         return end
 
     def _collective(self, executor: str) -> dict[str, Any]:
@@ -268,13 +268,13 @@ def _whole(flat: "FlatLayout") -> "Layout":
 
 
 def open_beside(
-    site: Mapping[str, str], device: str, name: str, tensors: Mapping[str, Any], pieces: Mapping[str, Any]
+    site: Mapping[str, str], device: str, name: str, tensors: Mapping[str, Any], slices: Mapping[str, Any]
 ) -> WeightsBeside:
     """The end of another rank, on `device`, where `OpensWeights.site` says; it enters what the first one tells it."""
-    from transport.weights.executors.connection import Companion
+    from transport.weights.rank_reader import RankReader
 
-    end = Companion(_site_at(site, device), name, adopt=_adopt(site["executor"]))
-    end.attach(tensors, pieces)
+    end = RankReader(_site_at(site, device), name, adopt=_adopt(site["executor"]))
+    end.attach(tensors, slices)
     return end
 
 
@@ -339,13 +339,13 @@ class _Opener:
     opened: Callable[[Mapping[str, Any], Mapping[str, Any] | None], WeightsIn]
     site: Mapping[str, str] | None
 
-    def __call__(self, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None = None) -> WeightsIn:
-        return self.opened(tensors, pieces)
+    def __call__(self, tensors: Mapping[str, Any], slices: Mapping[str, Any] | None = None) -> WeightsIn:
+        return self.opened(tensors, slices)
 
 
 def _deadlines(limits: Limits) -> "Deadlines":
     """Of the collective weight plane: what it has to itself, and what a run says."""
-    from transport.weights.sharded.groups import Deadlines
+    from transport.weights.protocol.pace import Deadlines
 
     return Deadlines(transfer_s=limits.transfer_s)
 

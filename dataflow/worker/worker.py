@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import structlog
@@ -25,15 +25,18 @@ from dataflow.planning.plan import Plan
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.log import log_to
 from dataflow.system.security import RunKeys
-from dataflow.worker.cpu_watchdog import Asleep
+from dataflow.worker import messages
+from dataflow.worker.cpu_watchdog import CpuWatchdog
 from dataflow.worker.host import Host, Settings
-from dataflow.worker.link import ALONE, Link
+from dataflow.worker.link import Link
 from dataflow.worker.ports import Ports
+
+M = TypeVar("M", messages.Wire, messages.Start)
 
 _NAP_MS = 100
 _BLOCKED_NAP_MS = 5
 _LEAST_PATIENCE_S = 5.0
-"""Between two words of a scheduler that lives there may be so much."""
+"""Between two messages of a scheduler that lives there may be so much."""
 
 
 def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
@@ -49,25 +52,25 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     left_alone, clock = threading.Event(), AwakeClock()
     link = Link(
-        settings.control, name, orphaned=left_alone.set, found=left_alone.clear, seek=partial(_seek, settings),
-        patience_s=max(_LEAST_PATIENCE_S, settings.limits.adopt_s), keys=RunKeys.from_plain(settings.keys), clock=clock,
+        settings.control, name, settings.attempt, orphaned=left_alone.set, found=left_alone.clear,
+        seek=partial(_seek, settings), patience_s=max(_LEAST_PATIENCE_S, settings.limits.adopt_s),
+        keys=RunKeys.from_plain(settings.keys), clock=clock,
     )  # fmt: skip
-    who = {"name": name, "attempt": settings.attempt}
     worker = Worker(graph, plan, settings, link, left_alone, clock)
-    link.start(worker.snapshot)
+    link.start(worker.heartbeat)
     try:
         worker.run()
     except BaseException as error:
         traceback.print_exc()
-        link.send(
-            "failed", **who, error=type(error).__name__, message=str(error), traceback=traceback.format_exc(),
+        link.send(messages.Failed(
+            attempt=settings.attempt, error=type(error).__name__, message=str(error), traceback=traceback.format_exc(),
             lasting=isinstance(error, DataflowError) and error.is_lasting,
-        )  # fmt: skip
+        ))  # fmt: skip
         link.close()
         return 1
     if worker.ended_alone:
-        return ALONE
-    link.send("bye", **who)
+        return messages.ALONE
+    link.send(messages.Bye(attempt=settings.attempt))
     link.close()
     return 0
 
@@ -75,10 +78,10 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
 class Worker:
     """The loop of one process.
 
-    consumes: words from the scheduler; deliveries; weights
-    produces: batches; a snapshot of itself for the beat; confirmations of words that ask for one
+    consumes: messages of the scheduler; deliveries; weights
+    produces: batches; heartbeats; confirmations of messages that ask for one
     waits for: any of its sockets, when no operator can go on
-    unblocked by: a word, a delivery, a grant, a weight message, or the nap's end
+    unblocked by: a message, a delivery, a grant, a weight message, or the nap's end
     """
 
     def __init__(
@@ -100,29 +103,29 @@ class Worker:
         self._threads = max(plan.placements[node].threads for node in self._nodes)
         self._running = True
         self._name = f"{settings.worker}-{settings.replica}"
-        self._who = {"name": self._name, "attempt": settings.attempt}
-        self._report: dict[str, Any] = {}
+        self._attempt = settings.attempt
+        self._report: dict[str, messages.NodeReport] = {}
         self._depths: dict[str, tuple[int, int]] = {}
         self._refreshed = 0.0
-        self._early: list[dict[str, Any]] = []
-        self._retiring: list[dict[str, Any]] = []
+        self._early: list[messages.ToWorker] = []
+        self._retiring: list[messages.RetireReceivers] = []
         self._drained = False
         self._state = "starting"
         self._turned = clock()
-        self._asleep = Asleep()
+        self._watchdog = CpuWatchdog()
 
     def run(self) -> None:
         """Start up, work, wind down."""
         _set_threads(self._threads)
         log = structlog.get_logger(worker=self._name)
-        self._link.send("hello", **self._who, pid=os.getpid(), addresses=self._ports.open_inlets(self._host))
+        inlets = self._ports.open_inlets(self._host)
+        self._link.send(messages.Hello(attempt=self._attempt, pid=os.getpid(), addresses=inlets))
         self._host.build()
-        addresses = self._wait_for("wire")["addresses"]
-        outlets = self._ports.open_outlets(self._host, addresses)
+        outlets = self._ports.open_outlets(self._host, self._wait_for(messages.Wire).addresses)
         self._host.wire(self._ports.inlets, outlets)
         self._refresh(force=True)
-        self._link.send("ready", **self._who)
-        self._wait_for("start")
+        self._link.send(messages.Ready(attempt=self._attempt))
+        self._wait_for(messages.Start)
         log.info("started", nodes=self._nodes, threads=self._threads, pid=os.getpid())
         self._turned, self._state = self._clock(), "running"
         while self._running:
@@ -145,55 +148,56 @@ class Worker:
         """Whether it has begun to end, or has ended, because nobody was there."""
         return self._ends_at is not None
 
-    def snapshot(self) -> dict[str, Any]:
-        """For the beat; called from the link's thread, reads only."""
+    def heartbeat(self) -> messages.Heartbeat:
+        """Called from the link's thread, reads only."""
         now = self._clock()
         turned_s = now - self._turned if self._state == "running" else 0.0
-        return {
-            **self._who, "state": self._state, "nodes": self._report, "edges": self._depths, "turned_s": turned_s,
-            "asleep_s": self._asleep.look(turned_s, now), "at": self._host.at,
-            "at_s": time.monotonic() - self._host.at_since, "drained": self._drained, "alone": self.ended_alone,
-            "rss_bytes": self._process.memory_info().rss,
-        }  # fmt: skip
+        return messages.Heartbeat(
+            attempt=self._attempt, state=self._state, nodes=self._report, edges=self._depths, turned_s=turned_s,
+            asleep_s=self._watchdog.look(turned_s, now), at=self._host.at,
+            at_s=time.monotonic() - self._host.at_since, drained=self._drained, alone=self.ended_alone,
+            rss_bytes=self._process.memory_info().rss,
+        )  # fmt: skip
 
     def _refresh(self, force: bool = False) -> None:
-        """Renew what the beat carries, a few times a second."""
+        """Renew what the heartbeat carries, a few times a second."""
         now = time.monotonic()
         if force or now - self._refreshed > 0.1:
             self._refreshed = now
-            self._report, self._depths = self._host.report(), self._ports.depths()
+            self._report = {node: messages.NodeReport(**report) for node, report in self._host.report().items()}
+            self._depths = self._ports.depths()
             self._drained = all(loop.ended for loop in self._host.loops.values()) and self._ports.drained
 
     def _hear(self) -> None:
-        words, self._early = [*self._early, *self._link.words()], []
-        for word in words:
-            match word["kind"]:
-                case "tell":
-                    self._host.tell(word["node"], word["message"])
-                case "stop":
+        received, self._early = [*self._early, *self._link.messages()], []
+        for message in received:
+            match message:
+                case messages.NodeCommand():
+                    self._host.tell(message.node, message.message)
+                case messages.Stop():
                     self._running = False
-                case "expect":
-                    self._ports.expect(word["senders"])
-                    self._confirm(word)
-                case "over":
-                    self._ports.over(word["senders"])
-                case "add":
-                    self._ports.add(word["receivers"])
-                case "retire":
-                    if word["ticket"] not in [known["ticket"] for known in self._retiring]:
-                        self._ports.retire(word["receivers"])
-                        self._retiring.append(word)
+                case messages.Expect():
+                    self._ports.expect(message.senders)
+                    self._confirm(message.ticket)
+                case messages.SenderEnded():
+                    self._ports.over(message.senders)
+                case messages.AddReceivers():
+                    self._ports.add(message.receivers)
+                case messages.RetireReceivers():
+                    if message.ticket not in [known.ticket for known in self._retiring]:
+                        self._ports.retire(message.receivers)
+                        self._retiring.append(message)
 
     def _part(self) -> None:
         """Confirm that receivers have gone, once they have."""
-        for word in [word for word in self._retiring if self._ports.gone(word["receivers"])]:
-            self._retiring.remove(word)
-            self._confirm(word)
+        for message in [each for each in self._retiring if self._ports.gone(each.receivers)]:
+            self._retiring.remove(message)
+            self._confirm(message.ticket)
 
     def _end_alone(self) -> None:
         """No scheduler has come back: let trainers finish the step under way and write a checkpoint, then end.
 
-        Where there is no trainer, the forkserver says when all others have ended, and any word that all goes on. A
+        Where there is no trainer, the forkserver says when all others have ended, and any message that all goes on. A
         trainer that has begun to end is started again by whoever is the scheduler then."""
         operators = self._host.graph.operators
         trainers = [self._host.runtimes[node] for node in self._nodes if operators[node].trains]
@@ -209,26 +213,26 @@ class Worker:
         if trainers and all(runtime.status().get("done") for runtime in trainers):
             self._running = False
         elif self._clock() > self._ends_at:
-            os._exit(ALONE)
+            os._exit(messages.ALONE)
 
-    def _confirm(self, word: Mapping[str, Any]) -> None:
-        self._link.send("done", **self._who, ticket=word["ticket"])
+    def _confirm(self, ticket: int) -> None:
+        self._link.send(messages.Confirmed(attempt=self._attempt, ticket=ticket))
 
-    def _wait_for(self, kind: str) -> dict[str, Any]:
-        """A word that comes when all workers have started."""
+    def _wait_for(self, kind: type[M]) -> M:
+        """A message that comes when all workers have started."""
         deadline_s = self._settings.limits.start_s
         deadline = self._clock() + deadline_s
         while self._clock() < deadline:
             self._link.socket.poll(100)
-            self._early += self._link.words()
-            for word in self._early:
-                if word["kind"] == "stop":
+            self._early += self._link.messages()
+            for message in self._early:
+                if isinstance(message, messages.Stop):
                     raise SystemExit(0)
-                if word["kind"] == kind:
-                    self._early.remove(word)
-                    return word
+                if isinstance(message, kind):
+                    self._early.remove(message)
+                    return message
         raise DeadlineError(
-            f"worker '{self._settings.worker}' waited {deadline_s:.0f} s for the scheduler's word '{kind}' and did "
+            f"worker '{self._settings.worker}' waited {deadline_s:.0f} s for the scheduler's '{kind.__name__}' and did "
             f"not get it; another worker may not have started: see the other logs of this run, or raise Limits.start_s"
         )
 

@@ -5,45 +5,48 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
-from operators.ranks.channel import Channel
+from dataflow.system.channel import Channel
+from operators.ranks.messages import Failed
 from operators.ranks.team import BLAME_S, Team, timed_out
 from operators.ranks.watch import Watch
 
+T = TypeVar("T")
+
 LOOK_S = 5.0
-"""A rank that waits for a word looks this often whether rank 0 still lives."""
+"""A rank that waits for a message looks this often whether rank 0 still lives."""
 
 
 class Exchange:
     """Rank 0's side.
 
     consumes: what rank 0 wants done
-    produces: words to the other ranks
+    produces: messages to the other ranks
     waits for: the other ranks, in each exchange, up to the group's time-out
-    unblocked by: their part of it, their end, or the time-out; after an error every word raises
+    unblocked by: their part of it, their end, or the time-out; after an error every call raises
     """
 
     def __init__(self, team: Team, watch: Watch) -> None:
         self.team, self._watch = team, watch
         self._broken = ""
 
-    def tell(self, **word: Any) -> None:
+    def tell(self, message: Any) -> None:
         """Say what comes. Raises RunError when the ranks are not in step any more."""
         self.check()
-        self.team.tell(word)
+        self.team.tell(message)
 
     def check(self) -> None:
         """Raise RunError when the ranks are not in step any more."""
         if self._broken:
             raise RunError(f"the ranks of '{self.team.node}' are not in step any more: {self._broken}; build it again")
 
-    def answers(self, name: str, wait_s: float | None = None) -> list[Any]:
-        """What each of the other ranks answers under `name`, in their order."""
+    def answers(self, kind: type[T], wait_s: float | None = None) -> list[T]:
+        """What each of the other ranks answers, a message of this kind, in their order."""
         wait_s = self.team.limits.exchange_s if wait_s is None else wait_s
         with self._watch.lifted():
-            return [self.team.answer(rank, name, wait_s) for rank in range(1, self.team.size)]
+            return [self.team.answer(rank, kind, wait_s) for rank in range(1, self.team.size)]
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -67,11 +70,11 @@ class Exchange:
         self.team.close()
 
 
-def next_word(
-    channel: Channel, rank: int, parent: int, wait_s: float, *, look_s: float = LOOK_S,
+def next_message(
+    channel: Channel[Any], rank: int, parent: int, wait_s: float, *, look_s: float = LOOK_S,
     meanwhile: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:  # fmt: skip
-    """What rank 0 says next; `wait_s` bounds a word that has begun; `meanwhile` is called every `look_s` seconds.
+) -> Any:  # fmt: skip
+    """What rank 0 says next; `wait_s` bounds a message that has begun; `meanwhile` is called every `look_s` seconds.
 
     Raises WorkerDied when rank 0 has ended."""
     while not channel.readable(look_s):
@@ -86,8 +89,18 @@ def next_word(
         ) from None
 
 
+def expected(kind: type[T], channel: Channel[Any], rank: int, parent: int, wait_s: float) -> T:
+    """The next message of rank 0, which is of this kind. Raises RunError for another, and as `next_message`."""
+    message = next_message(channel, rank, parent, wait_s)
+    if not isinstance(message, kind):
+        raise RunError(
+            f"rank {rank} waited for '{kind.__name__}' of rank 0 (pid {parent}), but it said {message!r:.200}"
+        )
+    return message
+
+
 @contextlib.contextmanager
-def named(channel: Channel, rank: int, parent: int, doing: str, watch: Watch) -> Iterator[None]:
+def named(channel: Channel[Any], rank: int, parent: int, doing: str, watch: Watch) -> Iterator[None]:
     """In another rank: an exchange that broke, as an error that says who waited for whom."""
     try:
         with watch.within():
@@ -103,7 +116,7 @@ def named(channel: Channel, rank: int, parent: int, doing: str, watch: Watch) ->
         raise
 
 
-def last_words(channel: Channel, error: Exception) -> None:
+def last_words(channel: Channel[Any], error: Exception) -> None:
     """In another rank: tell rank 0 of the error that ends it."""
     with contextlib.suppress(OSError):
-        channel.send({"kind": type(error).__name__, "failed": f"{type(error).__name__}: {error}"})
+        channel.send(Failed(type(error).__name__, f"{type(error).__name__}: {error}"))

@@ -8,28 +8,62 @@ ranks does.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.limits import Limits
+from dataflow.system import child
+from dataflow.system.channel import Channel
 from dataflow.system.clocks import Countdown
+from dataflow.system.messages import Codec
 from operators.ranks import group
-from operators.ranks.channel import Channel
-from operators.ranks.processes import Process, Start
+from operators.ranks.messages import Close, Failed
 
+T = TypeVar("T")
+
+Start = Callable[[socket.socket, int], child.Child]
+"""Starts a rank of this number that talks over this end of a socket pair."""
 BLAME_S = 3.0
 """For the cause of a broken exchange to show: an exit status, or a rank's last words."""
 HURT = (WorkerDied.__name__, DeadlineError.__name__)
 """What a rank says of itself when another one broke the exchange."""
 END_S = 5.0
 """For the other ranks to end before they are killed."""
+
+
+def program(module: str) -> Start:
+    """python -m MODULE FD: a fresh process, which may use CUDA whatever this one has done."""
+    return lambda end, rank: child.program(module, end=end, stdin=subprocess.DEVNULL)
+
+
+def forked(main: Callable[[int, int], int]) -> Start:
+    """A fork that runs main(FD, rank): the user's functions reach it by inheritance, as they reach the workers.
+
+    To be started before this process has used a GPU. It ends with its parent.
+    """
+
+    def start(end: socket.socket, rank: int) -> child.Child:
+        child.refuse_used_cuda(
+            "a rank", "run the graph in processes, or make the ranks before anything touches the GPU"
+        )
+        number = end.fileno()
+
+        def body() -> int:
+            faulthandler.enable()
+            return main(number, rank)
+
+        return child.fork(body, keep=[number], ends_with_parent=signal.SIGKILL)
+
+    return start
 
 
 def timed_out(error: Exception) -> bool:
@@ -42,22 +76,22 @@ class Team:
     """The other ranks of one worker, seen from rank 0.
 
     consumes: their answers, their last words, their exit statuses
-    produces: words to them
+    produces: messages to them
     waits for: an answer, up to a deadline
     unblocked by: the answer, or the rank's end
     """
 
-    def __init__(self, node: str, size: int, start: Start, limits: Limits) -> None:
-        """Start ranks 1 to size - 1 of `node`; they wait for their first word."""
+    def __init__(self, node: str, size: int, start: Start, limits: Limits, codec: Codec[Any]) -> None:
+        """Start ranks 1 to size - 1 of `node`, which speak `codec`; they wait for their first message."""
         self.node, self.size, self.limits = node, size, limits
         self.folder = Path(tempfile.mkdtemp(prefix="dataflow-ranks-"))
-        self._channels: dict[int, Channel] = {}
-        self._processes: dict[int, Process] = {}
+        self._channels: dict[int, Channel[Any]] = {}
+        self._processes: dict[int, child.Child] = {}
         for rank in range(1, size):
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            channel, theirs = Channel.pair(codec, limits.exchange_s)
             with theirs:
                 self._processes[rank] = start(theirs, rank)
-            self._channels[rank] = Channel(ours, limits.exchange_s)
+            self._channels[rank] = channel
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -72,18 +106,18 @@ class Team:
                 raise
             raise cause from error
 
-    def tell(self, word: Mapping[str, Any], rank: int | None = None) -> None:
-        """Say a word to one rank, or to all. Raises OSError when one does not take it."""
+    def tell(self, message: Any, rank: int | None = None) -> None:
+        """Say something to one rank, or to all. Raises OSError when one does not take it."""
         for each in self._channels if rank is None else [rank]:
-            self._channels[each].send(word)
+            self._channels[each].send(message)
 
-    def answer(self, rank: int, name: str, wait_s: float | None = None) -> Any:
-        """What a rank answers under `name`, within `wait_s` seconds; None: as long as a start may take.
+    def answer(self, rank: int, kind: type[T], wait_s: float | None = None) -> T:
+        """What a rank answers, a message of this kind, within `wait_s` seconds; None: as long as a start may take.
 
         Raises WorkerDied when it fails instead, DeadlineError when it is late."""
-        wait_s = self.limits.start_s if wait_s is None else wait_s
+        wait_s, name = self.limits.start_s if wait_s is None else wait_s, kind.__name__.lower()
         try:
-            word = self._channels[rank].receive(wait_s)
+            message = self._channels[rank].receive(wait_s)
         except EOFError:
             raise self._died(rank, "", f"its {name}") from None
         except TimeoutError:
@@ -91,9 +125,10 @@ class Team:
                 f"rank 0 of '{self.node}' waited {wait_s:.0f} s for '{name}' of rank {rank} (pid "
                 f"{self._processes[rank].pid}) and did not get it; see this worker's log, or raise Limits.start_s"
             ) from None
-        if name not in word:
-            raise self._died(rank, word.get("failed", f"it said {sorted(word)}"), f"its {name}")
-        return word[name]
+        if not isinstance(message, kind):
+            said = message.text if isinstance(message, Failed) else f"it said {message!r:.200}"
+            raise self._died(rank, said, f"its {name}")
+        return message
 
     def fallen(self) -> bool:
         """Whether some rank has ended."""
@@ -132,37 +167,29 @@ class Team:
         return self._died(min(hurt), hurt[min(hurt)], doing) if hurt else error
 
     def close(self) -> None:
-        """End the other ranks, by SIGKILL where a word does not do; may be called again."""
+        """End the other ranks, by SIGKILL where a message does not do; may be called again."""
         for channel in self._channels.values():
             with contextlib.suppress(OSError, ValueError):  # the end is closed already
-                channel.send({"do": "close"})
+                channel.send(Close())
             channel.close()
         deadline = time.monotonic() + END_S
         for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            process.kill()
-            process.wait()
+            child.end(process, deadline - time.monotonic())
         self._channels, self._processes = {}, {}
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _last_words(self, rank: int) -> tuple[str, str]:
         """What a rank that has ended, or is about to, said of it: the error's type and text; empty where nothing."""
         try:
-            word = self._channels[rank].receive(BLAME_S)
+            said = self._channels[rank].receive(BLAME_S)
         except (EOFError, TimeoutError, OSError):
             return "", ""
-        return word.get("kind", ""), word.get("failed", "")
+        return (said.kind, said.text) if isinstance(said, Failed) else ("", "")
 
     def _died(self, rank: int, said: str, doing: str) -> WorkerDied:
         process = self._processes[rank]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(BLAME_S)
-        status = process.returncode
-        if status is None:
-            how = "closed its channel"
-        else:
-            how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        child.ended_within(process, BLAME_S)
+        how = "closed its channel" if process.returncode is None else child.in_words(process.returncode)
         return WorkerDied(
             f"rank {rank} of '{self.node}' (pid {process.pid}) {how} while rank 0 waited for it in {doing}"
             f"{': ' + said if said else ''}; see this worker's log"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from dataflow.system.clocks import LOOK_S, AwakeClock
-from dataflow.worker.cpu_watchdog import Asleep
+from dataflow.worker.cpu_watchdog import CpuWatchdog
 
 
 class Watch:
@@ -27,7 +27,7 @@ class Watch:
         """limit_s: of waiting without a break. end: breaks off what is waited for; called in another thread. computes:
         whether processor time of the thread says that it does not wait; False where a GPU does the work."""
         self._limit_s, self._end, self._computes, self._clock = limit_s, end, computes, clock or AwakeClock()
-        self._entered: tuple[float, Asleep] | None = None
+        self._entered: tuple[float, CpuWatchdog] | None = None
         self._is_over = False
         self._closed = threading.Event()
         threading.Thread(target=self._serve, name="ranks-watch", daemon=True).start()
@@ -59,7 +59,7 @@ class Watch:
         self._closed.set()
 
     def _enter(self) -> None:
-        self._entered = self._clock(), Asleep(_used_by(threading.get_ident()) if self._computes else float)
+        self._entered = self._clock(), CpuWatchdog(_used_by(threading.get_ident()) if self._computes else float)
 
     def _serve(self) -> None:
         while not self._closed.wait(LOOK_S) and not self._is_over:

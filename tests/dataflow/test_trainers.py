@@ -1,4 +1,4 @@
-"""Which trainer bounds what in a graph of an actor and a critic, and what the conductor makes of two trainers."""
+"""Which trainer bounds what in a graph of an actor and a critic, and what a run makes of two trainers."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +14,10 @@ from dataflow.node import Bound, Transform
 from dataflow.planning.plan import Devices, Plan, plan
 from dataflow.planning.wiring import bounds_at, context_facts, edges
 from dataflow.records import Columns
-from dataflow.scheduler.state_machine import Conductor, Word
+from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.trainers import feeding, leading, lines_of, own_folder
+from dataflow.worker.messages import NodeCommand
 
 ACTOR, CRITIC = Model("actor"), Model("critic")
 
@@ -107,30 +108,30 @@ def test_an_edge_into_a_critic_holds_what_the_generator_may_have_in_flight_and_a
 
 
 def test_the_run_s_step_is_that_of_the_trainer_that_leads(graph: Graph, planned: Plan) -> None:
-    conductor = Conductor(graph, planned)
-    conductor.start()
-    conductor.hear("eval", {"round": 0})
-    assert conductor.hear("critic", {"step": 12}) == []
-    assert conductor.hear("actor", {"step": 10}) == [Word("held_out", {"evaluate": 10})]
-    assert conductor.step == 10
+    state = RunStateMachine(graph, planned)
+    state.start()
+    state.hear("eval", {"round": 0})
+    assert state.hear("critic", {"step": 12}) == []
+    assert state.hear("actor", {"step": 10}) == [NodeCommand("held_out", {"evaluate": 10})]
+    assert state.step == 10
 
 
 def test_a_run_is_over_when_all_trainers_are_done(graph: Graph, planned: Plan) -> None:
-    conductor = Conductor(graph, planned)
-    conductor.start()
-    conductor.hear("eval", {"round": 0})
-    conductor.hear("actor", {"step": 7, "done": 1})
-    assert conductor.phase == "training"
-    conductor.hear("critic", {"step": 7, "done": 1})
-    assert conductor.phase == "last_evaluation"
+    state = RunStateMachine(graph, planned)
+    state.start()
+    state.hear("eval", {"round": 0})
+    state.hear("actor", {"step": 7, "done": 1})
+    assert state.phase == "training"
+    state.hear("critic", {"step": 7, "done": 1})
+    assert state.phase == "last_evaluation"
 
 
 def test_a_source_hears_the_most_that_one_of_its_trainers_has_dropped(graph: Graph, planned: Plan) -> None:
-    conductor = Conductor(graph, planned)
-    conductor.start()
-    assert conductor.hear("actor", {"dropped": 3}) == [Word("prompts", {"dropped": 3})]
-    assert conductor.hear("critic", {"dropped": 2}) == []
-    assert conductor.hear("critic", {"dropped": 4}) == [Word("prompts", {"dropped": 4})]
+    state = RunStateMachine(graph, planned)
+    state.start()
+    assert state.hear("actor", {"dropped": 3}) == [NodeCommand("prompts", {"dropped": 3})]
+    assert state.hear("critic", {"dropped": 2}) == []
+    assert state.hear("critic", {"dropped": 4}) == [NodeCommand("prompts", {"dropped": 4})]
 
 
 def test_lines_of_a_trainer_leave_out_the_steps_of_others_and_keep_evaluations() -> None:

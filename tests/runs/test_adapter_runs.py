@@ -11,9 +11,9 @@ from rigs.graphs import tiny_graph
 from safetensors.torch import load_file
 
 from dataflow import Devices, Model, inline, run
+from dataflow.folder.run_folder import RunFolder
 from dataflow.model import LoRA
 from dataflow.run import Result
-from dataflow.folder.run_folder import RunFolder
 from transport.weights import WeightWriter
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]

@@ -14,11 +14,11 @@ import torch
 from rigs.graphs import reward, words
 
 from dataflow import Array, Graph, Model, inline, join, keep, run, scorer, verify
-from dataflow.planning import wiring
 from dataflow.errors import DeadlineError
 from dataflow.folder.ledger import Ledger
-from dataflow.limits import Limits
 from dataflow.folder.run_folder import RunFolder
+from dataflow.limits import Limits
+from dataflow.planning import wiring
 from operators import Evaluate, Generator, Logprobs, Prompts, Trainer, Values
 from operators.credit import advantage, token_gae, token_rewards
 from operators.losses import aipo, value_loss
@@ -183,7 +183,7 @@ def holds(policy: Path, tmp_path: Path) -> Holds:
     return check
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_graph_of_any_shape_makes_its_steps(seed: int, holds: Holds) -> None:
     holds(seed)
 

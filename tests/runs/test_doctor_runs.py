@@ -15,11 +15,11 @@ from rigs.machine import wait_until
 from rigs.operators import mute, slow
 
 from dataflow import Graph, Model, RunError, run, scorer
-from dataflow.scheduler.control import Limits
 from dataflow.doctor.examine import examine
-from dataflow.scheduler.commands import ask_for_facts
 from dataflow.errors import DeadlineError
 from dataflow.folder.socket_folder import CONTROL
+from dataflow.scheduler.control import Limits
+from dataflow.scheduler.requests import ask_for_facts
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 pytestmark = [pytest.mark.usefixtures("one_core", "light"), pytest.mark.timeout(180), pytest.mark.slow]

@@ -13,8 +13,8 @@ from rigs.graphs import reward, words
 from rigs.heads import classifier
 
 from dataflow import Graph, Model, Result, inline, join, run, scorer
-from dataflow.records import Array
 from dataflow.folder.run_folder import RunFolder
+from dataflow.records import Array
 from operators import Generator, Logprobs, Prompts, RewardModel, Trainer, Values
 from operators.credit import advantage
 from operators.models.loading import load_model

@@ -13,9 +13,9 @@ from rigs.graphs import fake_graph, tiny_graph
 
 from dataflow import Array, GraphError, Model, RunError, inline, keep, run, scorer
 from dataflow.folder.faults import FILE
-from dataflow.node import Context, Runtime
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.summary import summarize
+from dataflow.node import Context, Runtime
 from dataflow.testing import FakeGenerator
 from operators.rewards import find
 

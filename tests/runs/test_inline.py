@@ -16,8 +16,8 @@ from rigs.operators import Around, mute, struck, wrapped
 from dataflow import Devices, Model, Result, inline, run, scorer
 from dataflow.errors import DeadlineError, OperatorError
 from dataflow.folder.ledger import Ledger
-from dataflow.limits import Limits
 from dataflow.folder.run_folder import RunFolder
+from dataflow.limits import Limits
 from dataflow.testing import FakeGenerator, FakeTrainer
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]

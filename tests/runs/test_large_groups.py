@@ -12,13 +12,13 @@ import pytest
 from rigs.graphs import fake_graph
 from rigs.operators import Around, struck
 
-from dataflow.limits import Patience
 from dataflow import Graph, Model, Result, inline, run
-from dataflow.scheduler.control import Limits
+from dataflow.folder.run_folder import read_arrow
 from dataflow.group_bytes import LEAST_MESSAGE_BYTES
+from dataflow.limits import Patience
 from dataflow.node import Batch, Context, Operator, Runtime
 from dataflow.records import GROUP_ID, SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
-from dataflow.folder.run_folder import read_arrow
+from dataflow.scheduler.control import Limits
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]

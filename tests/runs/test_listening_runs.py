@@ -14,11 +14,11 @@ from rigs import stranger
 from rigs.graphs import fake_graph
 
 from dataflow import Graph, GraphError, inline, plan, run, scorer, verify
-from dataflow.scheduler import control
-from dataflow.worker.host import Settings
 from dataflow.planning.plan import Devices
 from dataflow.run import make_plan
+from dataflow.scheduler import control
 from dataflow.system.security import RunKeys
+from dataflow.worker.host import Settings
 
 ENDS = 3
 """Ports of a run of fakes with one scorer: of the scheduler, and of the edges to generator, scorer and trainer."""

@@ -14,10 +14,10 @@ from rich.console import Console
 from rigs.graphs import fake_graph, tiny_graph
 
 from dataflow import Devices, Graph, GraphError, Result, RunError, cli, inline, run
-from dataflow.system.files import RunFolderError
+from dataflow.folder.run_folder import RunFolder, read_arrow, write_arrow
 from dataflow.history.replay import Compared, Wishes, replay, report_replay, starting_point
 from dataflow.history.rollout_view import find_rollout, show_rollout, vocabulary_of
-from dataflow.folder.run_folder import RunFolder, read_arrow, write_arrow
+from dataflow.system.files import RunFolderError
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 

@@ -9,15 +9,15 @@ import pytest
 from rigs.graphs import fake_graph, tiny_graph
 
 from dataflow import Graph, GraphError, RunError, cli, inline, run, verify
-from dataflow.folder.checkpoints import MARKER
 from dataflow.errors import DataflowError
-from dataflow.system.optional_files import Extras
+from dataflow.folder.checkpoints import MARKER
 from dataflow.folder.ledger import Ledger
-from dataflow.history.replay import Wishes, replay
 from dataflow.folder.retention import FACT, gone, removable
 from dataflow.folder.run_folder import COMPRESSED_BYTES, RunFolder, read_arrow, write_arrow
+from dataflow.history.replay import Wishes, replay
 from dataflow.history.summary import summarize
 from dataflow.history.verify.facts import read_facts
+from dataflow.system.optional_files import Extras
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 

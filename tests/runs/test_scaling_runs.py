@@ -19,20 +19,20 @@ from rigs.machine import wait_until
 from rigs.operators import Around, built_by, wrapped
 
 from dataflow import Graph, GraphError, Model, Result, RunError, inline, run
-from dataflow.scheduler.commands import ask_to_scale
-from dataflow.scheduler.control import Limits
 from dataflow.errors import DeadlineError
-from dataflow.node import Batch, Context, Runtime, Transform
-from dataflow.worker.ports import Ports
-from dataflow.records import GROUP_ID
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
+from dataflow.node import Batch, Context, Runtime, Transform
+from dataflow.records import GROUP_ID
+from dataflow.scheduler.control import Limits
+from dataflow.scheduler.requests import ask_to_scale
 from dataflow.staleness import admit
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.worker.ports import Ports
 from operators import Evaluate, Prompts
 from transport.data.outbox import Outbox
 
-pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[2]
 MODEL = Model("fake-policy")

@@ -15,15 +15,15 @@ from rigs.machine import alive, wait_until
 from rigs.programs import Program, program, under_way
 
 from dataflow import verify
-from dataflow.scheduler.commands import ask_to_stop
 from dataflow.errors import RunError
 from dataflow.folder.faults import FILE
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
+from dataflow.scheduler.requests import ask_to_stop
 
 __all__ = ["program"]
 
-pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
 
 STEPS = 24
 ROOT = Path(__file__).parents[2]
@@ -175,6 +175,7 @@ def test_workers_that_would_wait_for_nobody_are_patient_with_a_scheduler_that_li
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
 def test_a_trainer_that_is_left_alone_ends_its_step_writes_a_checkpoint_and_the_run_goes_on_later(
     program: Start,
 ) -> None:

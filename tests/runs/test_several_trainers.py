@@ -15,9 +15,9 @@ from rigs.operators import slow
 
 from dataflow import Graph, Model, inline, run
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
 from dataflow.node import Batch, Context, Runtime, Transform
 from dataflow.records import GROUP_ID, Columns
-from dataflow.folder.run_folder import RunFolder
 from dataflow.staleness import admit
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Generator, Prompts, Trainer

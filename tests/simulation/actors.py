@@ -19,7 +19,7 @@ from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, ROLLOUT_
 from dataflow.traits import Traits
 from operators.generation.admission import Admission
 from operators.sources.prompt_rows import Report
-from operators.sources.prompt_runtime import Issue
+from operators.sources.prompt_runtime import PromptRuntime
 
 PROMPTS, TRAINED = 64, "prompts"
 STOP, NONE = pa.array(["stop"] * 64), pa.nulls(64, pa.string())
@@ -37,7 +37,7 @@ def tensors(version: int, content: int) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class SimulatedPrompts(Source):
-    """`Issue` over a table of numbers."""
+    """`PromptRuntime` over a table of numbers."""
 
     name: str = field(default=TRAINED, kw_only=True)
     rows: int = PROMPTS
@@ -54,7 +54,10 @@ class SimulatedPrompts(Source):
         """The product's own source."""
         numbers = [str(number) for number in range(self.rows)]
         table = pa.table({"prompt_id": numbers, "prompt": numbers})
-        return Issue(self, table, Report(), context)  # type: ignore[arg-type]
+        return PromptRuntime(
+            table, Report(), context, name=self.name, shuffle_seed=self.shuffle_seed, group_size=self.group_size,
+            epochs=self.epochs,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +178,7 @@ class _Drawing(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         waiting = [group.group_id for queue in self._admission.lanes.values() for group in queue]
-        return {"version": self._reader.version, "live": len(self._live), "waiting": str(waiting)}
+        return {"version": self._reader.version, "live": len(self._live), "held": str(waiting)}
 
     def _rows(self, group: _Group) -> pa.RecordBatch:
         size = len(group.lengths)

@@ -46,11 +46,11 @@ class Line:
         if self._down is not None:
             self._down.send(item)
 
-    def connect(self, desk: Hear) -> None:
+    def connect(self, scheduler: Hear) -> None:
         """A scheduler is found."""
         if self.cut_off:
             return
-        self._up, self._down = Pipe(self._network, desk), Pipe(self._network, self._hear)
+        self._up, self._down = Pipe(self._network, scheduler), Pipe(self._network, self._hear)
         while self._kept:
             self._up.send(self._kept.popleft())
 
@@ -80,14 +80,14 @@ class Exchange:
     def __init__(self, network: SimulatedNetwork) -> None:
         self._network = network
         self._lines: dict[str, Line] = {}
-        self._desk: Hear | None = None
+        self._scheduler: Hear | None = None
 
     def connect(self, name: str, hear: Hear) -> Line:
         """An incarnation of a worker takes the name over."""
         self.hang_up(name)
         line = self._lines[name] = Line(self._network, hear)
-        if self._desk is not None:
-            line.connect(self._desk)
+        if self._scheduler is not None:
+            line.connect(self._scheduler)
         return line
 
     def hang_up(self, name: str) -> None:
@@ -100,18 +100,18 @@ class Exchange:
         if name in self._lines:
             self._lines[name].say(item)
 
-    def open(self, desk: Hear) -> None:
+    def open(self, scheduler: Hear) -> None:
         """A scheduler is there; the lines that wait for one find it, one after the other."""
-        self._desk = desk
+        self._scheduler = scheduler
         for line in self._lines.values():
-            self._network.clock.after(RETURN_S * self._network.random.random(), partial(self._find, line, desk))
+            self._network.clock.after(RETURN_S * self._network.random.random(), partial(self._find, line, scheduler))
 
     def lose(self) -> None:
         """The scheduler is dead."""
-        self._desk = None
+        self._scheduler = None
         for line in self._lines.values():
             line.lose()
 
-    def _find(self, line: Line, desk: Hear) -> None:
-        if self._desk is desk:
-            line.connect(desk)
+    def _find(self, line: Line, scheduler: Hear) -> None:
+        if self._scheduler is scheduler:
+            line.connect(scheduler)

@@ -52,10 +52,10 @@ class Nemesis:
         kind = random.choices(("crash", "now", "cut", "hang"), (5, 2, 3, 2))[0]
         victim = random.choice(victims)
         if kind == "cut":
-            connections = self._network().connections
+            connections = self._network().wires
             if connections:
                 connection = random.choice(connections)
-                self._say("network", f"the connection to {connection.door.address} breaks")
+                self._say("network", f"the connection to {connection.listener.address} breaks")
                 self._network().cut(connection)
         elif kind == "hang":
             victim.stopped_until = self._clock.now + random.random() * self._trouble.hang_s

@@ -1,6 +1,6 @@
 """A seeded network for `transport.data`: delays, connections that break and lose what was under way.
 
-Within one connection nothing is reordered, as with TCP and ipc. Like ZeroMQ's sockets, a line keeps what it is given
+Within one connection nothing is reordered, as with TCP and ipc. Like a ZeroMQ socket, an end keeps what it is given
 while there is no connection, and what was read from a connection before it broke may be heard after that news.
 """
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 import zmq
 
 from transport.data import frames
-from transport.data.channel import Arrival, Junk, LineEvent, Packed
+from transport.data.channel import Arrival, ConnectionEvent, Junk, Packed
 from transport.data.messages import Data, Message
 from transport.errors import AddressError, FrameError
 
@@ -73,15 +73,17 @@ class Pipe:
             self._deliver(self._under_way.popleft())
 
 
-class Connection:
-    """What lies between a line and a door while both are there."""
+class Wire:
+    """What lies between a connection and a listener while both are there."""
 
-    def __init__(self, network: "SimulatedNetwork", line: "SimulatedLine", door: "SimulatedDoor", token: int) -> None:
-        self.line, self.door, self.token = line, door, token
-        self.forth = Pipe(network, door.arrive)
-        self.back = Pipe(network, line.hear)
+    def __init__(
+        self, network: "SimulatedNetwork", connection: "SimulatedConnection", listener: "SimulatedListener", token: int
+    ) -> None:
+        self.connection, self.listener, self.token = connection, listener, token
+        self.forth = Pipe(network, listener.arrive)
+        self.back = Pipe(network, connection.hear)
         self.swallows = network.random.randrange(3)
-        """After it broke, and before the line notices, so many messages go nowhere; later ones are kept."""
+        """After it broke, and before the connection notices, so many messages go nowhere; later ones are kept."""
 
     @property
     def whole(self) -> bool:
@@ -99,8 +101,8 @@ class SimulatedNetwork:
 
     def __init__(self, clock: Clock, random: Random, weather: Weather) -> None:
         self.clock, self.random, self.weather = clock, random, weather
-        self.doors: dict[str, SimulatedDoor] = {}
-        self.connections: list[Connection] = []
+        self.listeners: dict[str, SimulatedListener] = {}
+        self.wires: list[Wire] = []
         self._tokens = 0
 
     def of(self, process: Process) -> "NetworkOf":
@@ -113,22 +115,20 @@ class SimulatedNetwork:
         slow = 100.0 if random.random() < weather.slow else 2.0
         return weather.delay_s * slow * random.random()
 
-    def connect(self, line: "SimulatedLine", door: "SimulatedDoor") -> Connection:
-        """A new connection."""
+    def connect(self, connection: "SimulatedConnection", listener: "SimulatedListener") -> Wire:
+        """A new wire."""
         self._tokens += 1
-        made = Connection(self, line, door, self._tokens)
-        door.connections[made.token] = made
-        self.connections = [one for one in self.connections if one.whole]
-        self.connections.append(made)
+        made = Wire(self, connection, listener, self._tokens)
+        listener.wires[made.token] = made
+        self.wires = [one for one in self.wires if one.whole]
+        self.wires.append(made)
         return made
 
-    def cut(self, connection: Connection) -> None:
-        """A connection breaks; its line notices later."""
-        if connection.whole:
-            connection.cut()
-            self.clock.after(
-                self.weather.notice_s * 2 * self.random.random(), lambda: connection.line.noticed(connection)
-            )
+    def cut(self, wire: Wire) -> None:
+        """A wire breaks; its connection notices later."""
+        if wire.whole:
+            wire.cut()
+            self.clock.after(self.weather.notice_s * 2 * self.random.random(), lambda: wire.connection.noticed(wire))
 
 
 class NetworkOf:
@@ -137,29 +137,29 @@ class NetworkOf:
     def __init__(self, network: SimulatedNetwork, process: Process) -> None:
         self._network, self._process = network, process
 
-    def line(self, address: str) -> "SimulatedLine":
+    def connect(self, address: str) -> "SimulatedConnection":
         """Connect to a receiver, which may appear later."""
         self._process.point()
-        return SimulatedLine(self._network, self._process, address)
+        return SimulatedConnection(self._network, self._process, address)
 
-    def door(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "SimulatedDoor":
+    def listen(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "SimulatedListener":
         """Listen at an address."""
         self._process.point()
-        return SimulatedDoor(self._network, self._process, address)
+        return SimulatedListener(self._network, self._process, address)
 
 
-class SimulatedLine:
-    """A sender's end of its connections to one address, one after the other."""
+class SimulatedConnection:
+    """A sender's end of its wires to one address, one after the other."""
 
     sockets: "Sequence[zmq.Socket[bytes]]" = ()
 
     def __init__(self, network: SimulatedNetwork, process: Process, address: str) -> None:
         self.address = address
         self._network, self._process = network, process
-        self._news: deque[LineEvent] = deque()
+        self._news: deque[ConnectionEvent] = deque()
         self._replies: deque[Message] = deque()
         self._kept: deque[tuple[Message, Any]] = deque()
-        self._connection: Connection | None = None
+        self._wire: Wire | None = None
         self._open = True
         process.on_death.append(self.close)
         network.clock.after(network.delay_s(), self._connect)
@@ -169,18 +169,18 @@ class SimulatedLine:
         return Packed(content=batch, size_bytes=size_bytes, checksum=0)
 
     def put(self, message: Message, payload: Any = None) -> bool:
-        """Send, or keep for the next connection."""
+        """Send, or keep for the next wire."""
         self._process.point()
-        connection = self._connection
-        if connection is not None and connection.whole:
+        wire = self._wire
+        if wire is not None and wire.whole:
             self._send(message, payload)
-        elif connection is not None and connection.swallows:
-            connection.swallows -= 1
+        elif wire is not None and wire.swallows:
+            wire.swallows -= 1
         else:
             self._kept.append((message, payload))
         return True
 
-    def get(self) -> Message | LineEvent | Junk | None:
+    def get(self) -> Message | ConnectionEvent | Junk | None:
         """What happened to the connection, before what came over it."""
         if self._news:
             return self._news.popleft()
@@ -192,11 +192,11 @@ class SimulatedLine:
             self._replies.append(message)
             self._process.wake()
 
-    def noticed(self, connection: Connection) -> None:
-        """The connection turns out to be broken; look for another one."""
-        if self._open and self._connection is connection:
-            self._connection = None
-            self._news.append(LineEvent.LOST)
+    def noticed(self, wire: Wire) -> None:
+        """The wire turns out to be broken; look for another one."""
+        if self._open and self._wire is wire:
+            self._wire = None
+            self._news.append(ConnectionEvent.LOST)
             self._process.wake()
             self._network.clock.after(self._network.weather.notice_s * self._network.random.random(), self._connect)
 
@@ -206,44 +206,44 @@ class SimulatedLine:
     def close(self) -> None:
         """Let go of the connection."""
         self._open = False
-        if self._connection is not None:
-            self._connection.cut()
+        if self._wire is not None:
+            self._wire.cut()
 
     def _connect(self) -> None:
         if not self._open:
             return
-        door = self._network.doors.get(self.address)
-        if door is None:
+        listener = self._network.listeners.get(self.address)
+        if listener is None:
             self._network.clock.after(
                 self._network.weather.notice_s * (0.5 + self._network.random.random()), self._connect
             )
             return
-        self._connection = self._network.connect(self, door)
-        self._news.append(LineEvent.UP)
+        self._wire = self._network.connect(self, listener)
+        self._news.append(ConnectionEvent.UP)
         while self._kept:
             self._send(*self._kept.popleft())
         self._process.wake()
 
     def _send(self, message: Message, payload: Any) -> None:
-        assert self._connection is not None
-        self._connection.forth.send(Arrival(line=self._connection.token, message=message, payload=payload))
+        assert self._wire is not None
+        self._wire.forth.send(Arrival(connection=self._wire.token, message=message, payload=payload))
 
 
-class SimulatedDoor:
+class SimulatedListener:
     """A receiver's end of its connections."""
 
     sockets: "Sequence[zmq.Socket[bytes]]" = ()
 
     def __init__(self, network: SimulatedNetwork, process: Process, address: str) -> None:
-        if address in network.doors:
+        if address in network.listeners:
             raise AddressError(f"'{address}' is taken; got a second receiver; close the first one")
         self.address = address
-        self.connections: dict[Hashable, Connection] = {}
+        self.wires: dict[Hashable, Wire] = {}
         self._network, self._process = network, process
         self._arrivals: deque[Arrival] = deque()
         self._spared: set[tuple[str, int, int]] = set()
         """Batches that were damaged once."""
-        network.doors[address] = self
+        network.listeners[address] = self
         process.on_death.append(self.close)
 
     def arrive(self, arrival: Arrival) -> None:
@@ -259,10 +259,10 @@ class SimulatedDoor:
         """Whether something arrived that `get` did not return yet."""
         return bool(self._arrivals)
 
-    def put(self, line: Hashable, message: Message) -> None:
+    def put(self, connection: Hashable, message: Message) -> None:
         """Answer; over a broken connection it is lost."""
         self._process.point()
-        self.connections[line].back.send(message)
+        self.wires[connection].back.send(message)
 
     def assemble(self, begun: Any, payload: Any, message: Data) -> Any:
         """The batch itself, which comes with each of its parts."""
@@ -281,7 +281,7 @@ class SimulatedDoor:
 
     def close(self) -> None:
         """Stop listening."""
-        if self._network.doors.get(self.address) is self:
-            del self._network.doors[self.address]
-            for connection in self.connections.values():
-                self._network.cut(connection)
+        if self._network.listeners.get(self.address) is self:
+            del self._network.listeners[self.address]
+            for wire in self.wires.values():
+                self._network.cut(wire)

@@ -9,16 +9,16 @@ import pytest
 
 from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.snapshot import Handover
-from dataflow.scheduler.deferred_sends import Unheard
-from dataflow.scheduler.failover import Successor
-from dataflow.scheduler.recovery import Recovery
-from dataflow.scheduler.scaling import Say, Scaling
-from dataflow.scheduler.state_machine import Conductor
+from dataflow.folder.snapshot import Snapshot
+from dataflow.scheduler import failover, scaling
+from dataflow.scheduler.events import Process, Send
+from dataflow.scheduler.state_machine import RunStateMachine
+from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
 from dataflow.worker import ports
+from dataflow.worker.messages import SenderEnded
 from operators.evaluate import EvaluateRuntime
 from operators.generation.admission import Admission
-from operators.sources.prompt_runtime import Issue
+from operators.sources.prompt_runtime import PromptRuntime
 from transport.data.outbox import Outbox
 
 from .running import having, hold, notice
@@ -48,21 +48,21 @@ def what_a_sink_acknowledged_dies_with_it(patch: Patch) -> None:
 
 
 def a_source_does_not_hear_of_an_open_round_when_it_is_back(patch: Patch) -> None:
-    def words(self: Conductor, node: str, **how: Any) -> list[Any]:
-        return [word for word in words_for(self, node, **how) if "evaluate" not in word.message]
+    def commands(self: RunStateMachine, node: str, **how: Any) -> list[Any]:
+        return [command for command in commands_for(self, node, **how) if "evaluate" not in command.message]
 
-    words_for = Conductor.words_for
-    patch.setattr(Conductor, "words_for", words)
+    commands_for = RunStateMachine.commands_for
+    patch.setattr(RunStateMachine, "commands_for", commands)
 
 
 def a_round_that_begins_anew_gets_other_numbers(patch: Patch) -> None:
-    def told(self: Issue, message: Any) -> None:
+    def told(self: PromptRuntime, message: Any) -> None:
         tell(self, message)
         if "again" in message:
             self._again = deque()
 
-    tell = Issue.tell
-    patch.setattr(Issue, "tell", told)
+    tell = PromptRuntime.tell
+    patch.setattr(PromptRuntime, "tell", told)
 
 
 def a_round_is_closed_before_all_is_there(patch: Patch) -> None:
@@ -78,8 +78,8 @@ def rounds_do_not_wait_for_their_weights(patch: Patch) -> None:
 
 
 def the_run_ends_before_its_last_round(patch: Patch) -> None:
-    waiting = Conductor._waiting
-    patch.setattr(Conductor, "_waiting", lambda self: self.phase != "last_evaluation" and waiting(self))
+    waiting = RunStateMachine._waiting
+    patch.setattr(RunStateMachine, "_waiting", lambda self: self.phase != "last_evaluation" and waiting(self))
 
 
 def a_round_that_was_recorded_is_open_to_a_sink_that_is_back(patch: Patch) -> None:
@@ -94,15 +94,15 @@ def nobody_says_what_a_leaver_had_heard_before_it_died(patch: Patch) -> None:
 
 
 def a_newcomer_waits_for_what_the_dead_were_asked(patch: Patch) -> None:
-    def fell(self: Scaling, name: str) -> Any:
-        before = {each.name: dict(each.unconfirmed) for each in self._members.values()}
-        orders = falls(self, name)
-        for each in self._members.values():
+    def fell(table: Table, record: WorkerRecord) -> Any:
+        before = {each.name: dict(each.unconfirmed) for each in table}
+        commands = falls(table, record)
+        for each in table:
             each.unconfirmed = before[each.name]
-        return orders
+        return commands
 
-    falls = Scaling.fell
-    patch.setattr(Scaling, "fell", fell)
+    falls = scaling.fell
+    patch.setattr(scaling, "fell", fell)
 
 
 def a_newcomer_is_not_sent_to(patch: Patch) -> None:
@@ -114,49 +114,41 @@ def a_leaver_is_not_let_go(patch: Patch) -> None:
 
 
 def a_leaver_is_stopped_before_those_that_send_to_it_know(patch: Patch) -> None:
-    def stop(self: Scaling) -> Any:
-        for each in self._members.values():
-            if each.state == "leaving":
+    def stop(table: Table) -> Any:
+        for each in table:
+            if each.membership is Membership.LEAVING:
                 each.unconfirmed = {}
-        return stops(self)
+        return stops(table)
 
-    stops = Scaling._stop
-    patch.setattr(Scaling, "_stop", stop)
+    stops = scaling._stop
+    patch.setattr(scaling, "_stop", stop)
 
 
 def a_leaver_that_died_is_taken_for_done(patch: Patch) -> None:
-    def fell(self: Scaling, name: str) -> Any:
-        drained = self._members[name].drained
-        orders = falls(self, name)
-        self._members[name].drained = drained or self._members[name].state == "leaving"
-        return orders
+    def fell(table: Table, record: WorkerRecord) -> Any:
+        drained = record.drained
+        commands = falls(table, record)
+        record.drained = drained or record.membership is Membership.LEAVING
+        return commands
 
-    falls = Scaling.fell
-    patch.setattr(Scaling, "fell", fell)
+    falls = scaling.fell
+    patch.setattr(scaling, "fell", fell)
 
 
 def joins_begin_while_somebody_is_away(patch: Patch) -> None:
-    def advance(self: Scaling) -> Any:
-        away, self._away = self._away, set()
-        try:
-            return advances(self)
-        finally:
-            self._away = away
-
-    advances = Scaling._advance
-    patch.setattr(Scaling, "_advance", advance)
+    patch.setattr(scaling, "anybody_away", lambda _: False)
 
 
 # Resume
 
 
 def a_run_that_goes_on_does_not_know_its_rounds(patch: Patch) -> None:
-    patch.setattr(Conductor, "go_on", lambda *_: None)
+    patch.setattr(RunStateMachine, "go_on", lambda *_: None)
 
 
 def a_source_that_is_ready_late_does_not_hear_what_was_dropped(patch: Patch) -> None:
-    begin = Conductor.start
-    patch.setattr(Conductor, "start", lambda self: [word for word in begin(self) if "dropped" not in word.message])
+    begin = RunStateMachine.start
+    patch.setattr(RunStateMachine, "start", lambda self: [c for c in begin(self) if "dropped" not in c.message])
 
 
 def finished_rollouts_are_not_looked_for(patch: Patch) -> None:
@@ -168,65 +160,83 @@ def a_run_that_goes_on_counts_its_prompts_from_the_start(patch: Patch) -> None:
 
 
 def a_run_that_goes_on_issues_nothing_again(patch: Patch) -> None:
-    patch.setattr(Issue, "_in_flight", lambda self: deque())
+    patch.setattr(PromptRuntime, "_in_flight", lambda self: deque())
 
 
 # Successors
 
 
 def a_scheduler_speaks_to_workers_that_have_not_found_it(patch: Patch) -> None:
-    patch.setattr(Unheard, "reach", lambda self, name, send: send())
+    def meet(record: WorkerRecord, *values: Any) -> None:
+        meets(record, *values)
+        record.is_reachable = True
+
+    meets = failover._meet
+    patch.setattr(failover, "_meet", meet)
 
 
 def what_the_dead_scheduler_may_not_have_said_is_not_said_again(patch: Patch) -> None:
-    def take(self: Scaling, plain: Any) -> Any:
-        take_up(self, plain)
+    def silent(table: Table) -> Any:
+        repeat(table)
         return []
 
-    take_up = Scaling.take_up
-    patch.setattr(Scaling, "take_up", take)
+    repeat = scaling.repeat
+    patch.setattr(scaling, "repeat", silent)
 
 
 def a_successor_does_not_know_what_nodes_were_told(patch: Patch) -> None:
-    patch.setattr(Conductor, "take_up", lambda *_: None)
+    patch.setattr(RunStateMachine, "take_up", lambda *_: None)
 
 
 def what_nodes_may_have_missed_is_not_said_to_those_that_go_on(patch: Patch) -> None:
-    def words(self: Conductor, node: str, *, again: bool = True) -> list[Any]:
-        return words_for(self, node) if again else []
+    def commands(self: RunStateMachine, node: str, *, again: bool = True) -> list[Any]:
+        return commands_for(self, node) if again else []
 
-    words_for = Conductor.words_for
-    patch.setattr(Conductor, "words_for", words)
+    commands_for = RunStateMachine.commands_for
+    patch.setattr(RunStateMachine, "commands_for", commands)
 
 
 def a_successor_counts_attempts_from_the_start(patch: Patch) -> None:
-    patch.setattr(Recovery, "take_up", lambda *_: None)
+    def meet(record: WorkerRecord, *values: Any) -> None:
+        meets(record, *values)
+        if not record.has_process:
+            record.attempt = 0
+
+    meets = failover._meet
+    patch.setattr(failover, "_meet", meet)
 
 
 def decisions_are_written_once_only(patch: Patch) -> None:
-    write = Handover.write
-    patch.setattr(Handover, "write", lambda self: None if self._written else write(self))
+    write = Snapshot.write
+    patch.setattr(Snapshot, "write", lambda self: None if self._written else write(self))
+
+
+def taken_for(patch: Patch, life: Life) -> None:
+    def adopted(table: Table, record: WorkerRecord, process: Process | None, now: float) -> Any:
+        record.life = life
+        return adopt(table, record, process, now)
+
+    adopt = failover._adopt
+    patch.setattr(failover, "_adopt", adopted)
 
 
 def one_that_was_starting_is_taken_for_one_at_work(patch: Patch) -> None:
-    adopt = Successor._adopt
-    patch.setattr(Successor, "_adopt", lambda self, state, was: adopt(self, state, "ready"))
+    taken_for(patch, Life.READY)
 
 
 def all_are_started_again(patch: Patch) -> None:
-    adopt = Successor._adopt
-    patch.setattr(Successor, "_adopt", lambda self, state, was: adopt(self, state, "down"))
+    taken_for(patch, Life.STARTING)
 
 
 def a_leaver_waits_for_ends_that_an_earlier_scheduler_heard_of(patch: Patch) -> None:
-    def take(self: Scaling, plain: Any) -> Any:
-        orders = take_up(self, plain)
-        for each in self._members.values():
-            each.wired_again = False
-        return [order for order in orders if not isinstance(order, Say) or order.word["kind"] != "over"]
+    def forgetful(table: Table) -> Any:
+        commands = repeat(table)
+        for each in table:
+            each.may_miss_ends = False
+        return [each for each in commands if not (isinstance(each, Send) and isinstance(each.message, SenderEnded))]
 
-    take_up = Scaling.take_up
-    patch.setattr(Scaling, "take_up", take)
+    repeat = scaling.repeat
+    patch.setattr(scaling, "repeat", forgetful)
 
 
 # Filters

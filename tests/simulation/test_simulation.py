@@ -12,9 +12,9 @@ import pytest
 from dataflow.folder.finished import Finished
 from dataflow.node import Batch
 from dataflow.scheduler import recovery, state_machine
-from dataflow.worker.acknowledgements import Holding
+from dataflow.worker.acknowledgements import Acknowledgements
 from operators.generation.admission import Admission
-from operators.sources.prompt_runtime import Issue
+from operators.sources.prompt_runtime import PromptRuntime
 from operators.training.reorder_buffer import ReorderBuffer
 
 from . import trainer, weights
@@ -25,9 +25,9 @@ from .world import World
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("first", range(0, 100, 25))
-def test_all_laws_hold_in_each_of_the_first_100_seeds(first: int) -> None:
-    hold(World, range(first, first + 25))
+@pytest.mark.parametrize("first", range(0, 40, 20))
+def test_all_laws_hold_in_each_of_the_first_40_seeds(first: int) -> None:
+    hold(World, range(first, first + 20))
 
 
 @pytest.mark.slow
@@ -53,8 +53,8 @@ def test_a_seed_repeats_event_by_event_in_another_process() -> None:
 
 
 def acknowledgements_do_not_wait_for_the_next_node(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Holding, "sent", lambda *_: None)
-    patch.setattr(Holding, "acknowledged", lambda *_: None)
+    patch.setattr(Acknowledgements, "sent", lambda *_: None)
+    patch.setattr(Acknowledgements, "acknowledged", lambda *_: None)
 
 
 def the_trainer_acknowledges_on_arrival(patch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def the_trainer_acknowledges_on_arrival(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_restarted_source_forgets_what_was_in_flight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Issue, "_in_flight", lambda self: deque())
+    patch.setattr(PromptRuntime, "_in_flight", lambda self: deque())
 
 
 def what_was_finished_is_not_found_again(patch: pytest.MonkeyPatch) -> None:
@@ -75,13 +75,13 @@ def what_was_finished_is_not_found_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_group_that_comes_twice_is_done_twice(patch: pytest.MonkeyPatch) -> None:
-    def always_new(self: Holding, lane: str, origin: str, groups: Any, ack: Any) -> list[int]:
+    def always_new(self: Acknowledgements, lane: str, origin: str, groups: Any, ack: Any) -> list[int]:
         numbers = list(groups)
         arrive(self, lane, origin, numbers, ack)
         return numbers
 
-    arrive = Holding.arrive
-    patch.setattr(Holding, "arrive", always_new)
+    arrive = Acknowledgements.arrive
+    patch.setattr(Acknowledgements, "arrive", always_new)
 
 
 def admission_knows_no_bound(patch: pytest.MonkeyPatch) -> None:
@@ -123,11 +123,11 @@ def a_writer_does_not_wait_until_readers_have_left_a_segment(patch: pytest.Monke
 
 
 def nobody_is_started_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recovery.Recovery, "due", lambda *_: [])
+    patch.setattr(recovery, "restart", lambda *_: [])
 
 
 def a_restarted_node_is_not_told_what_it_missed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(state_machine.Conductor, "words_for", lambda *_, **how: [])
+    patch.setattr(state_machine.RunStateMachine, "commands_for", lambda *_, **how: [])
 
 
 WITHOUT: list[tuple[Callable[[pytest.MonkeyPatch], None], range, str]] = [

@@ -43,7 +43,7 @@ class Site:
 
 
 class SiteOf:
-    """`transport.weights.ports.Site` for one process."""
+    """`transport.weights.memory.ports.Site` for one process."""
 
     def __init__(self, site: Site, process: Process) -> None:
         self._site, self._process = site, process

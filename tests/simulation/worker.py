@@ -5,10 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataflow.node import Context
 from dataflow.worker.host import Host, Settings
+from dataflow.worker.messages import (
+    TO_SCHEDULER,
+    Bye,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    NodeReport,
+    Ready,
+    RetireReceivers,
+    Start,
+    Stop,
+    ToWorker,
+    Wire,
+)
 from dataflow.worker.ports import Ports
 from dataflow.worker.worker import Worker
 from transport.weights.layout.flat import FlatLayout
@@ -22,7 +36,8 @@ from .process import Crash, Process
 if TYPE_CHECKING:
     from .world import World
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
+M = TypeVar("M", Wire, Start)
 
 
 class Touching:
@@ -55,12 +70,12 @@ class Touching:
 
 
 class Hearing(Worker):
-    """The product's worker as far as it hears words and answers them; when it takes turns is the world's to say."""
+    """The product's worker as far as it hears messages and answers them; when it takes turns is the world's to say."""
 
-    def __init__(self, host: Host, ports: Ports, link: Any, who: Mapping[str, Any]) -> None:
-        self._host, self._ports, self._link, self._who = host, ports, link, who
-        self._early: list[dict[str, Any]] = []
-        self._retiring: list[dict[str, Any]] = []
+    def __init__(self, host: Host, ports: Ports, link: Any, attempt: int) -> None:
+        self._host, self._ports, self._link, self._attempt = host, ports, link, attempt
+        self._early: list[ToWorker] = []
+        self._retiring: list[RetireReceivers] = []
         self._running = True
 
     @property
@@ -109,14 +124,14 @@ class SimulatedWorker:
         settings = Settings.from_plain({**plain, "sockets": ""})
         check(settings.attempt > self.process.attempt, f"'{self.name}' restarts as attempt {settings.attempt}")
         self.host = self.ports = None
-        self._words: deque[dict[str, Any]] = deque()
+        self._messages: deque[ToWorker] = deque()
         self.weights: list[Any] = []
         self.state = "starting"
         life = self._life(settings)
         self.process.start(lambda: self._turn(life), settings.attempt)
         self.out = self._exchange.connect(self.name, self._hear)
         self.process.on_death.append(self._ended)
-        self._beat(self.process.attempt)
+        self._heartbeat(self.process.attempt)
 
     def _turn(self, life: Iterator[bool]) -> bool:
         world = self.world
@@ -124,7 +139,7 @@ class SimulatedWorker:
         try:
             moved = next(life)
         except StopIteration:
-            self.send("bye")
+            self.send(Bye(attempt=self.process.attempt))
             self.process.die()
             return False
         except Exception as error:  # nothing in this world should fail
@@ -166,15 +181,15 @@ class SimulatedWorker:
             world.graph, world.plan, nodes, settings, writer_of=writer_of, reader_of=reader_of,
             process=process, probe=Probe(world, process),
         )  # fmt: skip
-        self.send("hello", pid=1, addresses=ports.open_inlets(host))
+        self.send(Hello(attempt=process.attempt, pid=1, addresses=ports.open_inlets(host)))
         yield True
         host.build()
-        while (word := self._take("wire")) is None:
+        while (wire := self._take(Wire)) is None:
             yield False
-        host.wire(ports.inlets, ports.open_outlets(host, word["addresses"]))
-        worker = Hearing(host, ports, self, {})
-        self.send("ready")
-        while self._take("start") is None:
+        host.wire(ports.inlets, ports.open_outlets(host, wire.addresses))
+        worker = Hearing(host, ports, self, process.attempt)
+        self.send(Ready(attempt=process.attempt))
+        while self._take(Start) is None:
             yield False
         self.state = "running"
         while True:
@@ -189,43 +204,44 @@ class SimulatedWorker:
             worker.part()
             yield moved
 
-    def _snapshot(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         host, ports = self.host, self.ports
         if host is None or ports is None or not host.loops:
-            return {"nodes": {}, "edges": {}, "drained": False}
+            return {"nodes": {}}
         drained = all(loop.ended for loop in host.loops.values()) and ports.drained
-        return {"nodes": host.report(), "edges": ports.depths(), "drained": drained}
+        nodes = {node: NodeReport(**report) for node, report in host.report().items()}
+        return {"nodes": nodes, "edges": ports.depths(), "drained": drained}
 
-    def _take(self, kind: str) -> dict[str, Any] | None:
-        found = next((word for word in self._words if word["kind"] in (kind, "stop")), None)
-        if found is not None and found["kind"] == "stop":
-            self.process.die()
-            raise Crash(self.name)
-        if found is not None:
-            self._words.remove(found)
-        return found
+    def _take(self, kind: type[M]) -> M | None:
+        for message in self._messages:
+            if isinstance(message, Stop):
+                self.process.die()
+                raise Crash(self.name)
+            if isinstance(message, kind):
+                self._messages.remove(message)
+                return message
+        return None
 
-    def _hear(self, word: dict[str, Any]) -> None:
-        if "kind" in word:  # it is no answer to a command
-            self._words.append(word)
-            self.process.wake()
+    def _hear(self, message: ToWorker) -> None:
+        self._messages.append(message)
+        self.process.wake()
 
     # As dataflow.worker.link.Link
 
-    def words(self) -> list[dict[str, Any]]:
-        """What was said since the last call."""
-        heard, self._words = list(self._words), deque()
+    def messages(self) -> list[ToWorker]:
+        """What was sent since the last call."""
+        heard, self._messages = list(self._messages), deque()
         return heard
 
-    def send(self, kind: str, **values: Any) -> None:
-        """Tell the scheduler something."""
-        self.out.send((self.name, {"kind": kind, "name": self.name, "attempt": self.process.attempt, **values}))
+    def send(self, message: FromWorker) -> None:
+        """Send a message to the scheduler."""
+        self.out.send((self.name, TO_SCHEDULER.decode(TO_SCHEDULER.encode(message))))
 
-    def _beat(self, attempt: int) -> None:
+    def _heartbeat(self, attempt: int) -> None:
         if self.process.alive and self.process.attempt == attempt:
             if self.world.clock.now >= self.process.stopped_until:
-                self.send("beat", state=self.state, turned_s=0.0, rss_bytes=0, **self._snapshot())
-            self.world.clock.after(BEAT_S, lambda: self._beat(attempt))
+                self.send(Heartbeat(attempt=attempt, state=self.state, **self._facts()))
+            self.world.clock.after(HEARTBEAT_S, lambda: self._heartbeat(attempt))
 
     def _ended(self) -> None:
         self.world.say(self.name, f"ends as attempt {self.process.attempt}")
@@ -242,7 +258,7 @@ class SimulatedWorker:
                 loop.runtime.status(),
                 "blocked" if loop.blocked else "",
                 "ended" if loop.ended else "",
-                len(loop.holding),
+                len(loop.acknowledgements),
             )
             for node, loop in self.host.loops.items()
         }

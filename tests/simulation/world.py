@@ -22,14 +22,16 @@ from dataflow.limits import Patience
 from dataflow.records import GROUP_ID
 from dataflow.scheduler import control
 from dataflow.scheduler.control import Limits, Scheduler
-from dataflow.scheduler.failover import Successor
+from dataflow.scheduler.requests import Scale
+from dataflow.scheduler.table import Life, Membership
 from dataflow.worker import ports
 from dataflow.worker.host import Settings
+from dataflow.worker.messages import NodeCommand, ToWorker
 from operators.sources import prompt_runtime
 
 from .actors import TRAINED
 from .clock import Clock
-from .desk import Room, SimulatedDesk
+from .control_server import Room, SimulatedControlServer
 from .exchange import Exchange
 from .forks import Forks
 from .guests import Guests
@@ -115,7 +117,7 @@ class World:
     def may_end(self) -> bool:
         """Whether nothing is left to see when the trainer is done: joins and leaves that are under way."""
         assert self.scheduler is not None
-        return not self._waits_for_guests or self._guests is None or self._guests.fulfilled(self.scheduler.scaling)
+        return not self._waits_for_guests or self._guests is None or self._guests.fulfilled(self.scheduler.table)
 
     def run(self) -> None:
         """From the scheduler's start to its end; raises Broken."""
@@ -147,7 +149,7 @@ class World:
         )
         nodes = {"generator": shape.generators} | ({"reward": shape.scorers} if shape.scorers else {})
         if shape.scales:
-            self._guests = Guests(clock, random, nodes, self._command, over_s=self._over_s)
+            self._guests = Guests(clock, random, nodes, self._request, over_s=self._over_s)
         if shape.resumes:
             Blackouts(clock, random, self._everybody, self._go_dark, self.say, over_s=2.0)
         if shape.succeeds:
@@ -167,10 +169,9 @@ class World:
     def _on_the_way(self) -> list[Process]:
         """Those that join or leave."""
         assert self.scheduler is not None
-        state = self.scheduler.scaling.state
-        return [
-            each.process for name, each in self.workers.items() if state(name) in ("joining", "leaving", "stopping")
-        ]
+        on_the_way = (Membership.JOINING, Membership.LEAVING, Membership.STOPPING)
+        records = self.scheduler.table.workers
+        return [each.process for name, each in self.workers.items() if records[name].membership in on_the_way]
 
     def _go_dark(self) -> None:
         self._dark = True
@@ -195,24 +196,19 @@ class World:
         self.one_generator = shape.generators == 1 and not shape.scales
         settings = Settings(folder=str(self.folder.path), seed=self.seed, steps=shape.steps)
         limits = Limits(hang_s=4.0, patience=Patience(of_one=50))
-        self.desk = SimulatedDesk(self.room, keeps=shape.succeeds)
+        self.server = SimulatedControlServer(self.room, keeps=shape.succeeds)
         self.scheduler = Scheduler(self.graph, self.plan, settings, limits=limits, clock=self.clock)
         if begun is not None:
-            self.scheduler.conductor.go_on(begun.steps, begun.rounds)
+            self.scheduler.table.run.go_on(begun.steps, begun.rounds)
         left: Mapping[str, Any] = {}
         while not self._serves(self.scheduler, left):
             if self._dark or not self.room.forks.stays:
                 raise Crash("all")
             left = self._wait_for_another()
-            self.scheduler = Successor(
-                self.graph,
-                self.plan,
-                settings,
-                self.desk,
-                left,
-                limits=limits,
-                clock=self.clock,  # type: ignore[arg-type]
-            )
+            self.scheduler = Scheduler(
+                self.graph, self.plan, settings, limits=limits, clock=self.clock,
+                server=self.server, left=left,  # type: ignore[arg-type]
+            )  # fmt: skip
 
     def _serves(self, scheduler: Scheduler, left: Mapping[str, Any]) -> bool:
         """What a scheduler does, to the end of the run; False: it died before that. left: by the one before it."""
@@ -221,10 +217,10 @@ class World:
             self._law_of_adoption(scheduler, left)
             self._begun = True
             self.say("scheduler", "all are ready")
-            while not scheduler.conductor.over:
+            while not scheduler.table.run.over:
                 scheduler.turn(0.25)
-                while scheduler.said:
-                    self.say("scheduler", scheduler.said.pop(0).replace(str(os.getpid()), "1"))
+                while scheduler.notices:
+                    self.say("scheduler", scheduler.notices.pop(0).replace(str(os.getpid()), "1"))
             self.say("scheduler", "the run is over")
             if self.shape.succeeds and self.random.random() < 0.2:
                 self._deaths.strike_soon(0.05)
@@ -237,9 +233,10 @@ class World:
 
     def _law_of_adoption(self, scheduler: Scheduler, left: Mapping[str, Any]) -> None:
         """Whoever was at work stays so, whatever becomes of schedulers."""
-        for name, known in left.get("workers", {}).items():
-            if known["state"] == "ready" and self.workers[name].process.alive:
-                state = scheduler.workers[name].state
+        for known in left["table"]["workers"] if left else ():
+            name = known["name"]
+            if known["life"] == Life.READY and self.workers[name].process.alive:
+                state = scheduler.table.workers[name].state
                 check(state in ("ready", "left"), f"'{name}' is at work, but {state} for the next scheduler")
 
     def _wait_for_another(self) -> Mapping[str, Any]:
@@ -251,7 +248,7 @@ class World:
             self._event()
         self.chair = Process("scheduler", self.clock, self.random, pace_s=0.0)
         self.chair.alive = True
-        self.desk = SimulatedDesk(self.room, self.room.forks.hand_over(), self.clock.now - since, keeps=True)
+        self.server = SimulatedControlServer(self.room, self.room.forks.hand_over(), self.clock.now - since, keeps=True)
         return snapshot.read(self.folder.path)
 
     def _take_up(self) -> resume.Begun:
@@ -318,9 +315,9 @@ class World:
             self.say(name, "is killed by the scheduler")
             self.workers[name].process.die()
 
-    def _told(self, word: Mapping[str, Any]) -> None:
-        """The scheduler says something to a worker."""
-        step = word.get("message", {}).get("evaluate")
+    def _told(self, message: ToWorker) -> None:
+        """The scheduler sends something to a worker."""
+        step = message.message.get("evaluate") if isinstance(message, NodeCommand) else None
         if step is not None and self.rounds.ask(step):
             self.say("scheduler", f"asks for the round of step {step}")
             if self.random.random() < 0.4:
@@ -328,16 +325,16 @@ class World:
         if self.shape.succeeds and self.random.random() < 0.02:
             self._deaths.strike_soon(0.1)
 
-    def _command(self, command: Mapping[str, Any]) -> None:
+    def _request(self, request: Scale) -> None:
         """Somebody asks for replicas."""
-        if not self._begun or self.scheduler is None or self.scheduler.conductor.over:
+        if not self._begun or self.scheduler is None or self.scheduler.table.run.over:
             return
         assert self._guests is not None
-        self.say("somebody", f"wishes for {command['wishes']}")
-        self._guests.wished |= command["wishes"]
+        self.say("somebody", f"wishes for {dict(request.wishes)}")
+        self._guests.wished |= request.wishes
         if self.shape.succeeds:
-            self.room.asked.append(command)
-        self.desk.ask(command)
+            self.room.asked.append(request)
+        self.server.ask(request)
         if self.random.random() < 0.6:
             self.nemesis.strike_soon(0.3, self._on_the_way)
         if self.shape.succeeds and self.random.random() < 0.5:
@@ -345,7 +342,7 @@ class World:
 
     @contextlib.contextmanager
     def _product(self) -> Iterator[None]:
-        """The product's sockets and desk are those of this world for a while."""
+        """The product's sockets and control server are those of this world for a while."""
         append = finished.Finished.append
 
         def appended(self_: finished.Finished, rows: Any) -> None:
@@ -364,7 +361,7 @@ class World:
 
         with _replaced(
             (ports, "SocketNetwork", network),
-            (control, "Desk", lambda *_, **__: self.desk), (finished.Finished, "append", appended),
+            (control, "ControlServer", lambda *_, **__: self.server), (finished.Finished, "append", appended),
             (resume, "_ledger", lambda folder, _: opened(folder.ledger)),
             (prompt_runtime, "ROWS_AT_ONCE", self._at_once),
         ):  # fmt: skip

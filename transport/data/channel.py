@@ -1,4 +1,4 @@
-"""Between what a channel promises and how its bytes travel: `Network`, `Line`, `Door`; and `Delivery`.
+"""Between what a channel promises and how its bytes travel: `Network`, `Connection`, `Listener`; and `Delivery`.
 
 `Sender` and `Receiver` keep the promises (order, credit, acknowledgement, redelivery) on any `Network`:
 `LocalNetwork` within one process, `SocketNetwork` between processes.
@@ -43,7 +43,7 @@ class Delivery:
         self.acknowledge_rows(self.sender, self.epoch, self.sequence, first, count)
 
 
-class LineEvent(Enum):
+class ConnectionEvent(Enum):
     """What happens to a connection."""
 
     UP = "up"
@@ -58,9 +58,9 @@ class LineEvent(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A message at a receiver's door."""
+    """A message at a receiver."""
 
-    line: Hashable
+    connection: Hashable
     """The connection that it came over."""
     message: Message
     """The message."""
@@ -70,9 +70,9 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Junk:
-    """Something at a door, or on a line, that is no message."""
+    """Something at a receiver, or on a connection, that is no message."""
 
-    line: Hashable
+    connection: Hashable
     """The connection that it came over."""
     reason: str
     """What is wrong with it."""
@@ -90,7 +90,7 @@ class Packed:
     """xxh3_64 of the body; 0 where no bytes are made."""
 
 
-class Line(Protocol):
+class Connection(Protocol):
     """A sender's connection to one receiver."""
 
     address: str
@@ -99,12 +99,12 @@ class Line(Protocol):
     """What a poller may watch; the first carries the messages."""
 
     def pack(self, batch: pa.RecordBatch, encoder: Encoder, size_bytes: int) -> Packed:
-        """What travels for a batch; the same may go over several lines, and more than once."""
+        """What travels for a batch; the same may go over several connections, and more than once."""
 
     def put(self, message: Message, payload: Any = None) -> bool:
         """Send, of the payload the part that a Data message names; False when the connection takes nothing now."""
 
-    def get(self) -> Message | LineEvent | Junk | None:
+    def get(self) -> Message | ConnectionEvent | Junk | None:
         """The next thing that happened; None when nothing did. Never blocks."""
 
     def wait(self, timeout_s: float) -> None:
@@ -114,7 +114,7 @@ class Line(Protocol):
         """Let go of the connection."""
 
 
-class Door(Protocol):
+class Listener(Protocol):
     """A receiver's end of all its connections."""
 
     address: str
@@ -128,8 +128,8 @@ class Door(Protocol):
     def waiting(self) -> bool:
         """Whether something arrived that `get` did not return yet."""
 
-    def put(self, line: Hashable, message: Message) -> None:
-        """Answer; a line that is gone is ignored, for its sender says Hello when it is back."""
+    def put(self, connection: Hashable, message: Message) -> None:
+        """Answer; a connection that is gone is ignored, for its sender says Hello when it is back."""
 
     def assemble(self, begun: Any, payload: Any, message: Data) -> Any:
         """What has come of a batch: `begun`, which is None at its first part, and the part in this payload.
@@ -146,8 +146,8 @@ class Door(Protocol):
 class Network(Protocol):
     """A way to reach other workers."""
 
-    def line(self, address: str) -> Line:
+    def connect(self, address: str) -> Connection:
         """Connect to a receiver, which may appear later."""
 
-    def door(self, address: str, *, max_message_bytes: int, queue_messages: int) -> Door:
+    def listen(self, address: str, *, max_message_bytes: int, queue_messages: int) -> Listener:
         """Listen at an address."""

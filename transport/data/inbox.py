@@ -1,6 +1,6 @@
 """One receiver and all its senders: who may send how much, what is new, what came twice, what is missing.
 
-Pure: messages in, replies out; no socket, no clock. A `line` is whatever names a connection.
+Pure: messages in, replies out; no socket, no clock. A `ConnectionId` is whatever names a connection.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ from typing import Literal
 from transport.data.credit import NONE, Credit, Holding, allot, cost, may_send
 from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
 
-Line = Hashable
-Replies = list[tuple[Line, Message]]
+ConnectionId = Hashable
+Replies = list[tuple[ConnectionId, Message]]
 Verdict = Literal["new", "part", "duplicate", "ahead", "stray", "overrun"]
 """new: take it. part: keep it, the rest of its batch follows. duplicate: had it. ahead: something before it is missing.
-stray: no Hello came over this line for this sender and epoch. overrun: sent without credit."""
+stray: no Hello came over this connection for this sender and epoch. overrun: sent without credit."""
 
 UNSAID_SHARE = 4
 """While more has arrived, acknowledgements are gathered up to this part (1/4) of a window."""
@@ -29,7 +29,7 @@ MAX_FAULTS = 3
 
 @dataclass(kw_only=True, slots=True)
 class _Peer:
-    line: Line
+    connection: ConnectionId
     epoch: int
     expected: int
     gone: frozenset[int]
@@ -138,33 +138,35 @@ class Inbox:
         self._senders = senders
         return self._announce()
 
-    def hello(self, line: Line, message: Hello) -> Replies:
+    def hello(self, connection: ConnectionId, message: Hello) -> Replies:
         """A sender tells where it stands: it gets its window and hears what arrived of it."""
         peer = self._peers.get(message.sender)
         if peer is not None and (reason := self._outdated(peer, message)):
-            return [(line, Refusal(edge=self._edge, reason=reason))]
+            return [(connection, Refusal(edge=self._edge, reason=reason))]
         if peer is not None and message.epoch == peer.epoch and message.number < peer.number:
             return []  # read late from a connection that broke: what came after it counts
         if peer is None or message.epoch > peer.epoch:
             if peer is not None and peer.held:
                 earlier = self._earlier.setdefault(message.sender, {})
                 earlier |= {(peer.epoch, number): held for number, held in peer.held.items()}
-            peer = _Peer(line=line, epoch=message.epoch, expected=message.base, gone=frozenset(message.gone))
+            peer = _Peer(
+                connection=connection, epoch=message.epoch, expected=message.base, gone=frozenset(message.gone)
+            )
             self._peers[message.sender] = peer
-        self._go_by(peer, line, message)
-        peer.line, peer.number, peer.begun = line, message.number, None
+        self._go_by(peer, connection, message)
+        peer.connection, peer.number, peer.begun = connection, message.number, None
         peer.end = message.next if message.ended else None
         others = self._announce(but=message.sender)
-        return [*others, (line, self._welcome(peer))]
+        return [*others, (connection, self._welcome(peer))]
 
-    def judge(self, line: Line, message: Data) -> tuple[Verdict, Replies]:
+    def judge(self, connection: ConnectionId, message: Data) -> tuple[Verdict, Replies]:
         """What to do with a batch whose header arrived."""
         peer = self._peers.get(message.sender)
-        if peer is None or peer.line != line or peer.epoch != message.epoch:
+        if peer is None or peer.connection != connection or peer.epoch != message.epoch:
             return "stray", []
         if message.sequence < peer.expected:
             waits = message.sequence in peer.held or message.sequence in peer.unsaid
-            return "duplicate", [] if waits else [(line, self._ack(peer, (message.sequence,)))]
+            return "duplicate", [] if waits else [(connection, self._ack(peer, (message.sequence,)))]
         if message.sequence > peer.expected or not peer.goes_on(message):
             if peer.asked == peer.expected:
                 return "ahead", []
@@ -174,7 +176,7 @@ class Inbox:
                 f"'{message.sender}' sent without credit on edge '{self._edge}'; got {message.rows} rows and "
                 f"{message.bytes} bytes; run the same version of this project on both sides"
             )
-            return "overrun", [(line, Refusal(edge=self._edge, reason=reason))]
+            return "overrun", [(connection, Refusal(edge=self._edge, reason=reason))]
         return "part" if message.left else "new", []
 
     def begin(self, message: Data) -> None:
@@ -197,7 +199,7 @@ class Inbox:
         peer.faults, peer.begun = peer.faults + 1, None
         if peer.faults < MAX_FAULTS:
             return self._ask_again(peer)
-        return [(peer.line, Refusal(edge=self._edge, reason=reason))]
+        return [(peer.connection, Refusal(edge=self._edge, reason=reason))]
 
     def acknowledge(self, sender: str, epoch: int, sequence: int) -> Replies:
         """The consumer is done with a batch: its credit goes back, at once or with the next `flush`.
@@ -213,7 +215,7 @@ class Inbox:
                 return [*self._announce(), *self.flush()]
             much = peer.unsaid_cost.rows * UNSAID_SHARE >= peer.announced.rows
             much = much or peer.unsaid_cost.bytes * UNSAID_SHARE >= peer.announced.bytes
-            return [(peer.line, self._ack(peer))] if much else []
+            return [(peer.connection, self._ack(peer))] if much else []
         if self._earlier.get(sender, {}).pop((epoch, sequence), None) is None:
             return []
         if not self._earlier[sender]:
@@ -229,7 +231,7 @@ class Inbox:
 
     def flush(self) -> Replies:
         """Acknowledgements that were held back, to be sent when nothing more has arrived."""
-        return [(peer.line, self._ack(peer)) for peer in self._peers.values() if peer.unsaid or peer.unsaid_early]
+        return [(peer.connection, self._ack(peer)) for peer in self._peers.values() if peer.unsaid or peer.unsaid_early]
 
     def forget(self, sender: str) -> Replies:
         """A sender that will not come back: it counts as ended, and its share goes to the others."""
@@ -252,7 +254,7 @@ class Inbox:
             )
         return None
 
-    def _go_by(self, peer: _Peer, line: Line, message: Hello) -> None:
+    def _go_by(self, peer: _Peer, connection: ConnectionId, message: Hello) -> None:
         """What a sender says of itself: the window it uses, and what it will not send (again).
 
         It uses none that it was not told: by a claim beyond that, a liar would take the room of all others.
@@ -262,8 +264,8 @@ class Inbox:
         """
         known = self._epoch < message.window_number <= self._said
         unheard = [one for one in peer.windows[:-1] if not known or one[0] > message.window_number]
-        if line != peer.line or (peer.end is not None and not message.ended):
-            unheard = []  # whatever was said over another line, or before it began again, it does not go by
+        if connection != peer.connection or (peer.end is not None and not message.ended):
+            unheard = []  # whatever was said over another connection, or before it began again, it does not go by
         stated = Credit(rows=message.window_rows, bytes=message.window_bytes).least(peer.promised)
         peer.windows = [(message.window_number, stated), *unheard, peer.windows[-1]]
         peer.gone, peer.expected = frozenset(message.gone), max(peer.expected, message.base)
@@ -299,12 +301,12 @@ class Inbox:
             self._said += 1
             peer.announce(self._said, window)
             if name in windows and name != but:
-                replies.append((peer.line, self._ack(peer)))
+                replies.append((peer.connection, self._ack(peer)))
         return replies
 
     def _ask_again(self, peer: _Peer) -> Replies:
         peer.asked, peer.begun = peer.expected, None
-        return [(peer.line, self._welcome(peer))]
+        return [(peer.connection, self._welcome(peer))]
 
     def _ack(self, peer: _Peer, again: tuple[int, ...] = ()) -> Ack:
         sequences = (*peer.unsaid, *again)

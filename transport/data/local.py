@@ -12,7 +12,7 @@ import pyarrow as pa
 import zmq
 
 from transport.data import frames
-from transport.data.channel import Arrival, Junk, LineEvent, Packed
+from transport.data.channel import Arrival, ConnectionEvent, Junk, Packed
 from transport.data.messages import Data, Message
 from transport.errors import AddressError
 
@@ -21,34 +21,34 @@ class LocalNetwork:
     """Addresses of one process; any string is one."""
 
     def __init__(self) -> None:
-        self._doors: dict[str, LocalDoor] = {}
+        self._listeners: dict[str, LocalListener] = {}
         self._tokens = itertools.count(1)
 
-    def line(self, address: str) -> "LocalLine":
+    def connect(self, address: str) -> "LocalConnection":
         """A connection to the receiver at `address`, now or when it appears."""
-        return LocalLine(self, address)
+        return LocalConnection(self, address)
 
-    def door(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "LocalDoor":
+    def listen(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "LocalListener":
         """Listen at `address`; raises AddressError when somebody does."""
-        if address in self._doors:
+        if address in self._listeners:
             raise AddressError(f"'{address}' is taken; got a second receiver; close the first one")
-        self._doors[address] = LocalDoor(self, address)
-        return self._doors[address]
+        self._listeners[address] = LocalListener(self, address)
+        return self._listeners[address]
 
-    def at(self, address: str) -> "LocalDoor | None":
+    def at(self, address: str) -> "LocalListener | None":
         """Who listens there."""
-        return self._doors.get(address)
+        return self._listeners.get(address)
 
     def leave(self, address: str) -> None:
         """Nobody listens there any more."""
-        self._doors.pop(address, None)
+        self._listeners.pop(address, None)
 
     def token(self) -> int:
         """A name for a new connection."""
         return next(self._tokens)
 
 
-class LocalLine:
+class LocalConnection:
     """A sender's end of a connection."""
 
     sockets: "Sequence[zmq.Socket[bytes]]" = ()
@@ -56,7 +56,7 @@ class LocalLine:
     def __init__(self, network: LocalNetwork, address: str) -> None:
         self.address = address
         self._network = network
-        self._door: LocalDoor | None = None
+        self._listener: LocalListener | None = None
         self._token = 0
         self._replies: deque[Message] = deque()
 
@@ -66,38 +66,38 @@ class LocalLine:
 
     def put(self, message: Message, payload: Any = None) -> bool:
         """Hand over; False when the receiver closed."""
-        if self._door is None or self._network.at(self.address) is not self._door:
+        if self._listener is None or self._network.at(self.address) is not self._listener:
             return False
-        self._door.arrivals.append(Arrival(line=self._token, message=message, payload=payload))
+        self._listener.arrivals.append(Arrival(connection=self._token, message=message, payload=payload))
         return True
 
-    def get(self) -> Message | LineEvent | Junk | None:
+    def get(self) -> Message | ConnectionEvent | Junk | None:
         """What the receiver answered, or how the connection changed."""
         if self._replies:
             return self._replies.popleft()
-        door = self._network.at(self.address)
-        if door is self._door:
+        listener = self._network.at(self.address)
+        if listener is self._listener:
             return None
-        if self._door is not None:
-            self._door = None
-            return LineEvent.LOST
-        self._door, self._token = door, self._network.token()
-        if door is None:
+        if self._listener is not None:
+            self._listener = None
+            return ConnectionEvent.LOST
+        self._listener, self._token = listener, self._network.token()
+        if listener is None:
             return None
-        door.lines[self._token] = self._replies
-        return LineEvent.UP
+        listener.connections[self._token] = self._replies
+        return ConnectionEvent.UP
 
     def wait(self, timeout_s: float) -> None:
         """Nothing happens in one process while one waits."""
 
     def close(self) -> None:
         """Let go of the connection."""
-        if self._door is not None:
-            self._door.lines.pop(self._token, None)
-        self._door = None
+        if self._listener is not None:
+            self._listener.connections.pop(self._token, None)
+        self._listener = None
 
 
-class LocalDoor:
+class LocalListener:
     """A receiver's end of its connections."""
 
     sockets: "Sequence[zmq.Socket[bytes]]" = ()
@@ -106,7 +106,7 @@ class LocalDoor:
         self.address = address
         self._network = network
         self.arrivals: deque[Arrival] = deque()
-        self.lines: dict[Hashable, deque[Message]] = {}
+        self.connections: dict[Hashable, deque[Message]] = {}
 
     def get(self, timeout_s: float) -> Arrival | Junk | None:
         """The next arrival; nothing arrives in one process while one waits."""
@@ -116,9 +116,9 @@ class LocalDoor:
         """Whether something arrived that `get` did not return yet."""
         return bool(self.arrivals)
 
-    def put(self, line: Hashable, message: Message) -> None:
+    def put(self, connection: Hashable, message: Message) -> None:
         """Answer a sender that is still there."""
-        replies = self.lines.get(line)
+        replies = self.connections.get(connection)
         if replies is not None:
             replies.append(message)
 

@@ -14,11 +14,11 @@ from transport.data.credit import NONE, Credit, may_send, room_rows
 from transport.data.messages import Ack, Data, Hello, Welcome
 
 _NUMBERS = itertools.count(1)
-"""Of the Hellos of this process: they rise whatever links come and go."""
+"""Of the Hellos of this process: they rise whatever peers come and go."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parcel:
+class OutgoingBatch:
     """One batch, kept until it is acknowledged."""
 
     sequence: int = 0
@@ -43,7 +43,7 @@ class Outbox:
     def __init__(self, *, edge: str, sender: str, epoch: int, schema: bytes, first: int = 0) -> None:
         """`first` is the number of the first batch: for a receiver that left and comes back, where it left."""
         self._edge, self._sender, self._epoch, self._schema = edge, sender, epoch, schema
-        self._parcels: dict[int, Parcel] = {}
+        self._outgoing: dict[int, OutgoingBatch] = {}
         self._unsent: deque[int] = deque()
         self._next = self._reached = first
         self._used = NONE
@@ -60,17 +60,17 @@ class Outbox:
     @property
     def unacknowledged(self) -> int:
         """Batches taken and not acknowledged."""
-        return len(self._parcels)
+        return len(self._outgoing)
 
     @property
     def rows(self) -> int:
         """Rows of these that are not acknowledged."""
-        return sum(parcel.rows - len(parcel.early) for parcel in self._parcels.values())
+        return sum(outgoing.rows - len(outgoing.early) for outgoing in self._outgoing.values())
 
     @property
     def drained(self) -> bool:
         """Whether all is acknowledged, and the receiver knows of the end if there was one."""
-        return not self._parcels and (self.end_confirmed or not self._ended)
+        return not self._outgoing and (self.end_confirmed or not self._ended)
 
     @property
     def ended(self) -> bool:
@@ -94,11 +94,11 @@ class Outbox:
         rows = room_rows(self._used, self._window)
         return max(1, rows) if cost is not None else rows
 
-    def add(self, parcel: Parcel) -> None:
+    def add(self, outgoing: OutgoingBatch) -> None:
         """Take a batch that `room(cost)` allowed, be it that of another receiver; it leaves with the next `due`."""
-        parcel = dataclasses.replace(parcel, sequence=self._next)
-        self._parcels[parcel.sequence] = parcel
-        self._unsent.append(parcel.sequence)
+        outgoing = dataclasses.replace(outgoing, sequence=self._next)
+        self._outgoing[outgoing.sequence] = outgoing
+        self._unsent.append(outgoing.sequence)
         self._next += 1
 
     def end(self) -> None:
@@ -116,44 +116,44 @@ class Outbox:
         self.lost()
         return True
 
-    def take_back(self, *, sent: bool) -> list[Parcel]:
+    def take_back(self, *, sent: bool) -> list[OutgoingBatch]:
         """Batches that shall not go to this receiver after all, in order: those that never left for its present
         incarnation, or with `sent` all that it did not acknowledge. The next Hello says so."""
-        numbers = {number: None for number in self._parcels if sent or number >= self._reached}
+        numbers = {number: None for number in self._outgoing if sent or number >= self._reached}
         self._unsent = deque(number for number in self._unsent if number not in numbers)
-        return [self._parcels.pop(number) for number in numbers]
+        return [self._outgoing.pop(number) for number in numbers]
 
-    def due(self) -> Iterator[Parcel]:
+    def due(self) -> Iterator[OutgoingBatch]:
         """The batches that may leave now, in order; each counts as sent when it is yielded."""
         while self._unsent:
-            parcel = self._parcels[self._unsent[0]]
-            if not may_send(parcel.cost, self._used, self._window):
+            outgoing = self._outgoing[self._unsent[0]]
+            if not may_send(outgoing.cost, self._used, self._window):
                 return
             self._unsent.popleft()
-            self._used += parcel.cost
-            yield parcel
-            self._reached = max(self._reached, parcel.sequence + 1)  # whoever asks on has sent it
+            self._used += outgoing.cost
+            yield outgoing
+            self._reached = max(self._reached, outgoing.sequence + 1)  # whoever asks on has sent it
 
-    def headers(self, parcel: Parcel) -> Iterator[Data]:
+    def headers(self, outgoing: OutgoingBatch) -> Iterator[Data]:
         """What goes before a batch, or before each of the parts that the receiver takes it in."""
         assert self.limits is not None, "only what a Welcome gave credit for is due"
-        size, most = parcel.payload.size_bytes, self.limits.max_message_bytes
+        size, most = outgoing.payload.size_bytes, self.limits.max_message_bytes
         for offset in range(0, size, most):
             yield Data(
                 edge=self._edge,
                 sender=self._sender,
                 epoch=self._epoch,
-                sequence=parcel.sequence,
-                rows=parcel.rows,
+                sequence=outgoing.sequence,
+                rows=outgoing.rows,
                 bytes=size,
-                checksum=parcel.payload.checksum,
+                checksum=outgoing.payload.checksum,
                 offset=offset,
                 left=max(0, size - offset - most),
             )
 
     def hello(self) -> Hello:
         """Where this sender stands."""
-        base = next(iter(self._parcels), self._next)
+        base = next(iter(self._outgoing), self._next)
         return Hello(
             edge=self._edge,
             sender=self._sender,
@@ -161,7 +161,7 @@ class Outbox:
             schema=self._schema,
             base=base,
             next=self._next,
-            gone=tuple(number for number in range(base, self._next) if number not in self._parcels),
+            gone=tuple(number for number in range(base, self._next) if number not in self._outgoing),
             window_rows=self._window.rows,
             window_bytes=self._window.bytes,
             window_number=self._window_number,
@@ -187,11 +187,11 @@ class Outbox:
             self._receiver_epoch, self._reached = message.epoch, 0
             kept: set[int] = set()
         else:
-            kept = {n for n in message.held if n < message.expected and n in self._parcels}
-            for number in [n for n in self._parcels if n < message.expected and n not in kept]:
-                self._parcels.pop(number).acked()
-        self._unsent = deque(number for number in self._parcels if number not in kept)
-        self._used = sum((self._parcels[number].cost for number in kept), NONE)
+            kept = {n for n in message.held if n < message.expected and n in self._outgoing}
+            for number in [n for n in self._outgoing if n < message.expected and n not in kept]:
+                self._outgoing.pop(number).acked()
+        self._unsent = deque(number for number in self._outgoing if number not in kept)
+        self._used = sum((self._outgoing[number].cost for number in kept), NONE)
         self._live, self.limits = True, message
         self._hear_early(message.early)
         self.end_confirmed = self._ended and message.ended
@@ -202,23 +202,23 @@ class Outbox:
         if message.epoch != self._receiver_epoch or not self._live:
             return False
         for number in message.sequences:
-            parcel = self._parcels.pop(number, None)
-            if parcel is None:
+            outgoing = self._outgoing.pop(number, None)
+            if outgoing is None:
                 continue
             if number in self._unsent:
                 self._unsent.remove(number)
             else:
-                self._used -= parcel.cost
-            parcel.acked()
+                self._used -= outgoing.cost
+            outgoing.acked()
         self._hear_early(message.early)
         return self._live and self._go_by(message)
 
     def _hear_early(self, early: tuple[int, ...]) -> None:
         for number, first, count in zip(early[::3], early[1::3], early[2::3], strict=False):
-            parcel, rows = self._parcels.get(number), range(first, first + count)
-            if parcel is not None and first + count <= parcel.rows and parcel.early.isdisjoint(rows):
-                parcel.early.update(rows)
-                parcel.acked_rows(first, count)
+            outgoing, rows = self._outgoing.get(number), range(first, first + count)
+            if outgoing is not None and first + count <= outgoing.rows and outgoing.early.isdisjoint(rows):
+                outgoing.early.update(rows)
+                outgoing.acked_rows(first, count)
 
     def _go_by(self, message: Welcome | Ack) -> bool:
         before, self._window = self._window, Credit(rows=message.window_rows, bytes=message.window_bytes)

@@ -82,7 +82,7 @@ class Receiver:
         )
         self._begun: dict[str, Any] = {}
         """By sender, what has come of a batch whose later parts have not."""
-        self._door = (network or SocketNetwork()).door(
+        self._listener = (network or SocketNetwork()).listen(
             address, max_message_bytes=max_message_bytes, queue_messages=min(capacity_rows, _MOST_QUEUED)
         )
         self._ready: deque[Delivery] = deque()
@@ -97,7 +97,7 @@ class Receiver:
     @property
     def address(self) -> str:
         """Where senders find this receiver, with the real port."""
-        return self._door.address
+        return self._listener.address
 
     @property
     def socket(self) -> "zmq.Socket[bytes] | None":
@@ -107,7 +107,7 @@ class Receiver:
     @property
     def sockets(self) -> "list[zmq.Socket[bytes]]":
         """All that a poller should watch for reading: `receive` or `poll` when any of them is ready."""
-        return list(self._door.sockets)
+        return list(self._listener.sockets)
 
     @property
     def depth(self) -> tuple[int, int]:
@@ -186,25 +186,25 @@ class Receiver:
         if not self._closed:
             self.flush()
             self._closed = True
-            self._door.close()
+            self._listener.close()
 
     def _step(self, timeout_s: float) -> bool:
         """Handle one arrival; False when there was none."""
-        arrival = self._door.get(timeout_s)
+        arrival = self._listener.get(timeout_s)
         match arrival:
             case None:
                 return False
             case Junk():
-                self._refuse(arrival.line, arrival.reason)
+                self._refuse(arrival.connection, arrival.reason)
             case Arrival(message=Hello() as hello):
-                self._greet(arrival.line, hello)
+                self._greet(arrival.connection, hello)
             case Arrival(message=Data() as data):
                 self._take(arrival, data)
             case _:
-                self._refuse(arrival.line, "a message that only receivers send")
+                self._refuse(arrival.connection, "a message that only receivers send")
         return True
 
-    def _greet(self, line: Hashable, hello: Hello) -> None:
+    def _greet(self, connection: Hashable, hello: Hello) -> None:
         try:
             if hello.edge != self.edge:
                 raise FrameError(
@@ -213,26 +213,26 @@ class Receiver:
                 )
             frames.check_schema(frames.decode_schema(hello.schema), self.schema, edge=self.edge)
         except FrameError as error:
-            self._refuse(line, str(error))
-            self._door.put(line, Refusal(edge=hello.edge, reason=str(error)))
+            self._refuse(connection, str(error))
+            self._listener.put(connection, Refusal(edge=hello.edge, reason=str(error)))
             return
         self._begun.pop(hello.sender, None)
-        self._reply(self._inbox.hello(line, hello))
+        self._reply(self._inbox.hello(connection, hello))
 
     def _take(self, arrival: Arrival, data: Data) -> None:
-        verdict, replies = self._inbox.judge(arrival.line, data)
+        verdict, replies = self._inbox.judge(arrival.connection, data)
         if verdict in ("new", "part"):
             try:
                 batch = self._open(arrival.payload, data)
             except FrameError as error:
-                self._refuse(arrival.line, str(error))
+                self._refuse(arrival.connection, str(error))
                 replies = self._inbox.fault(data, str(error))
             else:
                 self._count_in(data, batch)
         elif verdict == "duplicate":
             self.duplicates += not data.left
         elif verdict == "overrun":
-            self._refuse(arrival.line, f"'{data.sender}' sent {data.rows} rows without credit")
+            self._refuse(arrival.connection, f"'{data.sender}' sent {data.rows} rows without credit")
         self._reply(replies)
 
     def _open(self, payload: Any, data: Data) -> pa.RecordBatch | None:
@@ -245,11 +245,11 @@ class Receiver:
                 f"a batch of '{data.sender}' has no room here; got {data.part_bytes} of {data.bytes} bytes, this "
                 f"receiver holds {self._inbox.capacity.bytes}; send smaller batches or raise capacity_bytes"
             )
-        body = self._door.assemble(begun, payload, data)
+        body = self._listener.assemble(begun, payload, data)
         if data.left:
             self._begun[data.sender] = body
             return None
-        return self._door.open(body, data, self.schema)
+        return self._listener.open(body, data, self.schema)
 
     def _count_in(self, data: Data, batch: pa.RecordBatch | None) -> None:
         if batch is None:
@@ -269,17 +269,17 @@ class Receiver:
 
     def _acknowledge(self, sender: str, epoch: int, sequence: int) -> None:
         self._reply(self._inbox.acknowledge(sender, epoch, sequence))
-        if not self._ready and not self._closed and not self._door.waiting():
+        if not self._ready and not self._closed and not self._listener.waiting():
             self.flush()
 
     def _reply(self, replies: Replies) -> None:
         if self._closed:
             return
-        for line, message in replies:
-            self._door.put(line, message)
+        for connection, message in replies:
+            self._listener.put(connection, message)
 
-    def _refuse(self, line: Hashable, reason: str) -> None:
+    def _refuse(self, connection: Hashable, reason: str) -> None:
         self.refused += 1
-        if line not in self._blamed and len(self._blamed) < _REMEMBERED_PEERS:
-            self._blamed.add(line)
-            self._on_refused(self.edge, line.hex() if isinstance(line, bytes) else str(line), reason)
+        if connection not in self._blamed and len(self._blamed) < _REMEMBERED_PEERS:
+            self._blamed.add(connection)
+            self._on_refused(self.edge, connection.hex() if isinstance(connection, bytes) else str(connection), reason)

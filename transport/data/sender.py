@@ -16,9 +16,9 @@ import zmq
 from transport.data import frames
 from transport.data.channel import Network
 from transport.data.credit import Credit, cost
-from transport.data.link import Link
-from transport.data.outbox import Outbox, Parcel
+from transport.data.outbox import Outbox, OutgoingBatch
 from transport.data.partition import Partition, choose, room_rows
+from transport.data.receiver_peer import ReceiverPeer
 from transport.data.sockets import SocketNetwork
 from transport.errors import PeerGone, TransportError, WaitTimeout
 
@@ -68,9 +68,9 @@ class Sender:
         self._network = network or SocketNetwork()
         self._encoded = frames.encode_schema(schema)
         self._encoder = frames.Encoder(schema)
-        self._links: list[Link] = []
+        self._peers: list[ReceiverPeer] = []
         self._stopped_at: dict[str, int] = {}
-        self._returned: deque[Parcel] = deque()
+        self._returned: deque[OutgoingBatch] = deque()
         for address in receivers:
             self._connect(address)
         self._ending = False
@@ -86,28 +86,28 @@ class Sender:
     @property
     def sockets(self) -> "list[zmq.Socket[bytes]]":
         """All that a poller should watch for reading: `poll` when any of them is ready."""
-        return [socket for link in self._links for socket in link.line.sockets]
+        return [socket for peer in self._peers for socket in peer.connection.sockets]
 
     @property
     def receivers(self) -> list[str]:
         """Addresses of the receivers, those that retire and are not through included."""
-        return [link.address for link in self._links]
+        return [peer.address for peer in self._peers]
 
     @property
     def unacknowledged(self) -> int:
         """Batches that were taken and are not acknowledged by everyone they went to."""
-        return len(self._returned) + sum(link.outbox.unacknowledged for link in self._links)
+        return len(self._returned) + sum(peer.outbox.unacknowledged for peer in self._peers)
 
     @property
     def drained(self) -> bool:
         """Whether everything is acknowledged and, after `finish`, every receiver knows the end."""
-        return not self._returned and all(link.outbox.drained for link in self._links)
+        return not self._returned and all(peer.outbox.drained for peer in self._peers)
 
     def room(self) -> int:
         """Rows of the largest batch that would be taken now, whatever its key."""
         if self._returned:
             return 0
-        room = room_rows(self._partition, [link.outbox.room() for link in self._staying()])
+        room = room_rows(self._partition, [peer.outbox.room() for peer in self._staying()])
         return room if self._most_rows is None else max(0, min(room, self._most_rows - self._rows()))
 
     def add_receiver(self, address: str) -> None:
@@ -119,7 +119,7 @@ class Sender:
         Raises ValueError for an address that it has, and on a keyed edge; AddressError.
         """
         self._check_may_change(address)
-        known = next((link for link in self._links if link.address == address), None)
+        known = next((peer for peer in self._peers if peer.address == address), None)
         if known is not None:
             there = "one that retires and is not through; wait until it is gone from `receivers`"
             raise ValueError(
@@ -133,20 +133,20 @@ class Sender:
 
         What it was sent is still its own, comes again if it restarts, and is acknowledged as usual. What never
         left goes to the others (on a broadcast edge they have it, and it stays). Once all is acknowledged and
-        it knows the end, `poll` closes the link; read `sockets` again. If it stays away for `peer_timeout_s`
+        it knows the end, `poll` closes the peer; read `sockets` again. If it stays away for `peer_timeout_s`
         before that, it is forgotten like one that `forget_receiver` names.
         Raises ValueError for an unknown address, one that retires already, the last receiver, and on a keyed edge.
         """
         self._check_may_change(address)
-        link = self._find(address)
-        if link.retiring:
+        peer = self._find(address)
+        if peer.retiring:
             raise ValueError(
                 f"edge '{self.edge}' lets the receiver {address} go already; got it again; wait, or forget_receiver"
             )
-        self._check_not_last(link)
-        link.retiring = True
-        self._give_back(link, sent=False)
-        link.end()
+        self._check_not_last(peer)
+        peer.retiring = True
+        self._give_back(peer, sent=False)
+        peer.end()
 
     def forget_receiver(self, address: str) -> None:
         """`address` is known to be dead: everything that it did not acknowledge goes to the others, oldest first.
@@ -159,9 +159,9 @@ class Sender:
         Raises ValueError for an unknown address, the last receiver, and on a keyed edge.
         """
         self._check_may_change(address)
-        link = self._find(address)
-        self._check_not_last(link)
-        self._forget(link)
+        peer = self._find(address)
+        self._check_not_last(peer)
+        self._forget(peer)
         self._place_returned()
 
     def send(
@@ -184,12 +184,14 @@ class Sender:
         chosen = [] if self._returned else self._choose(need, key)
         if not chosen:
             return False
-        payload = chosen[0].line.pack(batch, self._encoder, size_bytes)
+        payload = chosen[0].connection.pack(batch, self._encoder, size_bytes)
         if len(chosen) > 1:
             acked, acked_rows = _last_of(len(chosen), acked), lambda first, count: None
-        for link in chosen:
-            link.outbox.add(Parcel(rows=batch.num_rows, cost=need, payload=payload, acked=acked, acked_rows=acked_rows))
-            link.transmit()
+        for peer in chosen:
+            peer.outbox.add(
+                OutgoingBatch(rows=batch.num_rows, cost=need, payload=payload, acked=acked, acked_rows=acked_rows)
+            )
+            peer.transmit()
         return True
 
     def poll(self) -> None:
@@ -199,18 +201,18 @@ class Sender:
         a receiver left behind fits none of the others.
         """
         now = self._clock()
-        for link in self._links:
-            self.refused += link.poll(now)
-        for link in [link for link in self._links if link.retiring]:
-            if link.outbox.finished:
-                self._part(link)
-            elif self._away_s(link, now) > self._peer_timeout_s:
-                self._forget(link)
+        for peer in self._peers:
+            self.refused += peer.poll(now)
+        for peer in [peer for peer in self._peers if peer.retiring]:
+            if peer.outbox.finished:
+                self._part(peer)
+            elif self._away_s(peer, now) > self._peer_timeout_s:
+                self._forget(peer)
         self._place_returned()
         if self._ending:
             self._say_end()
-        for link in self._staying():
-            self._check_presence(link, now)
+        for peer in self._staying():
+            self._check_presence(peer, now)
 
     def finish(self) -> None:
         """Say that no batch will follow."""
@@ -233,13 +235,13 @@ class Sender:
                 left = deadline - self._clock()
                 if self.drained:
                     break
-                waiting = [link for link in self._links if not link.outbox.drained] or self._links
+                waiting = [peer for peer in self._peers if not peer.outbox.drained] or self._peers
                 if left <= 0:
                     raise WaitTimeout(self._waiting(waiting, linger_s))
-                waiting[0].line.wait(min(left, 0.1))
+                waiting[0].connection.wait(min(left, 0.1))
         finally:
-            for link in self._links:
-                link.line.close()
+            for peer in self._peers:
+                peer.connection.close()
 
     def _connect(self, address: str) -> None:
         outbox = Outbox(
@@ -249,66 +251,66 @@ class Sender:
             schema=self._encoded,
             first=self._stopped_at.get(address, 0),
         )
-        line = self._network.line(address)
-        self._links.append(Link(line, outbox, edge=self.edge, sender=self.sender_id, now=self._clock()))
+        connection = self._network.connect(address)
+        self._peers.append(ReceiverPeer(connection, outbox, edge=self.edge, sender=self.sender_id, now=self._clock()))
 
-    def _staying(self) -> list[Link]:
-        return [link for link in self._links if not link.retiring]
+    def _staying(self) -> list[ReceiverPeer]:
+        return [peer for peer in self._peers if not peer.retiring]
 
-    def _choose(self, need: Credit, key: int | None = None) -> list[Link]:
+    def _choose(self, need: Credit, key: int | None = None) -> list[ReceiverPeer]:
         """Whom a batch goes to now; nobody while there is no credit. Raises BatchTooLarge."""
-        links = self._staying()
+        peers = self._staying()
         if self._most_rows is not None and (under_way := self._rows()) and under_way + need.rows > self._most_rows:
             return []
-        chosen = [links[index] for index in choose(self._partition, [link.outbox.room(need) for link in links], key)]
-        for link in chosen or links:
-            link.check_fits(need)
+        chosen = [peers[index] for index in choose(self._partition, [peer.outbox.room(need) for peer in peers], key)]
+        for peer in chosen or peers:
+            peer.check_fits(need)
         return chosen
 
     def _rows(self) -> int:
         """Rows that receivers have and did not acknowledge, alone or with their batch."""
-        return sum(link.outbox.rows for link in self._links)
+        return sum(peer.outbox.rows for peer in self._peers)
 
     def _place_returned(self) -> None:
         while self._returned and (chosen := self._choose(self._returned[0].cost)):
-            parcel = self._returned.popleft()
-            for link in chosen:
-                link.outbox.add(parcel)
-                link.transmit()
+            outgoing = self._returned.popleft()
+            for peer in chosen:
+                peer.outbox.add(outgoing)
+                peer.transmit()
 
     def _say_end(self) -> None:
         """Tell the end to all who do not know it; while batches wait for another receiver, that it was none.
 
         A receiver that had all and went away is not called back as long as another is there.
         """
-        links = self._staying()
+        peers = self._staying()
         if self._returned:
-            for link in [link for link in links if link.away_since is None] or links:
-                link.reopen()
+            for peer in [peer for peer in peers if peer.away_since is None] or peers:
+                peer.reopen()
             return
-        for link in links:
-            if not link.outbox.ended:
-                link.end()
+        for peer in peers:
+            if not peer.outbox.ended:
+                peer.end()
 
-    def _give_back(self, link: Link, *, sent: bool) -> None:
+    def _give_back(self, peer: ReceiverPeer, *, sent: bool) -> None:
         if self._partition != "broadcast":
-            self._returned.extend(link.outbox.take_back(sent=sent))
+            self._returned.extend(peer.outbox.take_back(sent=sent))
 
-    def _forget(self, link: Link) -> None:
-        self._give_back(link, sent=True)
-        for parcel in link.outbox.take_back(sent=True):  # on a broadcast edge the others have it
-            parcel.acked()
-        self._part(link)
+    def _forget(self, peer: ReceiverPeer) -> None:
+        self._give_back(peer, sent=True)
+        for outgoing in peer.outbox.take_back(sent=True):  # on a broadcast edge the others have it
+            outgoing.acked()
+        self._part(peer)
 
-    def _part(self, link: Link) -> None:
-        self._stopped_at[link.address] = link.outbox.next
-        self._links.remove(link)
-        link.line.close()
+    def _part(self, peer: ReceiverPeer) -> None:
+        self._stopped_at[peer.address] = peer.outbox.next
+        self._peers.remove(peer)
+        peer.connection.close()
 
-    def _find(self, address: str) -> Link:
-        for link in self._links:
-            if link.address == address:
-                return link
+    def _find(self, address: str) -> ReceiverPeer:
+        for peer in self._peers:
+            if peer.address == address:
+                return peer
         raise ValueError(
             f"edge '{self.edge}' has no receiver {address}; it has {', '.join(self.receivers)}; name one of those"
         )
@@ -320,28 +322,28 @@ class Sender:
                 f"move away from what came before: name all receivers when the sender is made, or use balanced"
             )
 
-    def _check_not_last(self, link: Link) -> None:
-        if self._staying() == [link]:
+    def _check_not_last(self, peer: ReceiverPeer) -> None:
+        if self._staying() == [peer]:
             raise ValueError(
-                f"nobody would take the batches of edge '{self.edge}'; {link.address} is its last receiver; "
+                f"nobody would take the batches of edge '{self.edge}'; {peer.address} is its last receiver; "
                 f"add_receiver another one first, or finish"
             )
 
-    def _away_s(self, link: Link, now: float) -> float:
-        return 0.0 if link.away_since is None else now - link.away_since
+    def _away_s(self, peer: ReceiverPeer, now: float) -> float:
+        return 0.0 if peer.away_since is None else now - peer.away_since
 
-    def _check_presence(self, link: Link, now: float) -> None:
-        away_s = self._away_s(link, now)
-        if away_s > self._peer_timeout_s and not link.outbox.finished:
-            failed = f" after {link.failures} failed handshakes (wrong keys?)" if link.failures else ""
+    def _check_presence(self, peer: ReceiverPeer, now: float) -> None:
+        away_s = self._away_s(peer, now)
+        if away_s > self._peer_timeout_s and not peer.outbox.finished:
+            failed = f" after {peer.failures} failed handshakes (wrong keys?)" if peer.failures else ""
             raise PeerGone(
-                f"'{self.sender_id}' waited for the receiver of edge '{self.edge}'; {link.address} was "
-                f"away for {away_s:.1f} s{failed}, {link.outbox.unacknowledged} batches are unacknowledged; "
+                f"'{self.sender_id}' waited for the receiver of edge '{self.edge}'; {peer.address} was "
+                f"away for {away_s:.1f} s{failed}, {peer.outbox.unacknowledged} batches are unacknowledged; "
                 f"look into the log of its worker, or raise peer_timeout_s"
             )
 
-    def _waiting(self, links: Sequence[Link], linger_s: float) -> str:
-        who = ", ".join(f"{link.address} ({link.outbox.unacknowledged} batches)" for link in links)
+    def _waiting(self, peers: Sequence[ReceiverPeer], linger_s: float) -> str:
+        who = ", ".join(f"{peer.address} ({peer.outbox.unacknowledged} batches)" for peer in peers)
         homeless = f" and {len(self._returned)} batches without a receiver" if self._returned else ""
         return (
             f"'{self.sender_id}' closed edge '{self.edge}' before everything was acknowledged; waited "

@@ -1,4 +1,4 @@
-"""Channels between processes: ZeroMQ, a DEALER for every sender's line and a ROUTER at every receiver's door.
+"""Channels between processes: ZeroMQ, a DEALER for every sender's connection and a ROUTER at every receiver.
 
 Credit bounds what is in flight, so senders have no high-water mark that could drop anything. Liveness comes
 from ZeroMQ's own heartbeats, which its I/O thread answers while a worker computes for minutes.
@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from transport.data import frames
-from transport.data.channel import Arrival, Junk, LineEvent, Packed
+from transport.data.channel import Arrival, ConnectionEvent, Junk, Packed
 from transport.data.messages import Data, Message
 from transport.data.security import HANDSHAKE_MS, Guard, Keys, check_address, present
 from transport.errors import AddressError, FrameError
@@ -30,11 +30,11 @@ _COPY_BELOW_BYTES = 4 << 20
 """Lending memory to ZeroMQ wakes a thread that needs the GIL: below this, one more copy costs less."""
 _STATE, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 _EVENTS = {
-    int(zmq.Event.HANDSHAKE_SUCCEEDED): LineEvent.UP,
-    int(zmq.Event.DISCONNECTED): LineEvent.LOST,
-    int(zmq.Event.HANDSHAKE_FAILED_AUTH): LineEvent.REJECTED,
-    int(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL): LineEvent.FAILED,
-    int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL): LineEvent.FAILED,
+    int(zmq.Event.HANDSHAKE_SUCCEEDED): ConnectionEvent.UP,
+    int(zmq.Event.DISCONNECTED): ConnectionEvent.LOST,
+    int(zmq.Event.HANDSHAKE_FAILED_AUTH): ConnectionEvent.REJECTED,
+    int(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL): ConnectionEvent.FAILED,
+    int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL): ConnectionEvent.FAILED,
 }
 _FAILURES = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 
@@ -46,19 +46,19 @@ class SocketNetwork:
         self._keys = keys
         self._context = context
 
-    def line(self, address: str) -> "SocketLine":
+    def connect(self, address: str) -> "SocketConnection":
         """Connect to a receiver, which may appear later. Raises AddressError."""
         check_address(address, self._keys)
-        return SocketLine(self._context or zmq.Context.instance(), address, self._keys)
+        return SocketConnection(self._context or zmq.Context.instance(), address, self._keys)
 
-    def door(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "SocketDoor":
+    def listen(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "SocketListener":
         """Listen at an address; port `*` takes a free one. Raises AddressError."""
         check_address(address, self._keys)
         context = self._context or zmq.Context.instance()
-        return SocketDoor(context, address, self._keys, max_message_bytes, queue_messages)
+        return SocketListener(context, address, self._keys, max_message_bytes, queue_messages)
 
 
-class SocketLine:
+class SocketConnection:
     """A sender's connection to one receiver."""
 
     def __init__(self, context: "zmq.Context[Any]", address: str, keys: Keys | None) -> None:
@@ -92,7 +92,7 @@ class SocketLine:
             return False
         return True
 
-    def get(self) -> Message | LineEvent | Junk | None:
+    def get(self) -> Message | ConnectionEvent | Junk | None:
         """How the connection changed, or what the receiver said."""
         if _readable(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
@@ -105,7 +105,7 @@ class SocketLine:
                 raise FrameError(f"a reply has one frame; got {len(parts)}; it is not of this protocol")
             return frames.decode_message(parts[0])
         except FrameError as error:
-            return Junk(line=0, reason=str(error))
+            return Junk(connection=0, reason=str(error))
 
     def wait(self, timeout_s: float) -> None:
         """Return when there is something to get, or after the timeout."""
@@ -119,7 +119,7 @@ class SocketLine:
         _close(self.sockets)
 
 
-class SocketDoor:
+class SocketListener:
     """A receiver's end of all its connections."""
 
     def __init__(
@@ -158,13 +158,13 @@ class SocketDoor:
         if _readable(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             if int(event["event"]) & _FAILURES:
-                return Junk(line="a peer without a handshake", reason=str(zmq.Event(event["event"]).name))
+                return Junk(connection="a peer without a handshake", reason=str(zmq.Event(event["event"]).name))
         if self._deaf:
             return self._deaf.popleft()
         if not _readable(self._socket) and (timeout_s <= 0 or not self._socket.poll(max(1, round(timeout_s * 1000)))):
             return None
         parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        line = parts[0].bytes
+        connection = parts[0].bytes
         sizes = [len(part) for part in parts[1:]]
         try:
             if not 1 <= len(sizes) <= 2 or max(sizes) > max(self._max_message_bytes, frames.MAX_HEADER_BYTES):
@@ -176,23 +176,23 @@ class SocketDoor:
             if (len(sizes) == 2) != isinstance(message, Data):
                 raise FrameError(f"a message has the wrong form; got frames of {sizes} bytes; send it whole")
         except FrameError as error:
-            return Junk(line=line, reason=str(error))
-        return Arrival(line=line, message=message, payload=parts[2] if len(sizes) == 2 else None)
+            return Junk(connection=connection, reason=str(error))
+        return Arrival(connection=connection, message=message, payload=parts[2] if len(sizes) == 2 else None)
 
     def waiting(self) -> bool:
         """Whether something arrived that `get` did not return yet."""
         return _readable(self._socket)
 
-    def put(self, line: Hashable, message: Message) -> None:
-        """Answer; a line that is gone is ignored.
+    def put(self, connection: Hashable, message: Message) -> None:
+        """Answer; a connection that is gone is ignored.
 
         More answers than a sender with all its credit can have open only wait for one that asks and never reads.
         """
-        assert isinstance(line, bytes)
+        assert isinstance(connection, bytes)
         try:
-            self._socket.send_multipart([line, frames.encode_message(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([connection, frames.encode_message(message)], zmq.NOBLOCK)
         except zmq.Again:
-            self._deaf.append(Junk(line=line, reason="it does not read what it is answered"))
+            self._deaf.append(Junk(connection=connection, reason="it does not read what it is answered"))
         except zmq.ZMQError:
             return
 

@@ -48,7 +48,7 @@ class Follower:
         if error := kernels.dataflow_follow(ctypes.byref(self._job)):
             self._job = None
             raise RuntimeError(
-                f"no thread to prove version {version} with; found {os.strerror(error)}; raise the limit on processes"
+                f"no thread to verify version {version} with; found {os.strerror(error)}; raise the limit on processes"
             )
 
     @property

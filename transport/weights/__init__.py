@@ -1,27 +1,27 @@
 """The weight plane: one model's tensors, version by version, from a trainer's memory into its generators'.
 
-Layouts, messages and the handshake never import torch; what moves bytes does, and is imported at first use.
+Layouts and the protocol never import torch; what moves bytes does, and is imported at first use.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from transport.errors import MessageError
 from transport.weights.errors import (
     AddressTaken,
     ChecksumMismatch,
     LayoutMismatch,
-    MessageError,
     SegmentError,
     WeightError,
 )
 from transport.weights.layout.flat import FlatLayout, TensorSpec
 from transport.weights.layout.layout import Held, Layout
-from transport.weights.layout.plan import Plan
+from transport.weights.layout.plan import CopyPlan
 from transport.weights.layout.reshard import reshard
 from transport.weights.layout.shards import Mesh, Shards
-from transport.weights.protocol.handshake import Pace, ReaderStatus
 from transport.weights.protocol.messages import Note, Offer
-from transport.weights.sharded.groups import Deadlines
+from transport.weights.protocol.pace import Deadlines, Pace
+from transport.weights.protocol.roster import ReaderStatus
 
 if TYPE_CHECKING:
     from transport.weights.executors.cuda_ipc import CudaIpc
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AddressTaken",
     "ChecksumMismatch",
+    "CopyPlan",
     "CudaIpc",
     "Deadlines",
     "FlatLayout",
@@ -47,7 +48,6 @@ __all__ = [
     "Note",
     "Offer",
     "Pace",
-    "Plan",
     "ReaderStatus",
     "SegmentError",
     "ShardedReader",

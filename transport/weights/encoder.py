@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from transport.weights.encoding import NARROW, SCALE, Encoding
+from transport.weights.encoding import QUANTIZED, SCALE, Encoding
 from transport.weights.errors import LayoutMismatch
 
 SLICE = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Numbers made narrow at once: what keeps the float32 copies of a slice in a processor's cache, or a GPU busy."""
+"""Numbers quantized at once: what keeps the float32 copies of a slice in a processor's cache, or a GPU busy."""
 
 TINY = torch.finfo(torch.float32).tiny
 """Least scale: rows of zeros become zeros."""
@@ -20,7 +20,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class _Job:
-    """A tensor to be made narrow."""
+    """A tensor to be quantized."""
 
     names: tuple[str, ...]
     """Under which it may be published: its own, then those tied to it."""
@@ -37,15 +37,15 @@ class Encoder:
     def __init__(self, encoding: Encoding, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors`: the model's, of whose shapes, dtypes and devices every version is.
 
-        Takes the memory of the narrow tensors, on the devices of the full ones. Raises as `flat_layout`."""
+        Takes the memory of the quantized tensors, on the devices of the full ones. Raises as `flat_layout`."""
         self.layout = encoding.flat_layout(tensors)
         """What travels."""
         self._jobs: list[_Job] = []
-        if encoding.narrow is None:
+        if encoding.quantized is None:
             return
-        form = NARROW[encoding.narrow]
+        form = QUANTIZED[encoding.quantized]
         for spec in self.layout.tensors:
-            if spec.name in tensors and encoding.narrows(spec.name, spec.shape, _dtype(tensors[spec.name])):
+            if spec.name in tensors and encoding.quantizes(spec.name, spec.shape, _dtype(tensors[spec.name])):
                 full = tensors[spec.name]
                 tied = (alias for alias, name in self.layout.aliases.items() if name == spec.name)
                 values = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=full.device)
@@ -54,20 +54,20 @@ class Encoder:
                 self._jobs.append(_Job((spec.name, *tied), values, scale, form.top, through))
 
     def encode(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A version as it travels: the narrow tensors in this encoder's own memory, until the next version, and
+        """A version as it travels: the quantized tensors in this encoder's own memory, until the next version, and
         the others as they are; they are cast when they are copied into a buffer of `layout`.
 
-        LayoutMismatch when a tensor that is to be narrow is missing, or has another shape."""
+        LayoutMismatch when a tensor that is to be quantized is missing, or has another shape."""
         travelling = dict(tensors)
         for job in self._jobs:
             tied = [travelling.pop(name) for name in job.names if name in travelling]
             found = list(tied[0].shape) if tied else "no such tensor"
             if found != list(job.values.shape):
                 raise LayoutMismatch(
-                    f"'{job.names[0]}' cannot be made narrow; found {found}, not {list(job.values.shape)}; "
+                    f"'{job.names[0]}' cannot be quantized; found {found}, not {list(job.values.shape)}; "
                     "publish the tensors that the encoder was made for"
                 )
-            narrow(tied[0], job.values, job.scale, top=job.top, through=job.through)
+            quantize(tied[0], job.values, job.scale, top=job.top, through=job.through)
             travelling[job.names[0]], travelling[job.names[0] + SCALE] = job.values, job.scale
         return travelling
 
@@ -80,7 +80,7 @@ class EncodedWriter:
         self._writer, self._encoder = writer, encoder
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """As the writer's; narrow tensors are read now, even where the version goes out later."""
+        """As the writer's; quantized tensors are read now, even where the version goes out later."""
         sent: bool = self._writer.publish(version, self._encoder.encode(tensors))
         return sent
 
@@ -89,7 +89,7 @@ class EncodedWriter:
 
 
 @torch.no_grad()
-def narrow(
+def quantize(
     numbers: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, *, top: float, through: torch.dtype
 ) -> None:
     """Round `numbers` [..., rows, columns] to `values` (same shape) times `scale` float32 [..., rows, 1], in place.

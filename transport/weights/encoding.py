@@ -1,4 +1,4 @@
-"""What travels in place of each tensor: cast, or as narrow values with a float32 scale for each row."""
+"""What travels in place of each tensor: cast, or quantized, with a float32 scale for each row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCALE = ":scale"
 
 
 @dataclass(frozen=True)
-class Narrow:
+class QuantizedFormat:
     """Values of one byte: number = value * scale, and the largest number of a row is the largest value."""
 
     dtype: str
@@ -24,8 +24,8 @@ class Narrow:
     """The largest value."""
 
 
-NARROW = {"int8": Narrow("int8", 127.0), "fp8": Narrow("float8_e4m3fn", 448.0)}
-"""The narrow formats by name."""
+QUANTIZED = {"int8": QuantizedFormat("int8", 127.0), "fp8": QuantizedFormat("float8_e4m3fn", 448.0)}
+"""The formats by name."""
 
 KEPT = ("*embed*", "*norm*", "*.wte.*", "*.wpe.*", "*lm_head*", "*.gate.*", "*.router.*")
 """Names that stay wide where no others are given: embeddings, norms, heads, and the routers of a mixture."""
@@ -36,37 +36,37 @@ class Encoding:
     """Which tensors travel as what."""
 
     dtype: str | None = None
-    """Floating tensors are cast to it, before they are made narrow too; None: they stay as they are."""
-    narrow: str | None = None
-    """The format of the tensors that are made narrow, int8 or fp8; None: none is."""
+    """Floating tensors are cast to it, before they are quantized too; None: they stay as they are."""
+    quantized: str | None = None
+    """The format of the tensors that are quantized, int8 or fp8; None: none is."""
     names: frozenset[str] | None = None
     """Those tensors, by name; None: floating ones of two dimensions or more that match no pattern of `kept`."""
     kept: tuple[str, ...] = KEPT
-    """Patterns, as of a shell, of names that are not made narrow. Where `names` is None."""
+    """Patterns, as of a shell, of names that are not quantized. Where `names` is None."""
 
     def __post_init__(self) -> None:
-        for what, found, known in (("dtype", self.dtype, FLOATING), ("narrow", self.narrow, NARROW)):
+        for what, found, known in (("dtype", self.dtype, FLOATING), ("quantized", self.quantized, QUANTIZED)):
             if found is not None and found not in known:
                 raise LayoutMismatch(
                     f"weights cannot travel with that {what}; found {found!r}; use one of {sorted(known)}"
                 )
 
-    def narrows(self, name: str, shape: tuple[int, ...], dtype: str) -> bool:
-        """Whether this tensor is made narrow."""
-        if self.narrow is None or dtype not in FLOATING or len(shape) < 2:
+    def quantizes(self, name: str, shape: tuple[int, ...], dtype: str) -> bool:
+        """Whether this tensor is quantized."""
+        if self.quantized is None or dtype not in FLOATING or len(shape) < 2:
             return False
         return name in self.names if self.names is not None else not any(fnmatchcase(name, each) for each in self.kept)
 
     def flat_layout(self, tensors: Mapping[str, Any]) -> FlatLayout:
-        """The layout of what travels for these torch tensors: a narrow one is followed by `NAME:scale`.
+        """The layout of what travels for these torch tensors: a quantized one is followed by `NAME:scale`.
 
-        Tied tensors travel once. LayoutMismatch where `names` has one that is not there, or cannot be narrow."""
+        Tied tensors travel once. LayoutMismatch where `names` has one that is not there, or cannot be quantized."""
         whole = FlatLayout.of(tensors)
         entries: list[tuple[str, tuple[int, ...], str]] = []
-        left = set(self.names or ()) if self.narrow else set()
+        left = set(self.names or ()) if self.quantized else set()
         for spec in whole.tensors:
-            if self.narrow is not None and self.narrows(spec.name, spec.shape, spec.dtype):
-                entries.append((spec.name, spec.shape, NARROW[self.narrow].dtype))
+            if self.quantized is not None and self.quantizes(spec.name, spec.shape, spec.dtype):
+                entries.append((spec.name, spec.shape, QUANTIZED[self.quantized].dtype))
                 entries.append((spec.name + SCALE, (*spec.shape[:-1], 1), "float32"))
                 left.discard(spec.name)
             else:
@@ -74,7 +74,7 @@ class Encoding:
                 entries.append((spec.name, spec.shape, dtype))
         if left:
             raise LayoutMismatch(
-                f"a tensor that is to be made narrow is no floating matrix of this model; found '{min(left)}' among "
+                f"a tensor that is to be quantized is no floating matrix of this model; found '{min(left)}' among "
                 f"{len(self.names or ())} names; name tensors of two dimensions or more, tied ones by their first name"
             )
         return FlatLayout.build(entries, whole.aliases)

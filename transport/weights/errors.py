@@ -5,8 +5,7 @@ TransportError
     ├── LayoutMismatch     two descriptions of one model differ
     ├── ChecksumMismatch   the bytes of a version are not those that were published
     ├── AddressTaken       another writer, or another reader of this name, is alive here
-    ├── SegmentError       the memory for a version cannot be had
-    └── MessageError       a message of the handshake that cannot be read
+    └── SegmentError       the memory for a version cannot be had
 """
 
 from transport.errors import PeerGone, TransportError, WaitTimeout
@@ -15,7 +14,6 @@ __all__ = [
     "AddressTaken",
     "ChecksumMismatch",
     "LayoutMismatch",
-    "MessageError",
     "SegmentError",
     "WeightError",
 ]
@@ -39,10 +37,6 @@ class AddressTaken(WeightError):
 
 class SegmentError(WeightError):
     """A buffer for a version could not be allocated."""
-
-
-class MessageError(WeightError):
-    """A handshake message is malformed."""
 
 
 def waited(who: str, version: int, timeout_s: float, held: int, heard: bool) -> WaitTimeout | PeerGone:

@@ -10,24 +10,25 @@ from typing import Literal
 import torch
 import zmq
 
-from transport.weights.attached import Attached, Mapped
 from transport.weights.errors import AddressTaken, ChecksumMismatch, WeightError, waited
 from transport.weights.executors.shared_memory import SharedMemory
 from transport.weights.layout.flat import FlatLayout
-from transport.weights.layout.rank_slices import Piece
-from transport.weights.ports import Site
-from transport.weights.proof import NAP_S, Proof, follows
-from transport.weights.protocol.handshake import Pace, ReaderHandshake
+from transport.weights.layout.rank_slices import RankSlice
+from transport.weights.memory.attached import Attached, Mapped
+from transport.weights.memory.ports import Site
+from transport.weights.memory.verification import NAP_S, Verification, follows
 from transport.weights.protocol.messages import Note, Offer
+from transport.weights.protocol.pace import Pace
+from transport.weights.protocol.segments import SegmentReader
 
 log = logging.getLogger(__name__)
 
 
 class _Transfer:
-    """A version on its way: its bytes are proved; inside its segment once it is offered."""
+    """A version on its way: its bytes are verified; inside its segment once it is offered."""
 
-    def __init__(self, key: str, version: int, mapped: Mapped, proof: Proof) -> None:
-        self.key, self.version, self.mapped, self.proof = key, version, mapped, proof
+    def __init__(self, key: str, version: int, mapped: Mapped, verification: Verification) -> None:
+        self.key, self.version, self.mapped, self.verification = key, version, mapped, verification
         self.inside = False
 
 
@@ -45,7 +46,7 @@ class WeightReader:
         *,
         adopt: Literal["view", "copy"] = "view",
         on_damage: Literal["raise", "keep"] = "raise",
-        prove_bytes_per_poll: int | None = None,
+        verify_bytes_per_poll: int | None = None,
         threads: int = 1,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -64,15 +65,15 @@ class WeightReader:
         and say so in the log. Either way the writer hears that it was refused, and newer versions are taken.
         Where a version can be read while it is written (shared memory, with a C compiler at hand) its sums are
         checked on a thread beside this loop, and it is offered when they are. Elsewhere, and for xxh3,
-        `prove_bytes_per_poll` checks about that much at each poll; None checks it all in `adopt`."""
+        `verify_bytes_per_poll` checks about that much at each poll; None checks it all in `adopt`."""
         self.name = name
         self._port = (SharedMemory(address) if isinstance(address, str) else address).reader()
-        self._handshake = ReaderHandshake(name, pace, incarnation=attempt)
+        self._membership = SegmentReader(name, pace, incarnation=attempt)
         self._plain: Mapping[str, object] | None = None
         self._layout: FlatLayout | None = None
         self._attached = Attached(self._port, f"reader '{name}'", view=adopt == "view", threads=threads)
         self._transfer: _Transfer | None = None
-        self._slice_bytes = prove_bytes_per_poll
+        self._slice_bytes = verify_bytes_per_poll
         self._keeps = on_damage == "keep"
         self._clock = clock
         self._closed = False
@@ -80,17 +81,17 @@ class WeightReader:
     @property
     def version(self) -> int:
         """The version that the attached tensors hold, -1 for none."""
-        return -1 if self._attached.torn else self._handshake.version
+        return -1 if self._attached.torn else self._membership.version
 
     @property
     def epoch(self) -> int:
         """The epoch under which the writer let this reader in, 0 before."""
-        return self._handshake.epoch
+        return self._membership.epoch
 
     @property
     def note(self) -> Note:
         """The newest note of the writer."""
-        return dict(self._handshake.note)
+        return dict(self._membership.note)
 
     @property
     def layout(self) -> FlatLayout | None:
@@ -100,26 +101,26 @@ class WeightReader:
     @property
     def silent_s(self) -> float:
         """Seconds since the writer was last heard; infinite if never."""
-        return self._clock() - self._handshake.heard
+        return self._clock() - self._membership.heard
 
     @property
     def socket(self) -> zmq.Socket[bytes] | None:
         """What a loop may poll for reading; None in one process."""
         return self._port.socket
 
-    def attach(self, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece] | None = None) -> None:
+    def attach(self, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, RankSlice] | None = None) -> None:
         """Name the tensors that versions go into, `dict(model.named_parameters())`; before the first adopt.
 
-        `pieces` tells which part of a full tensor one holds, where it is not all of it: one rank's slices. Parameters
+        `slices` tells which part of a full tensor one holds, where it is not all of it: one rank's slices. Parameters
         that hold a single range of rows become views of it; other slices are copied.
         LayoutMismatch, here or at the poll that brings the writer's layout, when names or full shapes differ."""
         self._require_open()
-        if self._handshake.version >= 0:
+        if self._membership.version >= 0:
             raise WeightError(
                 f"tensors must be attached before the first version is adopted; found version {self.version} "
                 "adopted; attach right after making the reader"
             )
-        self._attached.name(tensors, pieces)
+        self._attached.name(tensors, slices)
         self._bind()
 
     def poll(self) -> Offer | None:
@@ -129,16 +130,16 @@ class WeightReader:
         self._require_open()
         now = self._clock()
         for message in self._port.receive():
-            for answer in self._handshake.receive(message, now):
+            for answer in self._membership.receive(message, now):
                 self._port.send(answer)
-        for answer in self._handshake.tick(now):
+        for answer in self._membership.tick(now):
             self._port.send(answer)
-        if self._handshake.replaced:
+        if self._membership.replaced:
             raise AddressTaken(
                 f"another reader has taken the name '{self.name}'; found this one fenced off for good; "
                 "give each reader its own name"
             )
-        plain = self._handshake.layout
+        plain = self._membership.layout
         if plain is not None and plain is not self._plain:
             self._plain, layout = plain, FlatLayout.from_plain(plain)
             self._give_up()
@@ -146,28 +147,28 @@ class WeightReader:
             if layout != self._layout:
                 self._layout = layout
                 self._bind()
-        offer = self._handshake.offer
+        offer = self._membership.offer
         if not self._attached.named:
             return offer
         transfer = self._pursue(eager=self._slice_bytes is not None)
-        if offer is None or offer is not self._handshake.offer:
+        if offer is None or offer is not self._membership.offer:
             return None
-        return offer if transfer is None or transfer.proof.proved(offer) else None
+        return offer if transfer is None or transfer.verification.verified(offer) else None
 
-    def prove(self) -> Offer | None:
-        """Step into the offered version's segment and prove it, the first half of `adopt`; None as there.
+    def verify(self) -> Offer | None:
+        """Step into the offered version's segment and verify it, the first half of `adopt`; None as there.
 
         It stays entered until `adopt` or `decline`, with no poll in between: whoever enters its segment meanwhile, the
-        other ranks of this reader (`Companion`), finds the bytes that were proved."""
+        other ranks of this reader (`RankReader`), finds the bytes that were verified."""
         self._require_open()
-        transfer, offer = self._pursue(eager=True), self._handshake.offer
+        transfer, offer = self._pursue(eager=True), self._membership.offer
         if transfer is None or offer is None:
             return None
-        transfer.proof.finish(offer)
-        damage = transfer.proof.damage
+        transfer.verification.finish(offer)
+        damage = transfer.verification.damage
         if damage is not None:
             self._give_up()
-            self._port.send(self._handshake.refused(offer, damage))
+            self._port.send(self._membership.refused(offer, damage))
             what = (
                 f"version {offer.version} is damaged and reader '{self.name}' keeps version {self.version}; "
                 f"found other bytes in {damage} than were published; wait for the next version"
@@ -179,24 +180,24 @@ class WeightReader:
         return offer
 
     def decline(self) -> None:
-        """Step out of a proved version; it is offered again, or a newer one is."""
-        offer = self._handshake.offer
+        """Step out of a verified version; it is offered again, or a newer one is."""
+        offer = self._membership.offer
         self._give_up()
         if offer is not None:
-            self._handshake.withdrawn(offer)
+            self._membership.withdrawn(offer)
 
     def adopt(self) -> int:
         """Make the offered version the attached tensors' value; the version now held.
 
-        It is proved by checksum first; of a damaged one `on_damage` tells, and the old one stays. When
+        It is verified by checksum first; of a damaged one `on_damage` tells, and the old one stays. When
         there is no offer, or the writer has just withdrawn it for a newer one, nothing changes."""
-        offer, transfer = self.prove(), self._transfer
+        offer, transfer = self.verify(), self._transfer
         if offer is None or transfer is None:
             return self.version
         self._transfer = None
-        transfer.proof.close()
+        transfer.verification.close()
         self._attached.take(transfer.mapped)
-        self._port.send(self._handshake.committed(offer))
+        self._port.send(self._membership.committed(offer))
         return self.version
 
     def wait(self, version: int, timeout_s: float) -> int:
@@ -214,11 +215,11 @@ class WeightReader:
             left = deadline - self._clock()
             if left <= 0:
                 break
-            if self._handshake.offer and self._transfer and self._transfer.proof.running:
+            if self._membership.offer and self._transfer and self._transfer.verification.running:
                 time.sleep(NAP_S)
             else:
                 self._port.wait(min(left, 0.05))
-        heard = self._handshake.heard >= begun
+        heard = self._membership.heard >= begun
         raise waited(f"reader '{self.name}'", version, timeout_s, self.version, heard)
 
     def close(self) -> None:
@@ -228,8 +229,8 @@ class WeightReader:
         self._closed = True
         self._give_up()
         self._attached.close()
-        if self._handshake.joined:
-            self._port.send(self._handshake.leaving())
+        if self._membership.epoch:
+            self._port.send(self._membership.leaving())
         self._port.close()
 
     def _bind(self) -> None:
@@ -238,7 +239,7 @@ class WeightReader:
 
     def _give_up(self) -> None:
         if self._transfer is not None:
-            self._transfer.proof.close()
+            self._transfer.verification.close()
             if self._transfer.inside:
                 self._transfer.mapped.segment.leave()
             self._transfer = None
@@ -246,9 +247,9 @@ class WeightReader:
     def _pursue(self, eager: bool) -> _Transfer | None:
         """The transfer of the newest offer, entered, or else of what is coming; the one before is given up.
 
-        Without `eager` only where the proof takes none of this loop's time."""
-        offer, layout = self._handshake.offer, self._layout
-        goal = offer or self._handshake.coming
+        Without `eager` only where that takes none of this loop's time."""
+        offer, layout = self._membership.offer, self._layout
+        goal = offer or self._membership.upcoming
         if self._transfer is not None and (
             goal is None or (self._transfer.key, self._transfer.version) != (goal.segment, goal.version)
         ):
@@ -265,17 +266,17 @@ class WeightReader:
             if mapped is not None and not follows(mapped.segment) and not (eager and offer):
                 return None
             if mapped is not None:
-                proof = Proof(layout, mapped.segment, mapped.follow(goal.version), self._slice_bytes)
-                self._transfer = _Transfer(goal.segment, goal.version, mapped, proof)
+                verification = Verification(layout, mapped.segment, mapped.follow(goal.version), self._slice_bytes)
+                self._transfer = _Transfer(goal.segment, goal.version, mapped, verification)
         if offer is not None and (self._transfer is None or not self._enter(self._transfer, offer)):
             self._give_up()
-            self._handshake.withdrawn(offer)
+            self._membership.withdrawn(offer)
         return self._transfer
 
     def _enter(self, transfer: _Transfer, offer: Offer) -> bool:
         if not transfer.inside and transfer.mapped.segment.enter(offer.version):
             transfer.inside = True
-            self._port.send(self._handshake.entered(offer))
+            self._port.send(self._membership.entered(offer))
         return transfer.inside
 
     def _require_open(self) -> None:

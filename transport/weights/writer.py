@@ -11,21 +11,23 @@ import torch
 import zmq
 
 from transport.native import Copier
-from transport.weights import memory
 from transport.weights.errors import WeightError
 from transport.weights.executors.shared_memory import SharedMemory
 from transport.weights.layout.flat import FlatLayout
-from transport.weights.ports import Site, WriterSegment
-from transport.weights.protocol.handshake import Outgoing, Pace, ReaderStatus, WriterHandshake
+from transport.weights.memory import buffers
+from transport.weights.memory.ports import Site, WriterSegment
 from transport.weights.protocol.messages import Note
+from transport.weights.protocol.pace import Pace
+from transport.weights.protocol.roster import Outgoing, ReaderStatus
+from transport.weights.protocol.segments import SegmentOffers
 
 
 class WeightWriter:
     """Publishes versions of one model's tensors to any number of readers. For a single-threaded loop.
 
-    Consumes: tensors from the trainer; words of the readers. Produces: offers.
+    Consumes: tensors from the trainer; messages of the readers. Produces: offers.
     Waits for: a segment that every reader has left, at most `wait_s` per publish.
-    Unblocked by: readers that adopt, leave or die; `pace.fence_s` for those that do none of these.
+    Unblocked by: readers that adopt, leave or die; `pace.release_s` for those that do none of these.
     """
 
     def __init__(
@@ -41,13 +43,13 @@ class WeightWriter:
     ) -> None:
         """`address`: ipc:///folder/name.sock or tcp://127.0.0.1:port, or a `Hub` in one process.
 
-        `wait_s`: how long one publish may wait for a free segment. `checksum`: "buffer" proves every version by
+        `wait_s`: how long one publish may wait for a free segment. `checksum`: "buffer" has every version verified by
         the cheap sum per tensor alone, which is made while copying; "tensors" by xxh3 per tensor as well, another
         pass on either side. `threads`: for the copy into the segment.
         AddressTaken when another live writer has the address."""
         self.layout = layout
         self._port = (SharedMemory(address) if isinstance(address, str) else address).writer(self.poll)
-        self._handshake = WriterHandshake(layout.to_plain(), writer=secrets.randbits(62), pace=pace)
+        self._offers = SegmentOffers(layout.to_plain(), writer=secrets.randbits(62), pace=pace)
         self._segments: dict[str, WriterSegment] = {}
         self._abandoned: dict[str, WriterSegment] = {}
         self._fillers: dict[str, Copier] = {}
@@ -62,7 +64,7 @@ class WeightWriter:
     @property
     def version(self) -> int:
         """The newest version that readers are offered, -1 for none."""
-        front = self._handshake.front
+        front = self._offers.front
         return front.version if front else -1
 
     @property
@@ -73,7 +75,7 @@ class WeightWriter:
     @property
     def readers(self) -> tuple[ReaderStatus, ...]:
         """What is known of each reader, in the order of joining."""
-        return self._handshake.status(self._clock())
+        return self._offers.status(self._clock())
 
     @property
     def segments(self) -> tuple[int, int]:
@@ -107,21 +109,21 @@ class WeightWriter:
     def tell(self, note: Note) -> None:
         """Replace the note that every reader, present or late, gets with its next message."""
         self._require_open()
-        self._handshake.tell(note)
+        self._offers.tell(note)
 
     def poll(self) -> None:
         """Answer the readers, write a waiting version if a segment is free. Never waits."""
         self._require_open()
         now = self._clock()
         for peer, message in self._port.receive():
-            self._send(self._handshake.receive(peer, message, now))
+            self._send(self._offers.receive(peer, message, now))
         if self._pending and (segment := self._free_segment(now)):
             (version, sources), self._pending = self._pending, None
             self._write(segment, version, sources)
         for key in [key for key, segment in self._abandoned.items() if segment.seal()]:
             self._abandoned.pop(key).close()
-            self._handshake.freed(key)
-        self._send(self._handshake.tick(now))
+            self._offers.freed(key)
+        self._send(self._offers.tick(now))
 
     def close(self) -> None:
         """Leave the address and unlink the segments; readers keep the version they have."""
@@ -147,46 +149,46 @@ class WeightWriter:
         return arranged
 
     def _free_segment(self, now: float) -> WriterSegment | None:
-        for key in self._handshake.order():
+        for key in self._offers.order():
             if key is None:
                 return self._new_segment()
             if self._segments[key].seal():
                 return self._segments[key]
-        stuck = self._handshake.blocked(now)
+        stuck = self._offers.blocked(now)
         if stuck is None:
             return None
         self._fillers.pop(stuck)
         segment = self._abandoned[stuck] = self._segments.pop(stuck)
         segment.retire()
-        self._send(self._handshake.abandon(stuck, now))
+        self._send(self._offers.abandon(stuck))
         return self._new_segment()
 
     def _new_segment(self) -> WriterSegment:
         segment = self._port.segment(self.layout.nbytes)
         self._segments[segment.key] = segment
-        self._fillers[segment.key] = memory.filler(self.layout, segment, self._threads)
+        self._fillers[segment.key] = buffers.filler(self.layout, segment, self._threads)
         return segment
 
     def _write(self, segment: WriterSegment, version: int, sources: list[torch.Tensor]) -> None:
-        self._handshake.writing(segment.key)
+        self._offers.writing(segment.key)
         if segment.progress is not None:
-            # Before the word that it is coming: readers sum a version only in a segment that is being written for it.
+            # Before the message: readers sum a version only in a segment that is being written for it.
             segment.progress[0] = version
-            self._send(self._handshake.coming(segment.key, version))
+            self._send(self._offers.upcoming(segment.key, version))
         whole = False
         try:
-            with memory.copying(self._threads):
-                sums = memory.fill(self._fillers[segment.key], sources)
-            digests = memory.whole(memory.digested(self.layout, segment.buffer, None)) if self._per_tensor else b""
+            with buffers.copying(self._threads):
+                sums = buffers.fill(self._fillers[segment.key], sources)
+            digests = buffers.whole(buffers.digested(self.layout, segment.buffer, None)) if self._per_tensor else b""
             whole = True
         finally:
             segment.unseal(version if whole else -1)
-        self._send(self._handshake.written(segment.key, version, sums, digests, self._clock()))
+        self._send(self._offers.written(segment.key, version, sums, digests, self._clock()))
 
     def _send(self, out: Outgoing) -> None:
         for peer, message in out:
             if not self._port.send(peer, message):
-                self._handshake.lost(peer)
+                self._offers.lost(peer)
 
     def _require_open(self) -> None:
         if self._closed:

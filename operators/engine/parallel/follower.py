@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +17,30 @@ import torch
 
 from dataflow.limits import Limits
 from dataflow.node import Context
+from dataflow.system.channel import Channel
 from dataflow.worker.ports import open_beside
 from operators.engine.parallel import group
 from operators.engine.parallel.lockstep import follow
 from operators.engine.parallel.member import make_member
+from operators.engine.parallel.messages import CODEC, Build, Pieces, Settings, Started
 from operators.engine.parallel.shards import plain_pieces
-from operators.engine.parallel.words import declaration_of
-from operators.ranks.channel import Channel
-from operators.ranks.exchange import last_words, next_word
+from operators.ranks.exchange import expected, last_words
+from operators.ranks.messages import Load, Loaded
 
 FIRST_S = Limits().exchange_s
-"""For words before the settings have come."""
+"""For messages before the settings have come."""
 
 
 def main(end: int) -> int:
     """Run one rank over the socket of this number; the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=end), FIRST_S)
+    channel: Channel[Any] = Channel(socket.socket(fileno=end), CODEC, FIRST_S)
     folder: Path | None = None
     try:
-        channel.send({"started": os.getpid()})
-        settings = next_word(channel, 0, os.getppid(), FIRST_S)
-        folder = Path(settings["folder"])
-        _serve(channel, folder, **{name: value for name, value in settings.items() if name != "folder"})
+        channel.send(Started(os.getpid()))
+        settings = expected(Settings, channel, 0, os.getppid(), FIRST_S)
+        folder = Path(settings.folder)
+        _serve(channel, settings)
     except Exception as error:
         traceback.print_exc()
         last_words(channel, error)
@@ -52,34 +53,31 @@ def main(end: int) -> int:
     return 0
 
 
-def _serve(
-    channel: Channel, folder: Path, *, rank: int, size: int, device: str, declaration: dict[str, object], node: str,
-    replica: int, site: Mapping[str, str] | None, threads: int, limits: Mapping[str, Any],
-) -> None:  # fmt: skip
+def _serve(channel: Channel[Any], settings: Settings) -> None:
     """Join, load, build, and follow rank 0 to the end."""
-    wait_s = Limits.from_plain(limits).exchange_s
-    mesh = group.join(folder, rank, size, torch.device(device), wait_s)
+    node, rank, device, wait_s = settings.node, settings.rank, settings.device, settings.limits.exchange_s
+    mesh = group.join(Path(settings.folder), rank, settings.size, torch.device(device), wait_s)
     watch = group.watched(wait_s)
 
     @contextlib.contextmanager
     def loading() -> Iterator[None]:
         with watch.lifted():
-            next_word(channel, rank, os.getppid(), wait_s)
+            expected(Load, channel, rank, os.getppid(), wait_s)
             yield
-            channel.send({"loaded": rank})
-            next_word(channel, rank, os.getppid(), wait_s)
+            channel.send(Loaded())
+            expected(Build, channel, rank, os.getppid(), wait_s)
 
-    context = Context(node=node, device=device, threads=threads)
+    context = Context(node=node, device=device, threads=settings.threads)
     with watch.within():
-        member = make_member(declaration_of(declaration), context, mesh, loading())
+        member = make_member(settings.declaration, context, mesh, loading())
     pieces = plain_pieces(member.shards)
     with contextlib.ExitStack() as ends:
         beside = None
-        if site is not None:
+        if settings.site is not None:
             own = {name: shard.local for name, shard in member.shards.items()}
-            beside = open_beside(site, device, f"{node}-{replica}.{rank}", own, pieces)
+            beside = open_beside(settings.site, device, f"{node}-{settings.replica}.{rank}", own, pieces)
             ends.callback(beside.close)
-        channel.send({"pieces": pieces})
+        channel.send(Pieces(pieces))
         follow(member, channel, rank, wait_s, watch, beside)
 
 

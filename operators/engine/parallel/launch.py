@@ -12,19 +12,20 @@ import torch
 from dataflow.node import Context
 from dataflow.weight_ends import OpensWeights
 from operators.engine.build import Built
+from operators.engine.knobs import GeneratorKnobs
 from operators.engine.parallel import group
+from operators.engine.parallel.leader import Leader
 from operators.engine.parallel.lockstep import Lockstep
 from operators.engine.parallel.member import make_member
+from operators.engine.parallel.messages import CODEC, Build, Pieces, Settings, Started
 from operators.engine.parallel.shards import pieces_of
-from operators.engine.parallel.words import plain_declaration
-from operators.generator import Generator
 from operators.ranks.exchange import Exchange
-from operators.ranks.processes import program
-from operators.ranks.team import Team
+from operators.ranks.messages import Load, Loaded
+from operators.ranks.team import Team, program
 
 
-def make_parallel(declaration: Generator, context: Context, size: int) -> Built:
-    """As `make_engine`, on `size` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
+def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> Built:
+    """As `build_native`, on `size` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
 
     Raises:
         ModelError: the model cannot be loaded or dealt out.
@@ -32,18 +33,18 @@ def make_parallel(declaration: Generator, context: Context, size: int) -> Built:
     """
     device = torch.device(context.device)
     opens = context.reader if isinstance(context.reader, OpensWeights) and context.reader.site else None
-    team = Team(declaration.name, size, program("operators.engine.parallel.follower"), context.limits)
+    team = Team(declaration.name, size, program("operators.engine.parallel.follower"), context.limits, CODEC)
     with team.starting():
         for rank in range(1, size):
-            team.answer(rank, "started")
-        settings = {
-            "declaration": plain_declaration(declaration), "node": context.node, "threads": context.threads,
-            "size": size, "folder": str(team.folder), "limits": dataclasses.asdict(context.limits),
-            "replica": context.rank, "site": opens and opens.site,
-        }  # fmt: skip
+            team.answer(rank, Started)
         for rank in range(1, size):
             place = f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else context.device
-            team.tell({**settings, "rank": rank, "device": place}, rank)
+            settings = Settings(
+                declaration=declaration, node=context.node, replica=context.rank, rank=rank, size=size, device=place,
+                threads=context.threads, folder=str(team.folder), site=None if opens is None else opens.site,
+                limits=context.limits,
+            )  # fmt: skip
+            team.tell(settings, rank)
         mesh = group.join(team.folder, 0, size, device, context.limits.exchange_s)
         watch = group.watched(context.limits.exchange_s)
 
@@ -52,13 +53,13 @@ def make_parallel(declaration: Generator, context: Context, size: int) -> Built:
             with watch.lifted():
                 yield
                 for rank in range(1, size):
-                    team.tell({"do": "load"}, rank)
-                    team.answer(rank, "loaded")
-            team.tell({"do": "build"})
+                    team.tell(Load(), rank)
+                    team.answer(rank, Loaded)
+            team.tell(Build())
 
         with watch.within():
             member = make_member(declaration, context, mesh, loading())
-        others = [pieces_of(team.answer(rank, "pieces")) for rank in range(1, size)]
-    lockstep = Lockstep(member, Exchange(team, watch), others, context.clock)
-    reader = None if opens is None else functools.partial(lockstep.lead, opens)
+        others = [pieces_of(team.answer(rank, Pieces).pieces) for rank in range(1, size)]
+    lockstep = Lockstep(member, Exchange(team, watch), others, context.clock, own_slices=opens is not None)
+    reader = None if opens is None else functools.partial(Leader, lockstep, opens)
     return dataclasses.replace(member.built, engine=lockstep, reader=reader)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from dataflow.errors import DeadlineError
 from dataflow.weight_ends import LeadingWeightsIn, Offered, OpensWeights
+from operators.engine.parallel.lockstep import Lockstep
 from operators.engine.parallel.shards import plain_pieces
-
-if TYPE_CHECKING:
-    from operators.engine.parallel.lockstep import Lockstep
 
 
 class Leader:
@@ -59,7 +57,7 @@ class Leader:
         Of what rank 0 finds damaged no other rank hears. Raises WorkerDied or DeadlineError when
         a rank does not take part, or could enter nothing for as long as the group's time-out.
         """
-        offer = self._end.prove()
+        offer = self._end.verify()
         if offer is None:
             return self.version
         layout = self._end.layout

@@ -1,8 +1,8 @@
 """Keeps the engines of all ranks in step: rank 0 says what it is about to do, and the others do the same.
 
 An engine's state is a function of what it was told and of the tokens that were drawn, and the gathered logits are the
-same bytes on every rank, so all ranks draw the same tokens without sending them. Each word that begins a step carries a
-checksum of rank 0's rows, so a rank that drew otherwise ends with an error before it can answer wrongly.
+same bytes on every rank, so all ranks draw the same tokens without sending them. Each message that begins a step
+carries a checksum of rank 0's rows, so a rank that drew otherwise ends with an error before it can answer wrongly.
 """
 
 from __future__ import annotations
@@ -15,16 +15,28 @@ from typing import Any
 import torch
 
 from dataflow.errors import RunError
-from dataflow.weight_ends import OpensWeights, WeightsBeside
+from dataflow.system.channel import Channel
+from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel import group
-from operators.engine.parallel.leader import Leader
 from operators.engine.parallel.member import Member, state_of
+from operators.engine.parallel.messages import (
+    Abort,
+    Adopted,
+    Digest,
+    Digests,
+    Enter,
+    Entry,
+    Leave,
+    Prompt,
+    Receive,
+    Step,
+    Take,
+)
 from operators.engine.parallel.shards import Piece
-from operators.engine.parallel.words import plain_start, start_of
 from operators.engine.results import Finished, Start
 from operators.engine.stops import StopStrings
-from operators.ranks.channel import Channel
-from operators.ranks.exchange import Exchange, named, next_word
+from operators.ranks.exchange import Exchange, named, next_message
+from operators.ranks.messages import Close
 from operators.ranks.watch import Watch
 
 
@@ -32,22 +44,29 @@ class Lockstep:
     """Rank 0's engine, with those of the other ranks behind it; what it does not define is the engine's own.
 
     consumes: the calls of the generator's runtime
-    produces: words to the other ranks; what rank 0's engine returns
+    produces: messages to the other ranks; what rank 0's engine returns
     waits for: the other ranks, in each exchange, up to the group's time-out
     unblocked by: their part of the exchange, their end, or the time-out; after an error every call raises
     """
 
     def __init__(
-        self, member: Member, exchange: Exchange, others: Sequence[Mapping[str, Piece]], clock: Callable[[], float]
+        self,
+        member: Member,
+        exchange: Exchange,
+        others: Sequence[Mapping[str, Piece]],
+        clock: Callable[[], float],
+        *,
+        own_slices: bool = False,
     ) -> None:
-        """`others`: which part of each parameter rank r + 1 holds. clock: the worker's."""
+        """`others`: which part of each parameter rank r + 1 holds. clock: the worker's. own_slices: every rank takes
+        its own from the trainer's memory, when a `Leader` says so."""
         self._engine = member.engine
         self.node, self.timeout_s, self.clock = exchange.team.node, exchange.team.limits.exchange_s, clock
         self.shards = member.shards
         """Rank 0's, by name."""
         self._exchange, self._others = exchange, others
         self._tell, self._together, self._answers = exchange.tell, exchange.together, exchange.answers
-        self._leader: Leader | None = None
+        self._own_slices = own_slices
 
     @functools.cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -58,56 +77,52 @@ class Lockstep:
             for name, shard in self.shards.items()
         }
 
-    def lead(self, opens: OpensWeights) -> Leader:
-        """Have every rank take its own slices, from now on; the end of the weight plane that says when."""
-        self._leader = Leader(self, opens)
-        return self._leader
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def step(self, starts: Sequence[Start] = ()) -> Finished | None:
         """As `Engine.step`, on all ranks. Raises WorkerDied or DeadlineError when a rank does not take part."""
         with self._together(f"step {self._engine.steps + 1}"):
-            self._tell(do="step", state=state_of(self._engine), starts=[plain_start(start) for start in starts])
+            self._tell(Step(state_of(self._engine), tuple(map(Prompt.of, starts))))
             return self._engine.step(starts)
 
     def abort(self, tickets: Collection[int]) -> Finished | None:
         """As `Engine.abort`, on all ranks."""
         with self._together("an abort"):
-            self._tell(do="abort", tickets=[int(ticket) for ticket in tickets])
+            self._tell(Abort(tuple(map(int, tickets))))
             return self._engine.abort(tickets)
 
     def adopted(self, version: int) -> None:
         """As `Engine.adopted`, on all ranks. Unless each takes its own slices, cut what is in `tensors` into those of
         all ranks first, and send each its own bytes only."""
         with self._together(f"taking version {version}"):
-            if self._leader is None:
-                self._tell(do="receive")
+            if not self._own_slices:
+                self._tell(Receive())
                 group.spread(self.tensors, self.shards, self._others)
-            self._tell(do="adopted", version=version)
+            self._tell(Adopted(version))
             self._engine.adopted(version)
 
     def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None) -> list[int]:
         """Have all others enter a version that rank 0 is inside of; the ranks that cannot: then none stays in it."""
         with self._together(f"entering version {version}"):
-            self._tell(do="enter", segment=segment, version=version, layout=layout)
-            outside = [rank for rank, entered in enumerate(self._answers("entry"), start=1) if not entered]
+            self._tell(Enter(segment, version, layout))
+            outside = [rank for rank, each in enumerate(self._answers(Entry), start=1) if not each.entered]
             if outside:
-                self._tell(do="leave")
+                self._tell(Leave())
             return outside
 
     def take(self, version: int, own: Callable[[], int]) -> int:
         """Have all others take the version that they have entered, while rank 0 does so by `own`; what that returns."""
         with self._together(f"taking version {version}"):
-            self._tell(do="take")
+            self._tell(Take())
             return own()
 
     def digests(self) -> list[dict[str, int]]:
         """Checksums of the parameters that each rank holds, rank by rank, by name."""
         with self._together("comparing weights"):
-            self._tell(do="digests")
-            return [group.digests(self.shards), *self._answers("digests")]
+            self._tell(Digest())
+            others = self._answers(Digests)
+            return [group.digests(self.shards), *(dict(each.digests) for each in others)]
 
     def close(self) -> None:
         """Give up all rows and end the other ranks; may be called again."""
@@ -117,17 +132,17 @@ class Lockstep:
 
 
 def follow(
-    member: Member, channel: Channel, rank: int, wait_s: float, watch: Watch, beside: WeightsBeside | None = None
+    member: Member, channel: Channel[Any], rank: int, wait_s: float, watch: Watch, beside: WeightsBeside | None = None
 ) -> None:
     """Do what rank 0 says until it says that all is over.
 
-    wait_s: for a word that has begun. watch: bounds exchanges. beside: this rank's end of the weight plane, where it
+    wait_s: for a message that has begun. watch: bounds exchanges. beside: this rank's end of the weight plane, where it
     takes its own slices.
 
-    consumes: words of rank 0
+    consumes: messages of rank 0
     produces: this rank's part of each exchange
-    waits for: the next word, as long as rank 0 lives; in an exchange, the group's time-out
-    unblocked by: a word; the end of rank 0, which closes the channel
+    waits for: the next message, as long as rank 0 lives; in an exchange, the group's time-out
+    unblocked by: a message; the end of rank 0, which closes the channel
 
     Raises:
         WorkerDied: rank 0 ended without saying so.
@@ -141,34 +156,35 @@ def follow(
         key = tuple(strings)
         return known.get(key) or known.setdefault(key, StopStrings(tokenizer, key))
 
-    def obey(word: Mapping[str, Any]) -> None:
-        if word["do"] == "step":
-            if state_of(engine) != word["state"]:
-                raise RunError(
-                    f"rank {rank} is not in step with rank 0: before step {engine.steps + 1} its rows or their tokens "
-                    f"differ; use the same kind of device and the same libraries for all ranks"
-                )
-            engine.step([start_of(start, stops) for start in word["starts"]])
-        elif word["do"] == "abort":
-            engine.abort(word["tickets"])
-        elif word["do"] == "receive":
-            group.receive(member.shards)
-        elif word["do"] == "enter" and beside is not None:
-            channel.send({"entry": beside.enter(word["segment"], word["version"], word["layout"])})
-        elif word["do"] == "leave" and beside is not None:
-            beside.leave()
-        elif word["do"] == "take" and beside is not None:
-            beside.take()
-        elif word["do"] == "adopted":
-            engine.adopted(word["version"])
-        elif word["do"] == "digests":
-            channel.send({"digests": group.digests(member.shards)})
-        else:
-            raise RunError(f"rank {rank} was told to do {word['do']!r}, which it does not know; start it with rank 0")
+    def apply(message: Any) -> None:
+        match message:
+            case Step():
+                if state_of(engine) != message.state:
+                    raise RunError(
+                        f"rank {rank} is not in step with rank 0: before step {engine.steps + 1} its rows or their "
+                        f"tokens differ; use the same kind of device and the same libraries for all ranks"
+                    )
+                engine.step([prompt.start(stops) for prompt in message.prompts])
+            case Abort():
+                engine.abort(message.tickets)
+            case Receive():
+                group.receive(member.shards)
+            case Enter() if beside is not None:
+                channel.send(Entry(beside.enter(message.segment, message.version, message.layout)))
+            case Leave() if beside is not None:
+                beside.leave()
+            case Take() if beside is not None:
+                beside.take()
+            case Adopted():
+                engine.adopted(message.version)
+            case Digest():
+                channel.send(Digests(group.digests(member.shards)))
+            case _:
+                raise RunError(f"rank {rank} was told {message!r}, which it does not know; start it with rank 0")
 
     while True:
-        word = next_word(channel, rank, parent, wait_s)
-        if word["do"] == "close":
+        message = next_message(channel, rank, parent, wait_s)
+        if isinstance(message, Close):
             return
-        with named(channel, rank, parent, f"{word['do']} {engine.steps + 1}", watch):
-            obey(word)
+        with named(channel, rank, parent, f"{type(message).__name__.lower()} {engine.steps + 1}", watch):
+            apply(message)

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.limits import Limits
+from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsOut
 from operators.ranks import group
-from operators.ranks.channel import Channel
-from operators.ranks.exchange import last_words, named, next_word
+from operators.ranks.exchange import expected, last_words, named, next_message
+from operators.ranks.messages import Close
 from operators.training.learner.learner import Learner
 from operators.training.learner.packing import Array
 from operators.training.parallel.lead import in_order
-from operators.training.parallel.words import arguments_of, array_of, function_of, rows_of
+from operators.training.parallel.messages import (
+    CODEC,
+    Begin,
+    Call,
+    End,
+    Join,
+    Micro,
+    Open,
+    Publish,
+    Result,
+    function_of,
+)
 
 POLL_S = 0.02
-"""How often a rank that waits for a word looks after its end of the weight plane."""
+"""How often a rank that waits for a message looks after its end of the weight plane."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +44,19 @@ class Duties:
 
     ranks: int
     limits: Limits
-    build: Callable[[Channel, Path], Learner]
+    build: Callable[[Channel[Any], Path], Learner]
     """Makes its learner, in step with the other ranks, given the folder that they meet in."""
-    opens: Callable[[list[Mapping[str, str]], Learner], WeightsOut]
+    opens: Callable[[Sequence[Mapping[str, str]], Learner], WeightsOut]
     """Opens its end of the weight plane at these sites."""
 
 
 def run_rank(end: int, rank: int, duties: Duties) -> int:
     """Run a rank over the socket of this number; the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=end), duties.limits.exchange_s)
+    channel = Channel(socket.socket(fileno=end), CODEC, duties.limits.exchange_s)
     parent = os.getppid()
     try:
-        folder = Path(next_word(channel, rank, parent, duties.limits.exchange_s)["folder"])
+        folder = Path(expected(Join, channel, rank, parent, duties.limits.exchange_s).folder)
         Follower(duties.build(channel, folder), channel, rank, duties).run()
     except Exception as error:
         traceback.print_exc()
@@ -60,13 +71,13 @@ def run_rank(end: int, rank: int, duties: Duties) -> int:
 class Follower:
     """The loop of one rank.
 
-    consumes: words of rank 0
+    consumes: messages of rank 0
     produces: this rank's part of each exchange, and of each version on the weight plane
-    waits for: the next word, as long as rank 0 lives; in an exchange, the group's time-out
-    unblocked by: a word; the end of rank 0, which closes the channel
+    waits for: the next message, as long as rank 0 lives; in an exchange, the group's time-out
+    unblocked by: a message; the end of rank 0, which closes the channel
     """
 
-    def __init__(self, learner: Learner, channel: Channel, rank: int, duties: Duties) -> None:
+    def __init__(self, learner: Learner, channel: Channel[Any], rank: int, duties: Duties) -> None:
         self._learner, self._channel, self._rank, self._duties = learner, channel, rank, duties
         self._parts: list[Array] = []
         self._writer: WeightsOut | None = None
@@ -81,36 +92,36 @@ class Follower:
         parent, wait_s = os.getppid(), self._duties.limits.exchange_s
         watch = group.watched(wait_s)
         while True:
-            word = next_word(self._channel, self._rank, parent, wait_s, look_s=POLL_S, meanwhile=self._poll)
-            if word["do"] == "close":
+            message = next_message(self._channel, self._rank, parent, wait_s, look_s=POLL_S, meanwhile=self._poll)
+            if isinstance(message, Close):
                 self._close()
                 return
-            with named(self._channel, self._rank, parent, f"{word['do']}", watch):
-                self._obey(word)
+            with named(self._channel, self._rank, parent, type(message).__name__.lower(), watch):
+                self._apply(message)
             self._poll()
 
-    def _obey(self, word: Mapping[str, Any]) -> None:
+    def _apply(self, message: Any) -> None:
         learner = self._learner
-        match word["do"]:
-            case "begin":
-                learner.open(rows_of(word["rows"]), array_of(word["scale"]), word["version"])
-                self._parts = in_order(word["counts"])
-            case "micro":
+        match message:
+            case Begin():
+                learner.open(message.rows.rows(), message.scale.array, message.version)
+                self._parts = in_order(message.counts)
+            case Micro():
                 learner.micro(self._parts.pop(0))
-            case "end":
-                if learner.end(word["learning_rate"]).culprit is not None:
-                    self._channel.send({"findings": dataclasses.asdict(learner.findings())})
-            case "open":
-                self._writer = self._duties.opens(word["sites"], learner)
-            case "publish":
+            case End():
+                if learner.end(message.learning_rate).culprit is not None:
+                    self._channel.send(learner.findings())
+            case Open():
+                self._writer = self._duties.opens(message.sites, learner)
+            case Publish():
                 assert self._writer is not None, "opened before"
-                self._writer.publish(word["version"], learner.parameters)
-            case "call":
-                call, arguments = function_of(word["function"]), arguments_of(word)
-                result = call(learner=learner, rank=self._rank, ranks=self._duties.ranks, **arguments)
-                self._channel.send({"result": result})
+                self._writer.publish(message.version, learner.parameters)
+            case Call():
+                call = function_of(message.function)
+                result = call(learner=learner, rank=self._rank, ranks=self._duties.ranks, **message.arguments)
+                self._channel.send(Result(result))
             case other:
-                raise RunError(f"rank {self._rank} was told to do {other!r}, which it does not know")
+                raise RunError(f"rank {self._rank} was told {other!r}, which it does not know")
 
     def _poll(self) -> None:
         if self._writer is not None:

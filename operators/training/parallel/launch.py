@@ -6,33 +6,33 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dataflow.model import Model
 from dataflow.node import Context
+from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsOut
 from dataflow.worker.ports import offer_beside
 from operators.ranks import group
-from operators.ranks.channel import Channel
-from operators.ranks.exchange import Exchange, next_word
-from operators.ranks.processes import fork
-from operators.ranks.team import Team
+from operators.ranks.exchange import Exchange, expected
+from operators.ranks.messages import Load, Loaded
+from operators.ranks.team import Team, forked
+from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
 from operators.training.learner.learner import Learner
 from operators.training.parallel.follow import Duties, run_rank
 from operators.training.parallel.lead import LedLearner
 from operators.training.parallel.mesh import MeshTogether, make_mesh, placed
+from operators.training.parallel.messages import CODEC, Join
 from operators.training.parallel.shard import shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from operators.trainer import Trainer
 
-
-def led(trainer: Trainer, model: Model, context: Context) -> tuple[LedLearner, Context]:
+def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearner, Context]:
     """The learner of several ranks that load `model`, and the context with a weight plane that all of them feed."""
     learner = lead(
         trainer, context, lambda: make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed)
@@ -42,7 +42,7 @@ def led(trainer: Trainer, model: Model, context: Context) -> tuple[LedLearner, C
     return learner, dataclasses.replace(context, writer=learner.opener(context.writer))
 
 
-def lead(trainer: Trainer, context: Context, make: Callable[[], Learner]) -> LedLearner:
+def lead(trainer: TrainerKnobs, context: Context, make: Callable[[], Learner]) -> LedLearner:
     """The learner of `context.ranks` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
 
     make: the learner of the whole model, in main memory. The other ranks are forks of this process, as it is now: call
@@ -67,11 +67,11 @@ def lead(trainer: Trainer, context: Context, make: Callable[[], Learner]) -> Led
         return learner
 
     def follow(end: int, rank: int) -> int:
-        def built(channel: Channel, folder: Path) -> Learner:
+        def built(channel: Channel[Any], folder: Path) -> Learner:
             mesh = joined(rank, folder)
-            next_word(channel, rank, os.getppid(), limits.exchange_s)
+            expected(Load, channel, rank, os.getppid(), limits.exchange_s)
             learner = loaded(rank, mesh)
-            channel.send({"loaded": rank})
+            channel.send(Loaded())
             return learner
 
         def opened(sites: Sequence[Mapping[str, str]], learner: Learner) -> WeightsOut:
@@ -82,14 +82,14 @@ def lead(trainer: Trainer, context: Context, make: Callable[[], Learner]) -> Led
 
         return run_rank(end, rank, Duties(ranks, limits, built, opened))
 
-    team = Team(context.node, ranks, fork(follow), limits)
+    team = Team(context.node, ranks, forked(follow), limits, CODEC)
     with team.starting():
-        team.tell({"folder": str(team.folder)})
+        team.tell(Join(str(team.folder)))
         mesh = joined(0, team.folder)
         own = loaded(0, mesh)
         for rank in range(1, ranks):
-            team.tell({"do": "load"}, rank)
-            team.answer(rank, "loaded")
+            team.tell(Load(), rank)
+            team.answer(rank, Loaded)
     own.together = MeshTogether(mesh, team.fallen, limits.exchange_s)
     return LedLearner(own, Exchange(team, group.watched(limits.exchange_s)), mesh)
 

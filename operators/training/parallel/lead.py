@@ -13,13 +13,24 @@ from dataflow.errors import RunError
 from dataflow.weight_ends import OpensWriter, WeightsOut
 from operators.ranks import group
 from operators.ranks.exchange import Exchange
+from operators.ranks.messages import Numbers
 from operators.training.learner.learner import Learner, Outcome, Prepared
 from operators.training.learner.nonfinite import Findings
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows
 from operators.training.parallel.dealing import deal
 from operators.training.parallel.mesh import data_rank, placed
-from operators.training.parallel.words import chosen, name_of, plain_arguments, plain_array, plain_rows
+from operators.training.parallel.messages import (
+    Begin,
+    Call,
+    End,
+    Micro,
+    Open,
+    Publish,
+    Result,
+    Rows,
+    chosen,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +40,7 @@ class LedLearner(Learner):
     """A `Learner` of several ranks, for the trainer's runtime on rank 0.
 
     consumes: the calls of the runtime
-    produces: words to the other ranks; what rank 0's learner returns, of all ranks together
+    produces: messages to the other ranks; what rank 0's learner returns, of all ranks together
     waits for: the other ranks, in each exchange, up to the group's time-out
     unblocked by: their part of the exchange, their end, or the time-out; after an error every call raises
     """
@@ -53,7 +64,7 @@ class LedLearner(Learner):
             self._exchange.check()
             for rank in range(1, self.ranks):
                 share = shares[data_rank(rank, self._tensor_parallel)]
-                self._exchange.team.tell({"do": "begin", "version": version, **share.to_plain()}, rank)
+                self._exchange.team.tell(share.message(version), rank)
             self.open(shares[0].rows, shares[0].scale_R, version)
             return shares[0].parts
 
@@ -61,18 +72,17 @@ class LedLearner(Learner):
         """Forward and backward of one micro-batch on every rank."""
         self._micros += 1
         with self._exchange.together(f"micro-batch {self._micros} of step {self._steps}"):
-            self._exchange.tell(do="micro")
+            self._exchange.tell(Micro())
             super().micro(part)
 
     def end(self, learning_rate: float) -> Outcome:
         """Update the weights on all ranks, or on none; what was not finite is named wherever it was found."""
         with self._exchange.together(f"the end of step {self._steps}"):
-            self._exchange.tell(do="end", learning_rate=learning_rate)
+            self._exchange.tell(End(learning_rate))
             outcome = super().end(learning_rate)
             if outcome.culprit is None:
                 return outcome
-            others = [Findings(**found) for found in self._exchange.answers("findings")]
-            found = functools.reduce(Findings.__or__, others, self.findings())
+            found = functools.reduce(Findings.__or__, self._exchange.answers(Findings), self.findings())
             return dataclasses.replace(outcome, culprit=str(found))
 
     def opener(self, opens: Callable[[Mapping[str, Any]], WeightsOut]) -> Callable[[Mapping[str, Any]], WeightsOut]:
@@ -87,7 +97,7 @@ class LedLearner(Learner):
 
         def opened(tensors: Mapping[str, Any]) -> WeightsOut:
             with self._exchange.together("opening the weight plane"):
-                self._exchange.tell(do="open", sites=[dict(site) for site in opens.sites])
+                self._exchange.tell(Open(tuple(opens.sites)))
                 return _LedWriter(opens(placed(tensors, self._mesh)), self._exchange)
 
         return opened
@@ -95,9 +105,10 @@ class LedLearner(Learner):
     def everywhere(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """As `Learner.everywhere`, on every rank at once; what each answers, rank by rank."""
         with self._exchange.together(f"{function.__name__}"):
-            self._exchange.tell(do="call", function=name_of(function), **plain_arguments(arguments))
+            self._exchange.tell(Call.of(function, arguments))
             own = function(learner=self, rank=0, ranks=self.ranks, **arguments)
-            return [own, *self._exchange.answers("result", self._exchange.team.limits.checkpoint_s)]
+            others = self._exchange.answers(Result, self._exchange.team.limits.checkpoint_s)
+            return [own, *(each.value for each in others)]
 
     def close(self) -> None:
         """End the other ranks; may be called again."""
@@ -114,12 +125,10 @@ class Share:
     parts: list[Array]
     """Its micro-batches, as indices into its rows."""
 
-    def to_plain(self) -> dict[str, Any]:
-        """For msgpack; a micro-batch is as many of the rows as it says, one after the other."""
-        return {
-            "rows": plain_rows(self.rows), "scale": plain_array(self.scale_R),
-            "counts": [len(part) for part in self.parts],
-        }  # fmt: skip
+    def message(self, version: int) -> Begin:
+        """What its ranks are told."""
+        counts = tuple(len(part) for part in self.parts)
+        return Begin(version, Rows.of(self.rows), Numbers.of(self.scale_R), counts)
 
 
 def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[Share]:
@@ -153,7 +162,7 @@ class _LedWriter:
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """Offer each rank's shards of a version."""
         with self._exchange.together(f"publishing version {version}"):
-            self._exchange.tell(do="publish", version=version)
+            self._exchange.tell(Publish(version))
             return self._own.publish(version, tensors)
 
     def tell(self, note: dict[str, int | float | str]) -> None:

@@ -1,4 +1,4 @@
-"""The doctor's pieces: states from beats, stacks of a process, errors of a log, processes, and the report itself."""
+"""The doctor's pieces: states from heartbeats, stacks, errors of a log, processes, and the report itself."""
 
 import json
 import signal
@@ -23,13 +23,14 @@ from dataflow.doctor.report import report
 from dataflow.errors import DeadlineError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
-from dataflow.scheduler.commands import ask_for_facts
-from dataflow.scheduler.stall_watch import Attendant
+from dataflow.scheduler.requests import ask_for_facts
+from dataflow.scheduler.stall_watch import StallWatch
+from dataflow.scheduler.table import Life
 from dataflow.system import processes, stacks
 from dataflow.system.stacks import Frame, Thread
 from dataflow.worker.host import Settings
 
-# States from beats
+# States from heartbeats
 
 
 def beat(node: str = "trainer", at: str = "", **told: Any) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def states(*beats: dict[str, Any]) -> list[tuple[str, float]]:
     """State and its seconds after each of the beats, which come a second apart."""
     history, found = History(), []
     for now, told in enumerate(beats):
-        history.note({"trainer-0": {"beat": told}}, float(now))
+        history.note({"trainer-0": {"heartbeat": told}}, float(now))
         node = history.plain(float(now))["trainer-0"]["trainer"]
         found.append((node["state"], node["for_s"]))
     return found
@@ -76,9 +77,9 @@ def test_one_that_has_ended_or_says_so_is_done_and_one_that_is_paused_is_so() ->
     "told", [{"rows_in": 1}, {"rows_out": 1}, {"status": {"tokens": 9}}, {"status": {"version": 2}}]
 )
 def test_rows_tokens_steps_and_versions_are_movement_and_seconds_are_not(told: dict[str, Any]) -> None:
-    still = {"trainer-0": {"beat": beat()}}
-    assert marks(still) == marks({"trainer-0": {"beat": beat(seconds={"busy": 5.0})}})
-    assert marks(still) != marks({"trainer-0": {"beat": beat(**told)}})
+    still = {"trainer-0": {"heartbeat": beat()}}
+    assert marks(still) == marks({"trainer-0": {"heartbeat": beat(seconds={"busy": 5.0})}})
+    assert marks(still) != marks({"trainer-0": {"heartbeat": beat(**told)}})
 
 
 # Stacks
@@ -177,8 +178,8 @@ def test_a_process_that_answers_no_message_still_dumps_its_stacks(
 
 
 def test_a_process_that_has_a_file_of_the_run_open_is_found(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    assert sleeper.pid in [pid for pid, _ in processes.holding(tmp_path.resolve())]
-    assert processes.holding(tmp_path / "elsewhere") == []
+    assert sleeper.pid in [pid for pid, _ in processes.using(tmp_path.resolve())]
+    assert processes.using(tmp_path / "elsewhere") == []
 
 
 # Reports
@@ -204,7 +205,7 @@ def said(**told: Any) -> dict[str, Any]:
     beats = {node: beat(node, **told.get(node, {})) for node in ("prompts", "trainer")}
     return {
         "pid": 0, "phase": "training", "draining": False, "step": 1, "steps": 2,
-        "workers": {f"{node}-0": {**plain, "nodes": [node], "beat": each} for node, each in beats.items()},
+        "workers": {f"{node}-0": {**plain, "nodes": [node], "heartbeat": each} for node, each in beats.items()},
     }  # fmt: skip
 
 
@@ -273,36 +274,37 @@ class Clock:
 
 @dataclass
 class Watched:
-    """An attendant among fakes: what the conductor and the workers are, the test says."""
+    """A watch of a table among fakes: what the run and the workers are, the test says."""
 
     folder: RunFolder
     clock: Clock = field(default_factory=Clock)
     asked: list[tuple[str, float]] = field(default_factory=list)
     workers: dict[str, Any] = field(default_factory=dict)
-    conductor: SimpleNamespace = field(
-        default_factory=lambda: SimpleNamespace(phase="training", draining=False, step=1)
-    )
+    run: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(phase="training", draining=False, step=1))
+    limits: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(stall_s=20.0, slice_s=100.0))
 
-    def attendant(self, **limits: float) -> Attendant:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.workers.values())
+
+    def stall_watch(self) -> StallWatch:
         settings = Settings(folder=str(self.folder.path), steps=2)
         for node in ("prompts", "trainer"):
             self.workers[f"{node}-0"] = SimpleNamespace(
-                name=f"{node}-0", nodes=[node], pid=0, state="ready", cause="", settings=settings, heard=0.0,
-                told=beat(node),
+                name=f"{node}-0", nodes=[node], pid=0, life=Life.READY, state="ready", cause="", attempt=0,
+                heard_at=0.0, told=beat(node), stacks=None,
             )  # fmt: skip
-        send = lambda name, word: self.asked.append((name, self.clock.now))  # noqa: E731
-        kept: Any = (self.conductor, self.workers, send, settings, SimpleNamespace(**limits), self.clock)
-        return Attendant(*kept)
+        table: Any = self
+        return StallWatch(table, lambda name, _: self.asked.append((name, self.clock.now)), settings, self.clock)
 
     def watch(self, seconds: float, change: Callable[[], object] = lambda: None) -> list[str]:
         """What is said over so many seconds."""
-        attendant, heard = self.attendant(stall_s=20.0, slice_s=100.0), []
+        watch, heard = self.stall_watch(), []
         while self.clock.now < seconds:
             self.clock.now += 1.0
             for each in self.workers.values():
-                each.heard = self.clock.now
+                each.heard_at = self.clock.now
             change()
-            heard += attendant.look()
+            heard += watch.look()
         return heard
 
 
@@ -351,25 +353,26 @@ def test_work_without_movement_is_no_stall_before_its_own_limit(busy: str, folde
 @pytest.mark.parametrize("change", [{"draining": True}, {"phase": "starting"}, {"phase": "over"}])
 def test_what_has_limits_of_its_own_is_not_watched(change: dict[str, Any], folder: RunFolder) -> None:
     watched = Watched(folder)
-    vars(watched.conductor).update(change)
+    vars(watched.run).update(change)
     assert watched.watch(90.0) == [] and watched.asked == []
 
 
 def test_a_wish_asks_for_stacks_and_then_writes_a_report_with_them(folder: RunFolder) -> None:
     watched = Watched(folder)
-    attendant = watched.attendant(stall_s=20.0, slice_s=100.0)
-    attendant.wish()
+    watch = watched.stall_watch()
+    watch.wish()
     heard: list[str] = []
     while not heard and watched.clock.now < 10.0:
         watched.clock.now += 0.5
-        attendant.hear("trainer-0", [{"name": "MainThread", "frames": [["/a/b.py", 7, "work"]]}])
-        heard = attendant.look()
+        threads = [{"name": "MainThread", "frames": [["/a/b.py", 7, "work"]]}]
+        watched.workers["trainer-0"].stacks = (watched.clock.now, threads)
+        heard = watch.look()
     assert watched.asked == [("prompts-0", 0.5), ("trainer-0", 0.5)] and watched.clock.now == 1.5
     path = next(folder.path.glob("doctor-*.txt"))
     assert heard[0].startswith(f"wrote {path}: ") and "a/b.py:7 work" in path.read_text()
 
 
 def test_an_answer_is_plain_values_that_facts_are_made_of(folder: RunFolder) -> None:
-    attendant = Watched(folder).attendant()
-    facts = gather(folder, msgpack.unpackb(msgpack.packb(attendant.answer())), during_s=0.0)
+    watch = Watched(folder).stall_watch()
+    facts = gather(folder, msgpack.unpackb(msgpack.packb(watch.answer())), during_s=0.0)
     assert list(facts.workers) == ["prompts-0", "trainer-0"] and facts.steps == 2

@@ -18,9 +18,10 @@ from dataflow.folder.run_lock import FILE, UnderWay, held
 from dataflow.history.describe import graph_facts
 from dataflow.history.launch import Launch, check_flags, recorded_launch, this_launch
 from dataflow.history.resume import CUT_OFF, Recorded, check_end, differences, go_on_with, take_up
-from dataflow.scheduler.state_machine import Conductor, Word
+from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.system.files import RunFolderError
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.worker.messages import NodeCommand
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -309,26 +310,26 @@ def test_a_failed_run_says_how_to_go_on(tmp_path: Path) -> None:
 # What the scheduler makes of it
 
 
-def conducted(steps: int, rounds: dict[str, int]) -> Conductor:
+def conducted(steps: int, rounds: dict[str, int]) -> RunStateMachine:
     graph = Graph("evaluating")
     generator, trainer = FakeGenerator(model=MODEL), FakeTrainer(model=MODEL)
     trainer(generator(graph.source(FakePrompts())))
     FakeEvaluate(every_steps=10)(generator(graph.source(FakePrompts(name="held_out"))))
     graph.feedback(trainer.weights, generator, max_staleness=9)
-    conductor = Conductor(graph, plan(graph, Devices(cpus=1)))
-    conductor.go_on({"trainer": steps}, rounds)
-    return conductor
+    state = RunStateMachine(graph, plan(graph, Devices(cpus=1)))
+    state.go_on({"trainer": steps}, rounds)
+    return state
 
 
-def asked(words: list[Word]) -> list[int]:
-    return [word.message["evaluate"] for word in words if "evaluate" in word.message]
+def asked(commands: list[NodeCommand]) -> list[int]:
+    return [command.message["evaluate"] for command in commands if "evaluate" in command.message]
 
 
 def test_a_run_that_goes_on_does_not_repeat_its_first_evaluation() -> None:
-    conductor = conducted(12, {"eval": 10})
-    assert asked(conductor.start()) == [] and (conductor.phase, conductor.step) == ("training", 12)
-    assert asked(conductor.hear("trainer", {"step": 19})) == []
-    assert asked(conductor.hear("trainer", {"step": 20})) == [20]
+    state = conducted(12, {"eval": 10})
+    assert asked(state.start()) == [] and (state.phase, state.step) == ("training", 12)
+    assert asked(state.hear("trainer", {"step": 19})) == []
+    assert asked(state.hear("trainer", {"step": 20})) == [20]
 
 
 def test_a_round_that_came_due_and_was_cut_off_is_asked_for_again() -> None:
@@ -336,5 +337,5 @@ def test_a_round_that_came_due_and_was_cut_off_is_asked_for_again() -> None:
 
 
 def test_a_run_whose_first_evaluation_was_cut_off_begins_with_it() -> None:
-    conductor = conducted(0, {})
-    assert asked(conductor.start()) == [0] and conductor.phase == "first_evaluation"
+    state = conducted(0, {})
+    assert asked(state.start()) == [0] and state.phase == "first_evaluation"

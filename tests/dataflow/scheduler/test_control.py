@@ -1,4 +1,4 @@
-"""What the scheduler does when workers die, hang or fail: a desk plays the workers, the clock is moved by hand."""
+"""What the scheduler does when workers die, hang or fail: a server plays the workers, the clock is moved by hand."""
 
 import json
 import signal
@@ -11,32 +11,51 @@ import numpy as np
 import pytest
 
 from dataflow import Graph, Model
-from dataflow.errors import RunError, WorkerDied
+from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.folder.faults import FILE
 from dataflow.folder.run_folder import RunFolder
+from dataflow.limits import Patience
 from dataflow.planning.plan import Devices, plan
 from dataflow.scheduler import control
-from dataflow.scheduler.attempts import ALONE
 from dataflow.scheduler.control import Limits, Scheduler
-from dataflow.scheduler.control_server import Asker
+from dataflow.scheduler.control_server import Client
+from dataflow.scheduler.events import Launch
 from dataflow.scheduler.progress import Watch
-from dataflow.scheduler.recovery import Patience
-from dataflow.system.security import word
+from dataflow.scheduler.requests import TellFacts
+from dataflow.scheduler.table import Life
+from dataflow.system.messages import MessageError
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
+from dataflow.worker.messages import (
+    ALONE,
+    TO_SCHEDULER,
+    Bye,
+    Confirmed,
+    Failed,
+    FromWorker,
+    Heard,
+    Heartbeat,
+    Hello,
+    NodeCommand,
+    NodeReport,
+    Ready,
+    Stacks,
+    Start,
+    Wire,
+)  # fmt: skip
 
-BEAT = {"kind": "beat", "drained": False, "turned_s": 0.0, "edges": {}}
 
-
-class PlayedDesk:
+class PlayedServer:
     """Takes down what the scheduler does; says what the test has put in."""
 
     FOLDER: ClassVar = Path()
-    number, lives = 0, False
+    number, lives, alone_s = 0, False, 0.0
 
     def __init__(self, *args: Any) -> None:
-        self.folder, self.address = self.FOLDER, "ipc:///sockets/control"
-        self.said: list[tuple[str, Any]] = []
+        self.folder, self.address, self.requests = self.FOLDER, "ipc:///sockets/control", ""
+        self.received: list[tuple[str, FromWorker]] = []
+        self.requested: list[tuple[Client, Any]] = []
+        self.handed: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.sent: list[tuple[str, Any]] = []
         self.spawned: list[tuple[str, int]] = []
@@ -47,15 +66,19 @@ class PlayedDesk:
         self.refused: list[str] = []
         self.waited: Callable[[float], None] = lambda seconds: None
 
-    def wait(self, wait_s: float) -> tuple[list[Any], list[Any]]:
+    def wait(self, wait_s: float) -> tuple[list[Any], list[Any], list[Any]]:
         self.waited(wait_s)
-        said, self.said = self.said, []
+        received, self.received = self.received, []
+        requested, self.requested = self.requested, []
         events, self.events = self.events, []
-        return said, events
+        return received, requested, events
 
     def last_words(self, wait_s: float) -> list[Any]:
-        said, self.said = self.said, []
-        return said
+        received, self.received = self.received, []
+        return received
+
+    def reply(self, to: Client, reply: Any) -> None:
+        """Nobody reads it."""
 
     def send(self, name: str, message: Any) -> None:
         self.sent.append((name, message))
@@ -66,7 +89,7 @@ class PlayedDesk:
     def check(self) -> None:
         """Nobody has taken its place."""
 
-    def refuse(self, who: str) -> None:
+    def refuse(self, who: str, why: str) -> None:
         self.refused.append(who)
 
     def spawn(self, name: str, settings: Any, heavy: bool, keeps: bool) -> None:
@@ -90,8 +113,8 @@ class Play:
               "trainer": ("generator>trainer:prompts",), "eval": ("generator>eval:held_out",)}  # fmt: skip
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
-        monkeypatch.setattr(control, "Desk", PlayedDesk)
-        monkeypatch.setattr(PlayedDesk, "FOLDER", folder)
+        monkeypatch.setattr(control, "ControlServer", PlayedServer)
+        monkeypatch.setattr(PlayedServer, "FOLDER", folder)
         graph, model = Graph("test"), Model("policy")
         generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model)
         trainer(generator(graph.source(FakePrompts())))
@@ -102,21 +125,21 @@ class Play:
         self.run = Scheduler(
             graph, made, Settings(folder=str(folder)), limits=Limits(**limits), clock=lambda: self.now
         )  # fmt: skip
-        self.desk: PlayedDesk = self.run._desk  # type: ignore[assignment]
+        self.server: PlayedServer = self.run._server  # type: ignore[assignment]
 
     def begin(self) -> "Play":
         def play(seconds: float) -> None:
             self.now += seconds
             for name in self.NAMES:
-                self.say(name, "hello", pid=1, addresses=self.inlets(name))
-                self.say(name, "ready")
+                self.say(name, Hello, pid=1, addresses=self.inlets(name))
+                self.say(name, Ready)
 
-        self.desk.waited = play
+        self.server.waited = play
         self.run.start()
-        self.desk.waited = self.pass_time
-        assert sorted(self.desk.spawned) == [(name, 0) for name in sorted(self.NAMES)]
-        self.desk.spawned.clear()
-        self.desk.sent.clear()
+        self.server.waited = self.pass_time
+        assert sorted(self.server.spawned) == [(name, 0) for name in sorted(self.NAMES)]
+        self.server.spawned.clear()
+        self.server.sent.clear()
         return self
 
     def pass_time(self, seconds: float) -> None:
@@ -125,43 +148,42 @@ class Play:
     def inlets(self, name: str) -> dict[str, str]:
         return {edge: f"{edge}@{name}" for edge in self.INLETS.get(name.removesuffix("-0"), ())}
 
-    def say(self, name: str, kind: str, attempt: int | None = None, **more: Any) -> None:
-        state = self.run.workers.get(name)
-        made = attempt if attempt is not None else state.settings.attempt if state else 0
-        self.desk.said.append((name, {"kind": kind, "name": name, "attempt": made, **more}))
+    def say(self, name: str, kind: Callable[..., FromWorker], attempt: int | None = None, **more: Any) -> None:
+        record = self.run.table.workers.get(name)
+        made = attempt if attempt is not None else record.attempt if record else 0
+        self.server.received.append((name, kind(attempt=made, **more)))
 
-    def beat(self, name: str, rows: int = 0, attempt: int | None = None, status: Any = None, **more: Any) -> None:
-        report = {
-            "status": status or {}, "seconds": {"busy": 1.0 * rows, "idle": 0.0, "blocked": 0.0}, "rows_in": rows,
-            "rows_out": rows, "ended": False, "blocked": False,
-        }  # fmt: skip
-        nodes = {name.removesuffix("-0"): report}
-        self.say(name, attempt=attempt, **{**BEAT, "nodes": nodes, **more})
+    def heartbeat(self, name: str, rows: int = 0, attempt: int | None = None, status: Any = None, **more: Any) -> None:
+        report = NodeReport(
+            status=status or {}, seconds={"busy": 1.0 * rows, "idle": 0.0, "blocked": 0.0}, rows_in=rows,
+            rows_out=rows, ended=False, blocked=False,
+        )  # fmt: skip
+        self.say(name, Heartbeat, attempt, nodes={name.removesuffix("-0"): report}, **more)
 
-    def everyone_beats(self) -> None:
-        for name, state in self.run.workers.items():
-            if state.state == "ready":
-                self.beat(name)
+    def all_heartbeats(self) -> None:
+        for record in self.run.table:
+            if record.life is Life.READY:
+                self.heartbeat(record.name)
 
     def exits(self, name: str, status: int = -signal.SIGKILL) -> None:
-        self.desk.events.append({"event": "exited", "name": name, "pid": 1, "status": status})
+        self.server.events.append({"event": "exited", "name": name, "pid": 1, "status": status})
 
     def turn(self, seconds: float = 0.0) -> None:
         self.now += seconds
         self.run.turn(0.0)
 
     def to(self, name: str) -> list[Any]:
-        """What was said to a worker since the last time, but for answers to beats."""
-        found = [word for to, word in self.desk.sent if to == name and word["kind"] != "heard"]
-        self.desk.sent = [(to, word) for to, word in self.desk.sent if to != name]
+        """What was said to a worker since the last time, but for answers to heartbeats."""
+        found = [message for to, message in self.server.sent if to == name and not isinstance(message, Heard)]
+        self.server.sent = [(to, message) for to, message in self.server.sent if to != name]
         return found
 
     def restart(self, name: str, wait_s: float = 0.25) -> None:
-        """From its death to its first word."""
+        """From its death to its return."""
         self.turn(wait_s)
-        self.say(name, "hello", pid=2, addresses=self.inlets(name))
+        self.say(name, Hello, pid=2, addresses=self.inlets(name))
         self.turn()
-        self.say(name, "ready")
+        self.say(name, Ready)
         self.turn()
 
     def faults(self) -> list[Any]:
@@ -180,23 +202,23 @@ def test_a_worker_that_died_is_started_again_with_the_next_attempt_and_hears_all
     run = play().begin()
     run.exits("held_out-0")
     run.turn()
-    assert run.desk.spawned == []
+    assert run.server.spawned == []
     run.turn(0.24)
-    assert run.desk.spawned == []
+    assert run.server.spawned == []
     run.turn(0.01)
-    assert run.desk.spawned == [("held_out-0", 1)]
-    run.say("held_out-0", "hello", pid=2, addresses={})
+    assert run.server.spawned == [("held_out-0", 1)]
+    run.say("held_out-0", Hello, pid=2, addresses={})
     run.turn()
     receivers = {"held_out>generator:held_out": ["held_out>generator:held_out@generator-0"]}
-    assert run.to("held_out-0") == [{"kind": "wire", "addresses": receivers}]
-    run.say("held_out-0", "ready")
+    assert run.to("held_out-0") == [Wire(addresses=receivers)]
+    run.say("held_out-0", Ready)
     run.turn()
-    evaluate = {"kind": "tell", "node": "held_out", "message": {"evaluate": 0, "again": True}}
-    assert run.to("held_out-0") == [evaluate, {"kind": "start"}]
+    evaluate = NodeCommand("held_out", {"evaluate": 0, "again": True})
+    assert run.to("held_out-0") == [evaluate, Start()]
     (fault,) = run.faults()
     assert (fault["worker"], fault["cause"], fault["attempt"]) == ("held_out-0", "died (SIGKILL)", 0)
     assert fault["recovered_s"] == 0.25
-    assert run.run.said == ["worker held_out-0 died (SIGKILL), restarted after 0.2 s"]
+    assert run.run.notices == ["worker held_out-0 died (SIGKILL), restarted after 0.2 s"]
 
 
 def test_a_receiver_that_died_is_started_again_for_as_many_senders_as_it_has(play: Any) -> None:
@@ -204,70 +226,70 @@ def test_a_receiver_that_died_is_started_again_for_as_many_senders_as_it_has(pla
     run.exits("generator-0")
     run.turn()
     run.restart("generator-0")
-    assert run.desk.settings["generator-0"]["senders"] == dict.fromkeys(Play.INLETS["generator"], 1)
+    assert run.server.settings["generator-0"]["senders"] == dict.fromkeys(Play.INLETS["generator"], 1)
     wire, start = run.to("generator-0")
-    assert wire["addresses"] == {
+    assert wire.addresses == {
         "generator>trainer:prompts": ["generator>trainer:prompts@trainer-0"],
         "generator>eval:held_out": ["generator>eval:held_out@eval-0"],
     }
-    assert start == {"kind": "start"}
+    assert start == Start()
 
 
 def test_a_worker_that_failed_is_started_again_once_its_process_is_gone(play: Any) -> None:
     run = play().begin()
-    run.say("trainer-0", "failed", message="no memory")
+    run.say("trainer-0", Failed, message="no memory")
     for _ in range(4):
         run.turn(1.0)
-        run.everyone_beats()
-    assert run.desk.spawned == [] and run.desk.killed == []
+        run.all_heartbeats()
+    assert run.server.spawned == [] and run.server.killed == []
     run.exits("trainer-0", status=1)
     run.turn()
-    run.everyone_beats()
+    run.all_heartbeats()
     run.restart("trainer-0")
-    assert run.desk.spawned == [("trainer-0", 1)]
+    assert run.server.spawned == [("trainer-0", 1)]
     assert run.faults()[0]["cause"] == "failed: no memory"
 
 
 def test_a_worker_that_failed_and_does_not_end_is_killed(play: Any) -> None:
     run = play().begin()
-    run.say("trainer-0", "failed", message="no memory")
+    run.say("trainer-0", Failed, message="no memory")
     run.turn()
-    run.everyone_beats()
+    run.all_heartbeats()
     run.turn(6.0)
-    assert run.desk.killed == [("trainer-0", signal.SIGKILL)]
+    assert run.server.killed == [("trainer-0", signal.SIGKILL)]
 
 
 def test_a_failure_that_a_restart_does_not_mend_ends_the_run_at_once(play: Any) -> None:
     run = play().begin()
-    run.say("trainer-0", "failed", message="reward() in mine.py:3 returned nan", lasting=True)
+    run.say("trainer-0", Failed, message="reward() in mine.py:3 returned nan", lasting=True)
     run.turn()
     run.exits("trainer-0", status=1)
     with pytest.raises(RunError, match="mine.py:3 returned nan; a restart would not mend that") as found:
         run.turn()
-    assert not isinstance(found.value, WorkerDied) and run.desk.spawned == []
+    assert not isinstance(found.value, WorkerDied) and run.server.spawned == []
 
 
-@pytest.mark.parametrize("said", [{}, {"lasting": False}, {"lasting": "yes"}])
+@pytest.mark.parametrize("said", [{}, {"lasting": False}])
 def test_any_other_failure_is_worth_a_restart(play: Any, said: dict[str, Any]) -> None:
     run = play().begin()
-    run.say("trainer-0", "failed", message="no memory", **said)
+    run.say("trainer-0", Failed, message="no memory", **said)
     run.turn()
     run.exits("trainer-0", status=1)
     run.turn()
-    run.everyone_beats()
+    run.all_heartbeats()
     run.restart("trainer-0")
-    assert run.desk.spawned == [("trainer-0", 1)]
+    assert run.server.spawned == [("trainer-0", 1)]
 
 
 def test_what_a_worker_said_before_it_ended_is_its_cause_also_when_its_end_is_noticed_first(play: Any) -> None:
     run = play().begin()
     run.exits("trainer-0", status=1)
-    waited = run.desk.waited
-    run.desk.wait = lambda seconds: ([], [run.desk.events.pop(0)])  # the end comes, its words still are on their way
-    run.say("trainer-0", "failed", message="no memory")
+    waited = run.server.waited
+    run.server.wait = lambda seconds: ([], [], [run.server.events.pop(0)])  # the end comes first
+    run.say("trainer-0", Failed, message="no memory")
     run.run.turn(0.0)
-    del run.desk.wait
-    assert run.desk.waited is waited
+    del run.server.wait
+    assert run.server.waited is waited
     run.restart("trainer-0")
     assert run.faults()[0]["cause"] == "failed: no memory"
 
@@ -276,9 +298,9 @@ def test_nobody_is_killed_for_a_silence_in_which_the_scheduler_itself_was_stoppe
     run = play().begin()
     run.turn(3600.0)
     run.turn(10.0)
-    assert run.desk.killed == []
+    assert run.server.killed == []
     run.turn(10.0)
-    assert sorted(name for name, _ in run.desk.killed) == sorted(Play.NAMES)
+    assert sorted(name for name, _ in run.server.killed) == sorted(Play.NAMES)
 
 
 @pytest.mark.parametrize(
@@ -289,22 +311,22 @@ def test_a_worker_that_hangs_or_is_stuck_is_killed_and_started_again_when_it_is_
     turned_s: float, silent_s: float, cause: str, play: Any
 ) -> None:
     run = play().begin()
-    run.beat("generator-0", turned_s=turned_s)
+    run.heartbeat("generator-0", turned_s=turned_s)
     run.turn()
     for _ in range(2):
-        assert run.desk.killed == [] or turned_s
+        assert run.server.killed == [] or turned_s
         run.now += silent_s / 2
         for name in Play.NAMES:
             if name != "generator-0":
-                run.beat(name)
+                run.heartbeat(name)
         run.turn()
-    assert run.desk.killed == [("generator-0", signal.SIGKILL)] and run.desk.spawned == []
-    run.beat("generator-0")  # it was on its way, and makes the silence no shorter
+    assert run.server.killed == [("generator-0", signal.SIGKILL)] and run.server.spawned == []
+    run.heartbeat("generator-0")  # it was on its way, and makes the silence no shorter
     run.turn()
     run.exits("generator-0")
     run.turn()
     run.restart("generator-0")
-    assert run.desk.spawned == [("generator-0", 1)]
+    assert run.server.spawned == [("generator-0", 1)]
     (fault,) = run.faults()
     assert fault["cause"] == cause and fault["noticed_s"] == pytest.approx(silent_s)
 
@@ -313,15 +335,15 @@ def test_the_last_words_of_an_attempt_count_no_more(play: Any) -> None:
     run = play().begin()
     run.exits("generator-0")
     run.turn()
-    run.say("generator-0", "failed", message="too late")
+    run.say("generator-0", Failed, message="too late")
     run.turn()
     run.restart("generator-0")
-    run.say("generator-0", "failed", attempt=0, message="too late")
-    run.say("generator-0", "ready", attempt=0)
-    run.beat("generator-0", 7, attempt=0)
+    run.say("generator-0", Failed, attempt=0, message="too late")
+    run.say("generator-0", Ready, attempt=0)
+    run.heartbeat("generator-0", 7, attempt=0)
     run.turn()
-    assert run.run.workers["generator-0"].state == "ready"
-    assert run.run.beats["generator-0"]["nodes"] == {}
+    assert run.run.table.workers["generator-0"].life is Life.READY
+    assert run.run.heartbeats["generator-0"]["nodes"] == {}
 
 
 def test_words_for_one_that_is_away_wait_until_it_is_back_and_are_said_once(play: Any) -> None:
@@ -329,28 +351,40 @@ def test_words_for_one_that_is_away_wait_until_it_is_back_and_are_said_once(play
     run.exits("prompts-0")
     run.turn()
     run.to("prompts-0")
-    run.beat("eval-0", status={"round": 0})
+    run.heartbeat("eval-0", status={"round": 0})
     run.turn()
-    assert run.run.conductor.phase == "training" and run.to("prompts-0") == []
+    assert run.run.table.run.phase == "training" and run.to("prompts-0") == []
     run.restart("prompts-0")
-    told = [word["message"] for word in run.to("prompts-0") if word["kind"] == "tell"]
+    told = [message.message for message in run.to("prompts-0") if isinstance(message, NodeCommand)]
     assert told == [{"pause": False}]
 
 
 def test_sums_of_what_workers_did_do_not_go_backwards(play: Any) -> None:
     run = play().begin()
-    run.beat("generator-0", 8)
+    run.heartbeat("generator-0", 8)
     run.turn()
     run.exits("generator-0")
     run.turn()
-    assert run.run.beats["generator-0"]["member"] == "restarting"
-    assert run.run.beats["generator-0"]["nodes"]["generator"]["rows_in"] == 8
+    assert run.run.heartbeats["generator-0"]["member"] == "restarting"
+    assert run.run.heartbeats["generator-0"]["nodes"]["generator"]["rows_in"] == 8
     run.restart("generator-0")
-    run.beat("generator-0", 3)
+    run.heartbeat("generator-0", 3)
     run.turn()
-    found = run.run.beats["generator-0"]
+    found = run.run.heartbeats["generator-0"]
     assert (found["member"], found["nodes"]["generator"]["rows_in"]) == ("live", 11)
     assert found["nodes"]["generator"]["seconds"]["busy"] == 11.0
+
+
+def test_a_replica_that_the_plan_wants_from_a_step_on_has_the_whole_time_of_a_start_to_join(play: Any) -> None:
+    run = play(start_s=50.0).begin()
+    run.run.table.schedule = [(0, {"generator": 2})]
+    run.turn()
+    assert run.server.spawned == [("generator-1", 0)]
+    for _ in range(6):
+        run.all_heartbeats()
+        run.turn(8.0)
+    with pytest.raises(DeadlineError, match=r"waited 50 s for 'generator-1' to join, .* its process to say hello"):
+        run.turn(8.0)
 
 
 # The end of patience, and ends of the run
@@ -364,7 +398,7 @@ def test_a_worker_that_fails_again_and_again_ends_the_run_with_every_cause_named
     run.exits("generator-0", status=3)
     run.turn()
     run.turn(0.5)
-    run.say("generator-0", "failed", message="no such model")  # at its restart's start
+    run.say("generator-0", Failed, message="no such model")  # at its restart's start
     run.turn()
     run.exits("generator-0", status=1)
     with pytest.raises(WorkerDied) as raised:
@@ -376,23 +410,22 @@ def test_a_worker_that_fails_again_and_again_ends_the_run_with_every_cause_named
 
 
 def test_light_workers_are_asked_for_before_those_that_wait_for_torch(play: Any) -> None:
-    assert play().begin().desk.heavy == [False] * 3 + [True] * 2
+    assert play().begin().server.heavy == [False] * 3 + [True] * 2
 
 
 def test_a_worker_that_dies_before_all_were_ready_once_ends_the_run(play: Any) -> None:
     run = play()
-    for name in Play.NAMES:
-        run.run._spawn(name.removesuffix("-0"), 0)
+    run.run._apply(Launch())
     run.exits("generator-0")
     with pytest.raises(WorkerDied, match=r"'generator-0' \(generator\) died \(SIGKILL\) .*logs/generator-0\.log"):
         run.turn()
-    assert [attempt for _, attempt in run.desk.spawned] == [0] * 5
+    assert [attempt for _, attempt in run.server.spawned] == [0] * 5
 
 
 def test_a_worker_that_fails_before_all_were_ready_once_ends_the_run_with_its_reason(play: Any) -> None:
     run = play()
-    run.run._spawn("generator", 0)
-    run.say("generator-0", "failed", message="no such model")
+    run.run._apply(Launch())
+    run.say("generator-0", Failed, message="no such model")
     with pytest.raises(RunError, match="worker 'generator-0' failed: no such model"):
         run.turn()
 
@@ -405,9 +438,9 @@ def test_a_restart_does_not_begin_while_the_run_is_ending(play: Any) -> None:
     run.exits("prompts-0")
     run.turn(0.1)
     for _ in range(5):
-        run.everyone_beats()
+        run.all_heartbeats()
         run.turn(1.0)
-    assert run.desk.spawned == []
+    assert run.server.spawned == []
     run.run.close()
     assert {fault["worker"]: fault["recovered_s"] for fault in run.faults()} == {"generator-0": None, "prompts-0": None}
 
@@ -426,19 +459,19 @@ def test_a_trainer_that_was_done_when_it_ended_alone_is_missed_by_nobody(play: A
     run = play().begin()
     run.run.wish_drain()
     run.turn()
-    run.beat("trainer-0", status={"step": 3, "done": 1})
+    run.heartbeat("trainer-0", status={"step": 3, "done": 1})
     run.exits("trainer-0", ALONE)
     run.turn()
-    assert run.run.conductor.over and run.run.workers["trainer-0"].state == "gone"
+    assert run.run.table.run.over and run.run.table.workers["trainer-0"].life is Life.GONE
 
 
 def test_a_trainer_that_ended_alone_and_was_not_done_is_started_again(play: Any) -> None:
     run = play().begin()
-    run.beat("trainer-0", status={"step": 3, "done": 1}, alone=True)
+    run.heartbeat("trainer-0", status={"step": 3, "done": 1}, alone=True)
     run.exits("trainer-0", ALONE)
     run.turn()
     run.turn(0.25)
-    assert run.desk.spawned == [("trainer-0", 1)] and not run.run.conductor.over
+    assert run.server.spawned == [("trainer-0", 1)] and not run.run.table.run.over
 
 
 def test_a_trainer_that_waits_for_its_restart_when_the_run_is_to_end_ends_it(play: Any) -> None:
@@ -459,26 +492,26 @@ def test_closing_waits_for_nobody_who_has_ended_or_cannot_hear(play: Any) -> Non
             run.exits(name, status=0)
 
     run.exits("generator-0")
-    run.say("trainer-0", "failed", message="so")
+    run.say("trainer-0", Failed, message="so")
     run.turn()
-    run.desk.waited, before = wait, run.now
+    run.server.waited, before = wait, run.now
     run.run.close()
-    assert run.desk.closed and run.now - before < 1.0
+    assert run.server.closed and run.now - before < 1.0
 
 
 def test_closing_waits_no_longer_than_the_limit_for_one_that_goes_on(play: Any) -> None:
     run = play(stop_s=10.0).begin()
     before = run.now
     run.run.close()
-    assert run.desk.closed and 10.0 <= run.now - before < 10.2
+    assert run.server.closed and 10.0 <= run.now - before < 10.2
 
 
-# Words that are well formed and mean nothing
+# Messages that are well formed and mean nothing
 
-REPORT = {
-    "status": {"step": 1, "done": 0, "version": 1}, "seconds": {"busy": 1.0, "idle": 0.0, "blocked": 0.0},
-    "rows_in": 1, "rows_out": 1, "ended": False, "blocked": False,
-}  # fmt: skip
+REPORT = NodeReport(
+    status={"step": 1, "done": 0, "version": 1}, seconds={"busy": 1.0, "idle": 0.0, "blocked": 0.0},
+    rows_in=1, rows_out=1, ended=False, blocked=False,
+)  # fmt: skip
 JUNK = (
     None,
     -1,
@@ -499,31 +532,34 @@ JUNK = (
 
 
 def mutated(rng: np.random.Generator, value: Any) -> Any:
-    """A word with something else in some place."""
+    """A message's values with something else in some place."""
     if rng.random() < 0.15:
         return JUNK[int(rng.integers(len(JUNK)))]
     if isinstance(value, dict):
-        return {name: mutated(rng, each) if name != "kind" else each for name, each in value.items()}
+        return {name: mutated(rng, each) for name, each in value.items()}
     return value
 
 
-def test_no_word_of_anybody_raises_through_the_scheduler(play: Any) -> None:
+def test_no_message_of_anybody_raises_through_the_scheduler(play: Any) -> None:
     run, rng, heard = play().begin(), np.random.default_rng(14), 0
-    watch = Watch(run.run.graph, run.run.plan, RunFolder(run.folder), 10, lambda: run.now)
+    watch = Watch(run.run.table.graph, run.run.table.plan, RunFolder(run.folder), 10, lambda: run.now)
     for _ in range(800):
         node = ("trainer", "generator", "eval", "prompts")[int(rng.integers(4))]
-        words: list[dict[str, Any]] = [
-            {**BEAT, "attempt": 0, "nodes": {node: REPORT}, "edges": {"a>b:c": [1, 2]}, "at": node, "at_s": 1.0},
-            {"kind": "hello", "pid": 7, "addresses": {"a": "b"}}, {"kind": "done", "ticket": 5},
-            {"kind": "stacks", "threads": []}, {"kind": "ready"}, {"kind": "later"},
+        messages: list[FromWorker] = [
+            Heartbeat(attempt=0, nodes={node: REPORT}, edges={"a>b:c": (1, 2)}, at=node, at_s=1.0),
+            Hello(attempt=0, pid=7, addresses={"a": "b"}), Confirmed(attempt=0, ticket=5),
+            Stacks(attempt=0, threads=[]), Ready(attempt=0), Bye(attempt=1),
         ]  # fmt: skip
-        found = word(msgpack.packb(mutated(rng, words[int(rng.integers(len(words)))])))
-        if found is None:
+        protocol, kind, plain = msgpack.unpackb(TO_SCHEDULER.encode(messages[int(rng.integers(len(messages)))]))
+        try:
+            found = TO_SCHEDULER.decode(msgpack.packb([protocol, kind, mutated(rng, plain)]))
+        except MessageError:
             continue
         heard += 1
-        name = f"{node}-0" if rng.random() < 0.9 else "?zz"
-        run.desk.said.append((Asker(b"?zz") if rng.random() < 0.1 else name, found))
+        run.server.received.append((f"{node}-0" if rng.random() < 0.9 else "?zz", found))
+        if rng.random() < 0.1:
+            run.server.requested.append((Client(b"?zz"), TellFacts()))
         run.turn()
-        watch.note(run.run.conductor, run.run.beats)
+        watch.note(run.run.table.run, run.run.heartbeats)
         watch.snapshot()
-    assert heard > 100 and run.desk.refused
+    assert heard > 100 and run.server.refused

@@ -1,27 +1,36 @@
-"""A desk that is taken over says nothing into the void: real sockets, a played forkserver."""
+"""What a scheduler says that has taken over reaches its workers, whenever they find it: real sockets, a played
+forkserver."""
 
+import json
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 import zmq
+from small_table import small_table
 
 from dataflow.folder import socket_folder
-from dataflow.scheduler import control_server as desks
-from dataflow.scheduler.control_server import TakenDesk
+from dataflow.scheduler import control_server
+from dataflow.scheduler.control import Scheduler
+from dataflow.scheduler.control_server import TakenOverControlServer
+from dataflow.scheduler.table import Life
+from dataflow.system.files import to_json
+from dataflow.worker.host import Settings
+from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Heard, Heartbeat, Start
 
 DEADLINE_S = 20.0
 
 
-class PlayedNursery:
+class PlayedForkserver:
     """A forkserver that has one living worker to give."""
 
     def __init__(self, door: str) -> None:
-        self.handed = [{"name": "a-0", "alive": True, "settings": {}}]
+        self.handed: list[dict[str, Any]] = [
+            {"name": "prompts-0", "alive": True, "pid": 1, "status": None, "settings": {"attempt": 0, "keys": {}}}
+        ]
         self.alone_s, self.number, self.lives = 0.1, 1, False
         self._socket, self._other = socket.socketpair()
 
@@ -30,6 +39,9 @@ class PlayedNursery:
 
     def events(self) -> list[Any]:
         return []
+
+    def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
+        """Nobody listens."""
 
     def live(self) -> None:
         """Nobody listens."""
@@ -45,26 +57,33 @@ def folder() -> Iterator[Path]:
     yield made
 
 
-def test_a_word_of_a_new_scheduler_reaches_a_worker_that_finds_it_later(
+def test_what_a_new_scheduler_sends_reaches_a_worker_that_finds_it_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desks, "TakenOver", PlayedNursery)
-    taken = TakenDesk(folder)
+    monkeypatch.setattr(control_server, "TakenOver", PlayedForkserver)
+    before = small_table()
+    for record in before:
+        record.life, record.senders = Life.READY if record.name == "prompts-0" else Life.GONE, set()
+    left = {"table": json.loads(to_json(before.to_plain()))}
+    server = TakenOverControlServer(folder)
+    scheduler = Scheduler(before.graph, before.plan, Settings(folder=""), server=server, left=left)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     worker = context.socket(zmq.DEALER)
     try:
-        taken.send("a-0", {"kind": "stop"})
-        taken.wait(0.0)
-        worker.setsockopt(zmq.IDENTITY, b"a-0")
+        scheduler.start()
+        scheduler.turn(0.0)
+        worker.setsockopt(zmq.IDENTITY, b"prompts-0")
         worker.setsockopt(zmq.LINGER, 0)
-        worker.connect(taken.address)
-        worker.send(msgpack.packb({"kind": "beat", "drained": False, "nodes": {}, "edges": {}}))
+        worker.connect(server.address)
+        worker.send(TO_SCHEDULER.encode(Heartbeat(attempt=0, nodes={})))
+        received = [Heard()]
         deadline = time.monotonic() + DEADLINE_S
-        while not taken.wait(0.01)[0]:
-            assert time.monotonic() < deadline
-        assert worker.poll(int(1000 * DEADLINE_S)), "the word was lost"
-        assert msgpack.unpackb(worker.recv()) == {"kind": "stop"}
+        while received == [Heard()] and time.monotonic() < deadline:
+            scheduler.turn(0.01)
+            if worker.poll(10):
+                received = [TO_WORKER.decode(worker.recv())]
+        assert received == [Start()], "the message was lost"
     finally:
         worker.close(0)
         context.term()
-        taken.close()
+        server.close()

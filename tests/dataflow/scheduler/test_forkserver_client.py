@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgpack
 import pytest
 
 from dataflow.errors import Replaced, RunError
 from dataflow.scheduler.forkserver import Forkserver
 from dataflow.scheduler.forkserver_client import Nursery, TakenOver
+from dataflow.scheduler.forkserver_messages import CODEC, Alive, Notice, Stay, TakenAway
+from dataflow.system.channel import Channel
+from dataflow.system.child import Forked
 
 
 def wait_until(holds: Callable[[], bool], deadline_s: float = 10.0) -> None:
@@ -335,14 +337,14 @@ def test_nobody_replaces_a_scheduler_that_is_paused_or_has_not_begun_or_has_no_s
 ) -> None:
     """The clock is the test's: years go by."""
     now = [0.0]
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = (Channel(each, CODEC, 5.0) for each in socket.socketpair())
     door = socket.socket(socket.AF_UNIX)
     server = Forkserver(
         theirs, door, lambda settings: 0, lambda: None, lambda: None, (lambda: 0) if has_successor else None,
         clock=lambda: now[0],
     )  # fmt: skip
     if stays:
-        server._do({"stay": 60.0, "end": 60.0, "silent": 30.0})
+        server._apply(Stay(60.0, 60.0, 30.0))
     server._pause(paused)
 
     def hours_pass() -> None:
@@ -355,21 +357,21 @@ def test_nobody_replaces_a_scheduler_that_is_paused_or_has_not_begun_or_has_no_s
     assert server.control is theirs
     if paused:
         server._pause(False)
-        ours.send(msgpack.packb({"here": True}))
+        ours.send(Alive())
         assert server._listen(0.0)
         assert not server._listen(0.0) and server.control is theirs, "what it was paused is no silence"
         hours_pass()
-        assert server.control is None and msgpack.unpackb(ours.recv(1000))["event"] == "replaced"
+        assert server.control is None and ours.receive(5.0) == TakenAway()
     for each in (ours, theirs, door):
         each.close()
 
 
 def test_a_scheduler_that_was_replaced_hears_of_nothing_else_any_more(tmp_path: Path) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = (Channel(each, CODEC, 5.0) for each in socket.socketpair())
     nursery = object.__new__(Nursery)
-    nursery._hold(ours, os.getpid())
-    for event in ("exited", "replaced"):
-        theirs.send(msgpack.packb({"event": event, "name": "a", "pid": 1, "status": 0}))
+    nursery._hold(ours, Forked(os.getpid()))
+    for message in (Notice("exited", "a", 1, 0), TakenAway()):
+        theirs.send(message)
     theirs.close()
     for touch in (nursery.events, nursery.events, lambda: nursery.kill("a"), lambda: nursery.close(5.0)):
         with pytest.raises(Replaced, match="its standby has taken the run over"):

@@ -174,7 +174,7 @@ def test_workers_are_taken_over_only_where_the_run_itself_put_them(
             asked.append(place)
             raise RunError("no workers")
 
-    monkeypatch.setattr(execute, "TakenDesk", NobodyThere)
+    monkeypatch.setattr(execute, "TakenOverControlServer", NobodyThere)
     unmarked(place, folder)
     assert execute.take(folder) is None and asked == []
     socket_folder.mark(place, folder)

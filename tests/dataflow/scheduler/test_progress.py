@@ -11,7 +11,7 @@ from dataflow import Graph, Model
 from dataflow.folder.run_folder import RunFolder
 from dataflow.planning.plan import Devices, plan
 from dataflow.scheduler.progress import Watch
-from dataflow.scheduler.state_machine import Conductor
+from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 
@@ -27,12 +27,12 @@ class Scene:
         self.now = 0.0
         self.folder = RunFolder.create(folder, "test")
         self.watch = Watch(graph, made, self.folder, 10, clock=lambda: self.now)
-        self.conductor = Conductor(graph, made)
-        self.conductor.start()
+        self.run = RunStateMachine(graph, made)
+        self.run.start()
 
     def note(self, at_s: float, **beats: Mapping[str, Any]) -> None:
         self.now = at_s
-        self.watch.note(self.conductor, {name.replace("_", "-"): beat for name, beat in beats.items()})
+        self.watch.note(self.run, {name.replace("_", "-"): beat for name, beat in beats.items()})
 
     @property
     def generator(self) -> Any:
@@ -61,11 +61,11 @@ def test_it_tells_who_is_starting_and_what_goes_on_before_and_after_the_steps(sc
     assert {node.state for node in ready.nodes} == {"ready"}
     told = []
     for phase in ("first_evaluation", "training", "last_evaluation", "over"):
-        scene.conductor.phase = phase
+        scene.run.phase = phase
         scene.note(1.0)
         told.append(scene.watch.snapshot().doing)
     assert told == ["first evaluation", "", "last evaluation", ""]
-    scene.conductor.drain()
+    scene.run.drain()
     scene.note(2.0)
     assert scene.watch.snapshot().doing == "stopping after the step under way"
 

@@ -3,24 +3,127 @@
 import json
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from dataflow import Graph, GraphError, Model, scorer
+from dataflow.limits import Limits, Patience
 from dataflow.node import Transform
 from dataflow.planning.plan import Devices, Plan, plan
-from dataflow.scheduler.scaling import Fork, Order, Say, Scaling, Tell, spare
+from dataflow.scheduler import scaling
+from dataflow.scheduler.events import (
+    Command,
+    FaultNoticed,
+    FaultRecovered,
+    Notice,
+    ProcessEvent,
+    Received,
+    Send,
+    Spawn,
+    TakeOver,
+    Tick,
+    Wish,
+)
+from dataflow.scheduler.events import (
+    Process as Kept,
+)
+from dataflow.scheduler.reducer import reduce
+from dataflow.scheduler.scaling import spare
+from dataflow.scheduler.table import Life, Membership, Table
+from dataflow.system.files import to_json
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.worker.messages import (
+    AddReceivers,
+    Confirmed,
+    Expect,
+    FromWorker,
+    Heard,
+    Heartbeat,
+    Hello,
+    Ready,
+    RetireReceivers,
+    SenderEnded,
+    Start,
+    Stop,
+    ToWorker,
+    Wire,
+)
 
 POLICY = Model("policy")
 
 
-def settled(scaling: Scaling) -> bool:
+def settled(table: Table) -> bool:
     """Whether everything is as it was wished."""
-    return all(member.state in ("live", "left") for member in scaling._members.values()) and not scaling._wishes
+    settled = all(record.membership in (Membership.LIVE, Membership.LEFT) for record in table)
+    return settled and not table.wishes
+
+
+class Played:
+    """A table whose workers are played: what they say goes to the reducer."""
+
+    def __init__(self, graph: Graph, made: Plan) -> None:
+        limits = Limits(hang_s=1e9, start_s=1e9, patience=Patience(first_s=0.0, most_s=0.0, of_one=10**6, of_all=10**6))
+        self.table = Table(graph=graph, plan=made, limits=limits)
+        for name, own in addresses(graph, made).items():
+            self.table.workers[name].addresses = own
+
+    def begin(self) -> list[Command]:
+        """All are at work."""
+        for record in self.table:
+            record.life, record.wired = Life.READY, True
+        self.table.begun = True
+        return scaling.advance(self.table)
+
+    def scale(self, wishes: dict[str, int]) -> list[Command]:
+        scaling.check(self.table, wishes)
+        return reduce(self.table, Wish(wishes), 0.0)
+
+    def hello(self, name: str, own: dict[str, str]) -> list[Command]:
+        return self._said(name, lambda attempt: Hello(attempt=attempt, pid=1, addresses=own))
+
+    def confirmed(self, ticket: int, name: str = "prompts-0") -> list[Command]:
+        return self._said(name, lambda attempt: Confirmed(attempt=attempt, ticket=ticket))
+
+    def ready(self, name: str) -> list[Command]:
+        told = self._said(name, lambda attempt: Ready(attempt=attempt))
+        return [command for command in told if not isinstance(command, FaultRecovered)]
+
+    def drained(self, name: str) -> list[Command]:
+        told = self._said(name, lambda attempt: Heartbeat(attempt=attempt, nodes={}, drained=True))
+        return [command for command in told if command != Send(name, Heard())]
+
+    def heartbeat(self, name: str) -> list[Command]:
+        told = self._said(name, lambda attempt: Heartbeat(attempt=attempt, nodes={}))
+        return [command for command in told if command != Send(name, Heard())]
+
+    def fell(self, name: str) -> list[Command]:
+        """It dies, and was not told to stop."""
+        told = self.exited(name)
+        return [command for command in told if not isinstance(command, FaultNoticed)]
+
+    def exited(self, name: str) -> list[Command]:
+        return reduce(self.table, ProcessEvent(name, "exited", -9), 0.0)
+
+    def starts(self, name: str) -> dict[str, int]:
+        """One that died is started again, for so many senders."""
+        for record in self.table:
+            if record.restart_at is not None:
+                record.restart_at = 0.0 if record.name == name else 1e9
+        (spawned,) = reduce(self.table, Tick(), 0.0)
+        assert isinstance(spawned, Spawn) and spawned.name == name
+        return dict(spawned.senders or {})
+
+    def leaves(self, name: str) -> bool:
+        return self.table.workers[name].may_end
+
+    def replicas(self, node: str) -> dict[str, int]:
+        return scaling.replicas(self.table, node)
+
+    def _said(self, name: str, message: Callable[[int], FromWorker]) -> list[Command]:
+        return reduce(self.table, Received(name, message(self.table.workers[name].attempt)), 0.0)
 
 
 @scorer
@@ -49,49 +152,51 @@ def addresses(graph: Graph, made: Plan) -> dict[str, dict[str, str]]:
     }
 
 
-def begun(**how: Any) -> Scaling:
-    graph, made = planned(**how)
-    scaling = Scaling(graph, made)
-    assert scaling.begin(addresses(graph, made)) == []
-    return scaling
+def begun(**how: Any) -> Played:
+    played = Played(*planned(**how))
+    assert played.begin() == []
+    return played
 
 
-def said(orders: list[Order]) -> list[tuple[str, str]]:
-    """(to whom, which word) of the words among them."""
-    return [(order.to, order.word["kind"]) for order in orders if isinstance(order, Say)]
+def said(commands: list[Command]) -> list[tuple[str, type]]:
+    """(to whom, which message) of the messages among them."""
+    return [(command.to, type(command.message)) for command in commands if isinstance(command, Send)]
+
+
+def ticket(command: Command) -> int:
+    """Of a message that is to be confirmed."""
+    assert isinstance(command, Send) and isinstance(command.message, Expect | RetireReceivers)
+    return command.message.ticket
 
 
 # A join and a leave, step by step
 
 
 def test_a_join_forks_waits_for_hello_and_for_everybody_downstream_then_wires_starts_and_tells_upstream() -> None:
-    scaling = begun()
-    forked, expect = scaling.scale({"generator": 2})
-    assert forked == Fork(
-        name="generator-1", node="generator", replica=1, senders={"prompts>generator:prompts": 1}, gpus=()
-    )
-    assert isinstance(expect, Say)
-    assert (expect.to, expect.word["senders"]) == ("stage-0", {"generator>stage:prompts": 2})
-    assert scaling.hello("generator-1", {"prompts>generator:prompts": "at-generator-1"}) == []
-    (wire,) = scaling.confirmed(expect.word["ticket"])
-    assert wire == Say("generator-1", {"kind": "wire", "addresses": {"generator>stage:prompts": ["at-stage-0"]}})
-    start, add, told = scaling.ready("generator-1")
-    assert start == Say("generator-1", {"kind": "start"})
-    assert add == Say("prompts-0", {"kind": "add", "receivers": {"prompts>generator:prompts": "at-generator-1"}})
-    assert told == Tell("'generator-1' has joined with 1 thread")
-    assert settled(scaling) and scaling.replicas("generator") == {"joining": 0, "live": 2, "leaving": 0}
+    played = begun()
+    forked, expect = played.scale({"generator": 2})
+    assert forked == Spawn(name="generator-1", senders={"prompts>generator:prompts": 1})
+    assert expect == Send("stage-0", Expect(senders={"generator>stage:prompts": 2}, ticket=ticket(expect)))
+    assert played.hello("generator-1", {"prompts>generator:prompts": "at-generator-1"}) == []
+    (wire,) = played.confirmed(ticket(expect))
+    assert wire == Send("generator-1", Wire(addresses={"generator>stage:prompts": ["at-stage-0"]}))
+    start, add, told = played.ready("generator-1")
+    assert start == Send("generator-1", Start())
+    assert add == Send("prompts-0", AddReceivers(receivers={"prompts>generator:prompts": "at-generator-1"}))
+    assert told == Notice("'generator-1' has joined with 1 thread")
+    assert settled(played.table) and played.replicas("generator") == {"joining": 0, "live": 2, "leaving": 0}
 
 
-def joined(scaling: Scaling, node: str, count: int) -> list[Order]:
+def joined(played: Played, node: str, count: int) -> list[Command]:
     """Let it grow; the orders of the end."""
-    orders = scaling.scale({node: count})
-    while scaling.joining is not None:
-        name = scaling.joining
-        orders = [order for order in orders if isinstance(order, Say) and order.word["kind"] == "expect"]
-        scaling.hello(name, dict.fromkeys(_inlets(node), f"at-{name}"))
+    orders = played.scale({node: count})
+    while played.table.joining is not None:
+        name = played.table.joining.name
+        orders = [order for order in orders if isinstance(order, Send) and isinstance(order.message, Expect)]
+        played.hello(name, dict.fromkeys(_inlets(node), f"at-{name}"))
         for order in orders:
-            scaling.confirmed(order.word["ticket"])
-        orders = scaling.ready(name)
+            played.confirmed(ticket(order))
+        orders = played.ready(name)
     return orders
 
 
@@ -100,83 +205,80 @@ def _inlets(node: str) -> list[str]:
 
 
 def test_replicas_join_one_after_the_other_and_the_youngest_leaves_first() -> None:
-    scaling = begun()
-    joined(scaling, "generator", 3)
-    assert scaling.replicas("generator")["live"] == 3
-    (retire,) = scaling.scale({"generator": 2})
-    assert isinstance(retire, Say)
+    played = begun()
+    joined(played, "generator", 3)
+    assert played.replicas("generator")["live"] == 3
+    (retire,) = played.scale({"generator": 2})
     receivers = {"prompts>generator:prompts": "at-generator-2"}
-    assert retire == Say("prompts-0", {"kind": "retire", "receivers": receivers, "ticket": retire.word["ticket"]})
+    assert retire == Send("prompts-0", RetireReceivers(receivers=receivers, ticket=ticket(retire)))
 
 
 def test_a_leaver_is_stopped_when_it_has_nothing_left_and_upstream_knows_it() -> None:
     for first in ("drained", "confirmed"):
-        scaling = begun()
-        joined(scaling, "generator", 2)
-        (retire,) = scaling.scale({"generator": 1})
-        assert isinstance(retire, Say)
+        played = begun()
+        joined(played, "generator", 2)
+        (retire,) = played.scale({"generator": 1})
         events = {
-            "drained": lambda scaling=scaling: scaling.drained("generator-1"),
-            "confirmed": lambda scaling=scaling, retire=retire: scaling.confirmed(retire.word["ticket"]),
+            "drained": lambda played=played: played.drained("generator-1"),
+            "confirmed": lambda played=played, retire=retire: played.confirmed(ticket(retire)),
         }
         second = "confirmed" if first == "drained" else "drained"
         assert events[first]() == []
-        assert not scaling.leaves("generator-1")
-        assert events[second]() == [Say("generator-1", {"kind": "stop"})]
-        assert scaling.leaves("generator-1") and not settled(scaling)
-        assert scaling.exited("generator-1") == [Tell("'generator-1' has left; all it had was sent on")]
-        assert settled(scaling)
+        assert not played.leaves("generator-1")
+        assert events[second]() == [Send("generator-1", Stop())]
+        assert played.leaves("generator-1") and not settled(played.table)
+        assert played.exited("generator-1") == [Notice("'generator-1' has left; all it had was sent on")]
+        assert settled(played.table)
 
 
 def test_a_number_is_never_used_again() -> None:
-    scaling = begun()
-    joined(scaling, "generator", 3)
-    scaling.scale({"generator": 1})
-    forked = scaling.scale({"generator": 2})[0]
-    assert isinstance(forked, Fork) and forked.name == "generator-3"
+    played = begun()
+    joined(played, "generator", 3)
+    played.scale({"generator": 1})
+    forked = played.scale({"generator": 2})[0]
+    assert isinstance(forked, Spawn) and forked.name == "generator-3"
 
 
 def test_no_leave_begins_while_somebody_joins() -> None:
-    scaling = begun()
-    joined(scaling, "generator", 2)
-    scaling.scale({"stage": 2})
-    assert scaling.scale({"generator": 1}) == []
-    scaling.hello("stage-1", {"generator>stage:prompts": "at-stage-1"})
+    played = begun()
+    joined(played, "generator", 2)
+    played.scale({"stage": 2})
+    assert played.scale({"generator": 1}) == []
+    played.hello("stage-1", {"generator>stage:prompts": "at-stage-1"})
     for ticket in range(1, 20):
-        scaling.confirmed(ticket)
-    orders = scaling.ready("stage-1")
-    assert [(to, kind) for to, kind in said(orders) if kind == "add"] == [
-        ("generator-0", "add"),
-        ("generator-1", "add"),
+        played.confirmed(ticket)
+    orders = played.ready("stage-1")
+    assert [(to, kind) for to, kind in said(orders) if kind is AddReceivers] == [
+        ("generator-0", AddReceivers),
+        ("generator-1", AddReceivers),
     ]
-    assert ("prompts-0", "retire") in said(orders)
+    assert ("prompts-0", RetireReceivers) in said(orders)
 
 
 def test_wishes_before_the_start_wait_for_it() -> None:
-    graph, made = planned()
-    scaling = Scaling(graph, made)
-    assert scaling.scale({"generator": 2}) == []
-    assert isinstance(scaling.begin(addresses(graph, made))[0], Fork)
+    played = Played(*planned())
+    assert played.scale({"generator": 2}) == []
+    assert isinstance(played.begin()[0], Spawn)
 
 
 def test_the_newest_wish_counts() -> None:
-    scaling = begun()
-    scaling.scale({"generator": 5})
-    scaling.scale({"generator": 1})
-    scaling.hello("generator-1", {"prompts>generator:prompts": "at-generator-1"})
-    scaling.confirmed(1)
-    orders = scaling.ready("generator-1")
-    assert said(orders) == [("generator-1", "start"), ("prompts-0", "add"), ("prompts-0", "retire")]
+    played = begun()
+    played.scale({"generator": 5})
+    played.scale({"generator": 1})
+    played.hello("generator-1", {"prompts>generator:prompts": "at-generator-1"})
+    played.confirmed(1)
+    orders = played.ready("generator-1")
+    assert said(orders) == [("generator-1", Start), ("prompts-0", AddReceivers), ("prompts-0", RetireReceivers)]
 
 
 def test_it_says_what_a_newcomer_waits_for() -> None:
-    scaling = begun()
-    scaling.scale({"generator": 2})
-    assert scaling.missing() == "its process to say hello"
-    scaling.hello("generator-1", {"prompts>generator:prompts": "at-generator-1"})
-    assert scaling.missing() == "stage-0 to expect it"
-    scaling.confirmed(1)
-    assert scaling.missing() == "its operator to be built"
+    played = begun()
+    played.scale({"generator": 2})
+    assert scaling.missing(played.table, played.table.workers["generator-1"]) == "its process to say hello"
+    played.hello("generator-1", {"prompts>generator:prompts": "at-generator-1"})
+    assert scaling.missing(played.table, played.table.workers["generator-1"]) == "stage-0 to expect it"
+    played.confirmed(1)
+    assert scaling.missing(played.table, played.table.workers["generator-1"]) == "its operator to be built"
 
 
 # What cannot be
@@ -193,32 +295,34 @@ def test_it_says_what_a_newcomer_waits_for() -> None:
     ],
 )
 def test_wishes_that_cannot_be_are_refused_and_none_of_them_is_taken_in(wishes: dict[str, int], reason: str) -> None:
-    scaling = begun()
+    played = begun()
     with pytest.raises(GraphError, match=reason):
-        scaling.scale(wishes)
-    assert settled(scaling)
+        played.scale(wishes)
+    assert settled(played.table)
 
 
 # Accelerators
 
 
 def test_a_newcomer_takes_spare_accelerators_and_a_leaver_gives_them_back() -> None:
-    scaling = begun(devices=Devices(cpus=8, gpus=4), gpus={"generator": 1, "trainer": 1})
-    forked = scaling.scale({"generator": 2})[0]
-    assert isinstance(forked, Fork) and forked.gpus == (2,)
+    played = begun(devices=Devices(cpus=8, gpus=4), gpus={"generator": 1, "trainer": 1})
+    forked = played.scale({"generator": 2})[0]
+    assert isinstance(forked, Spawn) and played.table.workers["generator-1"].gpus == (2,)
     with pytest.raises(GraphError, match="3 replicas of 1 GPU each.*|room for 3 beside the others; ask for 3 at most"):
-        scaling.scale({"generator": 4})
+        played.scale({"generator": 4})
 
 
 def test_a_newcomer_waits_for_the_accelerators_of_a_leaver() -> None:
-    scaling = begun(devices=Devices(cpus=8, gpus=3), gpus={"generator": 2, "trainer": 1})
-    (retire,) = scaling.scale({"generator": 1})
-    assert isinstance(retire, Say)
-    assert scaling.scale({"generator": 2}) == []
-    scaling.drained("generator-1")
-    scaling.confirmed(retire.word["ticket"])
-    forked = scaling.exited("generator-1")[1]
-    assert isinstance(forked, Fork) and (forked.name, forked.gpus) == ("generator-2", (1,))
+    played = begun(devices=Devices(cpus=8, gpus=3), gpus={"generator": 2, "trainer": 1})
+    (retire,) = played.scale({"generator": 1})
+    assert played.scale({"generator": 2}) == []
+    played.drained("generator-1")
+    played.confirmed(ticket(retire))
+    forked = played.exited("generator-1")[1]
+    assert isinstance(forked, Spawn) and (forked.name, played.table.workers["generator-2"].gpus) == (
+        "generator-2",
+        (1,),
+    )
 
 
 def test_accelerators_of_one_replica_lie_in_a_row() -> None:
@@ -232,16 +336,16 @@ def test_accelerators_of_one_replica_lie_in_a_row() -> None:
 
 @dataclass
 class Process:
-    """A worker as the state machine sees it: words in, events out, and rows that it passes on."""
+    """A worker as the reducer sees it: messages in, messages out, and rows that it passes on."""
 
     name: str
     worker: str
     expected: dict[str, int]
-    words: deque[dict[str, Any]] = field(default_factory=deque)
+    messages: deque[ToWorker] = field(default_factory=deque)
     events: deque[tuple[str, Any]] = field(default_factory=deque)
     receivers: dict[str, list[str]] = field(default_factory=dict)
     """By edge, addresses; those that retire are elsewhere."""
-    retiring: list[dict[str, Any]] = field(default_factory=list)
+    retiring: list[RetireReceivers] = field(default_factory=list)
     peers: dict[str, bool] = field(default_factory=dict)
     """Who has sent here, and whether it has ended."""
     rows: deque[tuple[str, int]] = field(default_factory=deque)
@@ -252,18 +356,16 @@ class Process:
     ended: bool = False
     drained: bool = False
     gone: bool = False
-    wired: bool = True
     down: bool = False
     """It has died and is not started again."""
 
 
 class World:
-    """Carries out orders in a random order, each queue for itself in its own."""
+    """Executes commands in a random order, each queue for itself in its own."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        graph, made = planned()
-        self.scaling = Scaling(graph, made)
+        self.played = Played(*planned())
         self.order = ["prompts", "generator", "stage", "reward", "trainer"]
         self.edges = {a: f"{a}>{b}:prompts" for a, b in zip(self.order, self.order[1:], strict=False)}
         self.processes: dict[str, Process] = {}
@@ -276,7 +378,7 @@ class World:
             self.processes[process.name] = process
         for a, b in zip(self.order, self.order[1:], strict=False):
             self.connect(self.processes[f"{a}-0"], self.edges[a], f"at-{b}-0")
-        self.obey(self.scaling.begin(addresses(graph, made)))
+        self.execute(self.played.begin())
 
     def at(self, address: str) -> Process:
         return self.processes[address.removeprefix("at-")]
@@ -290,20 +392,19 @@ class World:
         receiver.peers[sender.name] = sender.ended
         assert len(receiver.peers) <= receiver.expected[edge], f"{receiver.name} did not expect {sender.name}"
 
-    def obey(self, orders: list[Order]) -> None:
-        for order in orders:
-            if isinstance(order, Fork):
-                assert order.name not in self.processes
-                made = Process(order.name, order.node, dict(order.senders), wired=False)
-                inlets = dict.fromkeys(order.senders, f"at-{order.name}")
-                made.events.append(("hello", inlets))
-                self.processes[order.name] = made
-            elif isinstance(order, Say):
-                process = self.processes[order.to]
-                assert not process.gone or order.word["kind"] == "add"
-                process.wired |= order.word["kind"] == "wire"
-                if process.wired:
-                    process.words.append(dict(order.word))
+    def execute(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Spawn):
+                if command.name in self.processes:
+                    continue  # `rise` starts it again
+                worker, senders = command.name.rpartition("-")[0], dict(command.senders or {})
+                made = Process(command.name, worker, senders)
+                made.events.append(("hello", dict.fromkeys(senders, f"at-{command.name}")))
+                self.processes[command.name] = made
+            elif isinstance(command, Send):
+                process = self.processes[command.to]
+                assert not process.gone or isinstance(command.message, AddReceivers)
+                process.messages.append(command.message)
 
     def steps(self) -> Iterator[Any]:
         """All that could happen next."""
@@ -313,42 +414,42 @@ class World:
             if process.down:
                 yield lambda process=process: self.rise(process)
                 continue
-            if process.words:
+            if process.messages:
                 yield lambda process=process: self.hear(process)
             if process.events:
                 yield lambda process=process: self.report(process)
             if process.started and not process.ended:
                 yield lambda process=process: self.work(process)
-            for word in process.retiring:
-                if not any(self.owed(process, address) for address in word["receivers"].values()):
-                    yield lambda process=process, word=word: self.part(process, word)
+            for message in process.retiring:
+                if not any(self.owed(process, address) for address in message.receivers.values()):
+                    yield lambda process=process, message=message: self.part(process, message)
             if process.ended and not process.drained and not self.owing(process):
                 yield lambda process=process: self.drain(process)
 
     def crash(self, process: Process) -> None:
         """It dies, and that is noticed; what it was sent and has not passed on is sent to it again."""
-        if self.scaling.leaves(process.name):
+        if self.played.leaves(process.name):
             process.gone = True
-            self.obey(self.scaling.exited(process.name))
+            self.execute(self.played.exited(process.name))
             return
-        process.down, process.wired = True, False
+        process.down = True
         process.ready = process.started = process.ended = process.drained = False
-        process.words.clear()
+        process.messages.clear()
         process.events.clear()
         process.receivers.clear()
         process.retiring.clear()
-        self.obey(self.scaling.fell(process.name))
+        self.execute(self.played.fell(process.name))
 
     def rise(self, process: Process) -> None:
         """It is started again, whatever was said before its death and has not arrived yet."""
-        process.expected = self.scaling.senders(process.name)
+        process.expected = self.played.starts(process.name)
         address, process.peers = f"at-{process.name}", {}
         for sender in self.processes.values():
-            if self.scaling.leaves(sender.name):
+            if self.played.leaves(sender.name):
                 continue
             if any(address in found for found in sender.receivers.values()):
                 process.peers[sender.name] = sender.ended
-            elif any(address in word["receivers"].values() for word in sender.retiring):
+            elif any(address in message.receivers.values() for message in sender.retiring):
                 process.peers[sender.name] = True
         process.down = False
         process.events.append(("hello", dict.fromkeys(process.expected, address)))
@@ -357,73 +458,78 @@ class World:
         return any(name == sender.name for name, _ in self.at(address).rows)
 
     def owing(self, process: Process) -> bool:
-        held = [a for word in process.retiring for a in word["receivers"].values()]
+        held = [a for message in process.retiring for a in message.receivers.values()]
         return bool(process.retiring) or any(
             self.owed(process, address) for each in [*process.receivers.values(), held] for address in each
         )
 
     def hear(self, process: Process) -> None:
-        word = process.words.popleft()
-        match word["kind"]:
-            case "expect":
-                process.expected |= word["senders"]
-                process.events.append(("confirmed", word["ticket"]))
-            case "over":
-                for edge, replica in word["senders"].items():
+        message = process.messages.popleft()
+        match message:
+            case Expect():
+                process.expected |= message.senders
+                process.events.append(("confirmed", message.ticket))
+            case SenderEnded():
+                for edge, replica in message.senders.items():
                     process.peers.setdefault(f"{edge.partition('>')[0]}-{replica}", True)
-            case "wire":
-                for edge, found in word["addresses"].items():
+            case Wire():
+                for edge, found in message.addresses.items():
                     for address in found:
                         self.connect(process, edge, address)
                 process.events.append(("ready", None))
-            case "start":
+            case Start():
                 process.started = True
-            case "add":
-                for edge, address in word["receivers"].items():
+            case AddReceivers():
+                for edge, address in message.receivers.items():
                     if address not in process.receivers.get(edge, []):
                         self.connect(process, edge, address)
-            case "retire" if word["ticket"] not in [known["ticket"] for known in process.retiring]:
-                for edge, address in word["receivers"].items():
+            case RetireReceivers() if message.ticket not in [known.ticket for known in process.retiring]:
+                for edge, address in message.receivers.items():
                     if address in process.receivers[edge]:
                         process.receivers[edge].remove(address)
                         self.at(address).peers[process.name] = True
-                process.retiring.append(word)
-            case "stop":
+                process.retiring.append(message)
+            case Stop():
                 assert process.drained and not process.rows, f"{process.name} is stopped with rows in its hands"
                 process.gone = True
-                self.obey(self.scaling.exited(process.name))
+                self.execute(self.played.exited(process.name))
 
     def succeed(self) -> None:
         """The scheduler dies, some of what was on its way is lost; another takes over, and ends who was not ready."""
-        left = json.loads(json.dumps(self.scaling.to_plain()))
-        self.scaling = Scaling(*planned())
-        orders = self.scaling.take_up(left)
+        left = json.loads(to_json(self.played.table.to_plain()))
+        self.played = Played(*planned())
+        self.played.table.take_up(left)
         here = [process for process in self.processes.values() if not process.gone and not process.down]
         for process in here:
-            for queue in (process.words, process.events):
+            for queue in (process.messages, process.events):
                 if self.random.random() < 0.5:
                     queue.clear()
+        attempts = {record.name: record.attempt for record in self.played.table}
+        kept = {
+            name: Kept(attempts[name], 1, not process.down and not process.gone, -9)
+            for name, process in self.processes.items()
+        }
+        commands = reduce(self.played.table, TakeOver(kept), 0.0)
+        for process in here:
             if not process.ready:
                 self.crash(process)
-        self.obey(orders)
+        self.execute(commands)
         for process in here:
             if process.ready:
-                process.words.append({"kind": "start"})
-            if process.drained:
-                process.events.append(("drained", None))  # as each of its beats says
+                process.events.append(("drained" if process.drained else "heartbeat", None))  # it finds the new one
 
     def report(self, process: Process) -> None:
         kind, value = process.events.popleft()
         process.ready |= kind == "ready"
         if kind == "confirmed":
-            self.obey(self.scaling.confirmed(value))
+            self.execute(self.played.confirmed(value, process.name))
         else:
             arguments = (process.name,) if value is None else (process.name, value)
-            self.obey(getattr(self.scaling, kind)(*arguments))
+            self.execute(getattr(self.played, kind)(*arguments))
 
-    def part(self, process: Process, word: dict[str, Any]) -> None:
-        process.retiring.remove(word)
-        process.events.append(("confirmed", word["ticket"]))
+    def part(self, process: Process, message: RetireReceivers) -> None:
+        process.retiring.remove(message)
+        process.events.append(("confirmed", message.ticket))
 
     def drain(self, process: Process) -> None:
         process.drained = True
@@ -459,7 +565,11 @@ class World:
 
     def without_senders(self) -> list[tuple[str, str]]:
         """(sender, receiver) that are both at work, and the sender does not send there."""
-        live = [each for each in self.processes.values() if self.scaling.state(each.name) == "live"]
+        live = [
+            each
+            for each in self.processes.values()
+            if self.played.table.workers[each.name].membership is Membership.LIVE
+        ]
         return [
             (sender.name, receiver.name) for sender in live for receiver in live
             if sender.worker in self.edges and self.edges[sender.worker] in receiver.expected
@@ -468,15 +578,15 @@ class World:
 
     def settle(self) -> None:
         """Go on until every wish is fulfilled."""
-        self.run(20_000, until=lambda: settled(self.scaling))
+        self.run(20_000, until=lambda: settled(self.played.table))
 
     def end_well(self, wished: dict[str, int]) -> None:
         """The prompts end: every row is trained once, and every wish is fulfilled."""
         self.issuing = False
         self.run(100_000)
         assert sorted(self.trained) == list(range(1, self.issued + 1))
-        assert settled(self.scaling)
-        assert {node: self.scaling.replicas(node)["live"] for node in wished} == wished
+        assert settled(self.played.table)
+        assert {node: self.played.replicas(node)["live"] for node in wished} == wished
 
     def run(self, most: int, until: Any = lambda: False) -> None:
         for _ in range(most):
@@ -493,12 +603,12 @@ def test_whatever_comes_in_whatever_order_every_row_is_trained_once(seed: int) -
     for _ in range(world.random.randrange(2, 12)):
         node, count = world.random.choice(["generator", "stage"]), world.random.randrange(1, 5)
         wished[node] = count
-        world.obey(world.scaling.scale({node: count}))
+        world.execute(world.played.scale({node: count}))
         world.run(world.random.randrange(0, 200))
     early = world.random.random() < 0.3  # the prompts end while replicas still come and go
     if not early:
         world.settle()
-        assert {node: world.scaling.replicas(node)["live"] for node in wished} == wished
+        assert {node: world.played.replicas(node)["live"] for node in wished} == wished
     world.end_well(wished)
 
 
@@ -510,7 +620,7 @@ def test_whoever_dies_while_replicas_come_and_go_every_row_is_trained_once(seed:
         if world.random.random() < 0.5:
             node, count = world.random.choice(["generator", "stage"]), world.random.randrange(1, 5)
             wished[node] = count
-            world.obey(world.scaling.scale({node: count}))
+            world.execute(world.played.scale({node: count}))
         for _ in range(world.random.randrange(0, 3)):
             world.crash(world.random.choice([each for each in world.processes.values() if not each.gone]))
             world.run(world.random.randrange(0, 30))
@@ -527,7 +637,7 @@ def test_whenever_the_scheduler_dies_the_next_one_goes_on_and_every_row_is_train
         if world.random.random() < 0.5:
             node, count = world.random.choice(["generator", "stage"]), world.random.randrange(1, 5)
             wished[node] = count
-            world.obey(world.scaling.scale({node: count}))
+            world.execute(world.played.scale({node: count}))
         if world.random.random() < 0.3:
             world.crash(world.random.choice([each for each in world.processes.values() if not each.gone]))
         world.run(world.random.randrange(0, 30))
@@ -540,37 +650,39 @@ def test_whenever_the_scheduler_dies_the_next_one_goes_on_and_every_row_is_train
 
 
 def test_nobody_joins_or_leaves_while_one_that_died_is_away() -> None:
-    scaling = begun()
-    joined(scaling, "generator", 2)
-    assert scaling.fell("stage-0") == []
-    assert scaling.scale({"generator": 3}) == [] and scaling.scale({"generator": 1}) == []
-    assert scaling.senders("stage-0") == {"generator>stage:prompts": 2}
-    (wire,) = scaling.hello("stage-0", {"generator>stage:prompts": "at-stage-0"})
-    assert wire == Say("stage-0", {"kind": "wire", "addresses": {"stage>reward:prompts": ["at-reward-0"]}})
-    assert said(scaling.ready("stage-0")) == [("stage-0", "start"), ("prompts-0", "retire")]
+    played = begun()
+    joined(played, "generator", 2)
+    assert played.fell("stage-0") == []
+    assert played.scale({"generator": 3}) == [] and played.scale({"generator": 1}) == []
+    assert played.starts("stage-0") == {"generator>stage:prompts": 2}
+    (wire,) = played.hello("stage-0", {"generator>stage:prompts": "at-stage-0"})
+    assert wire == Send("stage-0", Wire(addresses={"stage>reward:prompts": ["at-reward-0"]}))
+    assert said(played.ready("stage-0")) == [("stage-0", Start), ("prompts-0", RetireReceivers)]
 
 
 def test_one_that_died_while_it_let_another_go_lets_it_go_again() -> None:
-    scaling = begun()
-    joined(scaling, "generator", 2)
-    (retire,) = scaling.scale({"generator": 1})
-    scaling.fell("prompts-0")
-    wire, again = scaling.hello("prompts-0", {})
-    assert again == retire and isinstance(wire, Say)
-    assert wire.word["addresses"] == {"prompts>generator:prompts": ["at-generator-0", "at-generator-1"]}
+    played = begun()
+    joined(played, "generator", 2)
+    (retire,) = played.scale({"generator": 1})
+    played.fell("prompts-0")
+    played.starts("prompts-0")
+    wire, again = played.hello("prompts-0", {})
+    assert again == retire
+    assert wire == Send(
+        "prompts-0", Wire(addresses={"prompts>generator:prompts": ["at-generator-0", "at-generator-1"]})
+    )  # fmt: skip
 
 
 def test_one_that_died_counts_a_leaver_that_was_told_to_stop_as_it_may_come_once_more_or_not() -> None:
-    scaling = begun()
-    joined(scaling, "generator", 2)
-    (retire,) = scaling.scale({"generator": 1})
-    assert isinstance(retire, Say)
-    scaling.drained("generator-1")
-    assert said(scaling.confirmed(retire.word["ticket"])) == [("generator-1", "stop")]
-    assert scaling.fell("stage-0") == []
-    assert scaling.senders("stage-0") == {"generator>stage:prompts": 2}
-    _, over = scaling.hello("stage-0", {"generator>stage:prompts": "at-stage-0"})
-    assert over == Say("stage-0", {"kind": "over", "senders": {"generator>stage:prompts": 1}})
-    scaling.exited("generator-1")
-    scaling.fell("stage-0")
-    assert scaling.senders("stage-0") == {"generator>stage:prompts": 1}, "one that has left does not come"
+    played = begun()
+    joined(played, "generator", 2)
+    (retire,) = played.scale({"generator": 1})
+    played.drained("generator-1")
+    assert said(played.confirmed(ticket(retire))) == [("generator-1", Stop)]
+    assert played.fell("stage-0") == []
+    assert played.starts("stage-0") == {"generator>stage:prompts": 2}
+    _, over = played.hello("stage-0", {"generator>stage:prompts": "at-stage-0"})
+    assert over == Send("stage-0", SenderEnded(senders={"generator>stage:prompts": 1}))
+    played.exited("generator-1")
+    played.fell("stage-0")
+    assert played.starts("stage-0") == {"generator>stage:prompts": 1}, "one that has left does not come"

@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from dataflow.worker.cpu_watchdog import LOOK_S, Asleep, processor_time
+from dataflow.worker.cpu_watchdog import LOOK_S, CpuWatchdog, processor_time
 
 
 def looks(used: list[float], every_s: float = LOOK_S) -> list[float]:
     """What is said at each look of one slice, given the processor time at each."""
     left = iter(used)
-    asleep = Asleep(lambda: next(left))
+    asleep = CpuWatchdog(lambda: next(left))
     return [asleep.look((at + 1) * every_s, 100.0 + at * every_s) for at in range(len(used))]
 
 
@@ -41,7 +41,7 @@ def test_a_short_slice_is_not_looked_at_and_each_slice_is_one_of_its_own() -> No
         looked.append(True)
         return 7.0
 
-    asleep = Asleep(used_s)
+    asleep = CpuWatchdog(used_s)
     assert asleep.look(LOOK_S / 2, 100.0) == 0.0
     assert not looked
     assert asleep.look(LOOK_S, 101.0) == 0.0
@@ -51,7 +51,7 @@ def test_a_short_slice_is_not_looked_at_and_each_slice_is_one_of_its_own() -> No
 
 
 def test_between_two_looks_time_goes_on() -> None:
-    asleep = Asleep(lambda: 7.0)
+    asleep = CpuWatchdog(lambda: 7.0)
     assert [asleep.look(LOOK_S + at / 5, 100.0 + at / 5) for at in range(4)] == pytest.approx([0.0, 0.2, 0.4, 0.6])
 
 

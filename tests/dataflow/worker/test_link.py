@@ -1,4 +1,4 @@
-"""A worker's line to the scheduler: it beats, passes words on, and notices that nobody is there."""
+"""A worker's line to the scheduler: it sends heartbeats, passes messages on, and notices that nobody is there."""
 
 import subprocess
 import sys
@@ -6,19 +6,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import msgpack
 import pytest
 import zmq
 
 from dataflow.system.clocks import AwakeClock
 from dataflow.worker.link import Link
+from dataflow.worker.messages import (
+    TO_SCHEDULER,
+    TO_WORKER,
+    Confirmed,
+    Failed,
+    FromWorker,
+    Heard,
+    Heartbeat,
+    NodeCommand,
+    Start,
+    Stop,
+    ToWorker,
+)
 
 DEADLINE_S = 30.0
+LONG = 63 << 20
+M = TypeVar("M", bound=FromWorker)
 
 
-class Desk:
+class Server:
     """The scheduler's end."""
 
     def __init__(self, address: str) -> None:
@@ -26,22 +40,22 @@ class Desk:
         self.router = self.context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.LINGER, 0)
         self.router.bind(address)
-        self.heard: list[dict[str, Any]] = []
+        self.heard: list[str] = []
 
-    def hear(self, kind: str) -> dict[str, Any]:
+    def hear(self, kind: type[M]) -> M:
         """The next message of a kind, whatever comes before it."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             if self.router.poll(100):
                 name, data = self.router.recv_multipart()
-                message = {"from": name.decode(), **msgpack.unpackb(data)}
-                self.heard.append(message)
-                if message["kind"] == kind:
+                message = TO_SCHEDULER.decode(data)
+                self.heard.append(name.decode())
+                if isinstance(message, kind):
                     return message
         raise AssertionError(f"no {kind} came")
 
-    def say(self, name: str, **message: Any) -> None:
-        self.router.send_multipart([name.encode(), msgpack.packb(message)])
+    def send(self, name: str, message: ToWorker) -> None:
+        self.router.send_multipart([name.encode(), TO_WORKER.encode(message)])
 
 
 @pytest.fixture
@@ -50,11 +64,11 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def desk(address: str) -> Iterator[Desk]:
-    desk = Desk(address)
-    yield desk
-    desk.router.close(0)
-    desk.context.term()
+def server(address: str) -> Iterator[Server]:
+    server = Server(address)
+    yield server
+    server.router.close(0)
+    server.context.term()
 
 
 @pytest.fixture
@@ -73,79 +87,80 @@ def link_to(address: str) -> Iterator[Callable[..., Link]]:
     context.term()
 
 
-def words_of(link: Link, count: int) -> list[dict[str, Any]]:
+def messages_of(link: Link, count: int) -> list[ToWorker]:
     """Waits on the link's socket, as a worker does."""
-    found: list[dict[str, Any]] = []
+    found: list[ToWorker] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(found) < count and time.monotonic() < deadline:
         link.socket.poll(100)
-        found += link.words()
+        found += link.messages()
     return found
 
 
-def test_what_a_worker_tells_arrives_in_order_under_its_name(desk: Desk, link_to: Callable[..., Link]) -> None:
+def test_what_a_worker_tells_arrives_in_order_under_its_name(server: Server, link_to: Callable[..., Link]) -> None:
     link = link_to("trainer-0")
-    link.start(dict)
+    link.start()
     for number in range(5):
-        link.send("hello", number=number)
-    assert [desk.hear("hello")["number"] for _ in range(5)] == [0, 1, 2, 3, 4]
-    assert {message["from"] for message in desk.heard} == {"trainer-0"}
+        link.send(Confirmed(attempt=0, ticket=number))
+    assert [server.hear(Confirmed).ticket for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert set(server.heard) == {"trainer-0"}
 
 
-def test_a_beat_carries_the_newest_snapshot(desk: Desk, link_to: Callable[..., Link]) -> None:
-    snapshot = {"step": 0}
+def test_a_heartbeat_carries_the_newest_snapshot(server: Server, link_to: Callable[..., Link]) -> None:
+    newest = [Heartbeat(attempt=0, nodes={}, rss_bytes=0)]
     link = link_to()
-    link.start(lambda: dict(snapshot))
-    assert desk.hear("beat")["step"] == 0
-    snapshot["step"] = 7
-    desk.hear("beat")  # may have been under way
-    assert desk.hear("beat")["step"] == 7
+    link.start(lambda: newest[0])
+    assert server.hear(Heartbeat).rss_bytes == 0
+    newest[0] = Heartbeat(attempt=0, nodes={}, rss_bytes=7)
+    server.hear(Heartbeat)  # may have been under way
+    assert server.hear(Heartbeat).rss_bytes == 7
 
 
-def test_words_reach_the_worker_in_order_and_answers_to_beats_do_not(desk: Desk, link_to: Callable[..., Link]) -> None:
+def test_messages_reach_the_worker_in_order_and_answers_to_heartbeats_do_not(
+    server: Server, link_to: Callable[..., Link]
+) -> None:
     link = link_to()
-    link.start(dict)
-    desk.hear("beat")
+    link.start()
+    server.hear(Heartbeat)
     for number in range(3):
-        desk.say("generator-0", kind="heard")
-        desk.say("generator-0", kind="tell", node="generator", message={"dropped": number})
-    words = words_of(link, 3)
-    assert [word["message"]["dropped"] for word in words] == [0, 1, 2]
-    assert {word["kind"] for word in words} == {"tell"}
-    assert link.words() == []
+        server.send("generator-0", Heard())
+        server.send("generator-0", NodeCommand("generator", {"dropped": number}))
+    assert messages_of(link, 3) == [NodeCommand("generator", {"dropped": number}) for number in range(3)]
+    assert link.messages() == []
 
 
-def test_the_socket_is_quiet_when_every_word_was_taken(desk: Desk, link_to: Callable[..., Link]) -> None:
+def test_the_socket_is_quiet_when_every_message_was_taken(server: Server, link_to: Callable[..., Link]) -> None:
     link = link_to()
-    link.start(dict)
-    desk.hear("beat")
-    desk.say("generator-0", kind="stop")
-    assert words_of(link, 1) == [{"kind": "stop"}]
+    link.start()
+    server.hear(Heartbeat)
+    server.send("generator-0", Stop())
+    assert messages_of(link, 1) == [Stop()]
     assert link.socket.poll(0) == 0
 
 
-def test_closing_sends_what_was_told_just_before(desk: Desk, link_to: Callable[..., Link]) -> None:
+def test_closing_sends_what_was_told_just_before(server: Server, link_to: Callable[..., Link]) -> None:
     link = link_to()
-    link.start(dict)
-    link.send("failed", message="boom")
+    link.start()
+    link.send(Failed(attempt=0, message="boom"))
     link.close()
-    assert desk.hear("failed")["message"] == "boom"
+    assert server.hear(Failed).message == "boom"
 
 
-def test_what_a_worker_says_last_arrives_though_its_process_ends_at_once(desk: Desk, address: str) -> None:
+def test_what_a_worker_says_last_arrives_though_its_process_ends_at_once(server: Server, address: str) -> None:
     """The message is too large to have left by chance."""
     program = (
-        "import os, sys; from dataflow.worker.link import Link; link = Link(sys.argv[1], 'w', orphaned=lambda: None);"
-        "link.start(dict); link.send('failed', message='x' * (64 << 20)); link.close(); os._exit(1)"
+        "import os, sys; from dataflow.worker.link import Link; from dataflow.worker.messages import Failed;"
+        "link = Link(sys.argv[1], 'w', orphaned=lambda: None); link.start();"
+        f"link.send(Failed(attempt=0, message='x' * {LONG})); link.close(); os._exit(1)"
     )
     with subprocess.Popen([sys.executable, "-c", program, address], cwd=Path(__file__).parents[3]) as worker:
-        assert len(desk.hear("failed")["message"]) == 64 << 20
+        assert len(server.hear(Failed).message) == LONG
     assert worker.returncode == 1
 
 
 def test_a_worker_whose_scheduler_is_gone_learns_it(link_to: Callable[..., Link]) -> None:
     orphaned = threading.Event()
-    link_to(orphaned=orphaned.set, patience_s=0.05).start(dict)
+    link_to(orphaned=orphaned.set, patience_s=0.05).start()
     assert orphaned.wait(DEADLINE_S)
 
 
@@ -156,34 +171,34 @@ def test_a_worker_that_has_more_to_say_than_waits_for_a_scheduler_learns_that_it
     orphaned = threading.Event()
     link = link_to(orphaned=orphaned.set, patience_s=0.5)
     for _ in range(10):
-        link.send("done", ticket=1)
-    link.start(dict)
+        link.send(Confirmed(attempt=0, ticket=1))
+    link.start()
     assert orphaned.wait(DEADLINE_S)
 
 
 def test_time_in_which_a_worker_was_stopped_itself_is_no_silence_of_the_scheduler(
-    desk: Desk, link_to: Callable[..., Link]
+    server: Server, link_to: Callable[..., Link]
 ) -> None:
-    """The scheduler may have been stopped with it, and answers the next beat."""
+    """The scheduler may have been stopped with it, and answers the next heartbeat."""
     slept = [0.0]
     orphaned = threading.Event()
     link = link_to(orphaned=orphaned.set, clock=AwakeClock(lambda: time.monotonic() + slept[0]))
-    link.start(dict)
-    desk.hear("beat")
+    link.start()
+    server.hear(Heartbeat)
     slept[0] = 1_000.0
     for _ in range(3):
-        desk.hear("beat")
-    desk.say("generator-0", kind="tell")
-    assert words_of(link, 1) == [{"kind": "tell"}] and not orphaned.is_set()
+        server.hear(Heartbeat)
+    server.send("generator-0", Start())
+    assert messages_of(link, 1) == [Start()] and not orphaned.is_set()
 
 
 def test_a_worker_learns_it_also_when_the_scheduler_falls_silent_later(
-    desk: Desk, link_to: Callable[..., Link]
+    server: Server, link_to: Callable[..., Link]
 ) -> None:
     orphaned = threading.Event()
-    link_to(orphaned=orphaned.set, patience_s=0.5).start(dict)
-    desk.hear("beat")
-    desk.say("generator-0", kind="heard")
+    link_to(orphaned=orphaned.set, patience_s=0.5).start()
+    server.hear(Heartbeat)
+    server.send("generator-0", Heard())
     assert orphaned.wait(DEADLINE_S)
 
 
@@ -191,27 +206,27 @@ def test_it_learns_it_once(link_to: Callable[..., Link]) -> None:
     calls: list[float] = []
     beats: list[float] = []
 
-    def beat() -> dict[str, Any]:
+    def heartbeat() -> Heartbeat:
         beats.append(time.monotonic())
-        return {}
+        return Heartbeat(attempt=0, nodes={})
 
-    link_to(orphaned=lambda: calls.append(time.monotonic()), patience_s=0.01).start(beat)
+    link_to(orphaned=lambda: calls.append(time.monotonic()), patience_s=0.01).start(heartbeat)
     deadline = time.monotonic() + DEADLINE_S
     while len(beats) < 3 and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     assert len(beats) >= 3 and len(calls) == 1
 
 
-def test_an_answered_worker_is_no_orphan(desk: Desk, link_to: Callable[..., Link]) -> None:
+def test_an_answered_worker_is_no_orphan(server: Server, link_to: Callable[..., Link]) -> None:
     orphaned = threading.Event()
-    link_to(orphaned=orphaned.set, patience_s=20.0).start(dict)
+    link_to(orphaned=orphaned.set, patience_s=20.0).start()
     for _ in range(5):
-        desk.hear("beat")
-        desk.say("generator-0", kind="heard")
+        server.hear(Heartbeat)
+        server.send("generator-0", Heard())
     assert not orphaned.is_set()
 
 
-def test_a_worker_that_computes_for_long_still_beats(desk: Desk, link_to: Callable[..., Link]) -> None:
-    """Nobody calls `words` here: the thread alone keeps the line open."""
-    link_to().start(lambda: {"state": "running"})
-    assert [desk.hear("beat")["state"] for _ in range(3)] == ["running"] * 3
+def test_a_worker_that_computes_for_long_still_sends_heartbeats(server: Server, link_to: Callable[..., Link]) -> None:
+    """Nobody calls `messages` here: the thread alone keeps the line open."""
+    link_to().start()
+    assert [server.hear(Heartbeat).state for _ in range(3)] == ["running"] * 3

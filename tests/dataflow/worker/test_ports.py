@@ -123,7 +123,7 @@ def test_the_ends_of_the_weight_plane_are_known_by_the_scheduler_s_attempt(execu
     opened, _ = ports(graph, made, "generator", folder, attempt=5)
     end: Any = opened.reader_of("trainer", "generator")(tensors, None)
     try:
-        member = end._handshake if executor == "shared_memory" else end._member
-        assert member._incarnation == 5 if executor == "shared_memory" else member._join[3] == 5
+        member = end._membership if executor == "shared_memory" else end._member
+        assert member.join.incarnation == 5
     finally:
         opened.close()

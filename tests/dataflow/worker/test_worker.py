@@ -1,4 +1,4 @@
-"""A worker hears every word of the scheduler, also those that come while it waits for another."""
+"""A worker hears every message of the scheduler, also those that come while it waits for another."""
 
 from typing import Any
 
@@ -11,13 +11,14 @@ from dataflow.limits import Limits, Patience
 from dataflow.planning.plan import Devices, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
+from dataflow.worker.messages import NodeCommand, Start, Stop, ToWorker, Wire
 from dataflow.worker.worker import Worker
 
 
 class FakeLink:
-    """Gives its words in the portions in which they would come."""
+    """Gives its messages in the portions in which they would come."""
 
-    def __init__(self, *portions: list[dict[str, Any]], passes_s: float = 0.0) -> None:
+    def __init__(self, *portions: list[ToWorker], passes_s: float = 0.0) -> None:
         """passes_s: the time from one portion to the next."""
         self.portions, self.passes_s, self.now = list(portions), passes_s, 0.0
         self.socket = self
@@ -26,7 +27,7 @@ class FakeLink:
         self.now += self.passes_s
         return 0
 
-    def words(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[ToWorker]:
         return self.portions.pop(0) if self.portions else []
 
 
@@ -40,11 +41,10 @@ def worker(link: FakeLink, start_s: float = 1.0) -> Worker:
     return Worker(graph, made, settings, link, clock=lambda: link.now)  # type: ignore[arg-type]
 
 
-def test_words_that_come_before_or_with_the_awaited_one_are_heard_later() -> None:
-    pause = {"kind": "tell", "node": "prompts", "message": {"pause": True}}
-    evaluate = {"kind": "tell", "node": "prompts", "message": {"evaluate": 0}}
-    made = worker(FakeLink([pause], [{"kind": "start"}, evaluate]))
-    assert made._wait_for("start") == {"kind": "start"}
+def test_messages_that_come_before_or_with_the_awaited_one_are_heard_later() -> None:
+    pause, evaluate = NodeCommand("prompts", {"pause": True}), NodeCommand("prompts", {"evaluate": 0})
+    made = worker(FakeLink([pause], [Start(), evaluate]))
+    assert made._wait_for(Start) == Start()
     told: list[Any] = []
     made._host.tell = lambda node, message: told.append(message)  # type: ignore[method-assign,assignment]
     made._hear()
@@ -53,19 +53,19 @@ def test_words_that_come_before_or_with_the_awaited_one_are_heard_later() -> Non
 
 def test_a_stop_ends_the_wait() -> None:
     with pytest.raises(SystemExit):
-        worker(FakeLink([{"kind": "stop"}]))._wait_for("start")
+        worker(FakeLink([Stop()]))._wait_for(Start)
 
 
 def test_a_wait_has_a_deadline_and_says_who_waited_for_what() -> None:
-    with pytest.raises(DeadlineError, match=r"worker 'prompts' waited 900 s .* word 'start' .*or raise Limits.start_s"):
-        worker(FakeLink(passes_s=100.0), start_s=900.0)._wait_for("start")
+    with pytest.raises(DeadlineError, match=r"'prompts' waited 900 s .* scheduler's 'Start' .*or raise Limits.start_s"):
+        worker(FakeLink(passes_s=100.0), start_s=900.0)._wait_for(Start)
 
 
-@pytest.mark.parametrize("kind", ["wire", "start"])
-def test_a_worker_waits_for_a_model_that_loads_elsewhere_as_long_as_the_start_may_take(kind: str) -> None:
-    silence: list[list[dict[str, Any]]] = [[]] * 6
-    made = worker(FakeLink(*silence, [{"kind": kind}], passes_s=100.0), start_s=900.0)
-    assert made._wait_for(kind) == {"kind": kind}
+@pytest.mark.parametrize("message", [Wire(addresses={}), Start()])
+def test_a_worker_waits_for_a_model_that_loads_elsewhere_as_long_as_the_start_may_take(message: Wire | Start) -> None:
+    silence: list[list[ToWorker]] = [[]] * 6
+    made = worker(FakeLink(*silence, [message], passes_s=100.0), start_s=900.0)
+    assert made._wait_for(type(message)) == message
 
 
 def test_what_a_worker_is_told_of_limits_reaches_it_over_the_wire() -> None:

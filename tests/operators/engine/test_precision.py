@@ -17,7 +17,7 @@ from operators.engine.precision.names import narrow_names
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.self_test import adapt
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
 from transport.weights.encoder import EncodedWriter, Encoder
 from transport.weights.encoding import Encoding
@@ -261,7 +261,7 @@ def test_versions_that_the_trainer_quantised_give_the_same_bits(make_model, adop
     policies = [make_model(family, seed=seed, **changes) for seed in (1, 2, 3)]
     intake = quantise(model, weights, adopt=adopt, narrow=True)
     encoding = Encoding(
-        dtype=str(dtype).removeprefix("torch."), narrow=NARROW[weights], names=linear_weights(policies[0])
+        dtype=str(dtype).removeprefix("torch."), quantized=NARROW[weights], names=linear_weights(policies[0])
     )
     encoder = Encoder(encoding, dict(policies[0].named_parameters()))
     writer = EncodedWriter(WeightWriter(encoder.layout, hub), encoder)
@@ -283,7 +283,7 @@ def test_a_version_that_arrives_narrow_is_adopted_by_turning_pointers(make_model
     hub = Hub()
     model, policy = make_model(), make_model(seed=1)
     intake = quantise(model, "int8", narrow=True)
-    encoder = Encoder(Encoding(narrow="int8", names=linear_weights(policy)), dict(policy.named_parameters()))
+    encoder = Encoder(Encoding(quantized="int8", names=linear_weights(policy)), dict(policy.named_parameters()))
     writer, reader = WeightWriter(encoder.layout, hub), WeightReader(hub, "generator")
     reader.attach(intake.tensors)
     writer.publish(0, encoder.encode(dict(policy.named_parameters())))

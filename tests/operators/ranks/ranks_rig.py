@@ -5,6 +5,7 @@ import functools
 import socket
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from trainer_rig import tiny_learner, tiny_llama
 
 from dataflow.limits import Limits
 from dataflow.node import Context
-from operators.ranks.channel import Channel
-from operators.ranks.processes import fork
-from operators.ranks.team import Team
+from dataflow.system.channel import Channel
+from operators.ranks.messages import codec_of
+from operators.ranks.team import Team, forked
 from operators.trainer import Trainer
 from operators.training.learner.learner import Learner, Outcome
 from operators.training.learner.rows import StepRows
@@ -25,26 +26,36 @@ from operators.training.parallel.lead import LedLearner
 TEST_S = 150.0
 
 
+@dataclass(frozen=True)
+class Said:
+    """What a test's process has to say."""
+
+    text: str
+
+
+CODEC = codec_of("test", Said)
+
+
 def in_a_fork(test: Callable[..., None]) -> Callable[..., None]:
     """A test whose process is a worker's: new, and in no process group before. torch keeps what it knows of meshes for
     as long as a process lives, so that a second one in it finds groups that are gone."""
 
     def main(end: int, rank: int, body: Callable[[], None]) -> int:
-        channel = Channel(socket.socket(fileno=end), TEST_S)
+        channel = Channel(socket.socket(fileno=end), CODEC, TEST_S)
         said = ""
         try:
             body()
         except BaseException:
             said = traceback.format_exc()
-        channel.send({"said": said})
+        channel.send(Said(said))
         return 0
 
     @functools.wraps(test)
     def run(*given: Any, **named: Any) -> None:
-        start = fork(functools.partial(main, body=functools.partial(test, *given, **named)))
-        team = Team(test.__name__, 2, start, Limits(start_s=TEST_S, exchange_s=TEST_S))
+        start = forked(functools.partial(main, body=functools.partial(test, *given, **named)))
+        team = Team(test.__name__, 2, start, Limits(start_s=TEST_S, exchange_s=TEST_S), CODEC)
         try:
-            said = team.answer(1, "said")
+            said = team.answer(1, Said).text
         finally:
             team.close()
         assert not said, said

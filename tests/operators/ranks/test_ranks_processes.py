@@ -6,21 +6,38 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import Limits
-from operators.ranks.channel import Channel
-from operators.ranks.processes import Forked, fork
-from operators.ranks.team import Team
+from dataflow.system.channel import Channel
+from dataflow.system.child import Forked
+from operators.ranks.messages import codec_of
+from operators.ranks.team import Team, forked
 
 WAIT_S = 20.0
 
 
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    rank: int
+    has_no_other_file: bool
+
+
+@dataclass(frozen=True)
+class End:
+    status: int
+
+
+CODEC = codec_of("test", Answer, End)
+
+
 def channel_of(end):
-    return Channel(socket.socket(fileno=end), WAIT_S)
+    return Channel(socket.socket(fileno=end), CODEC, WAIT_S)
 
 
 def test_a_fork_runs_a_closure_with_no_open_file_of_its_parents_but_its_own_end(tmp_path):
@@ -30,23 +47,23 @@ def test_a_fork_runs_a_closure_with_no_open_file_of_its_parents_but_its_own_end(
         channel = channel_of(end)
         held = {int(each.name): os.path.realpath(each) for each in Path("/dev/fd").iterdir() if each.exists()}
         mine = {number for number, file in held.items() if number > 2 and file != os.devnull}
-        channel.send({"answer": [words["said"], rank, mine == {end}]})
-        return int(channel.receive(WAIT_S)["status"])
+        channel.send(Answer(words["said"], rank, mine == {end}))
+        return channel.receive(WAIT_S).status
 
     with (tmp_path / "open").open("w"):
-        team = Team("worker", 3, fork(main), Limits(start_s=WAIT_S, exchange_s=WAIT_S))
+        team = Team("worker", 3, forked(main), Limits(start_s=WAIT_S, exchange_s=WAIT_S), CODEC)
         try:
-            assert [team.answer(rank, "answer") for rank in (1, 2)] == [
-                [words["said"], 1, True],
-                [words["said"], 2, True],
+            assert [team.answer(rank, Answer) for rank in (1, 2)] == [
+                Answer(words["said"], 1, True),
+                Answer(words["said"], 2, True),
             ]
             assert not team.fallen()
-            team.tell({"status": 3}, 1)
+            team.tell(End(3), 1)
             with pytest.raises(WorkerDied, match="rank 1 of 'worker' .* ended with status 3"):
-                team.answer(1, "answer")
+                team.answer(1, Answer)
             assert team.fallen()
         finally:
-            team.tell({"status": 0}, 2)
+            team.tell(End(0), 2)
             team.close()
 
 
@@ -54,9 +71,9 @@ def test_an_error_in_a_fork_ends_it_alone():
     def main(end, rank):
         raise ValueError("in the fork")
 
-    team = Team("worker", 2, fork(main), Limits(start_s=WAIT_S, exchange_s=WAIT_S))
+    team = Team("worker", 2, forked(main), Limits(start_s=WAIT_S, exchange_s=WAIT_S), CODEC)
     with pytest.raises(WorkerDied, match="rank 1 of 'worker' .* ended with status 1"):
-        team.answer(1, "answer")
+        team.answer(1, Answer)
     team.close()
 
 
@@ -84,7 +101,7 @@ def test_a_fork_ends_with_its_parent_however_that_ends():
     parent = os.fork()
     if parent == 0:
         _, theirs = socket.socketpair()
-        child = fork(sleeping)(theirs, 1)
+        child = forked(sleeping)(theirs, 1)
         os.write(tells, str(child.pid).encode())
         time.sleep(600)
         os._exit(0)
@@ -110,4 +127,4 @@ def test_a_process_that_has_used_a_gpu_forks_no_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(RunError, match="has used CUDA; .*before anything touches the GPU"):
-        fork(lambda end, rank: 0)(theirs, 1)
+        forked(lambda end, rank: 0)(theirs, 1)

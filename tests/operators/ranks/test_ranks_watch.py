@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -14,10 +15,10 @@ import torch.distributed as dist
 from rigs.machine import wait_until
 
 from dataflow.limits import Limits
+from dataflow.system.channel import Channel
 from operators.ranks import group
-from operators.ranks.channel import Channel
-from operators.ranks.processes import fork
-from operators.ranks.team import Team
+from operators.ranks.messages import Load, Loaded, codec_of
+from operators.ranks.team import Team, forked
 from operators.ranks.watch import Watch
 
 WAIT_S = 60.0
@@ -74,13 +75,21 @@ def test_a_rank_that_computes_is_not_late(monkeypatch: pytest.MonkeyPatch) -> No
     watch.close()
 
 
+@dataclass(frozen=True)
+class Sum:
+    value: float | str
+
+
+CODEC = codec_of("test", Sum)
+
+
 def member(folder: Path, end: int, rank: int) -> int:
     """Ranks 1 and 2 of the team are 0 and 1 of the group; the second enters the collective when it is told to."""
     torch.set_num_threads(1)
-    channel = Channel(socket.socket(fileno=end), WAIT_S)
+    channel = Channel(socket.socket(fileno=end), CODEC, WAIT_S)
     group.join(folder, rank - 1, 2, torch.device("cpu"), LIMIT_S)
     watch = group.watched(LIMIT_S)
-    channel.send({"joined": rank})
+    channel.send(Loaded())
     if rank == 2:
         channel.receive(WAIT_S)
     said, tensor = "", torch.ones(1)
@@ -89,15 +98,15 @@ def member(folder: Path, end: int, rank: int) -> int:
             dist.all_reduce(tensor)
     except (RuntimeError, TimeoutError) as error:
         said = f"{type(error).__name__}: {error}"
-    channel.send({"sum": said or float(tensor)})
+    channel.send(Sum(said or float(tensor)))
     return 0
 
 
 @pytest.fixture
 def team(tmp_path: Path):
-    made = Team("ranks", 3, fork(lambda end, rank: member(tmp_path, end, rank)), Limits(start_s=WAIT_S))
+    made = Team("ranks", 3, forked(lambda end, rank: member(tmp_path, end, rank)), Limits(start_s=WAIT_S), CODEC)
     for rank in (1, 2):
-        made.answer(rank, "joined")
+        made.answer(rank, Loaded)
     yield made
     made.close()
 
@@ -116,12 +125,12 @@ def test_ranks_that_are_stopped_in_a_collective_for_longer_than_its_limit_go_on_
     time.sleep(2.5 * LIMIT_S)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-    team.tell({"do": "enter"}, 2)
-    assert [team.answer(rank, "sum") for rank in (1, 2)] == [2.0, 2.0]
+    team.tell(Load(), 2)
+    assert [team.answer(rank, Sum).value for rank in (1, 2)] == [2.0, 2.0]
 
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_never_comes_ends_though_gloo_would_wait_for_ever(team: Team) -> None:
-    assert team.answer(1, "sum") == f"TimeoutError: timed out after {LIMIT_S:g} s"
-    team.tell({"do": "enter"}, 2)
-    assert "RuntimeError" in team.answer(2, "sum")
+    assert team.answer(1, Sum).value == f"TimeoutError: timed out after {LIMIT_S:g} s"
+    team.tell(Load(), 2)
+    assert "RuntimeError" in team.answer(2, Sum).value

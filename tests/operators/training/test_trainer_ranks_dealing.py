@@ -1,17 +1,16 @@
 """How a step is dealt out to ranks: all of it, once, alike in number, and of like size; and how rows travel."""
 
-import msgpack
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_rig import group, rows_of
 
+from operators.ranks.messages import Numbers
 from operators.training.learner.learner import Prepared
 from operators.training.learner.packing import Kept, pack
 from operators.training.parallel.dealing import Unit, cost, deal, fill, pieces, spread, units
 from operators.training.parallel.lead import dealt, in_order
-from operators.training.parallel.words import arguments_of, chosen, plain_arguments, plain_rows
-from operators.training.parallel.words import rows_of as rows_again
+from operators.training.parallel.messages import CODEC, Begin, Call, Rows, chosen, function_of
 
 GROUPS = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 30), min_size=1, max_size=6)), max_size=12)
 """By group: tokens of its common prompt, and of each completion."""
@@ -135,7 +134,10 @@ def test_rows_come_through_a_message_as_they_were():
         chosen(rows, np.array([3, 1])),
         chosen(type(rows)(**{**vars_of(rows), "kept_S": kept}), np.arange(5)),
     ):
-        again = rows_again(msgpack.unpackb(msgpack.packb(plain_rows(given_rows))))
+        begin = Begin(3, Rows.of(given_rows), Numbers.of(ids), (2, 3))
+        found = CODEC.decode(CODEC.encode(begin))
+        assert found == begin and found.scale.array.tolist() == ids.tolist()
+        again = found.rows.rows()
         for name, value in vars_of(given_rows).items():
             same(value, getattr(again, name))
         assert again.tokens_S.flags.writeable
@@ -166,4 +168,6 @@ def test_micro_batches_in_order_are_neighbours_and_may_be_empty():
 
 def test_arguments_come_through_a_message_paths_as_paths(tmp_path):
     given_arguments = {"folder": tmp_path, "facts": {"step": 3, "node": "trainer"}}
-    assert arguments_of(msgpack.unpackb(msgpack.packb(plain_arguments(given_arguments)))) == given_arguments
+    call = CODEC.decode(CODEC.encode(Call.of(chosen, given_arguments)))
+    assert call.arguments == given_arguments
+    assert function_of(call.function) is chosen

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from transport.data import Delivery, LocalNetwork, Receiver, Sender, SocketNetwork
-from transport.data.channel import Line, LineEvent, Network
+from transport.data.channel import Connection, ConnectionEvent, Network
 from transport.data.frames import encode_schema
 from transport.data.messages import Hello, Message
 
@@ -63,9 +63,9 @@ class Rig:
         self._made.append(made)
         return made
 
-    def raw(self, receiver: Receiver) -> "RawLine":
+    def raw(self, receiver: Receiver) -> "RawConnection":
         """A connection that says what the test makes it say."""
-        made = RawLine(self.network.line(receiver.address), receiver)
+        made = RawConnection(self.network.connect(receiver.address), receiver)
         self._made.append(made)
         return made
 
@@ -75,20 +75,20 @@ class Rig:
             one.close()
 
 
-class RawLine:
+class RawConnection:
     """A peer that speaks the protocol by hand."""
 
-    def __init__(self, line: Line, receiver: Receiver) -> None:
-        self.line = line
+    def __init__(self, connection: Connection, receiver: Receiver) -> None:
+        self.connection = connection
         self._receiver = receiver
 
     def up(self) -> None:
         """Wait for the connection."""
-        until(lambda: self.line.get() is LineEvent.UP)
+        until(lambda: self.connection.get() is ConnectionEvent.UP)
 
     def ask(self, message: Message, payload: Any = None) -> Message:
         """Say something and wait for an answer."""
-        assert self.line.put(message, payload)
+        assert self.connection.put(message, payload)
         return self.hear()
 
     def hear(self) -> Message:
@@ -97,7 +97,7 @@ class RawLine:
 
         def step() -> bool:
             self._receiver.poll()
-            heard.append(self.line.get())
+            heard.append(self.connection.get())
             return heard[-1] is not None
 
         until(step)
@@ -111,7 +111,7 @@ class RawLine:
 
     def close(self) -> None:
         """Hang up."""
-        self.line.close()
+        self.connection.close()
 
 
 def until(step: Callable[[], bool]) -> None:

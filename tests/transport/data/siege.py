@@ -1,4 +1,4 @@
-"""A live receiver under siege: an honest sender over a line that adds damaged copies, a stranger, and a liar."""
+"""A live receiver under siege: an honest sender over a connection that adds damaged copies, a stranger, and a liar."""
 
 import sys
 from collections import defaultdict
@@ -11,7 +11,7 @@ import xxhash
 import zmq
 
 from transport.data import Receiver, Sender, SocketNetwork, frames
-from transport.data.channel import Line
+from transport.data.channel import Connection
 from transport.data.messages import Data, Hello
 
 from .mutations import Mutator, Parts, fields_of, header
@@ -58,17 +58,17 @@ def digest_of(batch: pa.RecordBatch) -> str:
     return xxhash.xxh3_64_hexdigest(body_of(batch))
 
 
-class ShakenLine:
-    """The honest sender's line: beside what it puts there travel damaged copies, and Data that came before."""
+class ShakenConnection:
+    """The honest sender's connection: beside what it puts there travel damaged copies, and Data that came before."""
 
-    def __init__(self, line: Line, mutator: Mutator, genuine: list[Parts]) -> None:
-        self._line, self._mutator, self._genuine = line, mutator, genuine
-        self.address, self.sockets = line.address, line.sockets
-        self.get, self.wait, self.close, self.pack = line.get, line.wait, line.close, line.pack
+    def __init__(self, connection: Connection, mutator: Mutator, genuine: list[Parts]) -> None:
+        self._connection, self._mutator, self._genuine = connection, mutator, genuine
+        self.address, self.sockets = connection.address, connection.sockets
+        self.get, self.wait, self.close, self.pack = connection.get, connection.wait, connection.close, connection.pack
         self.damaged = 0
 
     def put(self, message: Any, payload: Any = None) -> bool:
-        """As `Line.put`, after a damaged copy."""
+        """As `Connection.put`, after a damaged copy."""
         parts = [frames.encode_message(message), *([] if payload is None else [payload.bytes])]
         if self._genuine and isinstance(message, Data):
             extra = self._mutator.damaged(parts, self._genuine)
@@ -78,7 +78,7 @@ class ShakenLine:
             self.damaged += 1
         if isinstance(message, Data) and len(self._genuine) < 200:
             self._genuine.append(parts)
-        return self._line.put(message, payload)
+        return self._connection.put(message, payload)
 
 
 class Siege:
@@ -104,12 +104,12 @@ class Siege:
         )  # fmt: skip
         self._stranger, self._liar = self._raw(), self._raw()
 
-    def line(self, address: str) -> Any:
-        """The honest sender's line (as a Network)."""
-        self.shaken = ShakenLine(SocketNetwork().line(address), self.mutator, self.genuine)
+    def connect(self, address: str) -> Any:
+        """The honest sender's connection (as a Network)."""
+        self.shaken = ShakenConnection(SocketNetwork().connect(address), self.mutator, self.genuine)
         return self.shaken
 
-    def door(self, address: str, *, max_message_bytes: int, queue_messages: int) -> Any:
+    def listen(self, address: str, *, max_message_bytes: int, queue_messages: int) -> Any:
         """Nobody listens here."""
         raise NotImplementedError
 
@@ -163,7 +163,7 @@ class Siege:
             body = self.mutator.pick(self._others)
         batch = _read(body)
         rows = self.mutator.pick((1, 2, 3, 4, 5, 6, 7, 8)) if batch is None else batch.num_rows
-        data = {"kind": "data", "edge": "edge", "sender": self.liar, "epoch": 1, "sequence": sequence, "rows": rows}
+        data = {"kind": "Data", "edge": "edge", "sender": self.liar, "epoch": 1, "sequence": sequence, "rows": rows}
         data |= {"bytes": len(body), "checksum": xxhash.xxh3_64_intdigest(body)}
         if batch is not None:
             self.lies[self.liar, sequence].add(digest_of(batch))

@@ -7,7 +7,7 @@ from transport.data.frames import Encoder
 from transport.data.messages import Ack, Data, Refusal, Welcome
 from transport.errors import BatchTooLarge, PeerGone, Refused, SchemaMismatch, TransportError, WaitTimeout
 
-from .rig import SCHEMA, RawLine, Rig, connect, drain, firsts, make_batch, settle, take, until
+from .rig import SCHEMA, RawConnection, Rig, connect, drain, firsts, make_batch, settle, take, until
 
 ENCODER = Encoder(SCHEMA)
 
@@ -171,9 +171,9 @@ def test_a_duplicate_is_acknowledged_and_not_delivered_again(rig: Rig) -> None:
     raw.up()
     assert isinstance(raw.hello(), Welcome)
     header, payload = _data(raw, 0)
-    assert raw.line.put(header, payload)
+    assert raw.connection.put(header, payload)
     (delivery,) = take(receiver, 1, ack=False)
-    assert raw.line.put(header, payload)
+    assert raw.connection.put(header, payload)
     until(lambda: (receiver.poll(), receiver.duplicates == 1)[1])
     delivery.ack()
     assert raw.hear().sequences == (0,)
@@ -192,7 +192,7 @@ def test_a_missing_batch_is_asked_for_again(rig: Rig) -> None:
     assert isinstance(answer, Welcome) and answer.expected == 0
     assert receiver.receive() is None
     for number in (0, 1):
-        assert raw.line.put(*_data(raw, number))
+        assert raw.connection.put(*_data(raw, number))
     assert [delivery.sequence for delivery in take(receiver, 2)] == [0, 1]
 
 
@@ -201,7 +201,7 @@ def test_sending_without_credit_is_refused_and_not_taken(rig: Rig) -> None:
     raw = rig.raw(receiver)
     raw.up()
     raw.hello()
-    assert raw.line.put(*_data(raw, 0))
+    assert raw.connection.put(*_data(raw, 0))
     answer = raw.ask(*_data(raw, 1))
     assert isinstance(answer, Refusal) and "without credit" in answer.reason
     assert (receiver.depth[0], receiver.refused) == (1, 1)
@@ -214,7 +214,7 @@ def test_a_stranger_that_never_said_hello_changes_nothing(rig: Rig) -> None:
     raw = rig.raw(receiver)
     raw.up()
     header, payload = _data(raw, 0, sender="sender")
-    assert raw.line.put(header, payload)
+    assert raw.connection.put(header, payload)
     assert sender.send(make_batch(7))
     assert firsts(take(receiver, 1, sender)) == [7]
 
@@ -315,7 +315,7 @@ def test_acknowledgements_are_gathered_only_while_more_has_arrived(rig: Rig) -> 
     raw = rig.raw(receiver)
     raw.up()
     raw.hello()
-    assert all(raw.line.put(*_data(raw, number)) for number in range(3))
+    assert all(raw.connection.put(*_data(raw, number)) for number in range(3))
     until(lambda: (receiver.poll(), receiver.depth[0] == 3)[1])
     for _ in range(3):
         delivery = receiver.receive()
@@ -324,9 +324,9 @@ def test_acknowledgements_are_gathered_only_while_more_has_arrived(rig: Rig) -> 
     assert raw.hear().sequences == (0, 1, 2)
 
 
-def _data(raw: RawLine, sequence: int, sender: str = "raw") -> tuple[Data, object]:
+def _data(raw: RawConnection, sequence: int, sender: str = "raw") -> tuple[Data, object]:
     batch = make_batch(sequence)
-    packed = raw.line.pack(batch, ENCODER, ENCODER.size_bytes(batch))
+    packed = raw.connection.pack(batch, ENCODER, ENCODER.size_bytes(batch))
     header = Data(
         edge="edge",
         sender=sender,

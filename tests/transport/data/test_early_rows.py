@@ -6,7 +6,7 @@ from transport.data import Delivery, Receiver, Sender
 from transport.data.credit import Credit
 from transport.data.inbox import MOST_EARLY, Inbox
 from transport.data.messages import Ack, Data, Hello, Welcome
-from transport.data.outbox import Outbox, Parcel
+from transport.data.outbox import Outbox, OutgoingBatch
 
 from .rig import Rig, connect, make_batch, settle, take, until
 
@@ -120,7 +120,7 @@ def data(sequence: int, rows: int) -> Data:
 def inbox_with(*rows: int) -> Inbox:
     """One that holds batches of so many rows."""
     inbox = Inbox(edge="edge", epoch=7, capacity=Credit(rows=1 << 20, bytes=1 << 20), max_message_bytes=1 << 10)
-    inbox.hello("line", HELLO)
+    inbox.hello("connection", HELLO)
     for sequence, count in enumerate(rows):
         inbox.take(data(sequence, count))
     return inbox
@@ -136,7 +136,7 @@ def test_a_welcome_repeats_them_of_what_is_held_and_of_nothing_else() -> None:
     assert isinstance(said, Ack) and said.early == (0, 1, 1, 1, 2, 1) and inbox.flush() == []
     inbox.acknowledge("sender", 1, 0)
     for _ in range(2):
-        welcome = inbox.hello("line", dataclasses.replace(HELLO, next=2))[-1][1]
+        welcome = inbox.hello("connection", dataclasses.replace(HELLO, next=2))[-1][1]
         assert isinstance(welcome, Welcome) and (welcome.held, welcome.early) == ((1,), (1, 2, 1))
     assert inbox.early_rows == 1 and inbox.flush() == []
 
@@ -146,7 +146,7 @@ def test_one_message_tells_of_so_many_and_the_next_of_the_rest() -> None:
     inbox = inbox_with(rows + 1)
     for row in range(rows):
         inbox.acknowledge_rows("sender", 1, 0, row, 1)
-    for say in (inbox.flush, lambda: inbox.hello("line", dataclasses.replace(HELLO, next=1))):
+    for say in (inbox.flush, lambda: inbox.hello("connection", dataclasses.replace(HELLO, next=1))):
         told = [say()[-1][1].early, *(message.early for _, message in inbox.flush())]  # type: ignore[union-attr]
         assert [len(each) for each in told] == [3 * MOST_EARLY, 3 * 10]
         assert [*told[0][1::3], *told[1][1::3]] == list(range(rows))
@@ -155,7 +155,7 @@ def test_one_message_tells_of_so_many_and_the_next_of_the_rest() -> None:
 def test_a_batch_that_its_sender_took_back_says_nothing_more() -> None:
     inbox = inbox_with(4)
     inbox.acknowledge_rows("sender", 1, 0, 1, 1)
-    inbox.hello("line", dataclasses.replace(HELLO, base=1, next=1))
+    inbox.hello("connection", dataclasses.replace(HELLO, base=1, next=1))
     assert inbox.early_rows == 0 and inbox.flush() == []
 
 
@@ -165,8 +165,10 @@ def test_rows_that_a_batch_does_not_have_are_nobodys() -> None:
     window = {"window_rows": 99, "window_bytes": 99, "window_number": 8}
     limits = {"capacity_rows": 99, "capacity_bytes": 99, "max_message_bytes": 99}
     outbox.welcome(Welcome(edge="edge", epoch=7, expected=0, held=(), ended=False, **limits, **window))
-    outbox.add(Parcel(rows=4, cost=Credit(rows=4, bytes=4), payload=None, acked_rows=lambda *rows: told.append(rows)))
-    assert [parcel.sequence for parcel in outbox.due()] == [0]
+    outbox.add(
+        OutgoingBatch(rows=4, cost=Credit(rows=4, bytes=4), payload=None, acked_rows=lambda *rows: told.append(rows))
+    )
+    assert [outgoing.sequence for outgoing in outbox.due()] == [0]
     for early in ((0, 2, 3), (0, 4, 1), (9, 0, 1), (0, 0, 1 << 60), (0, 1, 2, 0, 2, 2), (0, 3)):
         outbox.ack(Ack(edge="edge", epoch=7, sequences=(), early=early, **window))
     assert told == [(1, 2)] and outbox.rows == 2

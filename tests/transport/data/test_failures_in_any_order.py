@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 
 from transport.data import Delivery, LocalNetwork, Receiver, Sender
-from transport.data.channel import LineEvent
-from transport.data.local import LocalLine
+from transport.data.channel import ConnectionEvent
+from transport.data.local import LocalConnection
 
 from .rig import SCHEMA, firsts, make_batch
 
@@ -16,28 +17,28 @@ PART_BYTES = 400
 """Of these batches two or three parts, so that connections break between them."""
 
 
-class FragileLine(LocalLine):
+class FragileConnection(LocalConnection):
     """A connection that can break, and then loses some of what was under way in both directions."""
 
     broke = False
 
     def cut(self, arrive: int) -> None:
         """Break; of what is under way to the receiver the first `arrive` messages still get there."""
-        if self._door is None:
+        if self._listener is None:
             return
-        mine = [arrival for arrival in self._door.arrivals if arrival.line == self._token]
+        mine = [arrival for arrival in self._listener.arrivals if arrival.connection == self._token]
         for lost in mine[arrive:]:
-            self._door.arrivals.remove(lost)
+            self._listener.arrivals.remove(lost)
         while len(self._replies) > arrive:
             self._replies.pop()
-        self._door.lines.pop(self._token, None)
-        self._door, self.broke = None, True
+        self._listener.connections.pop(self._token, None)
+        self._listener, self.broke = None, True
 
     def get(self) -> Any:
         """As before, with the news that the connection broke."""
         if not self._replies and self.broke:
             self.broke = False
-            return LineEvent.LOST
+            return ConnectionEvent.LOST
         return super().get()
 
 
@@ -46,11 +47,11 @@ class FragileNetwork(LocalNetwork):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[FragileLine] = []
+        self.made: list[FragileConnection] = []
 
-    def line(self, address: str) -> FragileLine:
+    def connect(self, address: str) -> FragileConnection:
         """A connection that can break."""
-        self.made.append(FragileLine(self, address))
+        self.made.append(FragileConnection(self, address))
         return self.made[-1]
 
 
@@ -136,7 +137,7 @@ ACTIONS = st.tuples(
 
 
 @given(st.integers(1, 3), st.lists(ACTIONS, max_size=120))
-@settings(max_examples=300)
+@examples(300)
 def test_everything_sent_is_acknowledged_in_the_end_whatever_breaks(
     senders: int, events: list[tuple[str, int, int]]
 ) -> None:

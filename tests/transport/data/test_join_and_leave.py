@@ -225,10 +225,10 @@ def test_a_finished_receiver_that_went_away_is_not_missed_while_another_takes_th
     for receiver in (done, stays):
         sender.add_receiver(receiver.address)
     sender.finish()
-    ends = [link.outbox for link in sender._links[1:]]
+    ends = [peer.outbox for peer in sender._peers[1:]]
     until(lambda: (stays.poll(), done.poll(), sender.poll(), all(end.finished for end in ends))[3])
     done.close(), dies.close()
-    until(lambda: (sender.poll(), sum(link.away_since is not None for link in sender._links) == 2)[1])
+    until(lambda: (sender.poll(), sum(peer.away_since is not None for peer in sender._peers) == 2)[1])
     sender.forget_receiver(dies.address)
     now[0] = 100.0
     assert firsts(take(stays, 1, sender)) == [0]

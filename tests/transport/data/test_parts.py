@@ -8,7 +8,7 @@ import pytest
 from transport.data.frames import Encoder
 from transport.data.messages import Ack, Data, Refusal, Welcome
 
-from .rig import SCHEMA, RawLine, Rig, connect, drain, firsts, make_batch, settle, take, until
+from .rig import SCHEMA, RawConnection, Rig, connect, drain, firsts, make_batch, settle, take, until
 
 MESSAGE_BYTES = 1 << 12
 ENCODER = Encoder(SCHEMA)
@@ -16,9 +16,9 @@ LARGE = make_batch(7, rows=4, tokens=5_000)
 LARGE_BYTES = ENCODER.size_bytes(LARGE)
 
 
-def parts_of(raw: RawLine, batch: pa.RecordBatch = LARGE, sequence: int = 0) -> list[tuple[Data, object]]:
+def parts_of(raw: RawConnection, batch: pa.RecordBatch = LARGE, sequence: int = 0) -> list[tuple[Data, object]]:
     """The messages of a batch in parts of a third of it, by hand."""
-    packed = raw.line.pack(batch, ENCODER, ENCODER.size_bytes(batch))
+    packed = raw.connection.pack(batch, ENCODER, ENCODER.size_bytes(batch))
     size, part = packed.size_bytes, packed.size_bytes // 3 + 1
     whole = Data(
         edge="edge", sender="raw", epoch=1, sequence=sequence, rows=batch.num_rows, bytes=size,
@@ -30,7 +30,7 @@ def parts_of(raw: RawLine, batch: pa.RecordBatch = LARGE, sequence: int = 0) -> 
     ]
 
 
-def introduced(rig: Rig, **knobs: int) -> tuple[RawLine, object]:
+def introduced(rig: Rig, **knobs: int) -> tuple[RawConnection, object]:
     receiver = rig.receiver(**knobs)
     raw = rig.raw(receiver)
     raw.up()
@@ -86,7 +86,7 @@ def test_unacknowledged_it_comes_again_at_a_restarted_receiver(rig: Rig) -> None
 def test_a_sender_that_dies_between_parts_leaves_nothing_and_its_successor_sends_all(rig: Rig) -> None:
     raw, receiver = introduced(rig)
     first, second, _ = parts_of(raw)
-    assert raw.line.put(*first) and raw.line.put(*second)
+    assert raw.connection.put(*first) and raw.connection.put(*second)
     settle(receiver.poll)
     successor = rig.sender(receiver, sender_id="raw", epoch=2)
     connect(successor, to=receiver)
@@ -98,7 +98,7 @@ def test_a_sender_that_dies_between_parts_leaves_nothing_and_its_successor_sends
 def test_a_receiver_that_restarts_between_parts_asks_for_all_of_them(rig: Rig) -> None:
     raw, first = introduced(rig)
     parts = parts_of(raw)
-    assert raw.line.put(*parts[0]) and raw.line.put(*parts[1])
+    assert raw.connection.put(*parts[0]) and raw.connection.put(*parts[1])
     settle(first.poll)
     address = first.address
     first.close()
@@ -109,7 +109,7 @@ def test_a_receiver_that_restarts_between_parts_asks_for_all_of_them(rig: Rig) -
     assert isinstance(welcome, Welcome) and welcome.expected == 0
     assert isinstance(again.ask(*parts_of(again)[2]), Welcome), "the last part alone is not taken"
     for part in parts_of(again):
-        assert again.line.put(*part)
+        assert again.connection.put(*part)
     (delivery,) = take(receiver, 1)
     assert delivery.batch.equals(LARGE)
 
@@ -117,15 +117,15 @@ def test_a_receiver_that_restarts_between_parts_asks_for_all_of_them(rig: Rig) -
 def test_a_part_that_is_missing_has_the_whole_batch_asked_for_once(rig: Rig) -> None:
     raw, receiver = introduced(rig)
     parts = parts_of(raw)
-    assert raw.line.put(*parts[0])
+    assert raw.connection.put(*parts[0])
     welcome = raw.ask(*parts[2])
     assert isinstance(welcome, Welcome) and welcome.expected == 0
     for part in [*parts_of(raw, make_batch(8, rows=2, tokens=5_000), 1), *parts]:
-        assert raw.line.put(*part)
+        assert raw.connection.put(*part)
     (delivery,) = take(receiver, 1)
     assert delivery.batch.equals(LARGE) and delivery.sequence == 0
     for part in parts_of(raw, make_batch(8, rows=2, tokens=5_000), 1):
-        assert raw.line.put(*part)
+        assert raw.connection.put(*part)
     assert firsts(take(receiver, 1)) == [8]
     assert isinstance(answer := raw.hear(), Ack) and answer.sequences == (0,), "and no other question in between"
 
@@ -133,11 +133,11 @@ def test_a_part_that_is_missing_has_the_whole_batch_asked_for_once(rig: Rig) -> 
 def test_a_new_greeting_in_the_midst_begins_the_batch_anew(rig: Rig) -> None:
     raw, receiver = introduced(rig)
     parts = parts_of(raw)
-    assert raw.line.put(*parts[0])
+    assert raw.connection.put(*parts[0])
     welcome = raw.hello(next=1, number=1)
     assert isinstance(welcome, Welcome) and welcome.expected == 0
     for part in parts:
-        assert raw.line.put(*part)
+        assert raw.connection.put(*part)
     (delivery,) = take(receiver, 1)
     assert delivery.batch.equals(LARGE)
 
@@ -149,7 +149,7 @@ def test_a_claim_that_no_batch_can_meet_is_refused_before_it_takes_memory(rig: R
     before = pa.total_allocated_bytes()
     lie = dataclasses.replace(header, bytes=claim, left=max(0, claim - header.part_bytes))
     for _ in range(3):
-        assert raw.line.put(lie, content)
+        assert raw.connection.put(lie, content)
     heard = [raw.hear() for _ in range(3)]
     assert isinstance(heard[-1], Refusal)
     assert pa.total_allocated_bytes() == before and receiver.depth == (0, 0)
@@ -158,11 +158,11 @@ def test_a_claim_that_no_batch_can_meet_is_refused_before_it_takes_memory(rig: R
 def test_parts_of_unlike_batches_are_never_put_together(rig: Rig) -> None:
     raw, receiver = introduced(rig)
     (first, content), (second, _), _ = parts_of(raw)
-    assert raw.line.put(first, content)
+    assert raw.connection.put(first, content)
     other = dataclasses.replace(second, bytes=second.bytes + 8, left=second.left + 8)
     answer = raw.ask(other, content)
     assert isinstance(answer, Welcome) and answer.expected == 0
     for part in parts_of(raw):
-        assert raw.line.put(*part)
+        assert raw.connection.put(*part)
     (delivery,) = take(receiver, 1)
     assert delivery.batch.equals(LARGE)

@@ -76,7 +76,7 @@ def test_a_forgotten_senders_last_words_are_taken_in_first(rig: Rig) -> None:
     dies = rig.sender(receiver)
     connect(dies, to=receiver)
     assert dies.send(make_batch(0))
-    until(lambda: receiver._door.waiting())
+    until(lambda: receiver._listener.waiting())
     receiver.forget("sender")
     assert receiver.depth[0] == 1 and not receiver.finished
     assert firsts(take(receiver, 1)) == [0]

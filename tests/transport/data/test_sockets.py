@@ -270,9 +270,9 @@ def test_a_taken_address_is_refused(tcp: Rig) -> None:
     with pytest.raises(AddressError, match="cannot listen"):
         tcp.receiver(receiver.address)
     network = LocalNetwork()
-    network.door("a", max_message_bytes=1, queue_messages=1)
+    network.listen("a", max_message_bytes=1, queue_messages=1)
     with pytest.raises(AddressError, match="taken"):
-        network.door("a", max_message_bytes=1, queue_messages=1)
+        network.listen("a", max_message_bytes=1, queue_messages=1)
 
 
 def test_keys_do_not_show_their_secret() -> None:

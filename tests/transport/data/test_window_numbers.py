@@ -28,19 +28,19 @@ def make_hello(sender: str, number: int = 0, rows: int = 0, **fields: Any) -> He
     )  # fmt: skip
 
 
-def window(replies: Replies, line: str) -> tuple[int, int]:
-    """Number and rows of the last window said over a line."""
-    said: list[Message] = [message for to, message in replies if to == line]
+def window(replies: Replies, connection: str) -> tuple[int, int]:
+    """Number and rows of the last window said over a connection."""
+    said: list[Message] = [message for to, message in replies if to == connection]
     assert isinstance(said[-1], Ack | Welcome)
     return said[-1].window_number, said[-1].window_rows
 
 
-def send(inbox: Inbox, line: str, numbers: range) -> list[str]:
-    """Batches of one row over a line, and what became of each."""
+def send(inbox: Inbox, connection: str, numbers: range) -> list[str]:
+    """Batches of one row over a connection, and what became of each."""
     verdicts = []
     for number in numbers:
-        data = Data(edge="edge", sender=line, epoch=1, sequence=number, rows=1, bytes=100, checksum=0)
-        verdicts.append(inbox.judge(line, data)[0])
+        data = Data(edge="edge", sender=connection, epoch=1, sequence=number, rows=1, bytes=100, checksum=0)
+        verdicts.append(inbox.judge(connection, data)[0])
         if verdicts[-1] == "new":
             inbox.take(data)
     return verdicts
@@ -86,7 +86,7 @@ def test_a_window_over_a_broken_line_is_forgotten() -> None:
     inbox = make_inbox()
     inbox.hello("a", make_hello("a"))
     inbox.expect(4)
-    inbox._peers["a"].line = "an older line"
+    inbox._peers["a"].connection = "an older connection"
     inbox.hello("a", make_hello("a"))
     assert send(inbox, "a", range(3)) == ["new", "new", "overrun"]
 

@@ -18,7 +18,7 @@ from transport.weights.executors import address as addresses
 from transport.weights.executors import shared_memory
 from transport.weights.executors.device_memory import HostMemory
 
-PACE = Pace(beat_s=0.5, silent_s=3.0, fence_s=5.0, forget_s=60.0)
+PACE = Pace(heartbeat_s=0.5, silent_s=3.0, release_s=5.0, gone_s=60.0)
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Place:
                 if self.arrive(end):
                     quiet = 0
                 offer = end.poll()
-                if proving(end):
+                if verifying(end):
                     quiet = 0
                 if offer and adopt:
                     end.adopt()
@@ -86,13 +86,13 @@ def values(tensors: dict[str, torch.Tensor]) -> set[float]:
     return {float(v) for tensor in tensors.values() for v in tensor.detach().flatten()}
 
 
-def proving(end: WeightWriter | WeightReader) -> bool:
+def verifying(end: WeightWriter | WeightReader) -> bool:
     """Waits until a version that this end sums beside its loop is summed; False if there is none."""
     transfer = end._transfer if isinstance(end, WeightReader) else None
-    if transfer is None or not transfer.proof.running:
+    if transfer is None or not transfer.verification.running:
         return False
     deadline = time.monotonic() + 20
-    while transfer.proof.running:
+    while transfer.verification.running:
         assert time.monotonic() < deadline
         time.sleep(0.0001)
     return True

@@ -5,10 +5,12 @@ import time
 
 import torch
 
-from transport.weights import FlatLayout, Pace, ShardedReader, WeightReader, WeightWriter, memory, proof
+from transport.weights import FlatLayout, Pace, ShardedReader, WeightReader, WeightWriter
+from transport.weights.memory import buffers
+from transport.weights.memory.verification import Verification
 
 MIXTURE, LATE = 3, 4
-PACE = Pace(beat_s=0.05, silent_s=0.5, fence_s=0.3, forget_s=60.0)
+PACE = Pace(heartbeat_s=0.05, silent_s=0.5, release_s=0.3, gone_s=60.0)
 DEADLINE_S = 40.0
 
 
@@ -52,14 +54,14 @@ def compute(reader: WeightReader | ShardedReader, mine: dict[str, torch.Tensor],
 
 def linger(address: str, name: str, adopt: str, seconds: float) -> None:
     """A generator that stays in its first transfer for that long, then serves on until version 9."""
-    proved = proof.Proof.proved
+    verified = Verification.verified
 
     def slow(self, offer):
-        proof.Proof.proved = proved
+        Verification.verified = verified
         time.sleep(seconds)
-        return proved(self, offer)
+        return verified(self, offer)
 
-    proof.Proof.proved = slow
+    Verification.verified = slow
     serve(address, name, adopt, 9)
 
 
@@ -79,5 +81,5 @@ def publish_and_stop_in_the_middle(address: str) -> None:
         writer.poll()
         time.sleep(DEADLINE_S)
 
-    memory.fill = half
+    buffers.fill = half
     writer.publish(2, model(2))

@@ -22,20 +22,20 @@ from transport.weights import (
     ShardedWriter,
     WeightReader,
     WeightWriter,
-    memory,
 )
-from transport.weights.attached import Attached
 from transport.weights.executors import shared_memory
-from transport.weights.protocol.handshake import WriterHandshake
-from transport.weights.sharded.member import Destination, Source
-from transport.weights.sharded.rounds import Coordinator
+from transport.weights.memory import buffers
+from transport.weights.memory.attached import Attached
+from transport.weights.protocol.messages import Offer
+from transport.weights.protocol.ranks import ReaderRank, SourceRank
+from transport.weights.protocol.rounds import Coordinator
+from transport.weights.protocol.segments import SegmentOffers
 from transport.weights.sharded.steps import Step
-from transport.weights.sharded.words import Offer
 
 from .programs import DEADLINE_S, LATE, LAYOUT, MIXTURE, PACE, model
 from .sharded_programs import BUCKET_BYTES, values
 
-ROUNDS = Deadlines(beat_s=0.05, silent_s=8.0, form_s=30.0, ready_s=6.0, transfer_s=6.0)
+ROUNDS = Deadlines(heartbeat_s=0.05, gone_s=8.0, form_s=30.0, ready_s=6.0, transfer_s=6.0)
 LINE = 1000
 ALONE, REPLACED = 5, 6
 """How a trainer's rank ends that another one has left, and a generator whose name another one has taken."""
@@ -89,7 +89,7 @@ def _half_written(filler: Any, sources: list[torch.Tensor]) -> bool:
     for destination, source in list(zip(filler._destinations, sources, strict=True))[:4]:
         destination.copy_(source.detach())
     filler._progress[1] = LAYOUT.tensors[4].offset
-    time.sleep(2 * PACE.beat_s)
+    time.sleep(2 * PACE.heartbeat_s)
     return True
 
 
@@ -103,14 +103,14 @@ def _half_taken(attached: Attached, mapped: Any) -> bool:
 
 
 def _offered(reader: WeightReader) -> int:
-    return reader._handshake.offer.version if reader._handshake.offer else -1
+    return reader._membership.offer.version if reader._membership.offer else -1
 
 
 TRAINER_DIES = {
-    "before it writes": dies(WriterHandshake, "coming", lambda _, key, version: version == 2),
-    "half way": dies(memory, "fill", _half_written),
+    "before it writes": dies(SegmentOffers, "upcoming", lambda _, key, version: version == 2),
+    "half way": dies(buffers, "fill", _half_written),
     "before the gate opens": dies(shared_memory._WriterSegment, "unseal", lambda _, version: version == 2),
-    "before it offers": dies(WriterHandshake, "written", lambda _, key, version, *rest: version == 2),
+    "before it offers": dies(SegmentOffers, "written", lambda _, key, version, *rest: version == 2),
     "offered": dies(WeightWriter, "_write", lambda _, key, version, *rest: version == 2, first=False),
 }
 """At version 2; and "adopted", when all generators have it."""
@@ -123,18 +123,18 @@ GENERATOR_DIES = {
 }
 """At version 2."""
 SHARDED_TRAINER_DIES = {
-    "forming": dies(Source, "formed", nth(1)),
+    "forming": dies(SourceRank, "formed", nth(1)),
     "all ready": dies(Coordinator, "_ready", lambda _, group, peers, now: group.offered == 2),
     "sending": dies(Step, "pack", nth(6)),
-    "sent": dies(Source, "moved", nth(2)),
-    "all proved": dies(Coordinator, "_whole", lambda _, group: group.offered == 2),
+    "sent": dies(SourceRank, "transferred", nth(2)),
+    "all verified": dies(Coordinator, "_verified", lambda _, group: group.offered == 2),
 }
 """At version 1 or 2; and "adopted", when all groups have that."""
 SHARDED_GENERATOR_DIES = {
-    "forming": dies(Destination, "formed", nth(1)),
-    "offered": dies(Destination, "receive", lambda _, word, now: isinstance(word, Offer) and word.version == 2),
+    "forming": dies(ReaderRank, "formed", nth(1)),
+    "offered": dies(ReaderRank, "receive", lambda _, word, now: isinstance(word, Offer) and word.version == 2),
     "receiving": dies(Step, "unpack", nth(6)),
-    "proved": dies(Destination, "moved", nth(2), first=False),
+    "verified": dies(ReaderRank, "transferred", nth(2), first=False),
     "before it adopts": dies(ShardedReader, "adopt", nth(2)),
     "adopted": dies(ShardedReader, "adopt", nth(2), first=False),
 }
@@ -235,7 +235,7 @@ def _serve(reader: Any, mine: dict[str, torch.Tensor], last: Serves, log: Path) 
             serves = found
             os.write(file, f"{found[0]} {found[1]}\n".encode())
             # The trainer hears of the last one before this process goes.
-            ends = time.monotonic() + 4 * PACE.beat_s if serves == last else ends
+            ends = time.monotonic() + 4 * PACE.heartbeat_s if serves == last else ends
         time.sleep(NAP_S)
     reader.close()
 

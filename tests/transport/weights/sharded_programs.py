@@ -12,7 +12,7 @@ from transport.weights.sharded.steps import Step
 
 from .programs import check, compute
 
-QUICK = Deadlines(beat_s=0.05, silent_s=1.0, form_s=10.0, ready_s=1.0, transfer_s=1.5)
+QUICK = Deadlines(heartbeat_s=0.05, gone_s=1.0, form_s=10.0, ready_s=1.0, transfer_s=1.5)
 DEADLINE_S = 40.0
 BUCKET_BYTES = 1 << 14
 MODEL = {f"t{n}": ((64, 64), "float32") for n in range(8)}

@@ -8,7 +8,7 @@ import torch
 
 from transport.weights import Deadlines, Layout, ShardedReader, ShardedWriter
 
-FAST = Deadlines(beat_s=0.05, silent_s=20.0, form_s=20.0, ready_s=10.0, transfer_s=10.0)
+FAST = Deadlines(heartbeat_s=0.05, gone_s=20.0, form_s=20.0, ready_s=10.0, transfer_s=10.0)
 DEADLINE_S = 30.0
 
 
@@ -49,10 +49,10 @@ def parameters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.nn.Parameter
 class Group:
     """A reader group: one rank for each of its layout, all in this thread."""
 
-    def __init__(self, layout: Layout, address: str, name: str = "generator-0", **knobs) -> None:
+    def __init__(self, layout: Layout, address: str, name: str = "generator-0", kind=ShardedReader, **knobs) -> None:
         self.layout = layout
         knobs.setdefault("deadlines", FAST)
-        self.readers = [ShardedReader(layout, rank, address, name, **knobs) for rank in range(layout.ranks)]
+        self.readers = [kind(layout, rank, address, name, **knobs) for rank in range(layout.ranks)]
         blank = {n: torch.zeros(h.shape, dtype=getattr(torch, h.dtype)) for n, h in layout.tensors.items()}
         self.tensors = [parameters(shards(layout, rank, blank)) for rank in range(layout.ranks)]
         for reader, mine in zip(self.readers, self.tensors, strict=True):
@@ -76,10 +76,10 @@ class Group:
 class Trainer:
     """All ranks of a trainer, in this thread."""
 
-    def __init__(self, layout: Layout, address: str, **knobs) -> None:
+    def __init__(self, layout: Layout, address: str, kind=ShardedWriter, **knobs) -> None:
         self.layout = layout
         knobs.setdefault("deadlines", FAST)
-        self.writers = [ShardedWriter(layout, rank, address, **knobs) for rank in range(layout.ranks)]
+        self.writers = [kind(layout, rank, address, **knobs) for rank in range(layout.ranks)]
 
     def publish(self, version: int) -> dict[str, torch.Tensor]:
         tensors = full(self.layout, version)

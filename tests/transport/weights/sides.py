@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from transport.weights.layout.layout import Held, Layout
-from transport.weights.layout.plan import Plan
+from transport.weights.layout.plan import CopyPlan
 from transport.weights.layout.shards import Mesh, Shards
 
 Local = dict[int, dict[str, torch.Tensor]]
@@ -157,7 +157,7 @@ def gather_then_shard(layout: Layout, full: dict[str, torch.Tensor]) -> Local:
     return local
 
 
-def execute(plan: Plan, source: Local) -> tuple[Local, Local]:
+def execute(plan: CopyPlan, source: Local) -> tuple[Local, Local]:
     """What the destination holds after all copies, and how often each element was written."""
     got, times = empty(plan.destination), empty(plan.destination, torch.int64)
     for copy in plan.copies():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from transport.weights.layout.amounts import amount
+from transport.weights.costs.amounts import amount
 from transport.weights.layout.shards import Ints
 
 MOST = 64

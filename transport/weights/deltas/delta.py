@@ -12,10 +12,11 @@ from functools import cached_property
 
 import torch
 
+from transport.errors import MessageError
 from transport.native import wordsum
 from transport.native.differences import differences
 from transport.weights.deltas.places import BLOCK, RUN, WORD, aligned, fixed_bytes, packed, places_of, rows, unpacked
-from transport.weights.errors import ChecksumMismatch, MessageError, WeightError
+from transport.weights.errors import ChecksumMismatch, WeightError
 
 MAGIC = b"DFDELTA1"
 HEADER = struct.Struct("<8sQQqQQQ")

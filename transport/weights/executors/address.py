@@ -15,9 +15,8 @@ import zmq
 
 from transport.errors import AddressError
 from transport.weights.errors import AddressTaken
+from transport.weights.protocol.messages import MESSAGE_BYTES
 
-MESSAGE_BYTES = 256 << 20
-"""The largest message taken; a layout of 100,000 tensors is about 10 MB, over 1,024 ranks 20 MB."""
 RELEASE_S = 1.0
 """How long ZeroMQ may take to let go of a port that was closed."""
 

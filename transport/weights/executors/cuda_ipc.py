@@ -1,6 +1,6 @@
 """The weight plane between processes that share a GPU, or the GPUs of one machine: segments in device memory.
 
-All words, locks and gates are those of `SharedMemory`; only the tensors lie elsewhere. A segment is two small files:
+All messages, locks and gates are those of `SharedMemory`; only the tensors lie elsewhere. A segment is two small files:
 the first one's lock is the gate, and it holds the handle that opens the buffer; the lock of the second, the lease, is
 held by every process that has the buffer open. The driver leaves undefined what happens to an open buffer that its
 exporter frees, so a writer lets go of one only when nobody holds its lease: a killed reader holds none.
@@ -16,26 +16,42 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgpack
 import torch
 import zmq
 
-from transport.weights.errors import MessageError, SegmentError
+from transport.codec import Codec
+from transport.errors import MessageError
+from transport.weights.errors import SegmentError
 from transport.weights.executors.address import Address, flock
 from transport.weights.executors.device_memory import DeviceMemory, Handle
 from transport.weights.executors.shared_memory import SharedMemory
-from transport.weights.ports import ReaderPort, ReaderSegment, WriterPort, WriterSegment
+from transport.weights.memory.ports import ReaderPort, ReaderSegment, WriterPort, WriterSegment
 from transport.weights.protocol.messages import ReaderMessage, WriterMessage
 
 HANDLE_BYTES = 1024
-"""Room for a handle in a segment's file."""
+"""Room for a `BufferHandle` in a segment's file, behind its size."""
+SIZE = struct.Struct("<I")
 LEASE_BYTES = 64
 """Of the second file, which holds nothing; its gate stands open at version 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferHandle:
+    """What a segment's file holds."""
+
+    lease: str
+    """Key of the second file."""
+    handle: Handle
+
+
+CODEC: Codec[BufferHandle] = Codec("cuda-ipc", 1, BufferHandle)
 
 
 class CudaIpc:
@@ -123,8 +139,9 @@ class _WriterSegment:
             self._lease.close()
             raise
         self.key = self._gate.key
-        packed = bytearray(msgpack.packb([self._lease.key, handle]))
-        self._gate.buffer[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8)
+        packed = CODEC.encode(BufferHandle(lease=self._lease.key, handle=handle))
+        stored = bytearray(SIZE.pack(len(packed)) + packed)
+        self._gate.buffer[: len(stored)] = torch.frombuffer(stored, dtype=torch.uint8)
         self._lease.unseal(0)
 
     def seal(self) -> bool:
@@ -206,12 +223,12 @@ class _ReaderPort:
             if gate is None:
                 return None
             opened.callback(gate.close)
-            under, handle = _unpacked(gate.buffer)
-            lease = self._files.segment(under, LEASE_BYTES)
+            stored = _unpacked(gate.buffer)
+            lease = self._files.segment(stored.lease, LEASE_BYTES)
             if lease is None:
                 return None
             opened.callback(lease.close)
-            buffer = self._open(handle) if lease.enter(0) else None
+            buffer = self._open(stored.handle) if lease.enter(0) else None
             if buffer is None or len(buffer) != nbytes:
                 return None
             opened.pop_all()
@@ -239,14 +256,13 @@ class _ReaderPort:
             return None
 
 
-def _unpacked(payload: torch.Tensor) -> tuple[str, Handle]:
-    """(key of the lease, handle), as the writer packed them at the start of a segment's file."""
-    unpacker = msgpack.Unpacker()
-    unpacker.feed(payload.numpy().tobytes())
+def _unpacked(payload: torch.Tensor) -> BufferHandle:
+    """What the writer stored at the start of a segment's file."""
+    stored = payload.numpy().tobytes()
+    (size,) = SIZE.unpack_from(stored)
     try:
-        lease, handle = unpacker.unpack()
-        return str(lease), dict(handle)
-    except (msgpack.UnpackException, ValueError, TypeError) as error:
+        return CODEC.decode(stored[SIZE.size : SIZE.size + size])
+    except MessageError as error:
         raise MessageError(
             f"a segment's handle cannot be read; found {error}; writer and reader must run the same release, and "
             "both on CUDA IPC"

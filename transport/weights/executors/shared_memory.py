@@ -1,4 +1,4 @@
-"""The weight plane between processes of one machine: files in shared memory, file locks, ZeroMQ for words.
+"""The weight plane between processes of one machine: files in shared memory, file locks, ZeroMQ for messages.
 
 A segment is a file of its own, mapped by the writer and by its readers. Its gate is a lock (flock) on it:
 shared while a reader is inside, exclusive while the writer writes. The kernel lets go of a dead process's
@@ -6,7 +6,7 @@ locks, so a killed reader holds nothing up; a frozen one keeps its lock, and its
 a file beside the socket makes one writer the owner of an address, and lets the next one sweep what a killed
 one left. (A process forked from a reader shares its locks; fork before connecting.)
 
-Readers prove a version while it is written: without the lock, below the watermark in the segment's first page.
+Readers verify a version while it is written: without the lock, below the watermark in the segment's first page.
 What they adopt, they have entered, and it is the version that they have read.
 """
 
@@ -23,9 +23,10 @@ from pathlib import Path
 
 import torch
 
-from transport.weights.errors import MessageError, SegmentError
+from transport.errors import MessageError
+from transport.weights.errors import SegmentError
 from transport.weights.executors.address import Address, Socket, arrived, flock, sent
-from transport.weights.protocol.messages import Message, ReaderMessage, WriterMessage, decode, encode
+from transport.weights.protocol.messages import CODEC, Message, ReaderMessage, WriterMessage
 
 HEADER_BYTES = mmap.PAGESIZE
 """Before the tensors: eight bytes of magic; the version that the segment holds; the one that is written, and the bytes
@@ -153,7 +154,7 @@ class _Ear:
         found: list[tuple[bytes, Message]] = []
         while frames := arrived(self._socket):
             try:
-                found.append((frames[0], decode(frames[-1])))
+                found.append((frames[0], CODEC.decode(frames[-1])))
             except MessageError as error:
                 if not self._warned:
                     warnings.warn(str(error), RuntimeWarning, stacklevel=2)
@@ -174,7 +175,7 @@ class _WriterPort:
         return [(peer, message) for peer, message in self._ear.hear() if isinstance(message, ReaderMessage)]
 
     def send(self, peer: bytes, message: WriterMessage) -> bool:
-        return sent(self._socket, peer, encode(message))
+        return sent(self._socket, peer, CODEC.encode(message))
 
     def wait(self, timeout_s: float) -> None:
         self._socket.poll(max(1, int(timeout_s * 1000)))
@@ -206,7 +207,7 @@ class _ReaderPort:
         return [message for _, message in self._ear.hear() if isinstance(message, WriterMessage)]
 
     def send(self, message: ReaderMessage) -> None:
-        sent(self._socket, encode(message))
+        sent(self._socket, CODEC.encode(message))
 
     def wait(self, timeout_s: float) -> None:
         self._socket.poll(max(1, int(timeout_s * 1000)))

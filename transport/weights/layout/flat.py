@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol, TypeVar
 
-from transport.weights.errors import LayoutMismatch, MessageError
+from transport.errors import MessageError
+from transport.weights.errors import LayoutMismatch
 
 ALIGNMENT = 64
 """Bytes; every tensor starts at a multiple of it (a cache line, and AVX-512's width)."""

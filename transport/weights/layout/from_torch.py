@@ -15,9 +15,9 @@ from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.layout import Held, Layout, Shape
 from transport.weights.layout.shards import Mesh, Shards
 
-Piece = tuple[int | None, int]
+Cut = tuple[int | None, int]
 """Dimension that is cut over the ranks (None: each holds the whole), and in how many parts it is dealt out."""
-WHOLE: Piece = (None, 1)
+WHOLE: Cut = (None, 1)
 
 STYLES: dict[str, tuple[int, int]] = {
     "colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1), "packed_rowwise": (-1, 2),
@@ -73,7 +73,7 @@ def tensor_parallel_layout(
     mesh = Mesh((len(ranks),), tuple(ranks))
     held = {}
     for name, (shape, dtype) in tensors.items():
-        dim, parts = _piece(name, len(shape), _style(name, plan))
+        dim, parts = _cut(name, len(shape), _style(name, plan))
         shards = Shards.cut(shape, mesh, (dim,), parts=(parts,))
         held[name] = Held(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
     return Layout(tensors=held, aliases=dict(aliases or {}))
@@ -137,7 +137,7 @@ def _style(name: str, plan: Mapping[str, str]) -> str:
     return "replicate"
 
 
-def _piece(name: str, dims: int, style: str) -> Piece:
+def _cut(name: str, dims: int, style: str) -> Cut:
     style = LIKE.get(style, style)
     if style not in STYLES and style not in UNCUT:
         raise LayoutMismatch(

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from transport.weights.errors import LayoutMismatch, MessageError
+from transport.errors import MessageError
+from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.flat import ITEM_BYTES, FlatLayout
 from transport.weights.layout.shards import Mesh, Shards
 

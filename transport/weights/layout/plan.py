@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
-from transport.weights.costs.links import Cost, Links, cost
-from transport.weights.costs.picture import picture
-from transport.weights.layout.explain import Summary, table
 from transport.weights.layout.flat import ITEM_BYTES
 from transport.weights.layout.layout import Held, Layout
 from transport.weights.layout.shards import Ints, Shards
@@ -45,7 +42,7 @@ class Copy:
     @property
     def dtype(self) -> str:
         """On the way: the smaller of both, so that a cast down happens before sending."""
-        return narrower(self.source_dtype, self.destination_dtype)
+        return smaller(self.source_dtype, self.destination_dtype)
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +50,7 @@ class Copy:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def narrower(source: str, destination: str) -> str:
+def smaller(source: str, destination: str) -> str:
     """The dtype in which a tensor travels: the destination's where it is smaller, else the source's."""
     return destination if ITEM_BYTES[destination] < ITEM_BYTES[source] else source
 
@@ -128,7 +125,7 @@ Ends = tuple[int, int, Box, Box]
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class CopyPlan:
     """What moves a version from the source's ranks to the destination's; `reshard` makes it."""
 
     source: Layout
@@ -174,37 +171,13 @@ class Plan:
         """Bytes on the way in all."""
         return int(self.pair_bytes.sum())
 
-    def cost(self, links: Links) -> Cost:
-        """What it takes over these links, by the model that `links` describes."""
-        return cost(self.pair_bytes, links)
-
-    def explain(self, links: Links | None = None, executors: Mapping[str, int] | None = None) -> str:
-        """Who sends how much to whom, in lines of text.
-
-        links: tells the seconds as well. executors: pairs of ranks that each executor serves."""
-        kinds = [
-            (f"{wanted.name} {list(wanted.shape)} {narrower(held.dtype, wanted.dtype)}", len(tensors), len(kind.to))
-            for kind, tensors in self.kinds
-            for held, wanted in tensors[:1]
-        ]
-        summary = Summary(
-            self.pair_bytes, self.pair_copies, kinds, self.cost(links) if links else None, executors or {}
-        )
-        return table(summary)
-
-    def draw(self, links: Links | None = None) -> str:
-        """A picture (SVG) of who sends how much to whom: rank by rank, or group by group where they are many.
-
-        links: its groups are nodes, then."""
-        return picture(self.pair_bytes, links.gpus_per_node if links else None)
-
     def _table(self, nbytes: bool) -> Ints:
         sources, destinations = self.source.ranks, self.destination.ranks
         found = np.zeros(sources * destinations, np.float64)
         for kind, tensors in self.kinds:
             receivers = kind.destination.ranks[kind.to]
             held, wanted = tensors[0]
-            item = ITEM_BYTES[narrower(held.dtype, wanted.dtype)]
+            item = ITEM_BYTES[smaller(held.dtype, wanted.dtype)]
             each = kind.elements * item if nbytes else np.ones_like(kind.to)
             weight = each * (1 if kind.turns else len(tensors))
             for number in range(len(tensors) if kind.turns else 1):

@@ -11,13 +11,13 @@ from transport.weights.layout.flat import Shaped
 
 T = TypeVar("T", bound=Shaped)
 
-Piece = tuple[Sequence[int], int | None, Sequence[Sequence[int]]]
+RankSlice = tuple[Sequence[int], int | None, Sequence[Sequence[int]]]
 """(shape of the full tensor, dimension along which it is cut, ranges [first, last) along it, end to end in the local
 tensor); without a dimension: all of it. Lists do as well, as msgpack gives them."""
 
 
 @dataclass(frozen=True)
-class Part(Generic[T]):
+class LocalTensor(Generic[T]):
     """A local tensor, and what it holds of the full one."""
 
     local: T
@@ -35,34 +35,36 @@ class Part(Generic[T]):
             at += last - first
 
 
-def parts(tensors: Mapping[str, T], pieces: Mapping[str, Piece] | None, whose: str) -> dict[str, Part[T]]:
-    """Each tensor with its piece, by name; one without a piece is whole.
+def local_tensors(
+    tensors: Mapping[str, T], slices: Mapping[str, RankSlice] | None, whose: str
+) -> dict[str, LocalTensor[T]]:
+    """Each tensor with its slice, by name; one without is whole.
 
-    LayoutMismatch where a piece is of no tensor, does not lie in its full shape, or gives another shape."""
-    pieces = pieces or {}
-    for name in pieces.keys() - tensors.keys():
+    LayoutMismatch where a slice is of no tensor, does not lie in its full shape, or gives another shape."""
+    slices = slices or {}
+    for name in slices.keys() - tensors.keys():
         raise LayoutMismatch(
-            f"{whose} names a piece of a tensor that it does not have; found '{name}'; give pieces of its tensors alone"
+            f"{whose} names a slice of a tensor that it does not have; found '{name}'; give slices of its tensors alone"
         )
-    return {name: _part(name, tensor, pieces.get(name), whose) for name, tensor in tensors.items()}
+    return {name: _local_tensor(name, tensor, slices.get(name), whose) for name, tensor in tensors.items()}
 
 
-def _part(name: str, local: T, piece: Piece | None, whose: str) -> Part[T]:
+def _local_tensor(name: str, local: T, slice_: RankSlice | None, whose: str) -> LocalTensor[T]:
     here = tuple(local.shape)
-    if piece is None:
-        return Part(local, here)
-    shape, dim, runs = tuple(piece[0]), piece[1], tuple((first, last) for first, last in piece[2])
+    if slice_ is None:
+        return LocalTensor(local, here)
+    shape, dim, runs = tuple(slice_[0]), slice_[1], tuple((first, last) for first, last in slice_[2])
     expected = list(shape)
     if dim is not None:
         if not 0 <= dim < len(shape) or any(not 0 <= first <= last <= shape[dim] for first, last in runs):
             raise LayoutMismatch(
-                f"{whose} holds a piece of '{name}' that does not lie in it; found {list(map(list, runs))} along "
+                f"{whose} holds a slice of '{name}' that does not lie in it; found {list(map(list, runs))} along "
                 f"dimension {dim} of {list(shape)}; cut it anew"
             )
         expected[dim] = sum(last - first for first, last in runs)
     if list(here) != expected:
         raise LayoutMismatch(
-            f"{whose} has another shape for its piece of '{name}'; found {list(here)}, but ranges "
+            f"{whose} has another shape for its slice of '{name}'; found {list(here)}, but ranges "
             f"{list(map(list, runs))} along dimension {dim} of {list(shape)} make {expected}; cut it anew"
         )
-    return Part(local, shape) if dim is None else Part(local, shape, dim, runs)
+    return LocalTensor(local, shape) if dim is None else LocalTensor(local, shape, dim, runs)

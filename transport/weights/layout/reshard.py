@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.layout import Held, Layout
-from transport.weights.layout.plan import Box, Copy, Kind, Plan
+from transport.weights.layout.plan import Box, Copy, CopyPlan, Kind
 from transport.weights.layout.shards import Ints, Shards
 
-__all__ = ["Box", "Copy", "Kind", "Plan", "reshard"]
+__all__ = ["Box", "Copy", "CopyPlan", "Kind", "reshard"]
 
 
 @functools.lru_cache(maxsize=64)
-def reshard(source: Layout, destination: Layout) -> Plan:
+def reshard(source: Layout, destination: Layout) -> CopyPlan:
     """The copies that fill every destination byte exactly once.
 
     LayoutMismatch where the destination wants a tensor, or a part of one, that no source rank holds."""
@@ -42,7 +42,7 @@ def reshard(source: Layout, destination: Layout) -> Plan:
                 f"{held_by.start.tolist()[:4]} to {held_by.stop.tolist()[:4]}; complete the source's layout"
             )
         made.append((_take_turns(found, len(tensors), turns), tuple(tensors)))
-    return Plan(source, destination, tuple(made))
+    return CopyPlan(source, destination, tuple(made))
 
 
 def _held(source: Layout, destination: Layout, name: str, wanted: Held) -> Held:

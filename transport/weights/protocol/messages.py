@@ -1,128 +1,84 @@
-"""The words of the weight handshake, as plain frozen values, and their msgpack form."""
+"""The messages between a writer of weights and its readers: one frozen class each, whatever moves the bytes.
+
+Every way of moving versions knows the same members and the same life of a version: Join -> Welcome, then Offer ->
+Ready -> the transfer -> Committed. The last two sections are of collective rounds, where many ranks send to many.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from transport.weights.protocol import wire
+from transport.codec import Codec
 
 Note = dict[str, int | float | str]
 """A few small facts that the writer tells all its readers; the newest replaces the one before."""
+MESSAGE_BYTES = 256 << 20
+"""The largest message; a layout of 100,000 tensors is about 10 MB, over 1,024 ranks 20 MB."""
+WHOLE, DAMAGED, BROKEN = "whole", "damaged", "broken"
+"""How a transfer may end: verified; with other bytes than were sent; not at all."""
+
+
+# Members
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hello:
-    """Reader: let me in."""
+class Join:
+    """Reader: let my group in. Repeated until `Welcome`."""
 
-    name: str
-    """The reader's name, unique among the live readers of one writer."""
+    group: str
+    """The reader's name, unique among the live readers of one writer; all ranks of one reader share it."""
+    rank: int = 0
+    ranks: int = 1
+    """Of the group."""
     incarnation: int
-    """The scheduler's attempt at the reader's process: of two with one name the later is let in."""
+    """The scheduler's attempt at this rank's process: of two that claim one rank, the later has it."""
     attempt: int
-    """Counts the reader's joins; a repeated Hello of one join carries the same number."""
+    """Counts this rank's joins; a repeated Join carries the same number."""
     writer: int
     """The writer that `version` is from, 0 for none."""
     version: int
     """The version it holds already, -1 for none."""
+    key: bytes = b""
+    """Of the group's layout, in rounds."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """By `Layout.to_plain`, in rounds; rank 0's alone, empty from the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome:
-    """Writer: you are in, under this epoch."""
+    """Writer: the group is in, under this epoch."""
 
     attempt: int
-    """The attempt of the Hello that is answered."""
+    """Of the Join that is answered."""
     epoch: int
-    """Stands on every later message of this reader; never given twice."""
+    """Stands on every later message of this group; never given twice."""
     writer: int
     """Names this writer; another number means that it was restarted: its versions are taken whatever their numbers."""
     layout: dict[str, Any]
-    """The layout, by `FlatLayout.to_plain`."""
+    """The writer's, by `FlatLayout.to_plain`; empty in rounds, where `FormGroup` has it."""
     note: Note = field(default_factory=dict)
     """The writer's newest note."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
-    """Writer: this version may be taken from this segment."""
-
-    epoch: int
-    """The reader's epoch."""
-    version: int
-    """The version offered."""
-    segment: str
-    """Key of the buffer that holds it."""
-    sums: bytes
-    """wordsum (transport/native) of each tensor in the layout's order, 8 bytes each, little-endian."""
-    digests: bytes = b""
-    """xxh3_64 of each, in the same form; empty unless the writer was asked for them."""
-    note: Note = field(default_factory=dict)
-    """The writer's newest note."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coming:
-    """Writer: this version is being written into this segment; its bytes may be read behind the watermark."""
-
-    epoch: int
-    """The reader's epoch."""
-    version: int
-    """The version that is on its way; it may never be offered."""
-    segment: str
-    """Key of the buffer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ready:
-    """Reader: I am in the segment of this version."""
-
-    epoch: int
-    """The reader's epoch."""
-    version: int
-    """The version it takes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Committed:
-    """Reader: I compute with this version, and have left the one before."""
-
-    epoch: int
-    """The reader's epoch."""
-    version: int
-    """The version it holds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refused:
-    """Reader: this version is damaged, I keep the one before."""
-
-    epoch: int
-    """The reader's epoch."""
-    version: int
-    """The version refused."""
-    reason: str
-    """What was found."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beat:
+class ReaderHeartbeat:
     """Reader: I am alive."""
 
     epoch: int
-    """The reader's epoch."""
     version: int
-    """The version it holds, -1 for none."""
+    """The version of this writer that it computes with, -1 for none."""
+    verified: int = -1
+    """The version of a round that it could adopt, -1 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class WriterHeartbeat:
     """Writer: I am alive, and this is my newest note."""
 
     epoch: int
-    """The reader's epoch."""
+    """The group's; 0 to a group that is not complete, and to source ranks."""
     note: Note
-    """The writer's newest note."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,33 +86,219 @@ class Fenced:
     """Writer: this epoch is over."""
 
     epoch: int
-    """The epoch that ended; 0 to a reader that is refused because a younger one has its name."""
+    """The epoch that ended; 0 to a reader that is not in, and to a source rank that was given up."""
     replaced: bool
-    """True when another reader took the name: do not come back. False: say Hello again."""
+    """True when another process has the name, or the rank: do not come back. False: join again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bye:
-    """Reader: I leave."""
+class Denied:
+    """Writer: you do not fit, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """Reader or source rank: I go."""
 
     epoch: int
-    """The reader's epoch."""
+    """0 from a source rank."""
 
 
-ReaderMessage = Hello | Ready | Committed | Refused | Beat | Bye
-WriterMessage = Welcome | Coming | Offer | Told | Fenced
-Message = ReaderMessage | WriterMessage
-
-KINDS: dict[str, type[Message]] = wire.kinds(
-    Hello, Welcome, Coming, Offer, Ready, Committed, Refused, Beat, Told, Fenced, Bye
-)
+# Versions
 
 
-def encode(message: Message) -> bytes:
-    """The message as msgpack."""
-    return wire.pack(message)
+@dataclass(frozen=True, kw_only=True)
+class Upcoming:
+    """Writer: this version is being written into this segment; its bytes may be read behind the watermark."""
+
+    epoch: int
+    version: int
+    """On its way; it may never be offered."""
+    segment: str
+    """Key of the buffer."""
 
 
-def decode(payload: bytes) -> Message:
-    """The message that `encode` wrote; anything else is a MessageError."""
-    return wire.unpack(payload, KINDS, "a weight message")
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """Writer: this version may be taken."""
+
+    epoch: int
+    version: int
+    round: int = 0
+    """Counts the offers of an epoch, in rounds."""
+    segment: str = ""
+    """Key of the buffer that holds it; empty in rounds."""
+    sums: bytes = b""
+    """wordsum (transport/native) of each tensor in the layout's order, 8 bytes each, little-endian; empty in rounds."""
+    digests: bytes = b""
+    """xxh3_64 of each, in the same form; empty unless the writer was asked for them."""
+    note: Note = field(default_factory=dict)
+    """The writer's newest note."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """Reader: I am in the segment of this version. In rounds, any rank: I keep the version, or have a buffer for it."""
+
+    epoch: int
+    version: int = -1
+    """-1: whatever the round brings."""
+    round: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """Reader: I compute with this version, and the memory of the one before is free."""
+
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """Reader: this version is damaged, I keep the one before."""
+
+    epoch: int
+    version: int
+    reason: str
+    """What was found."""
+
+
+# Rounds: the ranks that send
+
+
+@dataclass(frozen=True, kw_only=True)
+class Register:
+    """Source rank: I am here. Repeated until `Registered`."""
+
+    rank: int
+    ranks: int
+    """Of the trainer."""
+    key: bytes
+    """Of its layout."""
+    incarnation: int
+    """As in `Join`."""
+    writer: int
+    """The coordinator that it belongs to, 0 before the first `Registered`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """Coordinator: you are known."""
+
+    writer: int
+    """Names the coordinator; a rank that has met one serves no other: the versions of the two may differ."""
+    failure: str
+    """As in `SourceFailed`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceHeartbeat:
+    """Source rank: I am alive, and these versions can be sent."""
+
+    versions: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFailed:
+    """Coordinator to source ranks: one of them is gone, and nothing can be sent; empty when it is back."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unavailable:
+    """Source rank: I do not have the offered version any more."""
+
+    epoch: int
+    round: int
+    version: int
+
+
+# Rounds: groups and transfers
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormGroup:
+    """Coordinator to all ranks of both sides: make a process group for this epoch; source ranks come first."""
+
+    epoch: int
+    group: str
+    ranks: int
+    """Of the group."""
+    sources: int
+    """Ranks of the trainer."""
+    layout: dict[str, Any]
+    """The other side's."""
+    store: str
+    """File under which the ranks meet."""
+    backend: str
+    """gloo | nccl."""
+    bucket_bytes: int
+    """Of one chunk, at most."""
+    deltas: bool = False
+    """Before each transfer the receivers tell what version they have, and the senders the size of each delta."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormResult:
+    """Any rank: my part of the process group stands, or why it never will."""
+
+    epoch: int
+    fault: str
+    """Empty when all is well."""
+    mismatch: bool
+    """The fault is that the layouts do not fit: trying again is of no use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartTransfer:
+    """Coordinator to all ranks: everybody is ready."""
+
+    epoch: int
+    round: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferResult:
+    """Any rank: my part of the transfer has ended."""
+
+    epoch: int
+    round: int
+    state: str
+    """whole | damaged | broken."""
+    fault: str
+    """What was found, empty when whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """Coordinator to destination ranks: every rank has its part of this version, and its checksums are right."""
+
+    epoch: int
+    round: int
+    version: int
+    note: Note
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundAborted:
+    """Coordinator to all ranks: the round has ended without a version."""
+
+    epoch: int
+    round: int
+    fault: str
+    """What was found where the version is damaged, else empty."""
+
+
+ReaderMessage = Join | ReaderHeartbeat | Ready | Committed | Refused | FormResult | TransferResult | Leave
+SourceMessage = Register | SourceHeartbeat | Unavailable | Ready | FormResult | TransferResult | Leave
+MemberMessage = ReaderMessage | SourceMessage
+GroupMessage = WriterHeartbeat | Upcoming | Offer | FormGroup | StartTransfer | Verified | RoundAborted
+"""Of a writer, to the members of an epoch."""
+WriterMessage = GroupMessage | Welcome | Fenced | Denied | Registered | SourceFailed
+Message = MemberMessage | WriterMessage
+
+CODEC: Codec[Message] = Codec("weights", 1, *Message.__args__, max_bytes=MESSAGE_BYTES)

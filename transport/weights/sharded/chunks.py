@@ -1,4 +1,4 @@
-"""Cuts what one source rank sends to one destination rank into messages: values, the same at both ends, no torch."""
+"""Cuts what one source rank sends to one destination rank into chunks: values, the same at both ends, no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import pairwise
 from math import prod
 
 from transport.weights.layout.flat import ALIGNMENT, ITEM_BYTES
-from transport.weights.layout.plan import Box, Copy, Plan
+from transport.weights.layout.plan import Box, Copy, CopyPlan
 
 
 @dataclass(frozen=True)
-class Piece:
+class Slot:
     """A box of one tensor at a place in a message."""
 
     copy: Copy
@@ -26,15 +26,15 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """One message."""
+class Chunk:
+    """One message: some slots of one pair of ranks."""
 
-    pieces: tuple[Piece, ...]
+    slots: tuple[Slot, ...]
     nbytes: int
 
 
 @functools.lru_cache(maxsize=1024)
-def parcels(plan: Plan, source_rank: int, destination_rank: int, bucket_bytes: int) -> tuple[Parcel, ...]:
+def chunks_between(plan: CopyPlan, source_rank: int, destination_rank: int, bucket_bytes: int) -> tuple[Chunk, ...]:
     """The messages from one rank to another, of at most `bucket_bytes` unless one row is larger.
 
     They follow the destination's memory, so that tensors side by side there go together."""
@@ -43,23 +43,23 @@ def parcels(plan: Plan, source_rank: int, destination_rank: int, bucket_bytes: i
         plan.copies(source_rank=source_rank, destination_rank=destination_rank),
         key=lambda copy: (places[copy.destination_name], [each.start for each in copy.destination_box]),
     )
-    made: list[Parcel] = []
-    pieces: list[Piece] = []
+    made: list[Chunk] = []
+    slots: list[Slot] = []
     end = 0
     for copy in copies:
         for source, destination, nbytes in _split(copy, bucket_bytes):
             offset = -(-end // ALIGNMENT) * ALIGNMENT
-            if pieces and offset + nbytes > bucket_bytes:
-                made.append(Parcel(tuple(pieces), end))
-                pieces, offset = [], 0
-            pieces.append(Piece(copy, source, destination, offset, nbytes))
+            if slots and offset + nbytes > bucket_bytes:
+                made.append(Chunk(tuple(slots), end))
+                slots, offset = [], 0
+            slots.append(Slot(copy, source, destination, offset, nbytes))
             end = offset + nbytes
-    if pieces:
-        made.append(Parcel(tuple(pieces), end))
+    if slots:
+        made.append(Chunk(tuple(slots), end))
     return tuple(made)
 
 
-def parts(shape: tuple[int, ...], item_bytes: int, most: int) -> list[Box]:
+def split_shape(shape: tuple[int, ...], item_bytes: int, most: int) -> list[Box]:
     """Boxes of at most `most` bytes that make up a tensor, cut along its first dimension longer than 1."""
     whole = tuple(slice(0, length) for length in shape)
     if prod(shape) * item_bytes <= most:
@@ -73,7 +73,7 @@ def parts(shape: tuple[int, ...], item_bytes: int, most: int) -> list[Box]:
 def _split(copy: Copy, most: int) -> Iterator[tuple[Box, Box, int]]:
     """The copy's boxes at both ends and their bytes, in parts of at most `most` bytes."""
     item = ITEM_BYTES[copy.dtype]
-    for part in parts(copy.shape, item, most):
+    for part in split_shape(copy.shape, item, most):
         nbytes = prod(each.stop - each.start for each in part) * item
         yield _within(copy.source_box, part), _within(copy.destination_box, part), nbytes
 

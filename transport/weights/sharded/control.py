@@ -7,19 +7,19 @@ import shutil
 import socket as sockets
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import zmq
 
-from transport.weights.errors import MessageError
+from transport.errors import MessageError
 from transport.weights.executors.address import Address, Socket, arrived, sent
-from transport.weights.sharded.epoch_thread import EpochThread, Party
-from transport.weights.sharded.member import Abort, Actions, Connect, Destination, Move, Source
-from transport.weights.sharded.rounds import Coordinator, Outgoing
-from transport.weights.sharded.transfer import Outcome
-from transport.weights.sharded.words import CoordinatorWord, Form, MemberWord, decode, encode
+from transport.weights.protocol.messages import CODEC, FormGroup, MemberMessage, WriterMessage
+from transport.weights.protocol.ranks import Abort, Action, Connect, ReaderRank, SourceRank, Transfer
+from transport.weights.protocol.roster import Outgoing
+from transport.weights.protocol.rounds import Coordinator
+from transport.weights.sharded.epoch_thread import EpochThread, EpochTransfers
+from transport.weights.sharded.transfer import TransferOutcome
 
 SELF = b"0"
 """The coordinator's own rank among its peers."""
@@ -27,7 +27,7 @@ ENDING_S = 4.0
 """For transfers that were given up to end, when all is closed."""
 
 
-class Hall:
+class Listener:
     """The address, claimed for a coordinator: a socket, and a folder where process groups meet."""
 
     def __init__(self, address: str) -> None:
@@ -43,9 +43,9 @@ class Hall:
             self._place.release(self._lock)
             raise
 
-    def send(self, peer: bytes, word: CoordinatorWord) -> bool:
+    def send(self, peer: bytes, message: WriterMessage) -> bool:
         """False when the peer is known to be gone."""
-        return sent(self.socket, peer, encode(word))
+        return sent(self.socket, peer, CODEC.encode(message))
 
     def close(self) -> None:
         """Leave the address."""
@@ -54,54 +54,54 @@ class Hall:
         self._place.release(self._lock)
 
 
-class Control(threading.Thread):
-    """Consumes: words, ends of work. Produces: words, work. Waits for: sockets, at most a fraction of a beat.
+class ControlThread(threading.Thread):
+    """Consumes: messages, ends of work. Produces: messages, work. Waits for: sockets, at most a part of a heartbeat.
 
-    Unblocked by: words, `act` of another thread, the time. Every use of `member` holds `changed`."""
+    Unblocked by: messages, `act` of another thread, the time. Every use of `member` holds `changed`."""
 
     def __init__(
         self,
-        member: Source | Destination,
-        connect: Callable[[Form, threading.Event], Party],
+        member: SourceRank | ReaderRank,
+        connect: Callable[[FormGroup, threading.Event], EpochTransfers],
         *,
         socket: Socket | None,
-        beat_s: float,
+        heartbeat_s: float,
         transfer_s: float,
         clock: Callable[[], float],
         coordinator: Coordinator | None = None,
-        hall: Hall | None = None,
+        listener: Listener | None = None,
         heard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`connect`: makes the party of an epoch, in a thread of its own. `socket`: None beside the coordinator.
+        """`connect`: makes the end of an epoch, in a thread of its own. `socket`: None beside the coordinator.
 
-        `heard`: called, with `changed` held, after the member has heard a word."""
+        `heard`: called, with `changed` held, after the member has heard a message."""
         super().__init__(name="weights-control", daemon=True)
         self.changed = threading.Condition(threading.RLock())
         self.error: BaseException | None = None
         """What ended the thread."""
         self.member, self.coordinator = member, coordinator
-        self._connect, self._socket, self._hall, self._clock = connect, socket, hall, clock
+        self._connect, self._socket, self._listener, self._clock = connect, socket, listener, clock
         self._heard = heard
-        self._beat_s, self._transfer_s = beat_s, transfer_s
+        self._heartbeat_s, self._transfer_s = heartbeat_s, transfer_s
         self._threads: dict[int, EpochThread] = {}
         self._ending: list[EpochThread] = []
-        self._outbox: deque[MemberWord | tuple[bytes, CoordinatorWord]] = deque()
-        self._inbox: deque[CoordinatorWord] = deque()
-        self._ear, self._bell = sockets.socketpair()
-        for end in (self._ear, self._bell):
+        self._outbox: deque[MemberMessage | tuple[bytes, WriterMessage]] = deque()
+        self._inbox: deque[WriterMessage] = deque()
+        self._woken, self._waker = sockets.socketpair()
+        for end in (self._woken, self._waker):
             end.setblocking(False)
         self._closing = False
 
-    def act(self, actions: Actions) -> None:
-        """Send the words and begin the work; the caller holds `changed`."""
+    def act(self, actions: Sequence[Action]) -> None:
+        """Send the messages and begin the work; the caller holds `changed`."""
         for action in actions:
             match action:
                 case Connect():
                     if not self._closing:  # then nobody would end it
                         self._open(action.form)
-                case Move():
+                case Transfer():
                     if thread := self._threads.get(action.epoch):
-                        thread.move(action, self._clock() + self._transfer_s)
+                        thread.transfer(action, self._clock() + self._transfer_s)
                 case Abort():
                     if thread := self._threads.pop(action.epoch, None):
                         self._end(thread)
@@ -109,33 +109,33 @@ class Control(threading.Thread):
                     self.route(self.coordinator.receive(SELF, action, self._clock()))
                 case _:
                     self._outbox.append(action)
-        self.ring()
+        self.wake()
         self.changed.notify_all()
 
     def route(self, out: Outgoing) -> None:
-        """Send the coordinator's words; the caller holds `changed`."""
-        for peer, word in out:
+        """Send the coordinator's messages; the caller holds `changed`."""
+        for peer, message in out:
             if peer == SELF:
-                self._inbox.append(word)
+                self._inbox.append(message)
             else:
-                self._outbox.append((peer, word))
+                self._outbox.append((peer, message))
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the thread, if it is not the caller."""
         if threading.get_ident() == self.ident:
             return
         with contextlib.suppress(BlockingIOError, OSError):
-            self._bell.send(b"\0")
+            self._waker.send(b"\0")
 
-    def close(self, last: Actions) -> None:
-        """Say the last words, end all work, and the thread."""
+    def close(self, last: Sequence[Action]) -> None:
+        """Send the last messages, end all work, and the thread."""
         with self.changed:
             self.act(last)
             self._closing = True
             for thread in self._threads.values():
                 self._end(thread)
             self._threads.clear()
-        self.ring()
+        self.wake()
         if self.ident is None:
             self._release()
         else:
@@ -157,13 +157,13 @@ class Control(threading.Thread):
             self._release()
 
     def _release(self) -> None:
-        for end in (self._socket, self._hall, self._ear, self._bell):
+        for end in (self._socket, self._listener, self._woken, self._waker):
             if end is not None:
                 end.close()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._ear, self._socket, self._hall.socket if self._hall else None):
+        for socket in (self._woken, self._socket, self._listener.socket if self._listener else None):
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         while True:
@@ -182,7 +182,7 @@ class Control(threading.Thread):
             if closing:
                 return
             if not self._inbox:
-                poller.poll(max(1, int(self._beat_s * 250)))
+                poller.poll(max(1, int(self._heartbeat_s * 250)))
 
     def _end(self, thread: EpochThread) -> None:
         thread.abort()
@@ -190,20 +190,22 @@ class Control(threading.Thread):
 
     def _hear(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._ear.recv(4096):
+            while self._woken.recv(4096):
                 pass
         now = self._clock()
-        if self._hall and self.coordinator:
-            while frames := arrived(self._hall.socket):
+        if self._listener and self.coordinator:
+            while frames := arrived(self._listener.socket):
                 with contextlib.suppress(MessageError):
-                    self.route(self.coordinator.receive(frames[0], _member(decode(frames[-1])), now))
+                    if isinstance(message := CODEC.decode(frames[-1]), MemberMessage):
+                        self.route(self.coordinator.receive(frames[0], message, now))
         if self._socket:
             while frames := arrived(self._socket):
                 with contextlib.suppress(MessageError):
-                    self._inbox.append(_coordinator(decode(frames[-1])))
+                    if isinstance(message := CODEC.decode(frames[-1]), WriterMessage):
+                        self._inbox.append(message)
 
     def _deliver(self) -> None:
-        """Hand the coordinator's words to the member, until none is left."""
+        """Hand the coordinator's messages to the member, until none is left."""
         while self._inbox:
             self.act(self.member.receive(self._inbox.popleft(), self._clock()))
             self._heard()
@@ -213,33 +215,21 @@ class Control(threading.Thread):
         while self._outbox:
             entry = self._outbox.popleft()
             if isinstance(entry, tuple):
-                if self._hall and self.coordinator and not self._hall.send(*entry):
+                if self._listener and self.coordinator and not self._listener.send(*entry):
                     with self.changed:
                         # What it said last may not have been read yet.
                         self._hear()
-                        self.route(self.coordinator.lost(entry[0], self._clock()))
+                        self.route(self.coordinator.lost(entry[0]))
             elif self._socket:
-                sent(self._socket, encode(entry))
+                sent(self._socket, CODEC.encode(entry))
 
-    def _open(self, form: Form) -> None:
+    def _open(self, form: FormGroup) -> None:
         def formed(fault: str, mismatch: bool) -> None:
             with self.changed:
                 self.act(self.member.formed(form.epoch, fault, mismatch))
 
-        def moved(move: Move, outcome: Outcome) -> None:
+        def transferred(transfer: Transfer, outcome: TransferOutcome) -> None:
             with self.changed:
-                self.act(self.member.moved(move.epoch, move.round, outcome.state, outcome.fault))
+                self.act(self.member.transferred(transfer.epoch, transfer.round, outcome.state, outcome.fault))
 
-        self._threads[form.epoch] = EpochThread(lambda stop: self._connect(form, stop), formed, moved)
-
-
-def _member(word: Any) -> MemberWord:
-    if not isinstance(word, MemberWord):
-        raise MessageError(f"a rank spoke as the coordinator; found {type(word).__name__}; check the address")
-    return word
-
-
-def _coordinator(word: Any) -> CoordinatorWord:
-    if not isinstance(word, CoordinatorWord):
-        raise MessageError(f"the coordinator spoke as a rank; found {type(word).__name__}; check the address")
-    return word
+        self._threads[form.epoch] = EpochThread(lambda stop: self._connect(form, stop), formed, transferred)

@@ -1,4 +1,4 @@
-"""The thread that works for one epoch: it connects, then moves versions, one after the other."""
+"""The thread that works for one epoch: it connects, then transfers versions, one after the other."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.sharded.member import Move
-from transport.weights.sharded.transfer import Outcome
-from transport.weights.sharded.words import BROKEN
+from transport.weights.protocol.messages import BROKEN
+from transport.weights.protocol.ranks import Transfer
+from transport.weights.sharded.transfer import TransferOutcome
 
 
-class Party(Protocol):
+class EpochTransfers(Protocol):
     """One rank's end of an epoch's process group."""
 
-    def move(self, version: int, deadline: float) -> Outcome:
+    def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Send or receive a version; ends by the deadline."""
 
     def abort(self) -> None:
@@ -26,34 +26,34 @@ class Party(Protocol):
 
 
 class EpochThread(threading.Thread):
-    """Consumes: moves. Produces: outcomes. Waits for: its peers. Unblocked by: them, `abort`, `look` at a deadline."""
+    """Consumes: transfers. Produces: outcomes. Waits for: its peers. Unblocked by: them, `abort`, `look`."""
 
     def __init__(
         self,
-        connect: Callable[[threading.Event], Party],
+        connect: Callable[[threading.Event], EpochTransfers],
         formed: Callable[[str, bool], None],
-        moved: Callable[[Move, Outcome], None],
+        transferred: Callable[[Transfer, TransferOutcome], None],
     ) -> None:
         """`connect` is given what `abort` sets, and gives up when it is.
 
         `formed` is told what is wrong, and whether it is that the layouts do not fit."""
         super().__init__(name="weights", daemon=True)
-        self._connect, self._formed, self._moved = connect, formed, moved
-        self._jobs: queue.SimpleQueue[tuple[Move, float] | None] = queue.SimpleQueue()
-        self._party: Party | None = None
+        self._connect, self._formed, self._transferred = connect, formed, transferred
+        self._jobs: queue.SimpleQueue[tuple[Transfer, float] | None] = queue.SimpleQueue()
+        self._end: EpochTransfers | None = None
         self._over = threading.Event()
         self._aborting: threading.Thread | None = None
         self._deadline = math.inf
-        """Of the move under way."""
+        """Of the transfer under way."""
         self._is_late = False
         self.start()
 
-    def move(self, move: Move, deadline: float) -> None:
-        """Begin to move a version; its outcome comes later."""
-        self._jobs.put((move, deadline))
+    def transfer(self, transfer: Transfer, deadline: float) -> None:
+        """Begin a transfer; its outcome comes later."""
+        self._jobs.put((transfer, deadline))
 
     def look(self, now: float) -> None:
-        """Break off a move whose deadline has passed."""
+        """Break off a transfer whose deadline has passed."""
         if now >= self._deadline:
             self._deadline, self._is_late = math.inf, True
             self._break_off()
@@ -65,8 +65,8 @@ class EpochThread(threading.Thread):
         self._break_off()
 
     def _break_off(self) -> None:
-        if party := self._party:
-            self._aborting = threading.Thread(target=party.abort, name="weights-abort", daemon=True)
+        if end := self._end:
+            self._aborting = threading.Thread(target=end.abort, name="weights-abort", daemon=True)
             self._aborting.start()
 
     def ended(self, timeout_s: float) -> bool:
@@ -80,27 +80,27 @@ class EpochThread(threading.Thread):
     def run(self) -> None:
         """Work until the epoch is over."""
         try:
-            party = self._connect(self._over)
+            end = self._connect(self._over)
         except LayoutMismatch as error:
             return self._formed(str(error), True)
         except Exception as error:
             return self._formed(f"{type(error).__name__}: {error}"[:300], False)
-        self._party = party
+        self._end = end
         if self._over.is_set():
-            return party.abort()
+            return end.abort()
         self._formed("", False)
         while (job := self._jobs.get()) is not None:
-            self._moved(job[0], self._move(party, *job))
+            self._transferred(job[0], self._transfer(end, *job))
         return None
 
-    def _move(self, party: Party, move: Move, deadline: float) -> Outcome:
+    def _transfer(self, end: EpochTransfers, transfer: Transfer, deadline: float) -> TransferOutcome:
         self._deadline = deadline
         try:
-            outcome = party.move(move.version, deadline)
+            outcome = end.transfer(transfer.version, deadline)
         except Exception as error:
-            outcome = Outcome(BROKEN, f"{type(error).__name__}: {error}"[:300])
+            outcome = TransferOutcome(BROKEN, f"{type(error).__name__}: {error}"[:300])
         finally:
             self._deadline = math.inf
         if outcome.state == BROKEN and self._is_late:
-            return Outcome(BROKEN, f"it was not over at its deadline: {outcome.fault}"[:300])
+            return TransferOutcome(BROKEN, f"it was not over at its deadline: {outcome.fault}"[:300])
         return outcome

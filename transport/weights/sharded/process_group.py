@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from transport.errors import WaitTimeout
-from transport.weights.sharded.meeting import Meeting
+from transport.weights.sharded.rendezvous import Rendezvous
 
 Backend = Literal["gloo", "nccl"]
 CONNECT_S = 3.0
-"""For connections to ranks that have come to the meeting: one that died since keeps gloo waiting so long."""
+"""For connections to ranks that have come to the rendezvous: one that died since keeps gloo waiting so long."""
 NEVER = datetime.timedelta(days=365)
 UNUSED_TAG = (1 << 30) + 1
 """Of messages that nobody sends."""
@@ -40,12 +40,12 @@ class ProcessGroup:
 
         `stop`: ends the waiting for them."""
         self.rank, self.size, self.backend = rank, size, backend
-        meeting = dist.FileStore(store, size)  # type: ignore[attr-defined]
+        rendezvous = dist.FileStore(store, size)  # type: ignore[attr-defined]
         timeout = datetime.timedelta(seconds=connect_s)
-        meeting.set_timeout(timeout)
+        rendezvous.set_timeout(timeout)
         if backend == "gloo":
-            meeting = Meeting(meeting, stop, connect_s, clock)
-        self._group = _gloo(meeting, rank, size) if backend == "gloo" else _nccl(meeting, rank, size, timeout)
+            rendezvous = Rendezvous(rendezvous, stop, connect_s, clock)
+        self._group = _gloo(rendezvous, rank, size) if backend == "gloo" else _nccl(rendezvous, rank, size, timeout)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Begin to send a dense tensor, which must keep its bytes until `wait` returns."""
@@ -89,17 +89,17 @@ def abort_gloo(group: Any, rank: int, size: int) -> None:
             nothing.wait(datetime.timedelta(milliseconds=1))
 
 
-def _gloo(meeting: Any, rank: int, size: int) -> Any:
+def _gloo(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = datetime.timedelta(seconds=CONNECT_S)
     options._threads = 1
-    return dist.ProcessGroupGloo(meeting, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(meeting: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+def _nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["NCCL_SOCKET_IFNAME"] = loopback
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(meeting, rank, size, options)
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -6,26 +6,24 @@ import contextlib
 import socket as sockets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from transport.weights.deltas.chunks import WHOLE_MESSAGE, Gathered, Patch, patches
 from transport.weights.errors import AddressTaken, LayoutMismatch, WeightError, waited
 from transport.weights.executors.address import Address
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
-from transport.weights.protocol.messages import Note
-from transport.weights.sharded.chunks import parcels
-from transport.weights.sharded.control import Control
-from transport.weights.sharded.groups import Deadlines
-from transport.weights.sharded.member import Destination
-from transport.weights.sharded.shadow import Buffer, Shadows
+from transport.weights.protocol.messages import WHOLE, FormGroup, Join, Note
+from transport.weights.protocol.pace import Deadlines
+from transport.weights.protocol.ranks import ReaderRank
+from transport.weights.sharded.chunks import chunks_between
+from transport.weights.sharded.control import ControlThread
+from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
 from transport.weights.sharded.steps import Step, compiled, recent
-from transport.weights.sharded.transfer import DEPTH, Exchange, Outcome
-from transport.weights.sharded.words import DAMAGED, WHOLE, Form
+from transport.weights.sharded.transfer import DEPTH, Exchange, TransferOutcome
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Offered:
 class ShardedReader:
     """Takes versions of one model, of which this rank of a reader group holds a shard. For a single-threaded loop.
 
-    A version can be seen here when every rank of the group has its part of it, proved; it is adopted when the loop
+    A version can be seen here when every rank of the group has its part of it, verified; it is adopted when the loop
     says so, and until then the group takes no other.
 
     Consumes: this rank's shard of each version. Produces: new values in the attached tensors.
@@ -71,19 +69,22 @@ class ShardedReader:
         self.ranks = ranks if ranks is not None else layout.ranks
         self._deadlines = deadlines or Deadlines()
         self._view, self._device, self._clock = adopt == "view", torch.device(device), clock
-        self._shadows: Shadows | None = None
-        self._ear, self._bell = sockets.socketpair()
-        for end in (self._ear, self._bell):
+        self._buffers: ReceiveBuffers | None = None
+        self._woken, self._waker = sockets.socketpair()
+        for end in (self._woken, self._waker):
             end.setblocking(False)
-        self._rung = -1
+        self._announced = -1
         self._torn = False
         self._closed = False
-        self._member = Destination(
-            name, rank, self.ranks, layout.key, layout.to_plain(), self._deadlines, incarnation=attempt
-        )
-        self._control = Control(
-            self._member, self._connect, socket=Address(address).connected(), beat_s=self._deadlines.beat_s,
-            transfer_s=self._deadlines.transfer_s, clock=clock, heard=self._announce,
+        join = Join(
+            group=name, rank=rank, ranks=self.ranks, incarnation=attempt, attempt=1, writer=0, version=-1,
+            key=layout.key, layout=layout.to_plain() if rank == 0 else {},
+        )  # fmt: skip
+        self._member = ReaderRank(join, self._deadlines)
+        self._control = ControlThread(
+            self._member, self._connect, socket=Address(address).connected(),
+            heartbeat_s=self._deadlines.heartbeat_s, transfer_s=self._deadlines.transfer_s, clock=clock,
+            heard=self._announce,
         )  # fmt: skip
         self._started = False
 
@@ -95,7 +96,7 @@ class ShardedReader:
     @property
     def epoch(self) -> int:
         """The epoch under which the group is in, 0 while it is not."""
-        return self._member.epoch if self._member.joined else 0
+        return self._member.epoch
 
     @property
     def note(self) -> Note:
@@ -115,7 +116,7 @@ class ShardedReader:
     @property
     def socket(self) -> sockets.socket:
         """Becomes readable when a version may be adopted; what a loop may poll."""
-        return self._ear
+        return self._woken
 
     def attach(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Name this rank's local tensors that versions go into, and join; before the first adopt.
@@ -124,7 +125,7 @@ class ShardedReader:
         self._require_open()
         if self._started:
             raise WeightError("tensors are attached once; found a second call; make a new reader for another model")
-        self._shadows = Shadows(self.layout, self.rank, tensors, view=self._view, device=self._device)
+        self._buffers = ReceiveBuffers(self.layout, self.rank, tensors, view=self._view, device=self._device)
         self._started = True
         self._control.start()
 
@@ -135,7 +136,7 @@ class ShardedReader:
         the group's other ranks, do not fit this rank."""
         self._require_open()
         with contextlib.suppress(BlockingIOError):
-            while self._ear.recv(4096):
+            while self._woken.recv(4096):
                 pass
         if self._control.error:
             raise WeightError("the control thread of this reader has ended; see its error") from self._control.error
@@ -152,13 +153,13 @@ class ShardedReader:
     def adopt(self) -> int:
         """Make the offered version the attached tensors' value; the version now held.
 
-        It was proved by checksums when it came. When there is no offer nothing changes."""
+        It was verified by checksums when it came. When there is no offer nothing changes."""
         self._require_open()
         with self._control.changed:
             version = self._member.offer
-            if version >= 0 and self._shadows is not None:
+            if version >= 0 and self._buffers is not None:
                 self._torn = True
-                self._shadows.adopt(version, self._member.epoch)
+                self._buffers.adopt(version, self._member.epoch)
                 self._torn = False
                 self._control.act(self._member.adopted(version))
         return self.version
@@ -193,81 +194,72 @@ class ShardedReader:
         if self._closed:
             return
         self._closed = True
-        self._control.close(self._member.leaving() if self._started else [])
-        self._ear.close()
-        self._bell.close()
+        self._control.close([self._member.leaving()] if self._started else [])
+        self._woken.close()
+        self._waker.close()
 
     def _announce(self) -> None:
-        """Ring once for each version that may be adopted."""
-        if self._member.offer != self._rung:
-            self._rung = self._member.offer
-            if self._rung >= 0:
+        """Wake whoever polls once for each version that may be adopted."""
+        if self._member.offer != self._announced:
+            self._announced = self._member.offer
+            if self._announced >= 0:
                 with contextlib.suppress(BlockingIOError, OSError):
-                    self._bell.send(b"\0")
+                    self._waker.send(b"\0")
 
-    def _connect(self, form: Form, stop: threading.Event) -> _Receiving:
-        assert self._shadows is not None
-        return _Receiving(self, self._shadows, form, stop)
+    def _connect(self, form: FormGroup, stop: threading.Event) -> Receiving:
+        assert self._buffers is not None
+        if form.deltas:
+            raise LayoutMismatch(
+                f"the trainer sends deltas; found a reader of whole versions at rank {self.rank} of group "
+                f"'{self.name}'; take deltas.ends.DeltaReader, or a trainer without deltas"
+            )
+        return Receiving(self, self._buffers, form, stop)
 
     def _require_open(self) -> None:
         if self._closed:
             raise WeightError("this reader is closed; found a call after close; make a new one")
 
 
-class _Receiving:
+class Receiving:
     """The receiver's end of one epoch."""
 
-    def __init__(self, reader: ShardedReader, shadows: Shadows, form: Form, stop: threading.Event) -> None:
+    def __init__(self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, stop: threading.Event) -> None:
         plan = reshard(Layout.from_plain(form.layout), reader.layout)
-        found = {of: parcels(plan, of, reader.rank, form.bucket_bytes) for of in range(form.sources)}
-        self._parcels = {peer: cut for peer, cut in found.items() if cut}
-        self._depth = max(DEPTH, len(self._parcels))
+        found = {of: chunks_between(plan, of, reader.rank, form.bucket_bytes) for of in range(form.sources)}
+        self._chunks = {peer: cut for peer, cut in found.items() if cut}
+        self._depth = max(DEPTH, len(self._chunks))
         self._first = reader.rank % form.sources
         self._epoch = form.epoch
-        self._shadows, self._device, self._lock = shadows, reader._device, reader._control.changed
-        self._deltas = self._usable = form.deltas
+        self._buffers, self._device, self._lock = buffers, reader._device, reader._control.changed
         self._steps: dict[int, list[Step]] = {}
-        self._gathered: dict[int, Gathered] = {}
         self._exchange = Exchange(
-            form, form.sources + reader.rank, self._parcels, self._device, reader._deadlines.form_s, stop, reader._clock
+            form, form.sources + reader.rank, self._chunks, self._device, reader._deadlines.form_s, stop, reader._clock
         )  # fmt: skip
 
-    def move(self, version: int, deadline: float) -> Outcome:
+    def transfer(self, version: int, deadline: float) -> TransferOutcome:
+        """Receive a version."""
         with self._lock:
-            buffer = self._shadows.take()
-            base = self._shadows.base(self._epoch) if self._usable else None
+            buffer = self._buffers.take()
         if buffer is None:
-            return Outcome(WHOLE)
+            return TransferOutcome(WHOLE)
         state = ""
         try:
             steps = recent(self._steps, buffer.number, lambda: self._compiled(buffer))
-            messages = self._agreed(steps, base, deadline) if self._deltas else steps
-            outcome = self._exchange.receive(messages, self._depth, deadline)
+            outcome = self._receive(steps, deadline)
             state = outcome.state
-            if state == DAMAGED and any(isinstance(message, Patch) for message in messages):
-                self._usable = False
         finally:
             with self._lock:
-                self._shadows.give_back(buffer, self._epoch, version if state == WHOLE else -1)
+                self._buffers.give_back(buffer, self._epoch, version if state == WHOLE else -1)
         return outcome
 
     def abort(self) -> None:
+        """End what runs, from another thread."""
         self._exchange.abort()
+
+    def _receive(self, steps: list[Step], deadline: float) -> TransferOutcome:
+        return self._exchange.receive(steps, self._depth, deadline)
 
     def _compiled(self, buffer: Buffer) -> list[Step]:
         return compiled(
-            self._parcels, buffer.views, sending=False, depth=self._depth, device=self._device, first=self._first
+            self._chunks, buffer.views, sending=False, depth=self._depth, device=self._device, first=self._first
         )
-
-    def _agreed(self, steps: Sequence[Step], base: Buffer | None, deadline: float) -> Sequence[Step | Patch]:
-        """The messages as their senders will send them, knowing what version this rank has."""
-        exact = set(self._parcels) - {step.peer for step in steps if step.casts}
-        bases = {peer: base.version if base and peer in exact else -1 for peer in self._parcels}
-        told = self._exchange.sizes(bases, {peer: len(cut) for peer, cut in self._parcels.items()}, deadline)
-        if base is None or all(size == WHOLE_MESSAGE for found in told.values() for size in found):
-            return patches(steps, told, None)
-        gathered = recent(
-            self._gathered, base.number,
-            lambda: Gathered(self._parcels, base.views, sending=False, device=self._device),
-        )  # fmt: skip
-        return patches(steps, told, gathered)

@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 
 from transport.native import Copier
-from transport.weights import memory
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.flat import ITEM_BYTES, FlatLayout
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.plan import Box
-from transport.weights.sharded.chunks import parts
+from transport.weights.memory import buffers
+from transport.weights.sharded.chunks import split_shape
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -43,7 +43,7 @@ class Staging(Protocol):
         """A version's tensors, and a number that is equal while they lie where they lay."""
 
     def sums(self, version: int) -> Sums:
-        """Of what was copied, made in the same pass: they prove the bytes from then on."""
+        """Of what was copied, made in the same pass: what travels is compared with them."""
 
 
 class Snapshots:
@@ -54,7 +54,9 @@ class Snapshots:
         self._flat = layout.flat(rank) if local else None
         self._device, self._threads = device, threads
         self._parts = [
-            (name, box) for name, (shape, dtype) in local.items() for box in parts(shape, ITEM_BYTES[dtype], part_bytes)
+            (name, box)
+            for name, (shape, dtype) in local.items()
+            for box in split_shape(shape, ITEM_BYTES[dtype], part_bytes)
         ]
         self._keys = [(name, place(box)) for name, box in self._parts]
         self._held: list[int] = []
@@ -86,7 +88,7 @@ class Snapshots:
             if self._room == len(self._views):
                 self._add(self._flat)
             sources = [tensors[name].detach()[box] for name, box in self._parts]
-            with memory.copying(self._threads):
+            with buffers.copying(self._threads):
                 found = self._copiers[self._room].run(sources)
             self._sums[self._room] = dict(zip(self._keys, found, strict=True))
         self._held[self._room] = version
@@ -102,13 +104,13 @@ class Snapshots:
 
     def _add(self, flat: FlatLayout) -> None:
         buffer = torch.empty(flat.nbytes, dtype=torch.uint8, device=self._device)
-        views = memory.views(flat, buffer)
+        views = buffers.views(flat, buffer)
         named = {spec.name: view for spec, view in zip(flat.tensors, views, strict=True)}
         self._views.append(named)
         self._copiers.append(Copier([named[name][box] for name, box in self._parts], threads=self._threads))
 
 
-class Lent:
+class BorrowedTensors:
     """The trainer's own tensors, which it leaves alone until they are settled."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """One rank's messages of a transfer, compiled once per process group and buffer, replayed for every version.
 
 Where a message is one run of bytes in the rank's tensors it is sent from there, or received there; else it goes through
-a bucket, which one call packs or unpacks, casting on the way. Both ends prove the bytes of every piece.
+a bucket, which one call packs or unpacks, casting on the way. Both ends sum the bytes of every slot.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import torch
 
 from transport.native import Copier, wordsums
 from transport.weights.layout.flat import ALIGNMENT
-from transport.weights.sharded.chunks import Parcel, Piece
+from transport.weights.sharded.chunks import Chunk, Slot
 from transport.weights.sharded.staging import Sums, place
 
-Pieces = list[tuple[Piece, torch.Tensor]]
+Slots = list[tuple[Slot, torch.Tensor]]
 Compiled = TypeVar("Compiled")
 
 
 class Step:
     """One message to or from one peer."""
 
-    def __init__(self, peer: int, tag: int, nbytes: int, pieces: Pieces, data: torch.Tensor | None) -> None:
+    def __init__(self, peer: int, tag: int, nbytes: int, slots: Slots, data: torch.Tensor | None) -> None:
         """`data`: its bytes in the rank's tensors, None where it needs a bucket."""
         self.peer, self.tag, self.nbytes = peer, tag, nbytes
         self._data = data
-        self._pieces = pieces
-        self._offsets = [piece.offset for piece, _ in pieces]
-        self._sizes = [piece.nbytes for piece, _ in pieces]
-        self._keys = [(piece.copy.source_name, place(piece.source)) for piece, _ in pieces]
+        self._slots = slots
+        self._offsets = [slot.offset for slot, _ in slots]
+        self._sizes = [slot.nbytes for slot, _ in slots]
+        self._keys = [(slot.copy.source_name, place(slot.source)) for slot, _ in slots]
         self._copier: Copier | None = None
-        self._same = all(_dtype(piece) == tensor.dtype for piece, tensor in pieces)
+        self._same = all(_dtype(slot) == tensor.dtype for slot, tensor in slots)
 
     @property
     def data(self) -> torch.Tensor:
@@ -53,30 +53,30 @@ class Step:
 
     @property
     def names(self) -> list[str]:
-        """The full tensor of each piece."""
-        return [piece.copy.tensor for piece, _ in self._pieces]
+        """The full tensor of each slot."""
+        return [slot.copy.tensor for slot, _ in self._slots]
 
     def use(self, bucket: torch.Tensor, *, sending: bool) -> None:
         """Let the message go through this bucket, uint8[nbytes or more]."""
         self._data = bucket[: self.nbytes]
         inside = [
-            bucket[piece.offset : piece.offset + piece.nbytes].view(_dtype(piece)).view(tensor.shape)
-            for piece, tensor in self._pieces
+            bucket[slot.offset : slot.offset + slot.nbytes].view(_dtype(slot)).view(tensor.shape)
+            for slot, tensor in self._slots
         ]
-        ours = [tensor for _, tensor in self._pieces]
+        ours = [tensor for _, tensor in self._slots]
         self._copier = Copier(inside, ours) if sending else Copier(ours, inside)
 
     def pack(self) -> list[int] | None:
-        """Make the message ready to be sent; the checksum of each piece, None where nothing had to be copied."""
+        """Make the message ready to be sent; the checksum of each slot, None where nothing had to be copied."""
         return self._copier.run() if self._copier else None
 
     def known(self, sums: Sums) -> list[int] | None:
-        """The checksums made when the tensors were copied; None where they are not of these pieces."""
+        """The checksums made when the tensors were copied; None where they are not of these slots."""
         found = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
         return None if -1 in found else found
 
     def unpack(self) -> list[int]:
-        """Put what was received into its places; the checksum of each piece as it came."""
+        """Put what was received into its places; the checksum of each slot as it came."""
         if self._copier is None:
             return self.sums()
         if self._same:
@@ -86,7 +86,7 @@ class Step:
         return found
 
     def sums(self) -> list[int]:
-        """The checksum of each piece of the message."""
+        """The checksum of each slot of the message."""
         return wordsums(self.data, self._offsets, self._sizes)
 
 
@@ -100,7 +100,7 @@ def recent(cache: dict[int, Compiled], number: int, make: Callable[[], Compiled]
 
 
 def compiled(
-    parcels: Mapping[int, Sequence[Parcel]],
+    chunks: Mapping[int, Sequence[Chunk]],
     tensors: Mapping[str, torch.Tensor],
     *,
     sending: bool,
@@ -110,12 +110,12 @@ def compiled(
 ) -> list[Step]:
     """The steps of a transfer: the peers take turns, from `first` on; `depth` of them may be under way at once.
 
-    `parcels`: by the peer's rank in the process group. `device`: where messages lie."""
-    peers = sorted(parcels, key=lambda peer: (peer < first, peer))
+    `chunks`: by the peer's rank in the process group. `device`: where messages lie."""
+    peers = sorted(chunks, key=lambda peer: (peer < first, peer))
     order = sorted(
-        ((number, turn, peer) for turn, peer in enumerate(peers) for number in range(len(parcels[peer]))),
+        ((number, turn, peer) for turn, peer in enumerate(peers) for number in range(len(chunks[peer]))),
     )
-    steps = [step_of(peer, number + 1, parcels[peer][number], tensors, sending, device) for number, _, peer in order]
+    steps = [step_of(peer, number + 1, chunks[peer][number], tensors, sending, device) for number, _, peer in order]
     packed = [step for step in steps if step.needs_bucket]
     size = -(-max((step.nbytes for step in packed), default=0) // ALIGNMENT) * ALIGNMENT
     buckets = torch.empty(min(depth, len(packed)), size, dtype=torch.uint8, device=device)
@@ -125,39 +125,39 @@ def compiled(
 
 
 def step_of(
-    peer: int, tag: int, parcel: Parcel, tensors: Mapping[str, torch.Tensor], sending: bool, device: torch.device
+    peer: int, tag: int, chunk: Chunk, tensors: Mapping[str, torch.Tensor], sending: bool, device: torch.device
 ) -> Step:
     """One message, without a bucket. `tensors`: this rank's, the source's if `sending`, else the destination's."""
-    pieces: Pieces = []
+    slots: Slots = []
     loose: list[bool] = []
-    for piece in parcel.pieces:
-        name = piece.copy.source_name if sending else piece.copy.destination_name
-        box = piece.source if sending else piece.destination
+    for slot in chunk.slots:
+        name = slot.copy.source_name if sending else slot.copy.destination_name
+        box = slot.source if sending else slot.destination
         tensor = tensors[name].detach()
-        pieces.append((piece, tensor[box]))
+        slots.append((slot, tensor[box]))
         loose.append(sending or all(each.stop == length for each, length in zip(box, tensor.shape, strict=True)))
-    return Step(peer, tag, parcel.nbytes, pieces, _run(pieces, loose, parcel.nbytes, device))
+    return Step(peer, tag, chunk.nbytes, slots, _run(slots, loose, chunk.nbytes, device))
 
 
-def _run(pieces: Pieces, loose: list[bool], nbytes: int, device: torch.device) -> torch.Tensor | None:
-    """The bytes of all pieces, if they lie in memory as they do in the message.
+def _run(slots: Slots, loose: list[bool], nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """The bytes of all slots, if they lie in memory as they do in the message.
 
-    What lies between two of them travels along. `loose`: whether what follows a piece may be overwritten: nobody's
+    What lies between two of them travels along. `loose`: whether what follows a slot may be overwritten: nobody's
     is what lies between two tensors, but not what lies between two boxes of one."""
-    start = pieces[0][1]
+    start = slots[0][1]
     storage, base = start.untyped_storage(), start.data_ptr()
-    for piece, tensor in pieces:
-        if tensor.dtype != _dtype(piece) or tensor.device != device or not tensor.is_contiguous():
+    for slot, tensor in slots:
+        if tensor.dtype != _dtype(slot) or tensor.device != device or not tensor.is_contiguous():
             return None
-        if tensor.untyped_storage().data_ptr() != storage.data_ptr() or tensor.data_ptr() != base + piece.offset:
+        if tensor.untyped_storage().data_ptr() != storage.data_ptr() or tensor.data_ptr() != base + slot.offset:
             return None
-    for ((piece, _), (after, _)), free in zip(pairwise(pieces), loose, strict=False):
-        if piece.offset + piece.nbytes != after.offset and not free:
+    for ((slot, _), (after, _)), free in zip(pairwise(slots), loose, strict=False):
+        if slot.offset + slot.nbytes != after.offset and not free:
             return None
     data: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=device)
     return data.set_(storage, base - storage.data_ptr(), (nbytes,), (1,))
 
 
-def _dtype(piece: Piece) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, piece.copy.dtype)
+def _dtype(slot: Slot) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, slot.copy.dtype)
     return dtype

@@ -1,4 +1,4 @@
-"""Moves one version between this rank and its peers of one process group, and proves it."""
+"""Moves one version between this rank and its peers of one process group, and verifies it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup
 from transport.weights.sharded.process_group import ProcessGroup
 from transport.weights.sharded.staging import Sums
-from transport.weights.sharded.words import BROKEN, DAMAGED, WHOLE, Form
 
 DEPTH = 4
 """Messages under way at once, at least."""
 GREETING_TAG, SUMS_TAG = 0, 1 << 30
-"""Of the first message to each peer, and of the last of a transfer: the checksums of all pieces, int64."""
-BASE_TAG, SIZES_TAG = (1 << 30) + 2, (1 << 30) + 3
-"""Before a transfer with deltas: the version that the receiver has, int64[1], and the size of each message's delta."""
+"""Of the first message to each peer, and of the last of a transfer: the checksums of all slots, int64."""
+NUMBERS_TAG = (1 << 30) + 2
+"""Of what two ranks agree on before a transfer, int64."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TransferOutcome:
     """How a transfer ended."""
 
     state: str
@@ -37,19 +37,20 @@ class Outbound(Protocol):
 
     peer: int
     tag: int
+    nbytes: int
 
     @property
     def data(self) -> torch.Tensor:
         """Its bytes, once packed."""
 
     def pack(self) -> list[int] | None:
-        """Make it ready to be sent; the checksum of each piece, None where they are not known yet."""
+        """Make it ready to be sent; the checksum of each slot, None where they are not known yet."""
 
     def known(self, sums: Sums) -> list[int] | None:
         """The checksums made earlier, None for none."""
 
     def sums(self) -> list[int]:
-        """The checksum of each piece."""
+        """The checksum of each slot."""
 
 
 class Inbound(Protocol):
@@ -64,10 +65,10 @@ class Inbound(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """The full tensor of each piece."""
+        """The full tensor of each slot."""
 
     def unpack(self) -> list[int] | None:
-        """Put it into its places; the checksum of each piece, None where what came cannot be used."""
+        """Put it into its places; the checksum of each slot, None where what came cannot be used."""
 
 
 class Cancelled(RuntimeError):
@@ -83,7 +84,7 @@ class Exchange:
 
     def __init__(
         self,
-        form: Form,
+        form: FormGroup,
         rank: int,
         peers: Iterable[int],
         device: torch.device,
@@ -114,48 +115,33 @@ class Exchange:
         self._stop.set()
         self._group.abort()
 
-    def bases(self, peers: Iterable[int], deadline: float) -> dict[int, int]:
-        """What each receiver of the next transfer has told: the version that deltas may stand on, -1 for none."""
-        told = {peer: self._numbers([-1]) for peer in peers}
-        works = [self._group.receive(number, peer, BASE_TAG) for peer, number in told.items()]
+    def agree(
+        self, told: Mapping[int, Sequence[int]], counts: Mapping[int, int], deadline: float
+    ) -> dict[int, list[int]]:
+        """Tell each peer these numbers, and hear as many of each as `counts` says."""
+        heard = {peer: self._numbers([0] * count) for peer, count in counts.items()}
+        mine = {peer: self._numbers(numbers) for peer, numbers in told.items()}
+        works = [self._group.send(numbers, peer, NUMBERS_TAG) for peer, numbers in mine.items()]
+        works += [self._group.receive(numbers, peer, NUMBERS_TAG) for peer, numbers in heard.items()]
         for work in works:
             self._wait(work, deadline)
-        return {peer: int(number) for peer, number in told.items()}
+        return {peer: numbers.tolist() for peer, numbers in heard.items()}
 
-    def announce(self, sizes: Mapping[int, Sequence[int]], deadline: float) -> None:
-        """Tell each receiver the sizes of its messages' deltas."""
-        told = {peer: self._numbers(found) for peer, found in sizes.items()}
-        works = [self._group.send(numbers, peer, SIZES_TAG) for peer, numbers in told.items()]
-        for work in works:
-            self._wait(work, deadline)
-
-    def sizes(self, bases: Mapping[int, int], counts: Mapping[int, int], deadline: float) -> dict[int, list[int]]:
-        """Tell each sender what version deltas may stand on; what each `announce` has told of its messages.
-
-        `counts`: how many messages each sends."""
-        mine = {peer: self._numbers([base]) for peer, base in bases.items()}
-        told = {peer: self._numbers([0] * counts[peer]) for peer in bases}
-        works = [self._group.send(number, peer, BASE_TAG) for peer, number in mine.items()]
-        works += [self._group.receive(numbers, peer, SIZES_TAG) for peer, numbers in told.items()]
-        for work in works:
-            self._wait(work, deadline)
-        return {peer: numbers.tolist() for peer, numbers in told.items()}
-
-    def send(self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float) -> Outcome:
+    def send(self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float) -> TransferOutcome:
         """Send all steps, then to each peer the sums of what it was sent: those `known`, or made on the way."""
         return self._guarded(lambda: self._send(steps, known, depth, deadline))
 
-    def receive(self, steps: Sequence[Inbound], depth: int, deadline: float) -> Outcome:
+    def receive(self, steps: Sequence[Inbound], depth: int, deadline: float) -> TransferOutcome:
         """Receive all steps, put them into place, and compare the sums with the peers'."""
         return self._guarded(lambda: self._receive(steps, depth, deadline))
 
-    def _guarded(self, move: Callable[[], Outcome]) -> Outcome:
+    def _guarded(self, move: Callable[[], TransferOutcome]) -> TransferOutcome:
         try:
             return move()
         except (RuntimeError, TimeoutError) as error:
-            return Outcome(BROKEN, f"{error}".splitlines()[0][:300])
+            return TransferOutcome(BROKEN, f"{error}".splitlines()[0][:300])
 
-    def _send(self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float) -> Outcome:
+    def _send(self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float) -> TransferOutcome:
         works: list[Any] = []
         sums: dict[int, list[int]] = {}
         for number, step in enumerate(steps):
@@ -164,17 +150,17 @@ class Exchange:
             found = step.pack()
             works.append(self._group.send(step.data, step.peer, step.tag))
             sums.setdefault(step.peer, []).extend(step.known(known) or found or step.sums())
-        proofs = {peer: _words(found).to(self._device) for peer, found in sums.items()}
-        works += [self._group.send(proof, peer, SUMS_TAG) for peer, proof in proofs.items()]
+        sent_sums = {peer: _words(found).to(self._device) for peer, found in sums.items()}
+        works += [self._group.send(theirs, peer, SUMS_TAG) for peer, theirs in sent_sums.items()]
         for work in works[max(0, len(steps) - depth) :]:
             self._wait(work, deadline)
-        return Outcome(WHOLE)
+        return TransferOutcome(WHOLE)
 
-    def _receive(self, steps: Sequence[Inbound], depth: int, deadline: float) -> Outcome:
+    def _receive(self, steps: Sequence[Inbound], depth: int, deadline: float) -> TransferOutcome:
         names: dict[int, list[str]] = {}
         for step in steps:
             names.setdefault(step.peer, []).extend(step.names)
-        proofs = {
+        sent_sums = {
             peer: torch.empty(len(found), dtype=torch.int64, device=self._device) for peer, found in names.items()
         }
         works = [self._group.receive(step.data, step.peer, step.tag) for step in steps[:depth]]
@@ -188,14 +174,18 @@ class Exchange:
             if number + depth < len(steps):
                 step = steps[number + depth]
                 works.append(self._group.receive(step.data, step.peer, step.tag))
-        for peer, proof in proofs.items():
-            self._wait(self._group.receive(proof, peer, SUMS_TAG), deadline)
-        for peer, proof in proofs.items():
-            wrong = (proof.cpu() != _words(sums[peer])).nonzero().flatten().tolist()
+        for peer, theirs in sent_sums.items():
+            self._wait(self._group.receive(theirs, peer, SUMS_TAG), deadline)
+        for peer, theirs in sent_sums.items():
+            wrong = (theirs.cpu() != _words(sums[peer])).nonzero().flatten().tolist()
             bad.update(names[peer][at] for at in wrong)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        return Outcome(DAMAGED, f"other bytes than were sent in {sorted(bad)[:4]}") if bad else Outcome(WHOLE)
+        return (
+            TransferOutcome(DAMAGED, f"other bytes than were sent in {sorted(bad)[:4]}")
+            if bad
+            else TransferOutcome(WHOLE)
+        )
 
     def _numbers(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 
 from transport.errors import PeerGone
-from transport.weights.deltas.chunks import Change, Gathered, changes, sizes
 from transport.weights.errors import WeightError
 from transport.weights.executors.address import Address
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
-from transport.weights.protocol.handshake import ReaderStatus
-from transport.weights.protocol.messages import Note
-from transport.weights.sharded.chunks import parcels
-from transport.weights.sharded.control import Control, Hall
-from transport.weights.sharded.groups import Deadlines
-from transport.weights.sharded.member import Source
+from transport.weights.protocol.messages import WHOLE, FormGroup, Note
+from transport.weights.protocol.pace import Deadlines
+from transport.weights.protocol.ranks import SourceRank
+from transport.weights.protocol.roster import ReaderStatus
+from transport.weights.protocol.rounds import Coordinator
+from transport.weights.sharded.chunks import chunks_between
+from transport.weights.sharded.control import ControlThread, Listener
 from transport.weights.sharded.process_group import Backend
-from transport.weights.sharded.rounds import Coordinator
-from transport.weights.sharded.staging import Lent, Snapshots, Staging, Tensors, checked
+from transport.weights.sharded.staging import BorrowedTensors, Snapshots, Staging, Tensors, checked
 from transport.weights.sharded.steps import Step, compiled, recent
-from transport.weights.sharded.transfer import DEPTH, Exchange, Outcome
-from transport.weights.sharded.words import WHOLE, Form
+from transport.weights.sharded.transfer import DEPTH, Exchange, Outbound, TransferOutcome
 
 BUCKET_BYTES = 16 << 20
 
@@ -44,6 +41,9 @@ class ShardedWriter:
     Waits for: nothing, except in `settle`. Unblocked by: the end of the transfers, at the latest their deadline.
     """
 
+    deltas = False
+    """Whether chunks may travel as what changed in them (`deltas.ends`)."""
+
     def __init__(
         self,
         layout: Layout,
@@ -56,7 +56,6 @@ class ShardedWriter:
         hold: Literal["snapshot", "until_settle"] = "snapshot",
         bucket_bytes: int = BUCKET_BYTES,
         threads: int = 1,
-        link_bytes_per_s: float | None = None,
         deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.monotonic,
         attempt: int = 0,
@@ -67,41 +66,35 @@ class ShardedWriter:
         copies each version into one of at most two buffers, so that groups may take it at any later time; with
         "until_settle" it is sent from the trainer's tensors, which must not change until `settle` has returned.
         `device`: where versions are sent from; this rank's GPU with nccl. `bucket_bytes`: of a message, at most.
-        `threads`: for the copy. `link_bytes_per_s`: to the readers; where it is told and slow, messages of a snapshot
-        travel as deltas, if that is cheaper, to a rank that has the version before it; rank 0 decides whether any
-        may. `attempt`: the scheduler's, at this process; a later one takes the rank's place, whatever clocks say.
-        Rank 0 raises AddressTaken when another live writer has the address."""
-        if link_bytes_per_s is not None and hold != "snapshot":
-            raise WeightError(
-                f"a delta needs the version before it; found hold='{hold}', which keeps none; take hold='snapshot', or "
-                "leave link_bytes_per_s out"
-            )
+        `threads`: for the copy. `attempt`: the scheduler's, at this process; a later one takes the rank's place,
+        whatever clocks say. Rank 0 raises AddressTaken when another live writer has the address."""
         self.layout, self.rank = layout, rank
         self.ranks = ranks if ranks is not None else layout.ranks
         self._local = layout.local(rank)
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
         self._device = torch.device(device)
-        self._lent = hold == "until_settle"
+        self._borrows = hold == "until_settle"
         self._staging: Staging = (
-            Lent() if self._lent else Snapshots(layout, rank, self._device, part_bytes=bucket_bytes, threads=threads)
-        )
+            BorrowedTensors() if self._borrows
+            else Snapshots(layout, rank, self._device, part_bytes=bucket_bytes, threads=threads)
+        )  # fmt: skip
         self._newest = -1
-        self._link = link_bytes_per_s
-        self._pinned: Counter[int] = Counter()
         self._sent: Counter[str] = Counter()
         self._pending: tuple[int, Tensors] | None = None
         self._closed = False
-        member = Source(rank, self.ranks, layout.key, self._deadlines, clock(), incarnation=attempt)
-        hall = Hall(address) if rank == 0 else None
-        coordinator = None if hall is None else Coordinator(
-            self.ranks, layout.key, layout.to_plain(), f"{hall.folder}/", backend=backend, bucket_bytes=bucket_bytes,
-            deltas=link_bytes_per_s is not None, writer=secrets.randbits(62), now=clock(), deadlines=self._deadlines,
+        member = SourceRank(rank, self.ranks, layout.key, self._deadlines, clock(), incarnation=attempt)
+        listener = Listener(address) if rank == 0 else None
+        coordinator = None if listener is None else Coordinator(
+            self.ranks, layout.key, layout.to_plain(), f"{listener.folder}/", backend=backend,
+            bucket_bytes=bucket_bytes, deltas=self.deltas, writer=secrets.randbits(62), now=clock(),
+            deadlines=self._deadlines,
         )  # fmt: skip
         self._member, self._coordinator = member, coordinator
-        self._control = Control(
-            member, self._connect, socket=None if hall else Address(address).connected(), beat_s=self._deadlines.beat_s,
-            transfer_s=self._deadlines.transfer_s, clock=clock, coordinator=coordinator, hall=hall,
+        self._control = ControlThread(
+            member, self._connect, socket=None if listener else Address(address).connected(),
+            heartbeat_s=self._deadlines.heartbeat_s, transfer_s=self._deadlines.transfer_s, clock=clock,
+            coordinator=coordinator, listener=listener,
         )  # fmt: skip
         self._control.start()
 
@@ -151,7 +144,7 @@ class ShardedWriter:
             )
         checked(self._local, self.rank, tensors)
         with self._control.changed:
-            if self._lent and self._member.kept:
+            if self._borrows and self._member.kept:
                 raise WeightError(
                     f"version {max(self._member.kept)} is still being sent from the trainer's tensors; found version "
                     f"{version} published over it; call settle before they change"
@@ -166,7 +159,7 @@ class ShardedWriter:
         False when the time was up: the transfers are given up, and their groups come back for a later version. In
         both cases the tensors may change now."""
         self._check()
-        if not self._lent:
+        if not self._borrows:
             return True
         deadline = self._clock() + timeout_s
         with self._control.changed:
@@ -185,7 +178,7 @@ class ShardedWriter:
         with self._control.changed:
             if self._coordinator:
                 self._coordinator.tell(note)
-                self._control.ring()
+                self._control.wake()
 
     def poll(self) -> None:
         """Copy a waiting version if a buffer is free by now. PeerGone when a rank of the trainer is gone."""
@@ -198,13 +191,13 @@ class ShardedWriter:
         if self._closed:
             return
         self._closed, self._pending = True, None
-        self._control.close(self._member.leaving())
+        self._control.close([self._member.leaving()])
 
     def _stage(self) -> None:
         assert self._pending is not None
         version, tensors = self._pending
         with self._control.changed:
-            if not self._staging.free(self._member.kept | set(self._pinned)):
+            if not self._staging.free(self._needed()):
                 self._control.act(self._member.hold(set()))
                 return
             self._control.act(self._member.hold(self._staging.versions()))
@@ -213,20 +206,12 @@ class ShardedWriter:
         with self._control.changed:
             self._control.act(self._member.hold(self._staging.versions()))
 
-    @contextlib.contextmanager
-    def _pins(self, versions: set[int]) -> Iterator[set[int]]:
-        """Those of these versions that are here, and stay until the end."""
-        with self._control.changed:
-            found = versions & self._staging.versions()
-            self._pinned.update(found)
-        try:
-            yield found
-        finally:
-            with self._control.changed:
-                self._pinned -= Counter(found)
+    def _needed(self) -> set[int]:
+        """Versions whose memory must not change; the caller holds the control thread's lock."""
+        return self._member.kept
 
-    def _connect(self, form: Form, stop: threading.Event) -> _Sending:
-        return _Sending(self, form, stop)
+    def _connect(self, form: FormGroup, stop: threading.Event) -> Sending:
+        return Sending(self, form, stop)
 
     def _check(self) -> None:
         if self._closed:
@@ -240,27 +225,26 @@ class ShardedWriter:
             )
 
 
-class _Sending:
+class Sending:
     """The sender's end of one epoch."""
 
-    def __init__(self, writer: ShardedWriter, form: Form, stop: threading.Event) -> None:
+    def __init__(self, writer: ShardedWriter, form: FormGroup, stop: threading.Event) -> None:
         plan = reshard(writer.layout, Layout.from_plain(form.layout))
-        found = {form.sources + to: parcels(plan, writer.rank, to, form.bucket_bytes) for to in range(form.ranks)}
-        self._parcels = {peer: cut for peer, cut in found.items() if cut}
-        self._depth = max(DEPTH, len(self._parcels))
+        cuts = [chunks_between(plan, writer.rank, to, form.bucket_bytes) for to in range(form.ranks)]
+        self._chunks = {form.sources + to: cut for to, cut in enumerate(cuts) if cut}
+        self._depth = max(DEPTH, len(self._chunks))
         self._first = form.sources + writer.rank % form.ranks
-        self._writer, self._staging, self._device = writer, writer._staging, writer._device
-        self._group, self._deltas = form.group, form.deltas
+        self._writer, self._staging, self._device, self._group = writer, writer._staging, writer._device, form.group
         self._steps: dict[int, list[Step]] = {}
-        self._gathered: dict[int, Gathered] = {}
         self._exchange = Exchange(
-            form, writer.rank, self._parcels, self._device, writer._deadlines.form_s, stop, writer._clock
+            form, writer.rank, self._chunks, self._device, writer._deadlines.form_s, stop, writer._clock
         )
 
-    def move(self, version: int, deadline: float) -> Outcome:
+    def transfer(self, version: int, deadline: float) -> TransferOutcome:
+        """Send a version."""
         key, tensors = self._staging.of(version)
         steps = recent(self._steps, key, lambda: self._compiled(tensors))
-        messages = self._agreed(version, steps, deadline) if self._deltas else steps
+        messages = self._agreed(version, steps, deadline)
         outcome = self._exchange.send(messages, self._staging.sums(version), self._depth, deadline)
         if outcome.state == WHOLE:
             with self._writer._control.changed:
@@ -268,24 +252,12 @@ class _Sending:
         return outcome
 
     def abort(self) -> None:
+        """End what runs, from another thread."""
         self._exchange.abort()
 
+    def _agreed(self, version: int, steps: list[Step], deadline: float) -> Sequence[Outbound]:
+        """The messages as their receivers expect them."""
+        return steps
+
     def _compiled(self, tensors: Tensors) -> list[Step]:
-        return compiled(self._parcels, tensors, sending=True, depth=self._depth, device=self._device, first=self._first)
-
-    def _agreed(self, version: int, steps: Sequence[Step], deadline: float) -> Sequence[Step | Change]:
-        """The messages as their receivers, who tell what version they have and are told the sizes, expect them."""
-        asked = self._exchange.bases(self._parcels, deadline)
-        messages: Sequence[Step | Change] = steps
-        if (link := self._writer._link) is not None:
-            with self._writer._pins(set(asked.values()) - {version}) as found:
-                bases = {peer: (base, self._gather(base)) for peer, base in asked.items() if base in found}
-                if bases:
-                    known = self._staging.sums(version)
-                    messages = changes(steps, self._gather(version), bases, known, link)
-        self._exchange.announce(sizes(messages), deadline)
-        return messages
-
-    def _gather(self, version: int) -> Gathered:
-        key, tensors = self._staging.of(version)
-        return recent(self._gathered, key, lambda: Gathered(self._parcels, tensors, sending=True, device=self._device))
+        return compiled(self._chunks, tensors, sending=True, depth=self._depth, device=self._device, first=self._first)

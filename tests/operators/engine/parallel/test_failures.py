@@ -16,7 +16,9 @@ from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.node import Context
 from operators.engine.parallel.launch import make_parallel
 from operators.engine.results import Start
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 ROOT = Path(__file__).parents[4]
 

@@ -33,6 +33,8 @@ from transport.weights.executors.shared_memory import HEADER_BYTES
 
 WAIT_S = 60.0
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 class Rig:
     """Rank 0 with its followers, and a trainer in this process."""
@@ -229,7 +231,7 @@ def test_a_damaged_version_is_taken_by_no_rank_and_the_next_by_all(rig):
     ranks.publish(1)
     ranks.take()
     ranks.publish(2)
-    newest = next(key for key, version in ranks.writer._handshake.segments.items() if version == 2)
+    newest = next(key for key, version in ranks.writer._offers.segments.items() if version == 2)
     with (Path(ranks.opens.folder) / newest).open("r+b") as file:
         file.seek(HEADER_BYTES + 1)
         found = file.read(1)[0]

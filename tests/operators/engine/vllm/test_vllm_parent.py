@@ -18,7 +18,9 @@ from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
 from operators.engine.vllm.engine import VllmEngine
 from operators.engine.vllm.process import PYTHON, interpreter
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 MOST_STEPS = 200
 

@@ -1,0 +1,154 @@
+"""What happens to the table of workers, and what is to be done about it: values on both sides of the reducer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from dataflow.errors import RunError
+from dataflow.worker.messages import FromWorker, ToWorker
+
+# Events
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The run begins: its workers are to be started."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A worker as the forkserver kept it while there was no scheduler."""
+
+    attempt: int
+    pid: int
+    alive: bool
+    status: int | None
+
+
+@dataclass(frozen=True)
+class TakeOver:
+    """The table is that of a scheduler that has ended, and these are its workers, by name."""
+
+    processes: Mapping[str, Process]
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message came from somebody who calls himself by a worker's name."""
+
+    name: str
+    message: FromWorker
+
+
+@dataclass(frozen=True)
+class ProcessEvent:
+    """The forkserver tells of a worker's process: started | stopped | continued | exited."""
+
+    name: str
+    what: str
+    status: int | None = None
+
+
+@dataclass(frozen=True)
+class ForkserverGone:
+    """It has ended, and all processes with it."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Somebody wishes for so many replicas of some nodes, which can be."""
+
+    wishes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Drain:
+    """The run is to finish the step under way, to write a checkpoint and to end."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """The scheduler ends: all workers are to stop."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event: TypeAlias = Launch | TakeOver | Received | ProcessEvent | ForkserverGone | Wish | Drain | Close | Tick
+
+# Commands
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spawn:
+    """Start a process for a worker: the attempt that its record has."""
+
+    name: str
+    senders: Mapping[str, int] | None = None
+    """By edge that ends there: how many senders to expect; None: as many as the plan has."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a worker."""
+
+    to: str
+    message: ToWorker
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Send a signal to a worker."""
+
+    to: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Outlive:
+    """From now on workers outlive their scheduler."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Say something to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class FaultNoticed:
+    """A worker has ended, or was stopped, that should not have."""
+
+    worker: str
+    cause: str
+    attempt: int
+    heard_at: float
+
+
+@dataclass(frozen=True)
+class FaultRecovered:
+    """It is at work."""
+
+    worker: str
+    notice: str = ""
+    """What to say where it was not simply restarted."""
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """What somebody says is no message that he could send."""
+
+    who: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The run ends with this error."""
+
+    error: RunError
+
+
+Command: TypeAlias = Spawn | Send | Signal | Outlive | Notice | FaultNoticed | FaultRecovered | Refuse | End

@@ -1,0 +1,38 @@
+"""Sums over the heartbeats of all attempts of one worker, as plain values for the display and the doctor."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from dataflow.worker.messages import Heartbeat, NodeReport
+
+_COUNTERS = ("tokens", "scored", "failed", "restarts")
+"""What a node's status counts from 0 in each process; all else in it is how things stand."""
+
+Told = Mapping[str, Any]
+"""A heartbeat, in plain values; empty where there was none."""
+
+
+def together(earlier: Told, now: Heartbeat | None) -> Told:
+    """A heartbeat whose sums are those of both; what is known only of earlier attempts stays as it was."""
+    nodes = dict(earlier.get("nodes", {}))
+    for name, known in nodes.items():
+        nodes[name] = {**known, "blocked": False, "ended": False}
+    if now is None:
+        return {**earlier, "nodes": nodes}
+    for name, report in now.nodes.items():
+        plain = {each.name: getattr(report, each.name) for each in fields(NodeReport)}
+        nodes[name] = _added(nodes[name], plain) if name in nodes else plain
+    return {**earlier, **{each.name: getattr(now, each.name) for each in fields(Heartbeat)}, "nodes": nodes}
+
+
+def _added(before: Told, report: dict[str, Any]) -> dict[str, Any]:
+    status = dict(report["status"])
+    for key in _COUNTERS:
+        if key in status and key in before["status"]:
+            status[key] += before["status"][key]
+    return report | {
+        "status": status,
+        "seconds": {key: value + before["seconds"].get(key, 0.0) for key, value in report["seconds"].items()},
+        "rows_in": report["rows_in"] + before["rows_in"], "rows_out": report["rows_out"] + before["rows_out"],
+    }  # fmt: skip

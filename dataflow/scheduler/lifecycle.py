@@ -1,0 +1,51 @@
+"""What becomes of one worker's process, and who is told: the transitions of `Life` that several policies share."""
+
+import signal
+
+from dataflow.errors import RunError, WorkerDied
+from dataflow.scheduler import recovery, scaling
+from dataflow.scheduler.events import Command, End, FaultNoticed, FaultRecovered, Send, Signal
+from dataflow.scheduler.table import Life, Table, WorkerRecord
+
+
+def fell(table: Table, record: WorkerRecord, cause: str, now: float) -> list[Command]:
+    """A worker has ended that should not have: it is started again later, if there is hope."""
+    noticed = FaultNoticed(record.name, cause, record.attempt, record.heard_at)
+    record.fall(cause)
+    if not table.begun:
+        return [End(WorkerDied(table.obituary(record)))]
+    if table.is_ending:
+        return [noticed, *give_up(table, record)]
+    commands = [noticed, *scaling.fell(table, record)]
+    recovery.died(table, record, cause, now)
+    if table.hopeless is not None:
+        error = RunError if record.lasting else WorkerDied
+        commands.append(End(error(f"{table.hopeless} ({table.folder})")))
+    return commands
+
+
+def give_up(table: Table, record: WorkerRecord) -> list[Command]:
+    """A worker is down while the run is ending: without a trainer that is not done it cannot end as it should."""
+    record.life, record.restart_at = Life.GONE, None
+    if any(table.graph.operators[node].trains and not table.run.is_done(node) for node in record.nodes):
+        return [End(WorkerDied(f"{table.obituary(record)}; the run was ending, and its last checkpoint is good"))]
+    return []
+
+
+def kill(table: Table, record: WorkerRecord, cause: str, now: float) -> list[Command]:
+    """End a worker that does not go on by itself."""
+    if not table.begun:
+        record.cause = cause
+        return [End(WorkerDied(table.obituary(record)))]
+    record.die(cause, now)
+    return [Signal(record.name, signal.SIGKILL)]
+
+
+def go_on(table: Table, record: WorkerRecord, now: float) -> list[Command]:
+    """Let one that has just become ready begin: a newcomer, or one that was started again."""
+    commands: list[Command] = [
+        Send(record.name, message) for node in record.nodes for message in table.run.commands_for(node)
+    ]
+    commands += scaling.ready(table, record)
+    recovery.recovered(record, now)
+    return [*commands, FaultRecovered(record.name)]

@@ -1,0 +1,280 @@
+"""The scheduler's decisions: what happens changes the table of workers, and says what is to be done.
+
+`reduce(table, event, now)` is all that changes a table; it reads no clock and touches nothing outside. Events are
+messages of workers, what the forkserver tells of processes, wishes, and time that passes; commands are processes to
+start, messages and signals to send, and what people are to know (`events`). A scheduler that takes over begins with
+the table that the one before left (`folder.snapshot`), and an event of its own.
+
+The life of a worker, attempt by attempt; `Membership`, its place in the graph, stays over all of them (`scaling`):
+
+    FORKED ---- Hello ---> STARTING ---- Ready ---> READY ---- Bye, as it was told ---> ENDING
+       |                      |                       |                                    |
+       +----------------------+-- Failed, or killed: -+                                    |
+       |                      v   it hangs, is stuck  |                                    |
+       |                    DYING                     |                                    |
+       |                      |                       |                                    |
+       +------ exited --------+------ exited ---------+                                    |
+                              v                                                            v
+            FORKED <--- DOWN: waits for `restart_at`, or is given up as the run ends ---> GONE
+
+    exited, and its membership is STOPPING ---> GONE, and LEFT
+    a scheduler takes over:  READY, ENDING and alive: stay;  not at work and alive: DYING;  ended: DOWN, GONE
+
+Before all were READY once the first fault ends the run. What is sent to a worker that is not wired yet is left out, as
+`Wire` will tell it; what is sent to one that has not found this scheduler waits until it speaks.
+"""
+
+import signal
+
+from dataflow.errors import DeadlineError, GraphError, RunError, WorkerDied
+from dataflow.folder.faults import STOPPED
+from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
+from dataflow.planning.wiring import edges
+from dataflow.scheduler import events, failover, lifecycle, recovery, scaling
+from dataflow.scheduler.table import Life, Table, WorkerRecord, how
+from dataflow.worker import messages
+
+
+def reduce(table: Table, event: events.Event, now: float) -> list[events.Command]:
+    """Take in what has happened at `now`; what is to be done, in order."""
+    commands: list[events.Command] = []
+    match event:
+        case events.Launch():
+            commands = _launch(table, now)
+        case events.TakeOver():
+            commands = failover.take_over(table, event.processes, now)
+        case events.Received():
+            commands = _received(table, event.name, event.message, now)
+        case events.ProcessEvent():
+            commands = _process(table, event, now)
+        case events.ForkserverGone():
+            commands = _forkserver_gone(table)
+        case events.Wish():
+            commands = scaling.wish(table, event.wishes)
+        case events.Drain():
+            commands = _drain(table, now)
+        case events.Close():
+            table.is_closing = True
+            commands = [events.Send(record.name, messages.Stop()) for record in table]
+        case events.Tick():
+            commands = _tick(table, now)
+    return _noted(table, commands, now)
+
+
+def _noted(table: Table, commands: list[events.Command], now: float) -> list[events.Command]:
+    """Note the attempts that begin; leave out the messages that their workers cannot hear yet."""
+    found: list[events.Command] = []
+    for command in commands:
+        if isinstance(command, events.Spawn):
+            record = table.workers[command.name]
+            record.fork(now)
+            if record is table.joining:
+                table.joins_until = now + table.limits.start_s
+        elif isinstance(command, events.Send):
+            record = table.workers[command.to]
+            record.wired |= isinstance(command.message, messages.Wire)
+            if not record.wired and not isinstance(command.message, (*messages.DECIDE_NOTHING, messages.Stop)):
+                continue
+            if not record.is_reachable:
+                record.deferred.append(command.message)
+                continue
+        found.append(command)
+    return found
+
+
+def _launch(table: Table, now: float) -> list[events.Command]:
+    """Start all, light ones first."""
+    table.starts_until = now + table.limits.start_s
+    records = sorted(table, key=lambda record: not table.graph.is_light(record.nodes))
+    return [events.Spawn(name=record.name) for record in records]
+
+
+def _begin(table: Table) -> list[events.Command]:
+    """All are ready: the run begins."""
+    table.begun = True
+    commands = _to_nodes(table, table.run.start())
+    commands += [events.Send(record.name, messages.Start()) for record in table]
+    return [*commands, *scaling.advance(table), events.Outlive()]
+
+
+# Messages of workers
+
+
+def _received(table: Table, name: str, message: messages.FromWorker, now: float) -> list[events.Command]:
+    record = table.workers.get(name)
+    if record is None:
+        return [events.Refuse(f"'{name}', who is no worker,")]
+    commands: list[events.Command] = [events.Send(name, waited) for waited in record.deferred]
+    record.is_reachable, record.deferred = True, []
+    if table.is_closing or message.attempt != record.attempt or not record.is_live:
+        return commands  # the last words of an attempt that has ended
+    if not _is_of(table, record, message):
+        return [*commands, events.Refuse(f"'{name}'")]
+    if record.life is not Life.DYING:
+        record.heard_at = now
+    elif not isinstance(message, messages.Heartbeat):
+        return commands
+    match message:
+        case messages.Hello():
+            record.pid, record.life, record.addresses = message.pid, Life.STARTING, message.addresses
+            commands += scaling.hello(table, record) if table.begun else _wire_all(table)
+        case messages.Ready():
+            record.life = Life.READY
+            if table.begun:
+                commands += lifecycle.go_on(table, record, now)
+            elif all(each.life is Life.READY for each in table):
+                commands += _begin(table)
+        case messages.Confirmed():
+            commands += scaling.confirmed(table, message.ticket)
+        case messages.Heartbeat():
+            commands += _heartbeat(table, record, message)
+        case messages.Stacks():
+            record.stacks = (now, message.threads)
+        case messages.Failed():
+            record.die(f"failed: {message.message}", now, lasting=message.lasting)
+            if not table.begun:
+                commands.append(events.End(RunError(f"worker '{name}' {record.cause}")))
+        case messages.Bye():
+            record.life = Life.ENDING
+    return commands
+
+
+def _is_of(table: Table, record: WorkerRecord, message: messages.FromWorker) -> bool:
+    """Whether a message names what belongs to its worker."""
+    if isinstance(message, messages.Heartbeat):
+        return set(message.nodes) <= set(record.nodes)
+    if isinstance(message, messages.Hello):
+        nodes = record.nodes
+        ends = [edge.name for edge in edges(table.graph) if edge.consumer in nodes and edge.producer not in nodes]
+        return set(ends) == set(message.addresses)
+    return True
+
+
+def _wire_all(table: Table) -> list[events.Command]:
+    """Tell all where to send, as soon as each has said where it receives."""
+    if any(record.life is Life.FORKED for record in table):
+        return []
+    found: dict[str, list[str]] = {}
+    for record in table:
+        for edge, address in record.addresses.items():
+            found.setdefault(edge, []).append(address)
+    return [events.Send(record.name, messages.Wire(addresses=found)) for record in table]
+
+
+def _heartbeat(table: Table, record: WorkerRecord, message: messages.Heartbeat) -> list[events.Command]:
+    record.heartbeat = message
+    commands: list[events.Command] = [events.Send(record.name, messages.Heard())]
+    if message.drained:
+        commands += scaling.drained(table, record)
+    if message.alone:
+        return commands  # it ends because nobody spoke to it, not because anything is done
+    for node, report in message.nodes.items():
+        commands += _to_nodes(table, table.run.hear(node, report.status))
+        if report.ended and table.all_ended(node):
+            commands += _to_nodes(table, table.run.ended(node))
+    return commands
+
+
+def _to_nodes(table: Table, said: list[messages.NodeCommand]) -> list[events.Command]:
+    """To all workers of a node that are at work; others hear what counts when they are."""
+    return [
+        events.Send(record.name, message) for message in said for record in table
+        if message.node in record.nodes and record.life is Life.READY
+    ]  # fmt: skip
+
+
+# Processes
+
+
+def _process(table: Table, event: events.ProcessEvent, now: float) -> list[events.Command]:
+    record = table.workers.get(event.name)
+    if record is None:
+        return []
+    stopped_since, record.stopped_since = record.stopped_since, None
+    if event.what == "started":
+        record.has_process = True
+    elif event.what == "stopped":
+        record.stopped_since = now
+    elif event.what == "continued" and stopped_since is None and record.life is Life.READY:
+        return [events.FaultRecovered(record.name, f"worker {record.name} {STOPPED}, and was let go on")]
+    elif event.what == "exited":
+        return _exited(table, record, event.status, now)
+    return []
+
+
+def _exited(table: Table, record: WorkerRecord, status: int | None, now: float) -> list[events.Command]:
+    record.has_process = False
+    if record.may_end and not table.is_closing:
+        record.life = Life.GONE
+        return scaling.exited(table, record)
+    if record.life is Life.ENDING or table.is_closing:
+        record.life = Life.GONE
+    elif record.is_live:
+        return lifecycle.fell(table, record, record.cause or how(status), now)
+    return []
+
+
+def _forkserver_gone(table: Table) -> list[events.Command]:
+    for record in table:
+        record.has_process = False
+    if table.is_closing:
+        return []
+    return [events.End(WorkerDied(f"the forkserver ended unexpectedly; see logs in {table.folder}/logs"))]
+
+
+# Wishes and time
+
+
+def _drain(table: Table, now: float) -> list[events.Command]:
+    table.drains_until = now + table.limits.drain_s
+    down = [record for record in table if record.life is Life.DOWN]
+    commands = _to_nodes(table, table.run.drain())
+    return [command for record in down for command in lifecycle.give_up(table, record)] + commands
+
+
+def _tick(table: Table, now: float) -> list[events.Command]:
+    commands = _watch(table, now)
+    recovery.progressed(table, table.run.progress, now)
+    due = recovery.restart(table, now)
+    commands += [events.Spawn(name=record.name, senders=scaling.senders(table, record)) for record in due]
+    while table.schedule and table.schedule[0][0] <= table.run.step and not table.is_ending:
+        wishes = table.schedule.pop(0)[1]
+        try:  # what has no room beside what else was wished is only told
+            scaling.check(table, wishes)
+            commands += scaling.wish(table, wishes)
+        except GraphError as error:
+            commands.append(events.Notice(str(error)))
+    return commands
+
+
+def _watch(table: Table, now: float) -> list[events.Command]:
+    """Whoever stands still or hangs, and what takes too long."""
+    commands: list[events.Command] = []
+    before, table.watched_at = table.watched_at, now
+    for record in table:
+        if now - before > table.limits.hang_s:
+            record.heard_at = now  # the scheduler was stopped itself, and perhaps the workers with it
+        commands += _let_go_on(table, record, now)
+        cause = recovery.overdue(table, record, now)
+        if cause is not None:
+            commands += lifecycle.kill(table, record, cause, now)
+    error: DeadlineError | None = None
+    if not table.begun and now > table.starts_until:
+        late = [record.name for record in table if record.life is not Life.READY]
+        error = starts_too_long(table.limits, table.folder, late)
+    if table.run.draining and not table.run.over and now > table.drains_until:
+        error = drains_too_long(table.limits, table.folder)
+    newcomer = table.joining
+    if newcomer is not None and now > table.joins_until:
+        error = joins_too_long(table.limits, table.folder, newcomer.name, scaling.missing(table, newcomer))
+    return commands if error is None else [*commands, events.End(error)]
+
+
+def _let_go_on(table: Table, record: WorkerRecord, now: float) -> list[events.Command]:
+    """Nobody knows whether whoever stopped a worker will ever come back, and the run waits for it meanwhile."""
+    since = record.stopped_since
+    if since is None or now - since <= table.limits.stopped_s:
+        return []
+    record.stopped_since = None
+    noticed = [events.FaultNoticed(record.name, STOPPED, record.attempt, since)] if record.life is Life.READY else []
+    return [*noticed, events.Signal(record.name, signal.SIGCONT)]

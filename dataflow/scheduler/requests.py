@@ -1,0 +1,175 @@
+"""Requests to a run that is under way: how one is made, and how the scheduler answers."""
+
+import errno
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import zmq
+
+from dataflow.errors import DataflowError, DeadlineError, RunError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.socket_folder import CONTROL
+from dataflow.system.messages import Codec, MessageError, Natural, Plain
+
+ANSWER_S = 10.0
+R = TypeVar("R")
+_LOOK_MS = 1000
+"""Between two looks whether the scheduler lives: long enough for another that takes its place."""
+
+Replicas = Mapping[str, Mapping[str, int]]
+"""By node: how many replicas are joining, live, leaving."""
+Facts = dict[str, Any]
+"""What a scheduler knows of its run, in plain values: `dataflow.doctor.gather` makes facts of it."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Let nodes have so many replicas."""
+
+    wishes: Mapping[str, Natural]
+
+
+@dataclass(frozen=True)
+class TellFacts:
+    """Say what you know of the run."""
+
+
+@dataclass(frozen=True)
+class StopRun:
+    """Finish the step under way, write a checkpoint and end."""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The wish is taken in; what the nodes have."""
+
+    replicas: Replicas
+
+
+@dataclass(frozen=True)
+class FactsTold:
+    """As `Facts`."""
+
+    facts: Plain
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The run will end."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why nothing is done."""
+
+    error: str
+
+
+Request: TypeAlias = Scale | TellFacts | StopRun
+Reply: TypeAlias = Scaled | FactsTold | Stopping | Refused
+REQUESTS: Codec[Request] = Codec("dataflow.requests", 1, Scale, TellFacts, StopRun)
+REPLIES: Codec[Reply] = Codec("dataflow.replies", 1, Scaled, FactsTold, Stopping, Refused)
+
+
+def answer(
+    request: Request, scale: Callable[[Mapping[str, int]], Replicas], facts: Callable[[], Facts],
+    stop: Callable[[], None],
+) -> Reply:  # fmt: skip
+    """What the scheduler says to somebody who is no worker."""
+    match request:
+        case TellFacts():
+            return FactsTold(facts())
+        case StopRun():
+            stop()
+            return Stopping()
+        case Scale():
+            try:
+                return Scaled(scale(request.wishes))
+            except DataflowError as error:
+                return Refused(str(error))
+
+
+def ask_to_scale(folder: RunFolder, wishes: Mapping[str, int], timeout_s: float = ANSWER_S) -> Replicas:
+    """Ask the run in a folder for so many replicas of some nodes; what it has, once it has taken the wish in.
+
+    Raises RunError when the run is over or refuses, DeadlineError when it does not answer in time.
+    """
+    return _exchange(folder, Scale(wishes), Scaled, timeout_s).replicas
+
+
+def ask_to_stop(folder: RunFolder, timeout_s: float = ANSWER_S) -> None:
+    """Ask the run in a folder to finish the step under way, write a checkpoint and end; returns when it will.
+
+    Raises RunError when the run is over, DeadlineError when it does not answer in time.
+    """
+    _exchange(folder, StopRun(), Stopping, timeout_s)
+
+
+def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
+    """Ask the run in a folder what it knows of itself; it asks its workers for their stacks, which come later.
+
+    Raises RunError when the run is over, DeadlineError when it does not answer in time.
+    """
+    found: Facts = _exchange(folder, TellFacts(), FactsTold, timeout_s).facts
+    return found
+
+
+def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: float) -> R:
+    """Make one request and wait for its reply, unless nobody is there to give one. Raises as `ask_to_scale`."""
+    address = _address(folder)
+    deadline = time.monotonic() + timeout_s
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.set(zmq.IDENTITY, f"client-{secrets.token_hex(8)}".encode())
+    dealer.set(zmq.LINGER, 0)
+    try:
+        dealer.connect(address)
+        dealer.send(REQUESTS.encode(request))
+        while not dealer.poll(min(_LOOK_MS, int(timeout_s * 1000))):
+            if not listens(Path(_address(folder).removeprefix("ipc://"))):
+                raise RunError(
+                    f"the scheduler of '{folder.path.name}' has died; dataflow resume takes over the workers that it "
+                    f"left; without that they finish their step, write a checkpoint and end within a minute or two"
+                )
+            if time.monotonic() >= deadline:
+                raise DeadlineError(
+                    f"'{folder.path.name}' has not answered within {timeout_s:.0f} s; it may have just ended, or its "
+                    f"scheduler is stopped; look at its display, and ask again"
+                )
+        reply = REPLIES.decode(dealer.recv())
+    except MessageError as error:
+        raise RunError(f"'{folder.path.name}' gave an answer that is none: {error}") from error
+    finally:
+        dealer.close()
+        context.term()
+    if isinstance(reply, Refused):
+        raise RunError(reply.error)
+    assert isinstance(reply, wanted), f"the reply to {request} is {reply}"
+    return reply
+
+
+def listens(path: Path) -> bool:
+    """Whether some process has the socket with this name open. It does not notice: the question is of another kind."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks:
+        try:
+            if stat.S_ISSOCK(path.lstat().st_mode):
+                asks.connect(str(path))
+        except OSError as error:
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+    return False
+
+
+def _address(folder: RunFolder) -> str:
+    address = str(folder.read_json(CONTROL).get("address", ""))
+    if not address.startswith("ipc://") or not Path(address.removeprefix("ipc://")).exists():
+        raise RunError(
+            f"'{folder.path.name}' takes no commands: it is over, or it runs in one process; "
+            f"name the folder of a run that is under way, such as runs/latest"
+        )
+    return address

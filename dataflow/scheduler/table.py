@@ -1,0 +1,315 @@
+"""What the scheduler knows: one record of each worker, over all of its attempts, and what concerns all of them."""
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from dataflow.graph import Graph
+from dataflow.limits import Limits
+from dataflow.planning.plan import Plan
+from dataflow.planning.wiring import edges
+from dataflow.scheduler.heartbeats import Told, together
+from dataflow.scheduler.state_machine import RunStateMachine
+from dataflow.worker.messages import ALONE, Heartbeat, ToWorker
+
+
+class Life(StrEnum):
+    """Of the process of a worker; `reducer` draws the transitions."""
+
+    FORKED = "forked"
+    """Asked for; it has not said hello."""
+    STARTING = "starting"
+    READY = "ready"
+    DYING = "dying"
+    """It has failed or is being killed: of what it says only sums count."""
+    DOWN = "down"
+    """It has ended, and is started again at `restart_at`."""
+    ENDING = "ending"
+    """It has said bye."""
+    GONE = "gone"
+
+
+class Membership(StrEnum):
+    """Of a worker in the graph, whatever becomes of its process; `scaling` says how it changes."""
+
+    JOINING = "joining"
+    LIVE = "live"
+    LEAVING = "leaving"
+    STOPPING = "stopping"
+    LEFT = "left"
+
+
+@dataclass(kw_only=True)
+class WorkerRecord:
+    """One worker: the attempt under way, what those before it did, and its place among the others."""
+
+    name: str
+    worker: str
+    """As the plan calls it and its replicas."""
+    replica: int
+    nodes: tuple[str, ...]
+    gpus: tuple[int, ...] = ()
+    life: Life = Life.FORKED
+    membership: Membership = Membership.LIVE
+    attempt: int = 0
+    """How often it was started before."""
+
+    # The process
+    has_process: bool = False
+    pid: int = 0
+    """0: it has not said hello."""
+    forked_at: float = 0.0
+    heard_at: float = 0.0
+    """When it last said anything."""
+    dying_since: float = 0.0
+    stopped_since: float | None = None
+    """Since when it stands still, as somebody has stopped it by a signal (SIGSTOP)."""
+    cause: str = ""
+    """Why it is dying, or down."""
+    lasting: bool = False
+    """Whether that is something which a restart does not mend."""
+    heartbeat: Heartbeat | None = None
+    stacks: tuple[float, Sequence[Any]] | None = None
+    """When it told where its threads are, and where."""
+    earlier: Told = field(default_factory=dict)
+    """What the attempts before this one told, together."""
+    is_reachable: bool = True
+    """Whether it has found the socket of this scheduler: until then what is sent there reaches nobody."""
+    deferred: list[ToWorker] = field(default_factory=list)
+    """What it is sent as soon as it has."""
+
+    # Its restarts
+    restart_at: float | None = None
+    """When the next attempt starts; None: none is planned."""
+    at_work_since: float | None = None
+    """Of an attempt that is not the first."""
+    delay_s: float = 0.0
+    """Before the last restart."""
+
+    # Its neighbours
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """Where it receives, by edge, or where the attempt before did."""
+    senders: set[str] = field(default_factory=set)
+    """Workers that send to it, or have."""
+    unconfirmed: dict[int, str] = field(default_factory=dict)
+    """Tickets of messages about it, and who is to confirm them."""
+    wired: bool = False
+    """Whether it was told where to send, so that it may hear what changes."""
+    may_miss_ends: bool = False
+    """Whether it may not have heard every sender's end: the attempt that runs is not the first, or its leave was begun
+    by an earlier scheduler, and a sender that never heard of it has none to tell."""
+    drained: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its messages count: neither waiting for a restart nor at its end."""
+        return self.life not in (Life.DOWN, Life.GONE)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it has been at work in this run, and is not now."""
+        starts_again = self.attempt > 0 and self.life in (Life.FORKED, Life.STARTING)
+        return self.life in (Life.DYING, Life.DOWN) or starts_again
+
+    @property
+    def may_end(self) -> bool:
+        """Whether it was told to leave, so that its end is in order."""
+        return self.membership in (Membership.STOPPING, Membership.LEFT)
+
+    @property
+    def may_wind_down(self) -> bool:
+        """Whether it can do what it does when it is told to stop."""
+        return self.has_process and self.pid > 0 and self.life is not Life.DYING
+
+    @property
+    def state(self) -> str:
+        """For people."""
+        return str(self.membership if self.membership is Membership.LEFT else self.life)
+
+    @property
+    def told(self) -> Told:
+        """The last heartbeat, with the sums of all attempts."""
+        return together(self.earlier, self.heartbeat)
+
+    @property
+    def device(self) -> str:
+        """Torch's name of its first device."""
+        return f"cuda:{self.gpus[0]}" if self.gpus else "cpu"
+
+    def fork(self, now: float) -> None:
+        """An attempt is asked for; whoever it is, it finds this scheduler."""
+        self.life, self.forked_at, self.heard_at = Life.FORKED, now, now
+        self.cause, self.lasting, self.restart_at = "", False, None
+        self.is_reachable, self.deferred = True, []
+
+    def die(self, cause: str, now: float, *, lasting: bool = False) -> None:
+        """It failed, or is being killed."""
+        self.lasting |= lasting
+        self.life, self.cause, self.dying_since = Life.DYING, self.cause or cause, now
+
+    def fall(self, cause: str) -> None:
+        """The attempt under way has ended, and another one may follow."""
+        self.earlier, self.heartbeat = self.told, None
+        self.life, self.wired, self.pid, self.cause = Life.DOWN, False, 0, cause
+
+    def to_plain(self) -> dict[str, Any]:
+        """What a successor of the scheduler cannot learn from the forkserver or from heartbeats; for JSON."""
+        plain = {name: getattr(self, name) for name in _REMEMBERED}
+        plain |= {name: list(plain[name]) for name in ("nodes", "gpus")}
+        return plain | {"senders": sorted(self.senders), "unconfirmed": list(self.unconfirmed.items())}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "WorkerRecord":
+        """What `to_plain` gave."""
+        return cls(**{
+            **plain, "life": Life(plain["life"]), "membership": Membership(plain["membership"]),
+            "nodes": tuple(plain["nodes"]), "gpus": tuple(plain["gpus"]), "senders": set(plain["senders"]),
+            "unconfirmed": dict(plain["unconfirmed"]),
+        })  # fmt: skip
+
+
+_OF_THIS_SCHEDULER = {
+    "has_process", "pid", "forked_at", "heard_at", "dying_since", "stopped_since", "heartbeat", "stacks",
+    "is_reachable", "deferred",
+}  # fmt: skip
+_REMEMBERED = [each.name for each in fields(WorkerRecord) if each.name not in _OF_THIS_SCHEDULER]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One attempt of one worker that came to its end."""
+
+    worker: str
+    attempt: int
+    cause: str
+    at: float
+
+
+@dataclass(kw_only=True)
+class Table:
+    """All that the decisions of a scheduler rest on.
+
+    Of another scheduler's clock only what is decided is kept (`to_plain`): both are the machine's.
+    """
+
+    graph: Graph
+    plan: Plan
+    limits: Limits = field(default_factory=Limits)
+    folder: str = ""
+    """Of the run."""
+    run: RunStateMachine = field(init=False)
+    workers: dict[str, WorkerRecord] = field(init=False)
+    edges: list[tuple[str, str, str]] = field(init=False)
+    """Name, sending worker and receiving worker of each edge between two."""
+    begun: bool = False
+    """Whether all were ready once."""
+    is_closing: bool = False
+    """Whether all were told to stop."""
+    watched_at: float = 0.0
+    """When it was last looked whether anybody hangs."""
+    starts_until: float = 0.0
+    joins_until: float = 0.0
+    drains_until: float = 0.0
+
+    wishes: dict[str, int] = field(default_factory=dict)
+    """Replicas that nodes are to have, and have not."""
+    schedule: list[tuple[int, Mapping[str, int]]] = field(init=False)
+    """Wishes of the plan, by the step from which they count."""
+    last_ticket: int = 0
+    failures: list[Failure] = field(default_factory=list)
+    """Those that may count, oldest first."""
+    made: int = 0
+    """How far the run has come."""
+    progressed_at: float = float("-inf")
+    """When it last came further."""
+    hopeless: str | None = None
+    """Why the run must end; None while there is hope."""
+
+    def __post_init__(self) -> None:
+        self.run = RunStateMachine(self.graph, self.plan)
+        self.schedule = sorted(self.plan.scale.items())
+        worker = {node: placement.worker for node, placement in self.plan.placements.items()}
+        self.edges = [
+            (edge.name, worker[edge.producer], worker[edge.consumer])
+            for edge in edges(self.graph) if worker[edge.producer] != worker[edge.consumer]
+        ]  # fmt: skip
+        self.workers = {}
+        for name, replica, nodes in self.plan.processes():
+            gpus = self.plan.placements[nodes[0]].gpus_of(replica)
+            self.add(
+                WorkerRecord(name=f"{name}-{replica}", worker=name, replica=replica, nodes=tuple(nodes), gpus=gpus)
+            )
+        for record in self:
+            record.senders = {other.name for other in self if other.worker in self.upstream(record)}
+
+    def __iter__(self) -> Iterator[WorkerRecord]:
+        return iter(self.workers.values())
+
+    def add(self, record: WorkerRecord) -> None:
+        """One worker more."""
+        self.workers[record.name] = record
+
+    def upstream(self, record: WorkerRecord) -> set[str]:
+        """The plan's workers that send to this one."""
+        return {producer for _, producer, consumer in self.edges if consumer == record.worker}
+
+    @property
+    def joining(self) -> WorkerRecord | None:
+        """The newcomer on its way."""
+        return next((record for record in self if record.membership is Membership.JOINING), None)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the run is to make no further step."""
+        return self.run.draining or self.run.over
+
+    def all_ended(self, node: str) -> bool:
+        """Whether every replica of a node says that its inputs have ended and it has nothing more to do."""
+        reports = [
+            record.heartbeat.nodes.get(node) if record.heartbeat else None
+            for record in self if node in record.nodes
+        ]  # fmt: skip
+        return all(report is not None and report.ended for report in reports)
+
+    def to_plain(self) -> dict[str, Any]:
+        """What a successor takes up, for JSON; only of a run that has begun."""
+        return {
+            "run": self.run.to_plain(), "workers": [record.to_plain() for record in self], "wishes": self.wishes,
+            "schedule": self.schedule, "last_ticket": self.last_ticket, "made": self.made,
+            "failures": [[each.worker, each.attempt, each.cause, each.at] for each in self.failures],
+            "progressed_at": self.progressed_at if self.made else None,
+        }  # fmt: skip
+
+    def take_up(self, plain: Mapping[str, Any]) -> None:
+        """Be what the scheduler before knew, which wrote this."""
+        self.run.take_up(plain["run"])
+        self.workers = {each["name"]: WorkerRecord.from_plain(each) for each in plain["workers"]}
+        self.wishes, self.last_ticket = dict(plain["wishes"]), plain["last_ticket"]
+        self.schedule = [(step, wishes) for step, wishes in plain["schedule"]]
+        self.failures = [Failure(*each) for each in plain["failures"]]
+        self.made = plain["made"]
+        self.progressed_at = float("-inf") if plain["progressed_at"] is None else plain["progressed_at"]
+        self.begun = True
+
+    def obituary(self, record: WorkerRecord) -> str:
+        """What became of a worker that was needed, for people."""
+        return (
+            f"worker '{record.name}' ({', '.join(record.nodes)}) {record.cause} while the run needed it; "
+            f"see {self.folder}/logs/{record.name}.log"
+        )
+
+
+def how(status: int | None) -> str:
+    """What a process did that ended with this status, for people; a signal's number is below 0."""
+    if status is None:
+        return "ended for an unknown reason"
+    if status == ALONE:
+        return "ended, as no scheduler spoke to it"
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"died ({signal.Signals(-status).name})"
+    except ValueError:
+        return f"died (signal {-status})"

@@ -1,0 +1,150 @@
+"""What a scorer declares, and its runtime reads: the function, the knobs that it was given, the limits of its calls."""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeVar
+
+import pyarrow as pa
+
+from dataflow.errors import GraphError
+from dataflow.node import Transform
+from dataflow.records import ERROR, Columns
+from dataflow.scoring.signature import Signature, read_signature, where_defined
+from dataflow.traits import Traits
+
+P = ParamSpec("P")
+T_co = TypeVar("T_co", covariant=True)
+Per = Literal["row", "group"]
+
+DEFAULT_TIMEOUT_S = 30.0
+DEFAULT_MEMORY_MB = 1024
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScorerKnobs(Transform, Generic[P, T_co]):
+    """A function that reads columns and writes one."""
+
+    light: ClassVar[bool] = True
+    state: ClassVar[str | None] = "scored"
+
+    function: Callable[P, T_co] = field(repr=False)
+    """What the user wrote."""
+    per: Per = "row"
+    """Called once per rollout, or once per group with the columns of its good rows."""
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """Wall-clock seconds for one call."""
+    memory_mb: int | None = DEFAULT_MEMORY_MB
+    """Megabytes that a process of its pool may take beyond what it started with; None: no limit."""
+    concurrency: int = 1
+    """Calls at once within a process: threads, or tasks of an event loop for an async function."""
+    processes: int = 1
+    """Processes in its pool."""
+    isolate: bool = True
+    """Whether it runs in killable processes; False: inside the worker, with no limits, where a call that only waits
+    for longer than `Limits.asleep_s` counts as a worker that is stuck."""
+    given: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Knobs set where it was applied."""
+    signature: Signature = field(init=False, repr=False)
+    """The function's parameters as columns and knobs, and the Arrow type it writes."""
+
+    def __post_init__(self) -> None:
+        signature = read_signature(self.function, per_group=self.per == "group")
+        object.__setattr__(self, "signature", signature)
+        if not self.name:
+            object.__setattr__(self, "name", signature.name)
+        super().__post_init__()
+        self._check_limits()
+        for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
+            object.__setattr__(self, attribute, getattr(self.function, attribute, None))
+        object.__setattr__(self, "__wrapped__", self.function)
+
+    @property
+    def where(self) -> str:
+        """File and line of the function."""
+        return where_defined(self.function)
+
+    @property
+    def output(self) -> pa.DataType:
+        """Arrow type of the column it writes."""
+        return self.signature.output
+
+    @property
+    def traits(self) -> Traits:
+        """A function that is called with a group compares its rollouts."""
+        return Traits(compares_siblings=self.per == "group")
+
+    @property
+    def about(self) -> str:
+        """What the function says of itself."""
+        return inspect.getdoc(self.function) or super().about
+
+    def identity(self) -> Hashable:
+        """The function, the name, the knobs and the limits."""
+        limits = (self.per, self.timeout_s, self.memory_mb, self.concurrency, self.processes, self.isolate)
+        knobs = tuple(sorted((knob, _frozen(value)) for knob, value in self.given.items()))
+        return (self.function, self.name, knobs, limits)
+
+    def reads(self) -> Mapping[str, Any]:
+        """Parameters without a default, with what one row of each must fit."""
+        return self.signature.reads
+
+    def provides(self, columns: Columns) -> Columns:
+        """Its input's columns, `error` where failures are recorded, and its own."""
+        return {**columns, ERROR: pa.string(), self.name: self.output}
+
+    def knobs(self) -> dict[str, Any]:
+        """The function's knobs set at the application, and limits that differ from their defaults."""
+        shown = dict(self.given)
+        for item in dataclasses.fields(self):
+            if item.repr and item.name not in ("name", "function"):
+                value = getattr(self, item.name)
+                if value != item.default:
+                    shown[item.name] = value
+        return shown
+
+    def faults(self) -> list[str]:
+        """A column that is both read and written."""
+        if self.name not in self.reads():
+            return []
+        message = f"'{self.name}' ({self.where}) writes column '{self.name}', which it also reads; "
+        return [message + "name it otherwise with .renamed(...)"]
+
+    def _check_limits(self) -> None:
+        head = f"scorer '{self.name}' ({self.where})"
+        if self.per not in ("row", "group"):
+            raise GraphError(f"{head} has per={self.per!r}, which is not known; use per='row' or per='group'")
+        for knob in ("concurrency", "processes"):
+            found = getattr(self, knob)
+            if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+                raise GraphError(f"{head} has {knob}={found!r}, which must be a whole number; use 1 or more")
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
+            raise GraphError(f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0")
+        if self.memory_mb is not None and (not isinstance(self.memory_mb, int) or self.memory_mb < 1):
+            raise GraphError(f"{head} has memory_mb={self.memory_mb!r}; give megabytes, or None for no limit")
+        if self.isolate:
+            return
+        if self.signature.is_async:
+            raise GraphError(
+                f"{head} is an async function with isolate=False, and the worker has no event loop; leave isolate=True"
+            )
+        if self.timeout_s != DEFAULT_TIMEOUT_S or self.memory_mb != DEFAULT_MEMORY_MB or self.concurrency > 1:
+            raise GraphError(
+                f"{head} has limits but isolate=False, and nothing can stop a call inside the worker; "
+                f"leave isolate=True, or drop timeout_s, memory_mb and concurrency"
+            )
+        if self.processes > 1:
+            raise GraphError(f"{head} has processes={self.processes} but isolate=False; leave isolate=True")
+
+
+def _frozen(value: Any) -> Hashable:
+    """A hashable stand-in for a knob's value: equal for equal plain data, by object for anything else."""
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, tuple(_frozen(item) for item in value))
+    if isinstance(value, dict):
+        return ("dict", tuple((repr(key), _frozen(item)) for key, item in value.items()))
+    if isinstance(value, str | bytes | int | float | bool | type(None)):
+        return (type(value).__name__, value)
+    return (type(value).__name__, id(value))

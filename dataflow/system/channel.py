@@ -1,0 +1,149 @@
+"""Framed messages over a socket pair that only two processes hold: length, then what the codec made of the message."""
+
+import array
+import contextlib
+import os
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from dataflow.system.clocks import Countdown
+from dataflow.system.messages import Codec, MessageError
+
+LENGTH = struct.Struct("<Q")
+"""What stands before each message."""
+_READ_BYTES = 1 << 18
+_RIGHTS_BYTES = socket.CMSG_LEN(16 * array.array("i").itemsize)
+"""For the open files that come with one read."""
+
+M = TypeVar("M")
+
+
+class Channel(Generic[M]):
+    """One end of a socket pair; used by one thread. The end of either process closes it, which the other one notices.
+
+    consumes: messages that the peer sends
+    produces: messages to it, in order; open files with them
+    waits for: the peer in `send` and `receive`, up to a deadline; `post` and `arrived` return at once
+    unblocked by: what the peer reads or sends, or its end
+    """
+
+    def __init__(self, end: socket.socket, codec: Codec[M], send_s: float = 0.0) -> None:
+        """Take over a connected stream socket; `send_s` bounds the wait for a peer that does not read."""
+        self._end, self._codec, self._send_s = end, codec, send_s
+        self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._inbox = bytearray()
+        self._frames: deque[bytes] = deque()
+        self._is_over = False
+        self.files: deque[int] = deque()
+        """Open files that came with messages, for the caller to take and to close."""
+
+    @classmethod
+    def pair(cls, codec: Codec[M], send_s: float = 0.0) -> "tuple[Channel[M], socket.socket]":
+        """A channel, and the other end of its socket pair, for a child."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(ours, codec, send_s), theirs
+
+    def fileno(self) -> int:
+        """For a poller."""
+        return self._end.fileno()
+
+    def send(self, message: M) -> None:
+        """Hand over a message. Raises OSError (TimeoutError, BrokenPipeError) when the peer does not take it."""
+        self.post(message)
+        wait = Countdown(self._send_s)
+        while self._out:
+            if select.select([], [self._end], [], wait.slice_s)[1]:
+                self.flush()
+            elif wait.is_over:
+                raise TimeoutError("the other side does not read")
+
+    def post(self, message: M, files: Sequence[int] = ()) -> None:
+        """Have a message sent, with open files, as soon as the peer takes it: what it takes now, and later by `flush`.
+
+        Raises OSError when the peer is gone."""
+        data = self._codec.encode(message)
+        self._out.append((memoryview(LENGTH.pack(len(data)) + data), files))
+        self.flush()
+
+    @property
+    def has_output(self) -> bool:
+        """Whether something waits for the peer to read."""
+        return bool(self._out)
+
+    def flush(self) -> None:
+        """Send what the peer takes now. Raises OSError when it is gone."""
+        with contextlib.suppress(BlockingIOError):
+            while self._out:
+                left, files = self._out[0]
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+                sent = self._end.sendmsg([left], rights, socket.MSG_DONTWAIT)
+                if sent < len(left):
+                    self._out[0] = left[sent:], ()
+                else:
+                    self._out.popleft()
+
+    def receive(self, wait_s: float) -> M:
+        """The next message. Raises EOFError when the peer has closed its end, TimeoutError after `wait_s` seconds (what
+        has come so far is kept), MessageError for what is no message."""
+        wait = Countdown(wait_s)
+        while not self._frames:
+            if self._is_over:
+                raise EOFError("the other side has closed the channel")
+            if self.readable(wait.slice_s):
+                self._take_in()
+            elif wait.is_over:
+                raise TimeoutError("the other side says nothing")
+        return self._codec.decode(self._frames.popleft())
+
+    def arrived(self) -> list[M]:
+        """The messages that are there now. Raises EOFError when there is none, and the peer has closed its end;
+        MessageError for what is no message."""
+        while not self._is_over and self._take_in():
+            pass
+        if self._is_over and not self._frames:
+            raise EOFError("the other side has closed the channel")
+        found = [self._codec.decode(frame) for frame in self._frames]
+        self._frames.clear()
+        return found
+
+    def readable(self, wait_s: float) -> bool:
+        """Whether a message, or a part of one, or the peer's end comes within `wait_s` seconds."""
+        return bool(self._frames) or self._is_over or bool(select.select([self._end], [], [], wait_s)[0])
+
+    def close(self) -> None:
+        """Close this end."""
+        self._end.close()
+        while self.files:
+            os.close(self.files.popleft())
+
+    def _take_in(self) -> bool:
+        """Read once; whether there may be more."""
+        try:
+            data, rights, _, _ = self._end.recvmsg(_READ_BYTES, _RIGHTS_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data, rights = b"", []
+        for _, _, files in rights:
+            self.files.extend(array.array("i", files))
+        self._is_over = not data
+        self._inbox += data
+        at = 0
+        while len(self._inbox) - at >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._inbox, at)
+            if length > self._codec.max_bytes:
+                raise MessageError(
+                    f"a message on a channel is too large; found {length} bytes, the bound is {self._codec.max_bytes}; "
+                    f"send less at once"
+                )
+            stop = at + LENGTH.size + length
+            if len(self._inbox) < stop:
+                break
+            self._frames.append(bytes(self._inbox[at + LENGTH.size : stop]))
+            at = stop
+        del self._inbox[:at]
+        return len(data) == _READ_BYTES or bool(rights)  # a read ends behind open files

@@ -1,0 +1,205 @@
+"""The messages between the scheduler and its workers, a class each, and the one place that encodes and checks them."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from dataflow.system.messages import Codec, Plain
+
+ALONE = os.EX_TEMPFAIL
+"""Exit status of a worker that had no scheduler any more."""
+
+WHOLE_NUMBERS = (
+    "step", "done", "dropped", "round", "version", "tokens", "scored", "failed", "restarts", "queue", "waiting",
+    "active",
+)  # fmt: skip
+"""What the scheduler counts with in a node's status."""
+
+
+# From a worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """It lives, and receives at these addresses, by edge that ends there."""
+
+    attempt: int
+    pid: int
+    addresses: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """Its operators are built and wired."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confirmed:
+    """What the message with this ticket asked for is done."""
+
+    attempt: int
+    ticket: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """What one node says of itself, and how it spent its time. Errors: ValueError for a status nobody could count
+    with."""
+
+    status: Mapping[str, bool | int | float | str]
+    seconds: Mapping[str, float]
+    """busy, idle, blocked."""
+    rows_in: int
+    rows_out: int
+    ended: bool
+    blocked: bool
+    paused: bool = False
+    pending: int = 0
+    oldest: Mapping[str, int] = field(default_factory=dict)
+    """By lane, the first group that it is not done with."""
+
+    def __post_init__(self) -> None:
+        if any(type(self.status.get(name, 0)) not in (int, bool) for name in WHOLE_NUMBERS):
+            raise ValueError(f"a status counts in whole numbers, but this one is {self.status!r:.200}")
+        if type(self.status.get("eval_accuracy", 0.0)) not in (int, bool, float):
+            raise ValueError(f"an accuracy is a number, but this status is {self.status!r:.200}")
+        if not {"busy", "idle", "blocked"} <= self.seconds.keys():
+            raise ValueError(f"seconds are busy, idle and blocked, but these are {sorted(self.seconds)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """A sign of life, several times a second."""
+
+    attempt: int
+    nodes: Mapping[str, NodeReport]
+    edges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By edge that ends there, how full it is: rows held, and capacity."""
+    drained: bool = False
+    """Whether its loops have ended, and all they sent is acknowledged."""
+    alone: bool = False
+    """Whether it ends because nobody spoke to it."""
+    state: str = "running"
+    turned_s: float = 0.0
+    """How long the slice of work under way has lasted."""
+    asleep_s: float = 0.0
+    """How long it has computed nothing in it."""
+    at: str = ""
+    """The node whose slice that is."""
+    at_s: float = 0.0
+    rss_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """Where its threads are."""
+
+    attempt: int
+    threads: Sequence[Plain]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """It ends with an error."""
+
+    attempt: int
+    message: str
+    error: str = ""
+    """The error's class."""
+    traceback: str = ""
+    lasting: bool = False
+    """Whether it would be there again after a restart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bye:
+    """It ends as it was told."""
+
+    attempt: int
+
+
+# To a worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """By edge that begins there, the addresses of its receivers."""
+
+    addresses: Mapping[str, list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Begin to work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Wind down and end."""
+
+
+@dataclass(frozen=True)
+class NodeCommand:
+    """For the runtime of a node; {"pause": bool} is for the loop around it."""
+
+    node: str
+    message: Mapping[str, bool | int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expect:
+    """By edge that ends there, how many senders it has had in all; to be confirmed."""
+
+    senders: Mapping[str, int]
+    ticket: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderEnded:
+    """By edge that ends there, a replica of its sender that has told the end, be it the attempt before."""
+
+    senders: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddReceivers:
+    """By edge that begins there, where one receiver more is."""
+
+    receivers: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetireReceivers:
+    """By edge that begins there, which receiver gets no more; to be confirmed once it has acknowledged all."""
+
+    receivers: Mapping[str, str]
+    ticket: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """The answer to a heartbeat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskStacks:
+    """Say where your threads are."""
+
+
+FromWorker: TypeAlias = Hello | Ready | Confirmed | Heartbeat | Stacks | Failed | Bye
+ToWorker: TypeAlias = (
+    Wire | Start | Stop | NodeCommand | Expect | SenderEnded | AddReceivers | RetireReceivers | Heard | AskStacks
+)
+DECIDE_NOTHING = (Heard, AskStacks)
+"""Messages from which nothing follows that a successor of the scheduler would have to know."""
+
+TO_SCHEDULER: Codec[FromWorker] = Codec(
+    "dataflow.from-worker", 1, Hello, Ready, Confirmed, Heartbeat, Stacks, Failed, Bye
+)
+TO_WORKER: Codec[ToWorker] = Codec(
+    "dataflow.to-worker", 1, Wire, Start, Stop, NodeCommand, Expect, SenderEnded, AddReceivers, RetireReceivers, Heard,
+    AskStacks,
+)  # fmt: skip

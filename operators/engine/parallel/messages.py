@@ -1,0 +1,199 @@
+"""What the ranks of an engine say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataflow.folder.partial_rollouts import Stretch
+from dataflow.limits import Limits
+from dataflow.system.messages import Plain
+from operators.engine.knobs import GeneratorKnobs
+from operators.engine.results import Start
+from operators.engine.sampler import Sampling
+from operators.engine.stops import StopStrings
+from operators.ranks.messages import Numbers, codec_of
+
+# From rank 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a rank builds its engine from."""
+
+    declaration: GeneratorKnobs
+    node: str
+    replica: int
+    rank: int
+    size: int
+    device: str
+    threads: int
+    folder: str
+    """Where the ranks meet."""
+    site: Mapping[str, str] | None
+    """As `OpensWeights.site`."""
+    limits: Limits
+
+
+@dataclass(frozen=True)
+class Build:
+    """All have read the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partial:
+    """What a rollout had drawn before it starts again."""
+
+    tokens: Numbers
+    logprobs: Numbers
+    versions: Numbers
+    masks: tuple[Numbers, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt whose rollouts start, as `Start`."""
+
+    tokens: Numbers
+    limit: int
+    tickets: tuple[int, ...]
+    seeds: tuple[int, ...]
+    sampling: Sampling | None
+    stop: tuple[str, ...] | None
+    parts: tuple[Partial | None, ...]
+
+    @classmethod
+    def of(cls, start: Start) -> Prompt:
+        """The message of a start."""
+        return cls(
+            tokens=Numbers.of(start.prompt, np.int64),
+            limit=int(start.limit),
+            tickets=tuple(map(int, start.tickets)),
+            seeds=tuple(map(int, start.seeds)),
+            sampling=start.sampling,
+            stop=None if start.stop is None else tuple(start.stop.strings),
+            parts=tuple(None if part is None else _partial(part) for part in start.parts),
+        )
+
+    def start(self, stops: Callable[[Sequence[str]], StopStrings]) -> Start:
+        """The start again; `stops` gives the same object for the same strings."""
+        return Start(
+            prompt=self.tokens.array,
+            limit=self.limit,
+            tickets=self.tickets,
+            seeds=self.seeds,
+            sampling=self.sampling,
+            stop=None if self.stop is None else stops(self.stop),
+            parts=[None if part is None else _stretch(part) for part in self.parts],
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """Make a step."""
+
+    state: int
+    """Rank 0's, by `member.state_of`."""
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Give rollouts up."""
+
+    tickets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Take your slices of the weights from rank 0."""
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """This version of the weights is in use."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Map the memory of this version of the weights."""
+
+    segment: str
+    version: int
+    layout: Mapping[str, Plain] | None
+    """Where it is another than before."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Let go of that memory."""
+
+
+@dataclass(frozen=True)
+class Take:
+    """Copy your slices from that memory."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Say what you hold."""
+
+
+# From the others
+
+
+@dataclass(frozen=True)
+class Started:
+    """I run."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Which part of each parameter I hold, by `shards.plain_pieces`."""
+
+    pieces: Mapping[str, Plain]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Whether I have mapped the memory."""
+
+    entered: bool
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Checksums of the parameters that I hold."""
+
+    digests: Mapping[str, int]
+
+
+CODEC = codec_of(
+    "engine-ranks", Settings, Build, Step, Abort, Receive, Adopted, Enter, Leave, Take, Digest, Started, Pieces, Entry,
+    Digests,
+)  # fmt: skip
+
+
+def _partial(part: Stretch) -> Partial:
+    return Partial(
+        tokens=Numbers.of(part.tokens, np.int32),
+        logprobs=Numbers.of(part.logprobs, np.float32),
+        versions=Numbers.of(part.versions, np.int32),
+        masks=None if part.masks is None else tuple(Numbers.of(mask, np.int32) for mask in part.masks),
+    )
+
+
+def _stretch(part: Partial) -> Stretch:
+    return Stretch(
+        begin=0,
+        tokens=part.tokens.array,
+        logprobs=part.logprobs.array,
+        versions=part.versions.array,
+        masks=None if part.masks is None else [mask.array for mask in part.masks],
+    )

@@ -1,0 +1,157 @@
+"""What the ranks of a trainer say to each other: the rows of a step, parts of them, functions to call."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dataflow.system.messages import Plain
+from operators.ranks.messages import Numbers, codec_of
+from operators.training.learner.nonfinite import Findings
+from operators.training.learner.packing import Array, Kept, gather
+from operators.training.learner.rows import StepRows
+
+_ARRAYS = ("tokens_S", "mask_S", "offsets", "groups_R", "rollout_ids_R", "oldest_R")
+
+# From rank 0
+
+
+@dataclass(frozen=True)
+class Join:
+    """Meet the other ranks in this folder."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a step, as `StepRows`."""
+
+    arrays: Mapping[str, Numbers]
+    columns_R: Mapping[str, Numbers]
+    columns_S: Mapping[str, Numbers]
+    kept: tuple[Numbers, Numbers] | None
+
+    @classmethod
+    def of(cls, rows: StepRows) -> Rows:
+        """The message of rows."""
+        kept = rows.kept_S
+        return cls(
+            {name: Numbers.of(getattr(rows, name)) for name in _ARRAYS},
+            {name: Numbers.of(values) for name, values in rows.columns_R.items()},
+            {name: Numbers.of(values) for name, values in rows.columns_S.items()},
+            None if kept is None else (Numbers.of(kept.ids_K), Numbers.of(kept.offsets)),
+        )
+
+    def rows(self) -> StepRows:
+        """The rows again."""
+        return StepRows(
+            **{name: values.array for name, values in self.arrays.items()},
+            columns_R={name: values.array for name, values in self.columns_R.items()},
+            columns_S={name: values.array for name, values in self.columns_S.items()},
+            kept_S=None if self.kept is None else Kept(ids_K=self.kept[0].array, offsets=self.kept[1].array),
+        )
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Your share of a step; a micro-batch is as many of the rows as `counts` says, one after the other."""
+
+    version: int
+    rows: Rows
+    scale: Numbers
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Micro:
+    """Compute the next micro-batch."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Update the weights."""
+
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class Open:
+    """Open your end of the weight plane at these sites."""
+
+    sites: tuple[Mapping[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Offer your shards of this version."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call a function; all ranks are forks of one process, and have it."""
+
+    function: str
+    """By `name_of`."""
+    paths: Mapping[str, str]
+    values: Mapping[str, Plain]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Call:
+        """The call of a module's function with plain values and paths."""
+        paths = {name: str(value) for name, value in arguments.items() if isinstance(value, Path)}
+        return cls(name_of(function), paths, {name: each for name, each in arguments.items() if name not in paths})
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments again."""
+        return {**self.values, **{name: Path(value) for name, value in self.paths.items()}}
+
+
+# From the others
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the function returned."""
+
+    value: Plain
+
+
+CODEC = codec_of("trainer-ranks", Join, Begin, Micro, End, Open, Publish, Call, Findings, Result)
+
+
+def chosen(rows: StepRows, rollouts: Array) -> StepRows:
+    """Some of the rollouts, in that order."""
+    positions, offsets = gather(rows.offsets, rollouts)
+    return replace(
+        rows,
+        tokens_S=rows.tokens_S[positions],
+        mask_S=rows.mask_S[positions],
+        offsets=offsets,
+        groups_R=rows.groups_R[rollouts],
+        rollout_ids_R=rows.rollout_ids_R[rollouts],
+        oldest_R=rows.oldest_R[rollouts],
+        columns_R={name: values[rollouts] for name, values in rows.columns_R.items()},
+        columns_S={name: values[positions] for name, values in rows.columns_S.items()},
+        kept_S=None if rows.kept_S is None else rows.kept_S.select(positions),
+    )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Where other ranks, which are forks of this process, find a module's function."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """That function again."""
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for each in path.split("."):
+        found = getattr(found, each)
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,105 @@
+"""Trains recorded steps again, from Arrow files, with the loss that they had or another one; imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from dataflow.errors import GraphError, RunError, nearest
+from dataflow.folder.checkpoints import Checkpoints
+from dataflow.folder.ledger import MadeStep
+from dataflow.history.replay import Script
+from dataflow.node import Context
+from operators import losses
+from operators.models.loading import load_tokenizer
+from operators.training.checkpoints import checkpoint
+from operators.training.knobs import TrainerKnobs
+from operators.training.learner.build import make_learner
+from operators.training.steps import Making
+
+
+def retrained(trainer: TrainerKnobs, script: Script) -> Iterator[Mapping[str, float]]:
+    """Train the steps of a script in order, each at the learning rate that it had; `loss` and `grad_norm` of each.
+
+    A step with a number that is not finite leaves the weights alone, as it would in a run.
+    Errors: GraphError for a loss that cannot be used; RunError for a column that it reads and the run did not keep.
+    """
+    torch.set_num_threads(script.threads)
+    changed: dict[str, Any] = {"offload": False, "tensor_parallel": 1}
+    if script.loss:
+        changed["loss"] = find_loss(script.loss)
+    trainer = dataclasses.replace(trainer, **changed)
+    if faults := trainer.faults():
+        raise GraphError("; ".join(faults))
+    model = trainer.model
+    if script.checkpoint is not None:
+        model = dataclasses.replace(model, source=str(script.checkpoint), revision=None)
+    learner = make_learner(trainer, model, node=script.node, device=script.device, seed=script.seed)
+    if script.checkpoint is not None:
+        learner.everywhere(checkpoint.restore, folder=script.checkpoint)
+    last = script.steps[-1].step
+    context = Context(node=script.node, seed=script.seed, steps=last, threads=script.threads, device=script.device)
+    making = Making(trainer, context, learner, script.start)
+    for step in script.steps:
+        yield _make(making, step, script.read(step))
+    if script.out is not None:
+        facts: dict[str, int | str] = {"step": last, "version": last, "node": script.node}
+        with Checkpoints(script.out).writing(last, node=script.node, version=last) as folder:
+            checkpoint.save(folder, learner, load_tokenizer(model), facts)
+
+
+def find_loss(text: str) -> Callable[..., Any]:
+    """The loss of this name in operators.losses, or the function in `module:function` or `path/to/file.py:function`.
+
+    Errors: GraphError when there is none.
+    """
+    if text in losses.__all__:
+        return getattr(losses, text)  # type: ignore[no-any-return]
+    place, colon, function = text.rpartition(":")
+    if not colon or not place:
+        raise GraphError(
+            f"no loss is called {text!r}{nearest(text, losses.__all__)}; give one of {losses.__all__}, "
+            f"or a function of your own as module:function or path/to/file.py:function"
+        )
+    found = getattr(_module(place), function, None)
+    if not callable(found):
+        raise GraphError(f"'{place}' has no function {function!r}; define it there, or name another")
+    return found  # type: ignore[no-any-return]
+
+
+def _make(making: Making, step: MadeStep, table: pa.Table) -> dict[str, float]:
+    loss = making.learner.loss
+    lacking = [name for name in loss.columns if name not in table.column_names]
+    if lacking:
+        raise RunError(
+            f"loss '{loss.name}' reads columns {lacking}, but the rollouts of step {step.step} have "
+            f"{table.column_names}; give a loss that reads these"
+        )
+    making.step = step.step - 1
+    making.begin(table.to_batches())
+    while making.parts:
+        making.micro()
+    outcome = making.end(float(step.metrics["lr"]))
+    return {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
+
+
+def _module(place: str) -> Any:
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(Path(place).stem, module)
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise GraphError(f"'{place}' cannot be imported: {type(error).__name__}: {error}; mend it") from error
+    return module

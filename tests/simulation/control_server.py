@@ -1,0 +1,135 @@
+"""The scheduler's control server in a simulated world, where there are no sockets and no forkserver."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dataflow.scheduler.control_server import Client
+from dataflow.scheduler.requests import Reply, Scale
+from dataflow.worker.messages import TO_WORKER, FromWorker, Heard, ToWorker
+
+from .clock import Clock
+from .exchange import Exchange
+from .forks import Event, Forks
+
+Message = tuple[str, FromWorker]
+_SOMEBODY = Client(b"somebody")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a scheduler finds in its world, and what is there after it."""
+
+    clock: Clock
+    folder: Path
+    exchange: Exchange
+    forks: Forks
+    step: Callable[[], None]
+    """Lets the next event happen; while the scheduler waits, the world goes on."""
+    point: Callable[[], None]
+    """The scheduler touches the outside: it may die here."""
+    kill: Callable[[str], None]
+    """Ends a process."""
+    told: Callable[[ToWorker], None]
+    """Hears every message to a worker."""
+    asked: list[Scale] = field(default_factory=list)
+    """Requests that nobody answered; whoever made them asks the next scheduler."""
+
+
+class SimulatedControlServer:
+    """Messages and processes of one scheduler; it decides nothing."""
+
+    requests = "requests"
+    number, lives = 0, False
+
+    def __init__(self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False) -> None:
+        """handed, alone_s: of workers that are taken over. keeps: whether decisions are written down first."""
+        self.folder, self.address, self.handed, self.alone_s = room.folder, "control", handed, alone_s
+        self.ahead: Callable[[], None] = lambda: None
+        self._room, self._keeps = room, keeps
+        self._received: deque[Message] = deque()
+        self._requested: deque[tuple[Client, Scale]] = deque()
+        self._events: deque[Event] = deque()
+        self._outgoing: deque[Callable[[], None]] = deque()
+        """What the scheduler decided; it happens when it waits next."""
+        room.exchange.open(self._received.append)
+        room.forks.note = self._events.append
+        for request in room.asked:
+            self.ask(request)
+
+    def ask(self, request: Scale) -> None:
+        """Somebody makes a request."""
+        self._requested.append((_SOMEBODY, request))
+
+    def wait(self, wait_s: float) -> tuple[list[Message], list[tuple[Client, Scale]], list[Event]]:
+        """What is sent, and what the forkserver tells; the world goes on meanwhile."""
+        if self._outgoing and self._keeps:
+            self._room.point()
+            self.ahead()
+        while self._outgoing:
+            self._room.point()
+            self._outgoing.popleft()()
+        clock = self._room.clock
+        deadline = clock.now + wait_s
+        clock.after(wait_s, lambda: None)
+        while not (self._received or self._requested or self._events) and clock.now < deadline:
+            self._room.step()
+        received, requested, events = list(self._received), list(self._requested), list(self._events)
+        for queue in (self._received, self._requested, self._events):
+            queue.clear()
+        return received, requested, events
+
+    def last_words(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
+        """What is sent soon."""
+        messages, requests, events = self.wait(pause_s)
+        self._requested.extend(requests)
+        self._events.extend(events)
+        yield from messages
+
+    def send(self, to: str, message: ToWorker) -> None:
+        """Send a message to a worker."""
+        if isinstance(message, Heard):
+            return
+        packed = TO_WORKER.encode(message)
+
+        def send() -> None:
+            sent = TO_WORKER.decode(packed)
+            self._room.told(sent)
+            self._room.exchange.say(to, sent)
+
+        self._outgoing.append(send)
+
+    def reply(self, to: Client, reply: Reply) -> None:
+        """Answer a request."""
+        self._outgoing.append(self._answered)
+
+    def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
+        """From now on workers outlive the scheduler, where this world has another one."""
+        self._outgoing.append(self._stay)
+
+    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
+        """Ask for a process."""
+        self._outgoing.append(lambda: self._room.forks.spawn(name, settings))
+
+    def kill(self, name: str, number: int) -> None:
+        """Send a signal to a worker: all of them end it."""
+        self._outgoing.append(lambda: self._room.kill(name))
+
+    def check(self) -> None:
+        """No scheduler is replaced that lives."""
+
+    def refuse(self, who: str, why: str) -> None:
+        """Nobody is a stranger."""
+        raise AssertionError(who)
+
+    def close(self) -> None:
+        """The world is closed by its owner."""
+
+    def _stay(self) -> None:
+        self._room.forks.stays = self._keeps
+
+    def _answered(self) -> None:
+        if self._room.asked:
+            self._room.asked.pop(0)

@@ -1,0 +1,86 @@
+"""The kernels in C on other processors than this one: what their vectors compile to, and who says which one it is."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from operators.engine.native import build as engine
+from transport.native import build as transport
+from transport.native.compile import PROCESSOR, compiled
+
+KERNELS = {
+    "copies and sums": ((Path(transport.__file__).with_name("kernels.c"),), transport.FLAGS),
+    "differences": ((Path(transport.__file__).with_name("delta.c"),), transport.FLAGS),
+    "engine": (tuple(engine.FOLDER / name for name in engine.SOURCES), (*engine.FLAGS, "-fopenmp")),
+}
+LEVELS = ["x86-64", "sandybridge", "x86-64-v3", "x86-64-v4"]
+"""Integers have vectors of 16 bytes twice, without AVX and with it, of 32 with AVX2, of 64 with AVX-512."""
+GCC = shutil.which("gcc")
+
+
+@pytest.mark.skipif(GCC is None or platform.machine() != "x86_64", reason="needs gcc on x86-64")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_no_vector_is_wider_than_the_processors_registers(kernels, level, tmp_path):
+    sources, flags = KERNELS[kernels]
+    told = ["-Wvector-operation-performance", "-Werror=vector-operation-performance"]
+    options = [GCC, *flags, f"-march={level}", *told]
+    passed = passes(sources, options)
+    if passed.exists():
+        return
+    command = [*options, "-c", str(sources[0]), "-o", str(tmp_path / "kernels.o")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr
+    passed.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    passed.touch()
+
+
+def passes(sources: tuple[Path, ...], options: list[str]) -> Path:
+    """A file of the user's cache, there once this compiler has compiled these sources with these options."""
+    known = [*(source.read_text("utf-8") for source in sources), *options, version()]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataflow-rl" / "vectors"
+    return folder / hashlib.sha256("\n".join(known).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def version() -> str:
+    return subprocess.run([GCC, "-v"], capture_output=True, text=True, timeout=20, check=True).stderr
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A C file that no other test compiles, and a cache of its own."""
+    if transport.library() is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "wide.c"
+    path.write_text("#ifdef __AVX512F__\nint wide(void) { return 64; }\n#else\nint wide(void) { return 0; }\n#endif\n")
+    return path
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of x86-64")
+def test_kernels_are_compiled_for_the_processor_that_is_named(source, monkeypatch):
+    found = {}
+    for level in ("x86-64-v3", "x86-64-v4"):
+        monkeypatch.setenv(PROCESSOR, level)
+        found[level] = compiled.__wrapped__((source,), (("-O1",),)).wide()
+    assert found == {"x86-64-v3": 0, "x86-64-v4": 64}
+
+
+def test_there_are_no_kernels_where_none_are_asked_for(source, monkeypatch):
+    monkeypatch.setenv(PROCESSOR, "none")
+    assert compiled.__wrapped__((source,), (("-O1",),)) is None
+
+
+def test_a_processor_that_the_compiler_does_not_know_is_refused(source, monkeypatch):
+    monkeypatch.setenv(PROCESSOR, "abacus")
+    with pytest.raises(ValueError, match=r"wide\.c cannot be compiled for DATAFLOW_MARCH=abacus; found .+; name a"):
+        compiled.__wrapped__((source,), (("-O1",),))

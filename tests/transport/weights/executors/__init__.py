@@ -1,0 +1,1 @@
+"""How segments and messages get from process to process."""

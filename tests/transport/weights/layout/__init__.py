@@ -1,0 +1,1 @@
+"""Layouts and the copies between them."""

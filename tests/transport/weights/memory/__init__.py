@@ -1,0 +1,1 @@
+"""Versions in memory: writers, readers, and what goes wrong."""

@@ -1,0 +1,1 @@
+"""The protocol of the weight plane, without sockets."""

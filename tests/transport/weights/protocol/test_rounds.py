@@ -1,0 +1,511 @@
+"""Collective rounds under any schedule: messages late, ranks lost, frozen, restarted, groups that come and go."""
+
+import random
+from collections import defaultdict, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transport.weights.protocol.messages import (
+    BROKEN,
+    CODEC,
+    DAMAGED,
+    WHOLE,
+    FormGroup,
+    Join,
+    Ready,
+    StartTransfer,
+    Verified,
+)
+from transport.weights.protocol.pace import Deadlines
+from transport.weights.protocol.ranks import Abort, Connect, ReaderRank, SourceRank, Transfer
+from transport.weights.protocol.rounds import Coordinator
+
+PACE = Deadlines(heartbeat_s=1.0, gone_s=12.0, form_s=8.0, ready_s=5.0, transfer_s=6.0)
+KEY, LAYOUT = b"key", {"shards": []}
+LINE = 1_000_000
+"""Coordinators are named by its multiples, so that an epoch tells which one gave it."""
+
+
+def reader(name: str, rank: int, ranks: int, incarnation: int) -> ReaderRank:
+    join = Join(
+        group=name, rank=rank, ranks=ranks, incarnation=incarnation, attempt=1, writer=0, version=-1, key=KEY,
+        layout=LAYOUT if rank == 0 else {},
+    )  # fmt: skip
+    return ReaderRank(join, PACE)
+
+
+class World:
+    """All ranks and the wires between them; each wire keeps its order, and nothing else is promised."""
+
+    def __init__(self, seed: int, sources: int, groups: dict[str, int]) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.sources, self.line = sources, 1
+        self.coordinator = Coordinator(sources, KEY, LAYOUT, "s", writer=LINE, now=0.0, deadlines=PACE)
+        self.sizes = groups
+        self.ranks: dict[bytes, SourceRank | ReaderRank] = {}
+        self.wires: dict[tuple[bytes, bool], deque] = defaultdict(deque)
+        self.work: list[tuple[bytes, object]] = []
+        self.begun: dict[tuple[int, int], set[bytes]] = defaultdict(set)
+        self.frozen: set[bytes] = set()
+        self.members: dict[int, set[bytes]] = defaultdict(set)
+        self.ready: dict[tuple[int, int], set[bytes]] = defaultdict(set)
+        self.moved: dict[tuple[int, int], set[bytes]] = defaultdict(set)
+        self.open: dict[int, int] = {}
+        self.damage: set[tuple[int, int]] = set()
+        """(line, version)"""
+        self.seen: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
+        self.latest, self.count = -1, 0
+        self.lines: dict[bytes, int] = {}
+        """Of each trainer's rank."""
+        for rank in range(sources):
+            self.lines[b"source%d" % rank] = self.line
+            self.ranks[b"source%d" % rank] = SourceRank(rank, sources, KEY, PACE, 0.0)
+        for name in groups:
+            for rank in range(groups[name]):
+                self.start(name, rank)
+
+    def peers(self, name: str) -> list[bytes]:
+        return [p for p in self.ranks if p.startswith(name.encode() + b"/")]
+
+    def start(self, name: str, rank: int) -> None:
+        self.count += 1
+        for old in [p for p in self.peers(name) if p.startswith(b"%s/%d/" % (name.encode(), rank))]:
+            self.kill(old)
+        peer = b"%s/%d/%d" % (name.encode(), rank, self.count)
+        self.ranks[peer] = reader(name, rank, self.sizes[name], self.count)
+
+    def restart_source(self, peer: bytes, *, leave: bool) -> None:
+        """A trainer's rank other than the first ends, in order or not, and a new process takes its place."""
+        old = self.ranks[peer]
+        rank = old.join.rank
+        if rank == 0:
+            self.restart_trainer(linger=leave)
+            return
+        if leave:
+            self.act(peer, [old.leaving()])
+        self.kill(peer)
+        self.start_source(rank)
+
+    def start_source(self, rank: int) -> None:
+        self.count += 1
+        peer = b"source%d/%d" % (rank, self.count)
+        self.ranks[peer] = SourceRank(rank, self.sources, KEY, PACE, self.now, incarnation=self.count)
+        self.ranks[peer].hold({self.latest} - {-1})
+        self.lines[peer] = self.line
+
+    def restart_trainer(self, *, linger: bool) -> None:
+        """Rank 0 dies, and all others at once or a while later; a new trainer goes on from up to two versions before.
+
+        Ranks of the dead trainer that `linger` still speak, with the new coordinator too."""
+        for peer in [p for p, rank in self.ranks.items() if isinstance(rank, SourceRank)]:
+            if not linger or self.ranks[peer].join.rank == 0:
+                self.kill(peer)
+        self.line += 1
+        self.coordinator = Coordinator(
+            self.sources, KEY, LAYOUT, "s", writer=LINE * self.line, now=self.now, deadlines=PACE
+        )
+        self.latest = max(0, self.latest - self.random.randrange(3))
+        for rank in range(self.sources):
+            self.start_source(rank)
+
+    def kill(self, peer: bytes) -> None:
+        self.ranks.pop(peer, None)
+        self.frozen.discard(peer)
+        self.work = [(p, w) for p, w in self.work if p != peer]
+        self.wires.pop((peer, True), None)
+
+    def act(self, peer: bytes, actions) -> None:
+        for action in actions:
+            if isinstance(action, Abort):
+                self.work = [(p, w) for p, w in self.work if p != peer or self.epoch(w) != action.epoch]
+            elif isinstance(action, Connect | Transfer):
+                if isinstance(action, Transfer):
+                    key = action.epoch, action.round
+                    self.begun[key].add(peer)
+                    # Nobody enters a transfer before everybody is ready.
+                    assert self.ready[key] == self.members[action.epoch], (self.ready[key], action)
+                    # Never two rounds of one epoch at once.
+                    assert not [w for p, w in self.work if p == peer and isinstance(w, Transfer) and w.epoch == key[0]]
+                self.work.append((peer, action))
+            else:
+                if isinstance(action, Ready):
+                    self.ready[action.epoch, action.round].add(peer)
+                self.wires[peer, False].append(CODEC.decode(CODEC.encode(action)))
+
+    @staticmethod
+    def epoch(work) -> int:
+        return work.form.epoch if isinstance(work, Connect) else work.epoch
+
+    def send(self, out) -> None:
+        for peer, message in out:
+            if isinstance(message, FormGroup):
+                self.members[message.epoch].add(peer)
+            if isinstance(message, StartTransfer):
+                assert self.ready[message.epoch, message.round] == self.members[message.epoch]
+            if isinstance(message, Verified):
+                key = message.epoch, message.round
+                assert self.moved[key] == self.members[message.epoch], "whole before all were done"
+                assert (message.epoch // LINE, message.version) not in self.damage
+                assert {self.lines[p] for p in self.members[message.epoch] if p in self.lines} == {self.line}
+            if peer in self.ranks:
+                self.wires[peer, True].append(CODEC.decode(CODEC.encode(message)))
+            elif self.random.random() < 0.5:
+                self.send(self.coordinator.lost(peer))
+
+    def deliver(self) -> bool:
+        ready = [key for key, wire in self.wires.items() if wire and key[0] not in (self.frozen if key[1] else ())]
+        if not ready:
+            return False
+        peer, to_rank = self.random.choice(sorted(ready))
+        message = self.wires[peer, to_rank].popleft()
+        if to_rank:
+            self.act(peer, self.ranks[peer].receive(message, self.now))
+        else:
+            self.send(self.coordinator.receive(peer, message, self.now))
+        return True
+
+    def end_of_work(self) -> bool:
+        possible = [(p, w) for p, w in self.work if p not in self.frozen and self.may_end(w)]
+        if not possible:
+            return False
+        peer, work = self.random.choice(possible)
+        self.work.remove((peer, work))
+        rank = self.ranks[peer]
+        if isinstance(work, Connect):
+            self.act(peer, rank.formed(work.form.epoch, "", False))
+            return True
+        lost = not self.members[work.epoch] <= set(self.ranks)
+        state = BROKEN if lost else WHOLE
+        damaged = (work.epoch // LINE, work.version) in self.damage
+        if state == WHOLE and damaged and isinstance(rank, ReaderRank):
+            state = DAMAGED
+        if state != BROKEN:
+            self.moved[work.epoch, work.round].add(peer)
+        self.act(peer, rank.transferred(work.epoch, work.round, state, "" if state == WHOLE else "bad"))
+        return True
+
+    def may_end(self, work) -> bool:
+        """A transfer ends once all take part, or when one of them is dead; one who waits for a frozen rank is stuck."""
+        if isinstance(work, Connect):
+            return True
+        everybody = self.members[work.epoch]
+        return self.begun[work.epoch, work.round] == everybody or not everybody <= set(self.ranks)
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        for peer, rank in list(self.ranks.items()):
+            if peer not in self.frozen:
+                self.act(peer, rank.tick(self.now))
+        self.send(self.coordinator.tick(self.now))
+
+    def publish(self, version: int) -> None:
+        self.latest = version
+        for peer, rank in self.ranks.items():
+            if self.lines.get(peer) == self.line:
+                kept = rank.kept | {version}
+                while len(kept) > 2:
+                    kept.discard(min(kept - {version}))
+                self.act(peer, rank.hold(kept))
+
+    def adopt(self, peer: bytes) -> None:
+        rank = self.ranks[peer]
+        if isinstance(rank, ReaderRank) and rank.offer >= 0 and peer not in self.frozen:
+            found = rank.epoch // LINE, rank.offer
+            assert not self.seen[peer] or found >= self.seen[peer][-1], "a reader went back"
+            assert found not in self.damage
+            self.seen[peer].append(found)
+            self.act(peer, rank.adopted(rank.offer))
+
+    def calm(self) -> None:
+        """Nothing bad happens any more: let everything end."""
+        self.frozen.clear()
+        for _ in range(60):
+            for _ in range(3000):
+                if not (self.deliver() | self.end_of_work()):
+                    break
+            for peer in list(self.ranks):
+                self.adopt(peer)
+            self.tick(1.0)
+
+
+def storm(world: World, steps: int, *, faults: bool) -> None:
+    names = list(world.sizes)
+    for _ in range(steps):
+        dice = world.random.random()
+        peer = world.random.choice(sorted(world.ranks))
+        if dice < 0.55:
+            world.deliver()
+        elif dice < 0.75:
+            world.end_of_work()
+        elif dice < 0.83:
+            world.adopt(peer)
+        elif dice < 0.90:
+            world.tick(world.random.choice([0.1, 1.0, 2.0]))
+        elif dice < 0.95:
+            version = max(0, world.latest) + 1
+            if world.random.random() < 0.2:
+                world.damage.add((world.line, version))
+            world.publish(version)
+        elif faults:
+            name = world.random.choice(names)
+            kind = world.random.choice(["kill", "freeze", "thaw", "start", "leave"])
+            if kind == "start":
+                world.start(name, world.random.randrange(world.sizes[name]))
+            elif isinstance(world.ranks[peer], SourceRank):
+                world.restart_source(peer, leave=kind == "leave")
+            else:
+                if kind == "kill":
+                    world.kill(peer)
+                elif kind == "freeze":
+                    world.frozen.add(peer)
+                elif kind == "thaw":
+                    world.frozen.discard(peer)
+                else:
+                    world.act(peer, [world.ranks[peer].leaving()])
+                    world.tick(0.1)
+    world.publish(world.latest + 1)
+    world.publish(world.latest + 1)
+
+
+def holds(world: World, name: str) -> set[int]:
+    """Its versions, of the trainer that lives."""
+    assert {seen[-1][0] for peer in world.peers(name) if (seen := world.seen[peer])} <= {world.line}
+    return {world.ranks[peer].version for peer in world.peers(name)}
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 1 << 30), sources=st.integers(1, 3), one=st.integers(1, 3), other=st.integers(1, 2),
+    faults=st.booleans(),
+)  # fmt: skip
+def test_under_any_schedule_no_rule_is_broken_and_complete_groups_get_the_newest(seed, sources, one, other, faults):
+    world = World(seed, sources, {"one": one, "other": other})
+    storm(world, 600, faults=faults)
+    world.calm()
+    assert world.coordinator.failure == ""
+    for name, size in world.sizes.items():
+        if len(world.peers(name)) == size:
+            assert holds(world, name) == {world.latest}, (name, world.coordinator.status(world.now))
+
+
+def calm_world(sources=2, **groups) -> World:
+    world = World(7, sources, groups)
+    world.publish(1)
+    world.calm()
+    assert all(holds(world, name) == {1} for name in groups)
+    return world
+
+
+def test_a_frozen_group_does_not_hold_up_another():
+    world = calm_world(slow=2, fast=2)
+    frozen = world.peers("slow")[1]
+    for version in (2, 3, 4):
+        world.frozen.add(frozen)
+        world.publish(version)
+        for _ in range(2000):
+            if holds(world, "fast") == {version}:
+                break
+            if not (world.deliver() | world.end_of_work()):
+                world.tick(0.5)
+            for peer in world.peers("fast"):
+                world.adopt(peer)
+        assert holds(world, "fast") == {version}
+    assert 1 in holds(world, "slow")
+    world.calm()
+    assert holds(world, "slow") == {4}
+
+
+def test_a_version_nobody_took_is_skipped():
+    world = calm_world(only=2)
+    for version in range(2, 9):
+        world.publish(version)
+    world.calm()
+    assert all([version for _, version in world.seen[peer]] in ([1, 8], [1, 2, 8]) for peer in world.peers("only"))
+
+
+def test_a_damaged_version_is_refused_by_the_whole_group_and_the_next_one_taken():
+    world = calm_world(only=2)
+    world.damage.add((1, 2))
+    world.publish(2)
+    world.calm()
+    assert holds(world, "only") == {1}
+    assert world.coordinator.status(world.now)[0].state == "refused"
+    world.publish(3)
+    world.calm()
+    assert holds(world, "only") == {3}
+
+
+def test_no_rank_sees_a_version_before_all_of_its_group_have_it():
+    world = calm_world(only=2)
+    first, second = world.peers("only")
+    world.publish(2)
+    for _ in range(400):
+        world.deliver()
+        mine = [(p, w) for p, w in world.work if p != second]
+        if mine:
+            kept, world.work = world.work, mine
+            world.end_of_work()
+            world.work = world.work + [(p, w) for p, w in kept if p == second]
+    assert world.ranks[first].offer == -1
+    world.calm()
+    assert holds(world, "only") == {2}
+
+
+def test_a_lost_source_rank_is_reported_to_the_others_and_forgiven_when_it_is_back():
+    world = calm_world(sources=3, only=1)
+    world.kill(b"source2")
+    world.tick(1.0)
+    for _ in range(40):
+        world.tick(1.0)
+        while world.deliver() | world.end_of_work():
+            pass
+    assert "rank 2 of 3" in world.coordinator.failure
+    assert "rank 2 of 3" in world.ranks[b"source0"].failure
+    world.ranks[b"source2"] = SourceRank(2, 3, KEY, PACE, world.now)
+    world.publish(5)
+    world.calm()
+    assert world.ranks[b"source0"].failure == ""
+    assert holds(world, "only") == {5}
+
+
+def test_a_source_rank_that_leaves_in_order_is_no_failure():
+    world = calm_world(sources=2, only=1)
+    world.act(b"source1", [world.ranks[b"source1"].leaving()])
+    while world.deliver():
+        pass
+    world.kill(b"source1")
+    for _ in range(40):
+        world.tick(1.0)
+        while world.deliver() | world.end_of_work():
+            pass
+    assert world.coordinator.failure == "" and world.ranks[b"source0"].failure == ""
+    assert holds(world, "only") == {1}
+
+
+def test_a_restarted_rank_replaces_the_old_one_and_the_old_one_stays_out():
+    world = calm_world(only=2)
+    old = next(p for p in world.peers("only") if p.startswith(b"only/0"))
+    twin = world.ranks[old]
+    world.count += 1
+    world.ranks[b"only/0/new"] = reader("only", 0, 2, world.count)
+    world.calm()
+    assert twin.replaced
+    world.publish(2)
+    world.calm()
+    assert world.ranks[b"only/0/new"].version == 2
+
+
+def test_ranks_that_describe_another_trainer_are_denied():
+    world = calm_world(only=1)
+    stranger = SourceRank(1, 4, b"other", PACE, world.now)
+    world.ranks[b"stranger"] = stranger
+    world.calm()
+    assert "differ" in stranger.failure
+
+
+def test_a_rank_of_a_dead_trainer_is_denied_and_sends_nothing_to_the_next_ones_readers():
+    world = calm_world(sources=2, only=1)
+    old = world.ranks[b"source1"]
+    world.restart_trainer(linger=True)
+    second = next(peer for peer in world.ranks if peer.startswith(b"source1/"))
+    world.kill(second)
+    world.calm()
+    assert "the trainer that was there before" in old.failure
+    assert not any(line == world.line for peer in world.peers("only") for line, _ in world.seen[peer])
+    world.start_source(1)
+    world.publish(4)
+    world.calm()
+    assert holds(world, "only") == {4}
+
+
+def test_a_group_that_holds_a_dead_trainers_version_has_not_the_new_ones_of_the_same_number():
+    world = calm_world(sources=1, only=2)
+    world.restart_trainer(linger=False)
+    world.ranks[next(peer for peer in world.ranks if b"source" in peer)].hold({1})
+    peers = world.peers("only")
+    while min(world.ranks[peer].offer for peer in peers) < 0:
+        if not (world.deliver() | world.end_of_work()):
+            world.tick(PACE.heartbeat_s)
+    for _ in range(3):
+        world.tick(PACE.heartbeat_s)
+        while world.deliver():
+            pass
+    assert world.coordinator.status(world.now)[0].state == "taking"
+    for peer in peers:
+        world.adopt(peer)
+    while world.deliver():
+        pass
+    assert world.coordinator.status(world.now)[0].state == "committed"
+
+
+def test_a_rank_of_a_dead_trainer_that_had_met_nobody_makes_way_for_its_successor():
+    world = calm_world(sources=2, only=1)
+    world.restart_trainer(linger=False)
+    late = world.ranks[b"late"] = SourceRank(1, 2, KEY, PACE, world.now)
+    world.calm()
+    assert "the trainer that was there before" in late.failure
+    world.publish(4)
+    world.calm()
+    assert holds(world, "only") == {4}
+
+
+def test_a_trainer_that_was_frozen_for_long_calls_nobody_late():
+    world = calm_world(sources=2, only=2)
+    status = world.coordinator.status(world.now)[0]
+    world.now += 10 * PACE.gone_s
+    world.tick(0.0)
+    while world.deliver() | world.end_of_work():
+        pass
+    assert world.coordinator.status(world.now)[0].epoch == status.epoch
+    assert not any(rank.failure for rank in world.ranks.values() if isinstance(rank, SourceRank))
+    world.publish(2)
+    world.calm()
+    assert holds(world, "only") == {2}
+
+
+def test_versions_that_are_kept_for_a_round_are_released_when_the_trainer_gives_up_waiting():
+    world = calm_world(sources=1, only=1)
+    world.publish(2)
+    source = world.ranks[b"source0"]
+    while not source.kept:
+        world.deliver()
+    world.act(b"source0", source.give_up())
+    assert source.kept == set()
+    world.calm()
+    assert holds(world, "only") == {2}
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\x80", b"\xff", CODEC.encode(StartTransfer(epoch=1, round=2))[:-1], b"\x81\xa4kind\xa2no"]
+)
+def test_damaged_messages_are_an_error_with_three_parts(payload):
+    from transport.weights import MessageError
+
+    with pytest.raises(MessageError, match="cannot be read; found .*; run the same release"):
+        CODEC.decode(payload)
+
+
+def test_no_rank_enters_a_transfer_before_all_have_said_ready():
+    world = calm_world(only=2)
+    before = set(world.begun)
+    world.publish(2)
+    world.frozen.add(b"source1")
+    while world.deliver() | world.end_of_work():
+        pass
+    assert set(world.begun) == before, "a collective would have waited for the one that is not there"
+    world.calm()
+    assert holds(world, "only") == {2}
+
+
+def test_a_round_that_a_rank_does_not_answer_ends_at_its_deadline_and_says_in_what():
+    world = calm_world(only=2)
+    world.publish(2)
+    world.frozen.add(b"source1")
+    for _ in range(int(PACE.ready_s) + 2):
+        while world.deliver() | world.end_of_work():
+            pass
+        world.tick(1.0)
+    assert "the deadline passed while offered: 1 of 4 ranks" in world.coordinator.faults["only"]

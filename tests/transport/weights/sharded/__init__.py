@@ -1,0 +1,1 @@
+"""From n ranks to m ranks."""

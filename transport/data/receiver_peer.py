@@ -1,0 +1,100 @@
+"""One receiver as a sender sees it: the connection, what is owed over it, and since when the receiver is away."""
+
+from transport.data.channel import Connection, ConnectionEvent
+from transport.data.credit import Credit
+from transport.data.messages import Ack, Refusal, Welcome
+from transport.data.outbox import Outbox
+from transport.errors import BatchTooLarge, Refused
+
+
+class ReceiverPeer:
+    """One receiver, as one sender sees it; never blocks."""
+
+    def __init__(self, connection: Connection, outbox: Outbox, *, edge: str, sender: str, now: float) -> None:
+        self.connection = connection
+        self.outbox = outbox
+        self._edge, self._sender = edge, sender
+        self.away_since: float | None = now
+        """Since when the receiver cannot be spoken to; None while it can."""
+        self.failures = 0
+        """Handshakes that failed since the last Welcome."""
+        self.retiring = False
+        """Whether nothing new goes over it."""
+        self._greet = False
+
+    @property
+    def address(self) -> str:
+        """Where the receiver is."""
+        return self.connection.address
+
+    def poll(self, now: float) -> int:
+        """Handle what came back, and send what is due; how many messages were none. Raises Refused."""
+        strange = 0
+        while (event := self.connection.get()) is not None:
+            strange += not self._handle(event, now)
+        if self._greet:
+            self.greet()
+        self.transmit()
+        return strange
+
+    def greet(self) -> None:
+        """Say where this sender stands, now or as soon as the receiver can be spoken to."""
+        self._greet = self.away_since is not None or not self.connection.put(self.outbox.hello())
+
+    def transmit(self) -> None:
+        """Send what may leave."""
+        for outgoing in self.outbox.due():
+            if not all(
+                self.connection.put(header, outgoing.payload.content) for header in self.outbox.headers(outgoing)
+            ):
+                self.outbox.lost()
+                self._greet = True
+                return
+
+    def end(self) -> None:
+        """Say that no batch will follow."""
+        self.outbox.end()
+        self.greet()
+
+    def reopen(self) -> None:
+        """Say that batches will follow after all, once the receiver confirmed that it knew of the end."""
+        if self.outbox.reopen():
+            self.greet()
+
+    def check_fits(self, need: Credit) -> None:
+        """Raises BatchTooLarge for what the receiver will never take."""
+        limits = self.outbox.limits
+        if limits is None:
+            return
+        if need.rows > limits.capacity_rows or need.bytes > limits.capacity_bytes:
+            raise BatchTooLarge(
+                f"a batch on edge '{self._edge}' can never be sent; got {need.rows} rows and {need.bytes} "
+                f"bytes, the receiver holds {limits.capacity_rows} and {limits.capacity_bytes}; send less at once, or "
+                f"raise capacity_rows and capacity_bytes of the receiver"
+            )
+
+    def _handle(self, event: object, now: float) -> bool:
+        match event:
+            case ConnectionEvent.UP:
+                self.outbox.lost()
+                self.away_since, self._greet = None, True
+            case ConnectionEvent.LOST:
+                self.outbox.lost()
+                self.away_since = now if self.away_since is None else self.away_since
+            case ConnectionEvent.FAILED:
+                self.failures += 1
+            case ConnectionEvent.REJECTED:
+                raise Refused(
+                    f"'{self._sender}' may not send on edge '{self._edge}'; {self.address} does not "
+                    f"accept its key; give both sides the keys of this run"
+                )
+            case Welcome() if event.edge == self._edge:
+                self._greet = self.outbox.welcome(event) or self._greet
+                self.failures = 0
+            case Ack() if event.edge == self._edge:
+                self._greet = self.outbox.ack(event) or self._greet
+            case Refusal() if event.edge == self._edge:
+                raise Refused(event.reason)
+            case _:
+                return False
+        return True

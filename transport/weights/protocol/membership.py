@@ -1,0 +1,120 @@
+"""A reader's side of membership: joining until welcome, heartbeats from then on, joining again when fenced.
+
+Pure: every call takes what happened and the time, and returns the messages to send, and what else is to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from transport.weights.protocol.messages import (
+    Denied,
+    Fenced,
+    GroupMessage,
+    Join,
+    Leave,
+    Note,
+    ReaderHeartbeat,
+    Registered,
+    SourceFailed,
+    Welcome,
+    WriterHeartbeat,
+    WriterMessage,
+)
+from transport.weights.protocol.pace import Pace
+
+
+class Membership:
+    """One rank of a reader group. Subclasses take versions: `_receive`, and what ends with an epoch."""
+
+    def __init__(self, join: Join, pace: Pace) -> None:
+        """`join`: the first one."""
+        self.pace = pace
+        self.join = join
+        """What is said until welcome."""
+        self.version = -1
+        """Computed with, -1 for none."""
+        self.epoch = 0
+        """Of this join, 0 while there is none."""
+        self.replaced = False
+        """Whether another process took the name, or the rank; then this one stays out."""
+        self.denied = ""
+        """Why this rank does not fit; then it stays out, too."""
+        self.note: Note = {}
+        """The writer's newest note."""
+        self.heard = float("-inf")
+        """When the writer was last heard, in seconds."""
+        self._writer = 0
+        """Of this join; that of the version stands in `join`."""
+        self._sent = self._asked = float("-inf")
+
+    def receive(self, message: WriterMessage, now: float) -> Sequence[Any]:
+        """Take in one message of the writer; what to answer, and to do."""
+        out: Sequence[Any] = []
+        match message:
+            case Welcome():
+                if message.attempt != self.join.attempt or self.replaced:
+                    return []
+                out = self._welcomed(message)
+                self.epoch, self._writer, self.note = message.epoch, message.writer, message.note
+            case Fenced():
+                if not (message.epoch == self.epoch if self.epoch else message.replaced):
+                    return []
+                out = self._fenced(message, now)
+            case Denied():
+                self.denied = message.reason
+            case Registered() | SourceFailed():
+                return []
+            case _ if message.epoch != self.epoch:
+                return []
+            case WriterHeartbeat():
+                self.note = message.note
+            case _:
+                out = self._receive(message)
+        self.heard = now
+        return out
+
+    def tick(self, now: float) -> list[Join | ReaderHeartbeat]:
+        """What is due at this time: a Join until welcome, a heartbeat from then on."""
+        if self.replaced or self.denied or now - self._sent < self.pace.heartbeat_s:
+            return []
+        self._sent = now
+        if self.epoch:
+            held = self.version if self.join.writer == self._writer else -1
+            return [ReaderHeartbeat(epoch=self.epoch, version=held, verified=self._verified)]
+        self._asked = now
+        return [self.join]
+
+    def hold(self, version: int) -> None:
+        """This version of this writer is computed with from now on."""
+        self.version, self.join = version, replace(self.join, version=version, writer=self._writer)
+
+    def leaving(self) -> Leave:
+        """This rank goes."""
+        return Leave(epoch=self.epoch)
+
+    @property
+    def _verified(self) -> int:
+        return -1
+
+    def _welcomed(self, message: Welcome) -> Sequence[Any]:
+        """A new epoch begins, or this one was told of twice."""
+        raise NotImplementedError
+
+    def _ended(self) -> Sequence[Any]:
+        """The epoch is over."""
+        raise NotImplementedError
+
+    def _receive(self, message: GroupMessage) -> Sequence[Any]:
+        """A message of this epoch."""
+        raise NotImplementedError
+
+    def _fenced(self, message: Fenced, now: float) -> Sequence[Any]:
+        out = self._ended()
+        self.epoch = 0
+        self.replaced = self.replaced or message.replaced
+        self.join = replace(self.join, attempt=self.join.attempt + 1)
+        # At once after an epoch that has lasted; what ends as soon as it begins is tried once a heartbeat.
+        self._sent = self._asked
+        return [*out, *self.tick(now)]

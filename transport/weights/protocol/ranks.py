@@ -1,0 +1,248 @@
+"""One rank's part in the rounds, of a trainer or of a reader group, without sockets, clocks, threads or torch.
+
+Both take what happens (a message, the time, the end of some work) and return the messages to send to the coordinator
+and the work to begin, in order. Work is done elsewhere, and its end is told by `formed` and `transferred`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transport.weights.protocol.membership import Membership
+from transport.weights.protocol.messages import (
+    BROKEN,
+    WHOLE,
+    Committed,
+    Denied,
+    Fenced,
+    FormGroup,
+    FormResult,
+    GroupMessage,
+    Join,
+    Leave,
+    MemberMessage,
+    Offer,
+    Ready,
+    Register,
+    Registered,
+    RoundAborted,
+    SourceFailed,
+    SourceHeartbeat,
+    StartTransfer,
+    TransferResult,
+    Unavailable,
+    Verified,
+    Welcome,
+    WriterMessage,
+)
+from transport.weights.protocol.pace import Deadlines, FreezeWatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connect:
+    """Work: plan, and make the process group."""
+
+    form: FormGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """Work: send or receive one version."""
+
+    epoch: int
+    round: int
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abort:
+    """Work: this epoch is over; end what runs for it, without waiting."""
+
+    epoch: int
+
+
+Action = MemberMessage | Connect | Transfer | Abort
+Actions = list[Action]
+
+
+@dataclass(kw_only=True)
+class _Turn:
+    """What a source rank does for one group."""
+
+    round: int = 0
+    version: int = -1
+    """Kept for the round, -1 for none."""
+    moving: bool = False
+
+
+class SourceRank:
+    """A trainer's rank: it keeps a version for as long as a round needs it."""
+
+    def __init__(
+        self, rank: int, ranks: int, key: bytes, deadlines: Deadlines, now: float, *, incarnation: int = 0
+    ) -> None:
+        self.failure = ""
+        """Why nothing can be sent; empty when all is well."""
+        self.versions: set[int] = set()
+        """Those that rounds may ask for."""
+        self.join = Register(rank=rank, ranks=ranks, key=key, incarnation=incarnation, writer=0)
+        self._deadlines = deadlines
+        self._registered = False
+        self._turns: dict[int, _Turn] = {}
+        self._sent, self._heard = float("-inf"), now
+        self._watch = FreezeWatch(deadlines.gone_s / 2, now)
+
+    @property
+    def kept(self) -> set[int]:
+        """Versions that rounds need; their memory must not change."""
+        return {turn.version for turn in self._turns.values()} - {-1}
+
+    def receive(self, message: WriterMessage, now: float) -> Actions:
+        """Take in one message of the coordinator."""
+        self._heard = now
+        match message:
+            case Registered():
+                self._registered, self.failure = True, message.failure
+                self.join = replace(self.join, writer=message.writer)
+                return [SourceHeartbeat(versions=sorted(self.versions))]
+            case Denied() | SourceFailed():
+                self.failure = message.reason
+            case Fenced(epoch=0):
+                self._registered = False
+                return [self.join]
+            case FormGroup():
+                self._turns[message.epoch] = _Turn()
+                return [Connect(form=message)]
+            case Fenced() if message.epoch in self._turns:
+                del self._turns[message.epoch]
+                return [Abort(epoch=message.epoch)]
+            case Offer() if message.epoch in self._turns:
+                if message.version not in self.versions:
+                    return [Unavailable(epoch=message.epoch, round=message.round, version=message.version)]
+                self._turns[message.epoch] = _Turn(round=message.round, version=message.version)
+                return [Ready(epoch=message.epoch, round=message.round)]
+            case StartTransfer() if (turn := self._turn(message.epoch, message.round)) and not turn.moving:
+                turn.moving = True
+                return [Transfer(epoch=message.epoch, round=message.round, version=turn.version)]
+            case RoundAborted() if (turn := self._turn(message.epoch, message.round)) and not turn.moving:
+                turn.version = -1
+        return []
+
+    def tick(self, now: float) -> Actions:
+        """What is due at this time: a sign of life."""
+        self._heard = min(now, self._heard + self._watch.frozen_s(now))
+        if now - self._heard >= self._deadlines.gone_s and not self.failure:
+            self.failure = f"rank 0, which coordinates, has said nothing for {self._deadlines.gone_s:g} s"
+        if now - self._sent < self._deadlines.heartbeat_s:
+            return []
+        self._sent = now
+        return [SourceHeartbeat(versions=sorted(self.versions)) if self._registered else self.join]
+
+    def hold(self, versions: set[int]) -> Actions:
+        """From now on these versions can be sent, and no others."""
+        self.versions = set(versions)
+        return [SourceHeartbeat(versions=sorted(versions))] if self._registered else []
+
+    def formed(self, epoch: int, fault: str, mismatch: bool) -> Actions:
+        """The process group stands, or does not."""
+        return [FormResult(epoch=epoch, fault=fault, mismatch=mismatch)] if epoch in self._turns else []
+
+    def transferred(self, epoch: int, round: int, state: str, fault: str) -> Actions:
+        """A transfer has ended; its version is not needed any more."""
+        turn = self._turn(epoch, round)
+        if turn is None:
+            return []
+        turn.version, turn.moving = -1, False
+        return [TransferResult(epoch=epoch, round=round, state=state, fault=fault)]
+
+    def give_up(self) -> Actions:
+        """End every round that still needs a version: its memory is about to change."""
+        out: Actions = []
+        for epoch, turn in [(epoch, turn) for epoch, turn in self._turns.items() if turn.version >= 0]:
+            del self._turns[epoch]
+            fault = "the trainer waits no longer for this transfer"
+            out += [Abort(epoch=epoch), TransferResult(epoch=epoch, round=turn.round, state=BROKEN, fault=fault)]
+        return out
+
+    def leaving(self) -> Leave:
+        """This rank goes."""
+        return Leave(epoch=0)
+
+    def _turn(self, epoch: int, round: int) -> _Turn | None:
+        turn = self._turns.get(epoch)
+        return turn if turn and turn.round == round and turn.version >= 0 else None
+
+
+class ReaderRank(Membership):
+    """A rank of a reader group: it takes part in rounds while it has a buffer free, and sees whole versions only."""
+
+    def __init__(self, join: Join, deadlines: Deadlines) -> None:
+        super().__init__(join, deadlines)
+        self.offer = -1
+        """The version that may be adopted, -1 for none."""
+        self.refused = ""
+        """What was found in the last version, if it was damaged."""
+        self._connecting = self._moving = self._whole = False
+        self._round = Offer(epoch=0, version=-1)
+
+    def formed(self, epoch: int, fault: str, mismatch: bool) -> Actions:
+        """The process group stands, or does not."""
+        if epoch != self.epoch:
+            return []
+        result = FormResult(epoch=epoch, fault=fault, mismatch=mismatch)
+        return [result] if fault else [result, self._ready_ahead()]
+
+    def transferred(self, epoch: int, round: int, state: str, fault: str) -> Actions:
+        """A transfer has ended."""
+        if epoch != self.epoch or not self._in(round):
+            return []
+        self._moving, self._whole = False, state == WHOLE
+        return [TransferResult(epoch=epoch, round=round, state=state, fault=fault)]
+
+    def adopted(self, version: int) -> Actions:
+        """This version, offered a while ago, is computed with from now on; the buffer of the one before is free."""
+        self.hold(version)
+        if self.offer != version:
+            return []
+        self.offer = -1
+        return [Committed(epoch=self.epoch, version=version), self._ready_ahead()]
+
+    @property
+    def _verified(self) -> int:
+        return self.offer
+
+    def _welcomed(self, message: Welcome) -> Actions:
+        return self._ended() if message.epoch != self.epoch else []
+
+    def _ended(self) -> Actions:
+        out: Actions = [Abort(epoch=self.epoch)] if self.epoch else []
+        self.offer, self._connecting, self._moving, self._whole = -1, False, False, False
+        self._round = Offer(epoch=0, version=-1)
+        return out
+
+    def _receive(self, message: GroupMessage) -> Actions:
+        match message:
+            case FormGroup() if not self._connecting:
+                self._connecting = True
+                return [Connect(form=message)]
+            case Offer() if not self._moving and self.offer < 0:
+                self._round, self._whole = message, False
+                return [Ready(epoch=message.epoch, round=message.round)]
+            case StartTransfer() if self._in(message.round) and not self._moving:
+                self._moving = True
+                return [Transfer(epoch=message.epoch, round=message.round, version=self._round.version)]
+            case RoundAborted() if self._in(message.round):
+                self.refused = message.fault
+                self._round = replace(self._round, version=-1)
+                return [self._ready_ahead()]
+            case Verified() if self._in(message.round) and self._whole:
+                self.offer, self.note, self.refused = message.version, message.note, ""
+                self._round = replace(self._round, version=-1)
+        return []
+
+    def _ready_ahead(self) -> Ready:
+        """A buffer is free for the next round, whatever version that brings: saves the time of asking."""
+        return Ready(epoch=self.epoch, round=self._round.round + 1)
+
+    def _in(self, round: int) -> bool:
+        return round == self._round.round and self._round.version >= 0

@@ -1,0 +1,323 @@
+"""A writer's side of membership: which reader groups are in, under which epoch, at which version, and who is gone.
+
+Pure: every call takes what happened and the time, and returns the messages to send. A reader is a group of ranks, often
+of one. What stands here is the same however bytes move; `segments` and `rounds` add when a group is offered a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from transport.weights.protocol.messages import (
+    Committed,
+    Denied,
+    Fenced,
+    Join,
+    Leave,
+    MemberMessage,
+    Note,
+    ReaderHeartbeat,
+    Register,
+    SourceHeartbeat,
+    Welcome,
+    WriterHeartbeat,
+    WriterMessage,
+)
+from transport.weights.protocol.pace import Pace
+
+Outgoing = list[tuple[bytes, WriterMessage]]
+"""Messages with the peer that each is for."""
+UNANSWERED = 64
+"""Messages that may be on the way to a reader that says nothing; then the writer is silent too."""
+
+
+class Phase(Enum):
+    """Where a group stands."""
+
+    GATHERING = "gathering"
+    """Ranks join, until all are there."""
+    FORMING = "forming"
+    """All ranks of both sides make a process group."""
+    IDLE = "idle"
+    OFFERED = "offered"
+    """Every rank is asked to get ready."""
+    TRANSFERRING = "transferring"
+    VERIFIED = "verified"
+    """Every rank has its part, and adopts it."""
+
+
+STATES = {Phase.OFFERED: "offered", Phase.TRANSFERRING: "taking", Phase.VERIFIED: "taking"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderStatus:
+    """What the writer knows of one reader group."""
+
+    name: str
+    """The reader's name."""
+    epoch: int
+    """The epoch under which it joined."""
+    version: int
+    """The version of this writer that it said it holds, -1 for none."""
+    state: str
+    """joined | offered | taking | committed | refused | silent."""
+    silent_s: float
+    """Seconds since it, or the rank that was silent longest, was last heard."""
+
+
+@dataclass(kw_only=True)
+class Seat:
+    """A rank of a reader group."""
+
+    peer: bytes
+    join: Join
+    version: int
+    heard: float
+    unanswered: int = 0
+    """Messages sent to it since."""
+
+
+@dataclass(kw_only=True)
+class Group:
+    """A reader group and the phase it is in."""
+
+    name: str
+    order: int
+    """Groups are listed in the order of joining."""
+    seats: dict[int, Seat] = field(default_factory=dict)
+    incarnations: dict[int, int] = field(default_factory=dict)
+    """By rank, the latest that has come."""
+    phase: Phase = Phase.GATHERING
+    waiting: set[bytes] = field(default_factory=set)
+    """Peers whose answer ends the phase."""
+    deadline: float = float("inf")
+    epoch: int = 0
+    round: int = 0
+    offered: int = -1
+    """The version that was offered last, and when."""
+    offered_at: float = float("-inf")
+    taking: int = -1
+    """The version that it reads."""
+    version: int = -1
+    """Held by all ranks."""
+    refused: int = -1
+    """The newest version found damaged."""
+    damage: str = ""
+    """What was found in the round's version."""
+    early: set[bytes] = field(default_factory=set)
+    """Ranks that are ready for the next round already."""
+
+    def enter(self, phase: Phase, waiting: set[bytes], deadline: float = float("inf")) -> None:
+        """Go on to the next phase, which ends when all of `waiting` have answered."""
+        self.phase, self.waiting, self.deadline = phase, waiting, deadline
+
+    def begin(self, epoch: int) -> None:
+        """All ranks are in."""
+        held = {seat.version for seat in self.seats.values()}
+        self.epoch, self.round, self.offered, self.taking, self.refused = epoch, 0, -1, -1, -1
+        self.version = held.pop() if len(held) == 1 else -1
+        self.early = set()
+        self.enter(Phase.IDLE, set())
+
+    def end(self) -> None:
+        """The epoch is over; ranks that live come again."""
+        self.seats, self.epoch, self.version = {}, 0, -1
+        self.enter(Phase.GATHERING, set())
+
+    def hold(self, seat: Seat, version: int) -> None:
+        """The seat's rank computes with this version."""
+        seat.version = version
+        if all(each.version == version for each in self.seats.values()):
+            self.version = version
+
+    def answered(self, peer: bytes) -> bool:
+        """This peer has answered; whether all have."""
+        self.waiting.discard(peer)
+        return not self.waiting
+
+    def seat_of(self, peer: bytes) -> Seat | None:
+        """Where this peer sits."""
+        return next((seat for seat in self.seats.values() if seat.peer == peer), None)
+
+    @property
+    def peers(self) -> set[bytes]:
+        """Of its ranks."""
+        return {seat.peer for seat in self.seats.values()}
+
+
+class Roster:
+    """Who is in. Subclasses say what follows: `_gathered`, `_receive`, and what they send besides."""
+
+    def __init__(self, writer: int, layout: Mapping[str, Any], pace: Pace) -> None:
+        """`writer`: names it. `layout`: as readers are told with their Welcome."""
+        self.pace = pace
+        self.faults: dict[str, str] = {}
+        """What last ended an epoch, by the group's name."""
+        self._writer, self._epochs, self._layout = writer, writer, dict(layout)
+        self._groups: dict[str, Group] = {}
+        self._joined = 0
+        self._note: Note = {}
+        self._told_at = float("-inf")
+
+    @property
+    def newest(self) -> int:
+        """The newest version that can be offered, -1 for none."""
+        raise NotImplementedError
+
+    def receive(self, peer: bytes, message: MemberMessage, now: float) -> Outgoing:
+        """Answer one message of one rank."""
+        if isinstance(message, Join):
+            return self._join(peer, message, now)
+        if isinstance(message, Register | SourceHeartbeat):
+            return []
+        group, seat = self._seat(peer)
+        if isinstance(message, Leave):
+            return self._leave(group, peer) if group else []
+        if group is None or seat is None or not message.epoch or group.epoch != message.epoch:
+            return [(peer, Fenced(epoch=message.epoch, replaced=False))]
+        seat.heard, seat.unanswered = now, 0
+        if isinstance(message, Committed | ReaderHeartbeat):
+            group.hold(seat, message.version)
+        return self._receive(group, peer, message, now)
+
+    def tell(self, note: Note) -> None:
+        """Replace the note; it goes out at the next `tick`."""
+        self._note = dict(note)
+        self._told_at = float("-inf")
+
+    def tick(self, now: float) -> Outgoing:
+        """What is due at this time: heartbeats with the note; who was silent for too long is struck off."""
+        seats = [seat for group in self._groups.values() for seat in group.seats.values()]
+        gone = [seat.peer for seat in seats if now - seat.heard >= self.pace.gone_s]
+        out = [each for peer in gone for each in self._strike(peer, f"it has said nothing for {self.pace.gone_s:g} s")]
+        if now - self._told_at >= self.pace.heartbeat_s:
+            self._told_at = now
+            out += self._heartbeats()
+        return out
+
+    def lost(self, peer: bytes) -> Outgoing:
+        """The transport says that this peer is gone."""
+        return self._strike(peer, "its connection is closed")
+
+    def status(self, now: float) -> tuple[ReaderStatus, ...]:
+        """Every reader group, in the order of joining."""
+        found = []
+        for group in sorted(self._groups.values(), key=lambda group: group.order):
+            silent_s = max((now - seat.heard for seat in group.seats.values()), default=0.0)
+            state = STATES.get(group.phase, "joined")
+            if silent_s >= self.pace.silent_s:
+                state = "silent"
+            elif group.phase is Phase.IDLE:
+                held = "committed" if group.version >= 0 else "joined"
+                state = "refused" if 0 <= self.newest == group.refused else held
+            found.append(
+                ReaderStatus(
+                    name=group.name, epoch=group.epoch, version=group.version, state=state, silent_s=silent_s
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+    # What the ways to move versions add
+
+    def _gathered(self, group: Group, now: float) -> Outgoing:
+        """A rank has joined: begin an epoch if the group is complete."""
+        raise NotImplementedError
+
+    def _receive(self, group: Group, peer: bytes, message: MemberMessage, now: float) -> Outgoing:
+        """A message of the group's epoch."""
+        raise NotImplementedError
+
+    def _repeated(self, group: Group, seat: Seat, now: float) -> Outgoing:
+        """A Join has come twice."""
+        return []
+
+    def _unfit(self, group: Group, join: Join, now: float) -> str:
+        """Why this rank cannot join this group; empty when it can."""
+        return ""
+
+    def _others(self) -> set[bytes]:
+        """Peers beside the readers, who hear of the end of every epoch."""
+        return set()
+
+    # Ranks come and go
+
+    def _join(self, peer: bytes, join: Join, now: float) -> Outgoing:
+        group = self._groups.get(join.group)
+        if group is None:
+            self._joined += 1
+            group = self._groups[join.group] = Group(name=join.group, order=self._joined)
+        if join.incarnation < group.incarnations.get(join.rank, join.incarnation):
+            # Of a process that was killed, or was frozen while its successor came in.
+            return [(peer, Fenced(epoch=0, replaced=True))]
+        group.incarnations[join.rank] = join.incarnation
+        before = group.seats.get(join.rank)
+        if before and before.peer == peer and before.join.attempt == join.attempt:
+            before.heard, before.unanswered = now, 0
+            return self._repeated(group, before, now)
+        if reason := self._unfit(group, join, now):
+            return [(peer, Denied(reason=reason))]
+        out: Outgoing = []
+        if before and before.peer != peer:
+            out.append((before.peer, Fenced(epoch=group.epoch, replaced=True)))
+            del group.seats[join.rank]
+        out += self._fence(group)
+        held = join.version if join.writer == self._writer else -1
+        group.seats[join.rank] = Seat(peer=peer, join=join, version=held, heard=now)
+        return out + self._gathered(group, now)
+
+    def _begin(self, group: Group) -> Outgoing:
+        """Begin the group's next epoch."""
+        self._epochs += 1
+        group.begin(self._epochs)
+        return [(seat.peer, self._welcome(group, seat)) for seat in group.seats.values()]
+
+    def _welcome(self, group: Group, seat: Seat) -> Welcome:
+        return Welcome(
+            attempt=seat.join.attempt, epoch=group.epoch, writer=self._writer, layout=self._layout, note=self._note
+        )
+
+    def _heartbeats(self) -> Outgoing:
+        out: Outgoing = []
+        for group in self._groups.values():
+            for seat in group.seats.values():
+                out += self._to(seat, WriterHeartbeat(epoch=group.epoch, note=self._note))
+        return out
+
+    def _to(self, seat: Seat, message: WriterMessage) -> Outgoing:
+        """The message, unless too many are on the way to it."""
+        if seat.unanswered >= UNANSWERED:
+            return []
+        seat.unanswered += 1
+        return [(seat.peer, message)]
+
+    def _leave(self, group: Group, peer: bytes) -> Outgoing:
+        """The rank goes, and the epoch ends; whoever stays joins again."""
+        group.seats = {rank: seat for rank, seat in group.seats.items() if seat.peer != peer}
+        out = self._fence(group)
+        if not group.seats:
+            self._groups.pop(group.name, None)
+        return out
+
+    def _strike(self, peer: bytes, why: str) -> Outgoing:
+        group, _ = self._seat(peer)
+        if group is None:
+            return []
+        self.faults[group.name] = f"a rank is gone: {why}"
+        return [(peer, Fenced(epoch=group.epoch, replaced=False)), *self._leave(group, peer)]
+
+    def _fence(self, group: Group) -> Outgoing:
+        """End the group's epoch; its ranks that live join again, under the next one."""
+        if not group.epoch:
+            return []
+        told, fenced = group.peers | self._others(), Fenced(epoch=group.epoch, replaced=False)
+        group.end()
+        return [(peer, fenced) for peer in sorted(told)]
+
+    def _seat(self, peer: bytes) -> tuple[Group | None, Seat | None]:
+        for group in self._groups.values():
+            if seat := group.seat_of(peer):
+                return group, seat
+        return None, None
