@@ -39,6 +39,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.run import run
 from dataflow.scheduler.control import Limits
 from dataflow.scheduler.requests import ask_for_facts
+from dataflow.staleness import capacity
 
 WINDOW_S = 10.0
 WINDOWS = 3
@@ -234,7 +235,7 @@ def group_rows(readings: Sequence[Mapping[str, int]], bound: int) -> list[dict[s
 def begun_at_most(folder: Path, max_staleness: int) -> int:
     """Groups that a generator may have begun and no step has trained, by the size of the last step."""
     with Ledger.open(folder / "ledger.db", readonly=True) as ledger:
-        return (max_staleness + 1) * len(ledger.steps(TRAINER)[-1].trained)
+        return capacity(len(ledger.steps(TRAINER)[-1].trained), max_staleness)
 
 
 def pace_rows(times: Sequence[float], began: float, ended: float) -> list[dict[str, Figure]]:

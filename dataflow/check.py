@@ -5,7 +5,6 @@ from typing import Any
 
 from dataflow.errors import GraphError, nearest
 from dataflow.group_bytes import group_faults
-from dataflow.keep import Keep
 from dataflow.node import Generate, Learn, Operator, Source
 from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES, arrow_type
 from dataflow.stream import Stream
@@ -104,7 +103,7 @@ def evaluated_and_trained(graph: Structure) -> Iterator[str]:
     for lane in graph.operators:
         sinks = sinks_of(graph, lane)
         trainers = [s.name for s in sinks if s.trains]
-        others = [s.name for s in sinks if getattr(s, "every_steps", None)]
+        others = [s.name for s in sinks if s.traits.every_steps]
         if trainers and others:
             yield (
                 f"rows of '{lane}' are trained by '{trainers[0]}' and evaluated by '{others[0]}'; "
@@ -115,7 +114,7 @@ def evaluated_and_trained(graph: Structure) -> Iterator[str]:
 def filtered_evaluation(graph: Structure) -> Iterator[str]:
     """An accuracy is that of all held-out prompts."""
     for call in graph.calls:
-        if getattr(call.operator, "every_steps", None) and DROP_REASON in call.inputs[0].columns:
+        if call.operator.traits.every_steps and DROP_REASON in call.inputs[0].columns:
             yield (
                 f"'{call.operator.name}' evaluates rows of '{call.output.lane}' behind a filter, and what is not "
                 f"scored there would count as an error; apply the @keep filters to the rows that are trained alone"
@@ -125,7 +124,7 @@ def filtered_evaluation(graph: Structure) -> Iterator[str]:
 def lonely_groups(graph: Structure) -> Iterator[str]:
     """A rule that compares siblings needs some; a filter may look at a single rollout."""
     for call in graph.calls:
-        if getattr(call.operator, "per", "row") != "group" or isinstance(call.operator, Keep):
+        if not call.operator.traits.compares_siblings:
             continue
         lane = call.output.lane
         size = group_size(graph, lane)
@@ -142,14 +141,14 @@ def too_little_in_flight(graph: Structure) -> Iterator[str]:
         if not isinstance(operator, Learn):
             continue
         wanted = operator.step_prompts
-        limit = getattr(operator, "queue_prompts", None)
+        limit = operator.traits.queue_prompts
         if limit is not None and limit < wanted:
             yield (
                 f"'{name}' may queue {limit} prompts but one of its steps needs {wanted}: this graph would "
                 f"deadlock; raise queue_prompts to {wanted} or more, or lower prompts_per_step"
             )
         for generator in generators_of(graph, name):
-            limit = getattr(generator, "in_flight", None)
+            limit = generator.traits.in_flight
             if limit is not None and limit < wanted:
                 yield (
                     f"'{generator.name}' may hold {limit} prompts in flight but one step of '{name}' needs "
@@ -174,13 +173,13 @@ def untrained_reader(graph: Structure) -> Iterator[str]:
 def unlike_temperatures(graph: Structure) -> Iterator[str]:
     """Log-probabilities must be those of the distribution that was sampled from."""
     for name, operator in graph.operators.items():
-        ours = getattr(operator, "temperature", None)
+        ours = operator.traits.temperature
         has_other_head = operator.uses is not None and operator.uses.head != "lm"
         if isinstance(operator, Generate) or ours is None or has_other_head:
             continue
         for generator in generators_of(graph, name):
-            theirs = getattr(generator, "temperature", ours)
-            if theirs != ours:
+            theirs = generator.traits.temperature
+            if theirs is not None and theirs != ours:
                 yield (
                     f"'{generator.name}' samples at temperature {theirs} but '{name}' computes log-probabilities at "
                     f"{ours}, so every ratio would be wrong; give both the same temperature"
@@ -190,10 +189,10 @@ def unlike_temperatures(graph: Structure) -> Iterator[str]:
 def unlike_layouts(graph: Structure) -> Iterator[str]:
     """Messages that a generator lays out are no text that a judge could read as it stands."""
     for name, operator in graph.operators.items():
-        if isinstance(operator, Generate) or getattr(operator, "chat", None) is not False:
+        if isinstance(operator, Generate) or operator.traits.chat is not False:
             continue
         for generator in generators_of(graph, name):
-            if getattr(generator, "chat", False):
+            if generator.traits.chat:
                 yield (
                     f"'{generator.name}' lays prompts out as chat messages but '{name}' would read their JSON as text; "
                     f"give '{name}' chat=True"
@@ -208,7 +207,7 @@ def too_few_prompts(graph: Structure) -> Iterator[str]:
         for lane in lanes_of(graph, name):
             prompts = prompts_of(graph, lane)
             if prompts is not None and prompts < operator.step_prompts:
-                epochs = getattr(graph.operators[lane], "epochs", 1)
+                epochs = graph.operators[lane].traits.epochs or 1
                 yield (
                     f"'{lane}' ends after {prompts} prompts ({prompts // epochs} rows, {epochs} epochs) but one step "
                     f"of '{name}' needs {operator.step_prompts}; give more prompts or epochs, or lower prompts_per_step"
@@ -218,15 +217,14 @@ def too_few_prompts(graph: Structure) -> Iterator[str]:
 def too_large_groups(graph: Structure, replicas: Mapping[str, int] | None = None) -> Iterator[str]:
     """A group whose rollouts may all be as long as they are allowed to fits on every edge, one of each replica."""
     for call in graph.calls:
-        generator, lane = call.operator, call.output.lane
-        tokens = getattr(generator, "max_tokens", None)
-        if not isinstance(generator, Generate) or tokens is None:
+        generator, lane, traits = call.operator, call.output.lane, call.operator.traits
+        if not isinstance(generator, Generate) or traits.max_tokens is None:
             continue
         widest = {name: kind for c in graph.calls if c.output.lane == lane for name, kind in c.output.columns.items()}
         yield from group_faults(
             generator.name, widest, rollouts=group_size(graph, lane) or 1,
-            tokens=min(tokens, getattr(generator, "context_tokens", None) or tokens),
-            ids_left=max(1, getattr(generator, "top_k", 0)), senders=(replicas or {}).get(generator.name, 1),
+            tokens=min(traits.max_tokens, traits.context_tokens or traits.max_tokens),
+            ids_left=max(1, traits.top_k), senders=(replicas or {}).get(generator.name, 1),
         )  # fmt: skip
 
 

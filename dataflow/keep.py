@@ -11,7 +11,8 @@ from dataflow.errors import GraphError
 from dataflow.node import Context, Runtime
 from dataflow.records import DROP_REASON, ERROR, Columns
 from dataflow.scorer import Scorer
-from dataflow.scoring.declaration import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per
+from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per
+from dataflow.traits import Traits
 
 P = ParamSpec("P")
 
@@ -41,6 +42,11 @@ class Keep(Scorer[P, bool]):
             )
         says = dataclasses.replace(self.signature, output=pa.bool_(), is_broadcast=True)
         object.__setattr__(self, "signature", says)
+
+    @property
+    def traits(self) -> Traits:
+        """A filter may look at a single rollout."""
+        return Traits()
 
     def identity(self) -> Hashable:
         """As a scorer's, but of another kind."""

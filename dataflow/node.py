@@ -1,7 +1,7 @@
 """What an operator is: a light declaration that the graph holds, and the runtime that a worker builds from it."""
 
 import dataclasses
-import difflib
+import inspect
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pyarrow as pa
 import structlog
 
-from dataflow.errors import GraphError
+from dataflow.errors import GraphError, nearest
 from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.model_files import start_fault
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
 from dataflow.stream import Builder, Prompt, Rollout, Stream
+from dataflow.traits import Traits
 from dataflow.weight_ends import WeightsIn, WeightsOut
 
 if TYPE_CHECKING:
@@ -175,9 +176,8 @@ class KnobCheck(type):
         known = {item.name for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
         for knob in knobs:
             if knob not in known:
-                close = difflib.get_close_matches(knob, known, n=1)
-                hint = f"did you mean '{close[0]}'?" if close else f"it has {sorted(known)}"
-                raise GraphError(f"{cls.__name__} has no knob '{knob}' (got {knob}={knobs[knob]!r:.60}); {hint}")
+                hint = nearest(knob, known) or f"; it has {sorted(known)}"
+                raise GraphError(f"{cls.__name__} has no knob '{knob}' (got {knob}={knobs[knob]!r:.60}){hint}")
         return super().__call__(*args, **knobs)
 
 
@@ -209,6 +209,16 @@ class Operator(metaclass=KnobCheck):
     def uses(self) -> Model | None:
         """The model whose weights it needs, if any."""
         return getattr(self, "model", None)
+
+    @property
+    def traits(self) -> Traits:
+        """What the engine has to know of its knobs."""
+        return Traits()
+
+    @property
+    def about(self) -> str:
+        """What it is, in sentences: for the picture that one can look around in."""
+        return inspect.cleandoc(type(self).__doc__ or "")
 
     @property
     def narrow(self) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 
 from dataflow.errors import GraphError
 from dataflow.node import Context, Runtime, Weights
-from dataflow.scoring.declaration import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per, ScorerDeclaration
+from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per, ScorerKnobs
 from dataflow.stream import Rollout, Stream
 
 P = ParamSpec("P")
@@ -17,7 +17,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Scorer(ScorerDeclaration[P, T_co]):
+class Scorer(ScorerKnobs[P, T_co]):
     """A function as an operator: applied to a stream it adds a column, called with values it is itself."""
 
     @overload

@@ -24,6 +24,15 @@ NO_TOKEN = np.iinfo(np.int64).max
 """Oldest version of a rollout in which the policy chose no token: younger than any."""
 
 
+def capacity(prompts_per_step: int, max_staleness: int) -> int:
+    """Groups that may be issued and without an outcome: those of the step under way, and of each version ahead of it.
+
+    >>> capacity(prompts_per_step=64, max_staleness=4)
+    320
+    """
+    return (max_staleness + 1) * prompts_per_step
+
+
 def admissible(
     next_group_id: int,
     dropped: int,
@@ -38,7 +47,7 @@ def admissible(
     generator has adopted. in_flight_limit: groups that may be ahead of those that `version` has trained, None
     for no further bound; below prompts_per_step it would deadlock.
     """
-    ahead = (max_staleness + 1) * prompts_per_step
+    ahead = capacity(prompts_per_step, max_staleness)
     if in_flight_limit is not None:
         ahead = min(ahead, in_flight_limit)
     return max(0, version * prompts_per_step + dropped + ahead - next_group_id)

@@ -80,7 +80,7 @@ def lanes_of(graph: Structure, node: str) -> list[str]:
 def prompts_of(graph: Structure, lane: str) -> int | None:
     """Prompts that a source issues before it ends, where that can be told."""
     source = graph.operators[lane]
-    rows, epochs = (source.count() if isinstance(source, Source) else None), getattr(source, "epochs", None)
+    rows, epochs = (source.count() if isinstance(source, Source) else None), source.traits.epochs
     return None if rows is None or epochs is None else rows * epochs
 
 
@@ -105,7 +105,7 @@ def generators_of(graph: Structure, node: str) -> list[Generate]:
 
 def group_size(graph: Structure, lane: str) -> int | None:
     """Rollouts in a group of a lane: the source's own wish, else its generator's; None without a generator."""
-    asked = getattr(graph.operators[lane], "group_size", None)
+    asked = graph.operators[lane].traits.group_size
     for call in graph.calls:
         if call.output.lane == lane and isinstance(call.operator, Generate):
             return int(asked or call.operator.rollouts_per_prompt)

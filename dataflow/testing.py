@@ -10,6 +10,7 @@ import pyarrow as pa
 from dataflow.model import Model
 from dataflow.node import Batch, Context, Generate, Learn, Runtime, Sink, Source
 from dataflow.records import GROUP_ID, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, arrow_type, schema
+from dataflow.traits import Traits
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +23,11 @@ class FakePrompts(Source):
     """Prompts; None: without end."""
     epochs: int | None = 1
     group_size: int | None = None
+
+    @property
+    def traits(self) -> Traits:
+        """How often, and how many of each."""
+        return Traits(epochs=self.epochs, group_size=self.group_size)
 
     def extra_columns(self) -> Columns:
         """The asked-for columns."""
@@ -75,6 +81,11 @@ class FakeGenerator(Generate):
     group_size: int = 4
     in_flight: int | None = None
     temperature: float = 1.0
+
+    @property
+    def traits(self) -> Traits:
+        """What a graph is checked for."""
+        return Traits(in_flight=self.in_flight, temperature=self.temperature)
 
     @property
     def rollouts_per_prompt(self) -> int:
@@ -136,6 +147,11 @@ class FakeTrainer(Learn):
     temperature: float = 1.0
     columns: tuple[str, ...] = ()
     """Columns it claims to read."""
+
+    @property
+    def traits(self) -> Traits:
+        """What a graph is checked for."""
+        return Traits(queue_prompts=self.queue_prompts, temperature=self.temperature)
 
     @property
     def step_prompts(self) -> int:
@@ -212,3 +228,8 @@ class FakeEvaluate(Sink):
     name: str = field(default="eval", kw_only=True)
     light: ClassVar[bool] = True
     every_steps: int = 10
+
+    @property
+    def traits(self) -> Traits:
+        """When it evaluates."""
+        return Traits(every_steps=self.every_steps)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from dataflow.model import Model
 from dataflow.node import Context, Generate, Runtime
 from dataflow.records import PROMPT
+from dataflow.traits import Traits
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,11 @@ class Demonstrations(Generate):
     """Prompts are chat messages as JSON, laid out by the tokenizer's chat template."""
     context_tokens: int | None = None
     """Most tokens of a rollout; None: the model's own limit. Longer ones are recorded as failed."""
+
+    @property
+    def traits(self) -> Traits:
+        """It lays prompts out."""
+        return Traits(chat=self.chat, context_tokens=self.context_tokens)
 
     @property
     def uses(self) -> Model | None:

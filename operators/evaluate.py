@@ -13,6 +13,7 @@ from dataflow.folder.finished import Finished
 from dataflow.node import Batch, Context, Runtime, Sink
 from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS, group_slices
 from dataflow.system.files import RunFolderError
+from dataflow.traits import Traits
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,11 @@ class Evaluate(Sink):
     of: str = "reward"
     """Column whose mean is taken."""
     name: str = "eval"
+
+    @property
+    def traits(self) -> Traits:
+        """When its rounds are due."""
+        return Traits(every_steps=self.every_steps)
 
     def reads(self) -> Mapping[str, Any]:
         """The score, and what tells rounds and failures apart."""

@@ -11,6 +11,7 @@ import pyarrow as pa
 from dataflow.errors import RecordError
 from dataflow.node import Context, Runtime, Source
 from dataflow.records import ERROR, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, arrow_type
+from dataflow.traits import Traits
 from operators.sources.prompt_rows import Recipe, Selection, load, sample_columns
 from operators.sources.prompt_runtime import PromptRuntime
 from operators.sources.row_files import Fault, Origin, Replay
@@ -89,6 +90,11 @@ class Prompts(Source):
             columns=tuple(self.columns), prompt_column=self.prompt_column, id_column=self.id_column,
             make=self.rows, chat=self.chat,
         )  # fmt: skip
+
+    @property
+    def traits(self) -> Traits:
+        """How often it issues its rows, for how many rollouts each."""
+        return Traits(epochs=self.epochs, group_size=self.group_size)
 
     def extra_columns(self) -> Columns:
         """The asked-for columns, typed as stated, else as in the first rows, else as text."""

@@ -1,6 +1,5 @@
 """The graph as one page without network: the picture to pan and zoom, and a panel that shows an operator."""
 
-import inspect
 import json
 from importlib import resources
 from string import Template
@@ -49,7 +48,7 @@ def _facts(picture: Picture, box: Box) -> dict[str, Any]:
         "name": box.name,
         "kind": f"{kind.__module__}.{kind.__qualname__}",
         "role": box.role,
-        "doc": _docstring(box.operator),
+        "doc": box.operator.about,
         "model": _model(uses) if uses is not None else "",
         "devices": [frame.label for frame in picture.frames if box.name in frame.nodes],
         "knobs": {name: knob_text(value) for name, value in box.operator.knobs().items()},
@@ -76,10 +75,3 @@ def _by_columns(title: str, lanes: dict[str, Columns]) -> list[tuple[str, Column
         else:
             same.append(lane)
     return [(f"{title}, rows of {', '.join(names)}", columns) for names, columns in found]
-
-
-def _docstring(operator: Any) -> str:
-    """What the operator says of itself: of the wrapped function where there is one, else of its class."""
-    function = getattr(operator, "function", None)
-    text = inspect.getdoc(function) if callable(function) else None
-    return text or inspect.cleandoc(type(operator).__doc__ or "")

@@ -68,11 +68,7 @@ def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
 
 def consumers(graph: Graph) -> dict[str, list[str]]:
     """By trainer and evaluation, the sources whose groups it consumes: whose outcomes the ledger knows."""
-    return {
-        name: lanes_of(graph, name)
-        for name, op in graph.operators.items()
-        if op.trains or getattr(op, "every_steps", None)
-    }
+    return {name: lanes_of(graph, name) for name, op in graph.operators.items() if op.trains or op.traits.every_steps}
 
 
 def _knobs(operator: Operator) -> dict[str, str]:

@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -84,6 +84,14 @@ class Script:
     out: Path | None = None
 
 
+@runtime_checkable
+class Replays(Protocol):
+    """A trainer that can train recorded steps again."""
+
+    def replay(self, script: Script) -> Iterator[Mapping[str, float]]:
+        """The figures of each step, in order."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compared:
     """One step, as it was and as it is now; None where a number was not finite."""
@@ -112,9 +120,9 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
     recorded = Recorded.read(folder)
     check_same(folder, recorded, graph_facts(graph), None)
     node = _trainer(graph, wishes.trainer)
-    again = getattr(graph.operators[node], "replay", None)
-    if again is None:
-        raise GraphError(f"'{node}' is a {type(graph.operators[node]).__name__}, which cannot replay steps")
+    trainer = graph.operators[node]
+    if not isinstance(trainer, Replays):
+        raise GraphError(f"'{node}' is a {type(trainer).__name__}, which cannot replay steps")
     out = Path(wishes.out).absolute() if wishes.out else None
     if out is not None and out.resolve().is_relative_to(folder.path):
         raise RunError(f"a replay writes nothing into the run's folder, but --out is '{out}'; give another folder")
@@ -129,7 +137,7 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
         read=lambda step: rows_of(folder, step, own), threads=_threads(recorded, node), device=wishes.device,
         seed=recorded.seed, loss=wishes.loss, out=out,
     )  # fmt: skip
-    for step, found in zip(script.steps, again(script), strict=True):
+    for step, found in zip(script.steps, trainer.replay(script), strict=True):
         yield Compared(
             step=step.step, recorded_loss=_finite(step.metrics.get("loss")), loss=_finite(found["loss"]),
             recorded_grad_norm=_finite(step.metrics.get("grad_norm")), grad_norm=_finite(found["grad_norm"]),

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dataflow.errors import GraphError
-from dataflow.node import Generate, Operator
+from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.model_size import ModelSize, bytes_of
 from dataflow.structure import Structure, group_size, lanes_of
 
@@ -77,23 +77,23 @@ def amount(size: int | None) -> str:
 
 def _cache(operator: Generate, size: ModelSize, each: int, ranks: int) -> int:
     """Keys and values: of one rollout of full length, or as many as its budget and its slots are for."""
-    context = getattr(operator, "context_tokens", None) or size.context
+    traits = operator.traits
+    context = traits.context_tokens or size.context
     one = context * (size.cache_elements // ranks) * each
-    budget = getattr(operator, "cache_bytes", None)
-    return one if budget is None else max(one, min(int(budget), one * int(getattr(operator, "slots", 1))))
+    return one if traits.cache_bytes is None else max(one, min(traits.cache_bytes, one * traits.slots))
 
 
 def _activations(graph: Structure, operator: Operator, size: ModelSize, each: int) -> int:
     """What the layers keep of a micro-batch, of no more tokens than the completions of a step may have."""
-    tokens = int(getattr(operator, "micro_batch_tokens", 0))
+    traits, tokens = operator.traits, operator.traits.micro_batch_tokens
     generators = [op for op in graph.operators.values() if isinstance(op, Generate)]
-    longest = [int(getattr(generator, "max_tokens", tokens)) for generator in generators]
+    longest = [tokens if op.traits.max_tokens is None else op.traits.max_tokens for op in generators]
     groups = [group_size(graph, lane) or 1 for lane in lanes_of(graph, operator.name)]
-    prompts = int(getattr(operator, "step_prompts", 1))
+    prompts = operator.step_prompts if isinstance(operator, Learn) else 1
     if longest and groups:
         tokens = min(tokens, prompts * max(groups) * max(longest))
-    kept = 1 if getattr(operator, "gradient_checkpointing", False) else _KEPT
-    return tokens * size.layers * size.width * kept * each // int(getattr(operator, "tensor_parallel", 1))
+    kept = 1 if traits.gradient_checkpointing else _KEPT
+    return tokens * size.layers * size.width * kept * each // traits.tensor_parallel
 
 
 def _ways_out(needs: Iterable[Need]) -> str:

@@ -14,6 +14,7 @@ from dataflow.planning.executors import WeightPath, explain, summary, weight_pat
 from dataflow.planning.memory_need import Need, amount, check_fit, need_of
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.placement import Placement
+from dataflow.staleness import capacity
 from dataflow.structure import Structure, lanes_of, sinks_of
 
 
@@ -127,7 +128,7 @@ class Plan:
         for lane, bound in self.bounds.items():
             lines.append(
                 f"rows of '{lane}' run at most {bound.max_staleness} versions ahead: "
-                f"{(bound.max_staleness + 1) * bound.prompts_per_step} prompts in flight"
+                f"{capacity(bound.prompts_per_step, bound.max_staleness)} prompts in flight"
             )
         lines.append(f"a message on a data edge has at most {amount(self.message_bytes)}; a larger group goes in parts")
         lines += [f"each process of '{each.node}' needs at least {each.need}" for each in self.placements.values()
@@ -322,7 +323,7 @@ def _threads(
 
 def _ranks(operator: Operator, gpus: int, wish: int | None, one_process: bool) -> int:
     """Processes that share out one replica of an operator; its worker starts all but the first."""
-    name, each = operator.name, int(getattr(operator, "tensor_parallel", 1))
+    name, each = operator.name, operator.traits.tensor_parallel
     if not operator.trains:
         if wish is not None:
             raise GraphError(
@@ -372,5 +373,5 @@ def bounds_of(graph: Structure, steps: int | None = None) -> dict[str, Bound]:
 def _on_demand(graph: Structure) -> tuple[str, ...]:
     return tuple(
         name for name, operator in graph.operators.items()
-        if isinstance(operator, Source) and any(getattr(sink, "every_steps", None) for sink in sinks_of(graph, name))
+        if isinstance(operator, Source) and any(sink.traits.every_steps for sink in sinks_of(graph, name))
     )  # fmt: skip

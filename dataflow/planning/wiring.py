@@ -9,6 +9,7 @@ from dataflow.node import Bound, Generate, Learn, Operator
 from dataflow.planning.plan import Plan, bounds_of
 from dataflow.records import Columns
 from dataflow.scorer import Scorer
+from dataflow.staleness import capacity
 from dataflow.stream import Stream
 from dataflow.structure import Structure, group_size, lanes_of, prompts_of, sinks_of
 from dataflow.trainers import feeding, own_folder
@@ -90,7 +91,9 @@ def _without_outcome(graph: Structure, lane: str, bound: Bound | None) -> int:
     """Groups of a lane that may be without an outcome: all that may be in flight, and a step's worth to go on with; but
     never less than the trainer with the longest step needs to make one, with as many dropped and not recorded yet.
     """
-    ahead = _PROMPTS if bound is None else (bound.max_staleness + 2) * bound.prompts_per_step
+    ahead = _PROMPTS
+    if bound is not None:
+        ahead = capacity(bound.prompts_per_step, bound.max_staleness) + bound.prompts_per_step
     return max(min(ahead, _MOST_PROMPTS), 2 * _longest_step(graph, lane))
 
 

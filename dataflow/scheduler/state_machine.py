@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
-from dataflow.structure import lanes_of
+from dataflow.structure import Structure, lanes_of
 from dataflow.trainers import leading
 from dataflow.worker.messages import NodeCommand
 
@@ -37,7 +36,7 @@ class RunStateMachine:
     unblocked by: the reports
     """
 
-    graph: Graph
+    graph: Structure
     plan: Plan
     phase: str = "starting"
     """starting | first_evaluation | training | last_evaluation | over"""
@@ -54,7 +53,7 @@ class RunStateMachine:
         for name, operator in self.graph.operators.items():
             if operator.trains:
                 self._trainers[name] = {}
-            every = getattr(operator, "every_steps", None)
+            every = operator.traits.every_steps
             if operator.kind == "sink" and every:
                 self._evaluations[name] = _Evaluation(every, tuple(lanes_of(self.graph, name)))
             elif operator.kind == "sink":

@@ -7,11 +7,11 @@ import pyarrow.compute as pc
 
 from dataflow.node import Context
 from dataflow.records import DROP_REASON
-from dataflow.scoring.declaration import ScorerDeclaration
+from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.runtime import Scoring, caller_of
 
 
-def build(keep: ScorerDeclaration[..., bool], context: Context) -> "Keeping":
+def build(keep: ScorerKnobs[..., bool], context: Context) -> "Keeping":
     """The runtime of a filter; forks its pool's server where it is isolated."""
     return Keeping(keep, context, caller_of(keep))
 

@@ -14,7 +14,7 @@ from dataflow.errors import RecordError
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import DROP_REASON, ERROR, GROUP_ID, AnyArray
 from dataflow.scoring.calls import Call, Settings
-from dataflow.scoring.declaration import ScorerDeclaration
+from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.pool import Answer, Pool
 from dataflow.scoring.values import (
     checker,
@@ -31,12 +31,12 @@ _HOLD_S = 0.05
 _COUNT = struct.Struct("<I")
 
 
-def build(scorer: ScorerDeclaration[..., Any], context: Context) -> "Scoring":
+def build(scorer: ScorerKnobs[..., Any], context: Context) -> "Scoring":
     """The runtime of a scorer; forks its pool's server where it is isolated."""
     return Scoring(scorer, context, caller_of(scorer))
 
 
-def caller_of(scorer: ScorerDeclaration[..., Any]) -> "Caller":
+def caller_of(scorer: ScorerKnobs[..., Any]) -> "Caller":
     """What makes the calls of a scorer: a pool, whose server is forked here, or this process."""
     code = scorer.function.__code__
     settings = Settings(
@@ -141,7 +141,7 @@ class Scoring(Runtime):
     unblocked by: their answers, or the limits of time and memory
     """
 
-    def __init__(self, scorer: ScorerDeclaration[..., Any], context: Context, caller: Caller) -> None:
+    def __init__(self, scorer: ScorerKnobs[..., Any], context: Context, caller: Caller) -> None:
         self._scorer = scorer
         self._clock = context.clock
         self._log = context.log
@@ -319,7 +319,7 @@ def _encode(rows: pa.RecordBatch, starts: AnyArray, per: str, start: int, stop: 
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
 
-def _prepare(scorer: ScorerDeclaration[..., Any], payload: bytes) -> Call:
+def _prepare(scorer: ScorerKnobs[..., Any], payload: bytes) -> Call:
     """The function that makes call number i of a payload."""
     (count,) = _COUNT.unpack_from(payload)
     head = _COUNT.size + 4 * count
@@ -330,7 +330,7 @@ def _prepare(scorer: ScorerDeclaration[..., Any], payload: bytes) -> Call:
     return _group_call(scorer, rows, np.concatenate([[0], np.cumsum(sizes)]))
 
 
-def _row_call(scorer: ScorerDeclaration[..., Any], rows: pa.RecordBatch) -> Call:
+def _row_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch) -> Call:
     function, given, check = scorer.function, dict(scorer.given), checker(scorer.output)
     names = rows.schema.names
     columns = [row_arguments(rows.column(name), scorer.signature.annotations[name]) for name in names]
@@ -347,7 +347,7 @@ def _row_call(scorer: ScorerDeclaration[..., Any], rows: pa.RecordBatch) -> Call
     return lambda index: check(function(**arguments(index), **given))
 
 
-def _group_call(scorer: ScorerDeclaration[..., Any], rows: pa.RecordBatch, starts: AnyArray) -> Call:
+def _group_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch, starts: AnyArray) -> Call:
     function, given, check = scorer.function, dict(scorer.given), checker(scorer.output)
     annotations = scorer.signature.annotations
 

@@ -8,6 +8,7 @@ from typing import Literal
 from dataflow.model import Model
 from dataflow.node import Generate
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
+from dataflow.traits import Traits
 
 WEIGHTS = ("model", "int8", "int8_dynamic", "fp8")
 """How a generator's linear layers may compute."""
@@ -70,6 +71,15 @@ class GeneratorKnobs(Generate):
     def rollouts_per_prompt(self) -> int:
         """Rollouts in a group, where the prompt does not say."""
         return self.group_size
+
+    @property
+    def traits(self) -> Traits:
+        """What graphs are checked for, and what a replica takes."""
+        return Traits(
+            tensor_parallel=self.tensor_parallel, temperature=self.temperature, chat=self.chat,
+            in_flight=self.in_flight, max_tokens=self.max_tokens, context_tokens=self.context_tokens, top_k=self.top_k,
+            slots=self.slots, cache_bytes=self.cache_bytes,
+        )  # fmt: skip
 
     @property
     def narrow(self) -> str | None:

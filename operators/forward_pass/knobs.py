@@ -12,6 +12,7 @@ import pyarrow as pa
 from dataflow.model import Model
 from dataflow.node import Transform
 from dataflow.records import COMPLETION, ERROR, LOGPROBS, MASK, PROMPT, TOKEN_NUMBERS, TOKENS, VERSIONS, Columns
+from dataflow.traits import Traits
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,11 @@ class LogprobsKnobs(ForwardKnobs):
     temperature: float = 1.0
     """That the generator samples at."""
 
+    @property
+    def traits(self) -> Traits:
+        """Its temperature has to be the generator's."""
+        return Traits(temperature=self.temperature)
+
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
         found, given = super().faults(), self.temperature
@@ -95,6 +101,11 @@ class RewardKnobs(ForwardKnobs):
     """Text behind each completion, such as the end token that the judge was trained with."""
     policy: Model | None = None
     """Whose tokenizer made the tokens, to find the last one of each step; None: the judge's own did."""
+
+    @property
+    def traits(self) -> Traits:
+        """It reads prompts as text."""
+        return Traits(chat=self.chat)
 
     @property
     def column(self) -> pa.DataType:

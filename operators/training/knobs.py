@@ -11,6 +11,7 @@ import numpy as np
 from dataflow.model import Model
 from dataflow.node import Learn
 from dataflow.records import ERROR, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
+from dataflow.traits import Traits
 from operators.losses import aipo
 from operators.training.learner.loss_function import WITH_GRADIENT, LossFunction, read_loss
 from operators.training.learner.schedule import SCHEDULES
@@ -82,6 +83,14 @@ class TrainerKnobs(Learn):
     def step_prompts(self) -> int:
         """Groups that one step consumes."""
         return self.prompts_per_step
+
+    @property
+    def traits(self) -> Traits:
+        """What graphs are checked for, and what a rank takes."""
+        return Traits(
+            tensor_parallel=self.tensor_parallel, temperature=self.temperature, queue_prompts=self.queue_prompts,
+            micro_batch_tokens=self.micro_batch_tokens, gradient_checkpointing=self.gradient_checkpointing,
+        )  # fmt: skip
 
     @cached_property
     def loss_function(self) -> LossFunction:

@@ -1,5 +1,6 @@
 """The language: what a graph says of itself, swapping, planning."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import networkx as nx
@@ -10,6 +11,7 @@ from dataflow import Graph, GraphError, Model, join, scorer
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.plan import Devices, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.traits import Traits
 
 POLICY = Model("policy")
 
@@ -122,6 +124,10 @@ class DealtOut(FakeGenerator):
     """A generator whose model may lie on several devices."""
 
     tensor_parallel: int = 2
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(super().traits, tensor_parallel=self.tensor_parallel)
 
 
 def dealt_out(max_staleness: int = 2) -> Graph:

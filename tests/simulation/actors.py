@@ -16,6 +16,7 @@ import torch
 from dataflow.model import Model
 from dataflow.node import Batch, Context, Generate, Runtime, Share, Source, Transform
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, ROLLOUT_COLUMNS, Columns, schema
+from dataflow.traits import Traits
 from operators.generation.admission import Admission
 from operators.sources.prompt_rows import Report
 from operators.sources.prompt_runtime import PromptRuntime
@@ -44,6 +45,11 @@ class SimulatedPrompts(Source):
     group_size: int | None = None
     epochs: int | None = None
 
+    @property
+    def traits(self) -> Traits:
+        """How often, and how many of each."""
+        return Traits(epochs=self.epochs, group_size=self.group_size)
+
     def build(self, context: Context) -> Runtime:
         """The product's own source."""
         numbers = [str(number) for number in range(self.rows)]
@@ -65,6 +71,13 @@ class SimulatedGenerator(Generate):
     in_flight: int | None = None
     temperature: float = 1.0
     max_tokens: int = 6
+
+    @property
+    def traits(self) -> Traits:
+        """What a graph is checked for."""
+        return Traits(
+            temperature=self.temperature, in_flight=self.in_flight, max_tokens=self.max_tokens, slots=self.slots,
+        )  # fmt: skip
 
     @property
     def rollouts_per_prompt(self) -> int:

@@ -13,6 +13,7 @@ from dataflow.model import Model
 from dataflow.node import Batch, Context, Learn, Runtime
 from dataflow.records import GROUP_ID, VERSIONS
 from dataflow.staleness import oldest_versions, sweep
+from dataflow.traits import Traits
 from operators.training.journal import expected
 from operators.training.reorder_buffer import Group, ReorderBuffer
 
@@ -32,6 +33,11 @@ class SimulatedTrainer(Learn):
     temperature: float = 1.0
     filters: bool = False
     """Whether most groups are dropped."""
+
+    @property
+    def traits(self) -> Traits:
+        """What a graph is checked for."""
+        return Traits(queue_prompts=self.queue_prompts, temperature=self.temperature)
 
     @property
     def step_prompts(self) -> int:

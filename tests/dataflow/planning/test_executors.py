@@ -1,5 +1,6 @@
 """How weights travel is chosen from where two ranks sit, shown in the plan, and refused where it cannot be."""
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from dataflow.planning.model_size import ModelSize
 from dataflow.planning.plan import Devices, Plan, plan
 from dataflow.run import make_plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.traits import Traits
 from dataflow.worker.fan_out import FanOut
 
 POLICY = Model("policy")
@@ -25,6 +27,10 @@ class DealtOut(FakeGenerator):
     """A generator whose model may lie on several devices."""
 
     tensor_parallel: int = 2
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(super().traits, tensor_parallel=self.tensor_parallel)
 
 
 def build(generator: FakeGenerator | None = None) -> Graph:

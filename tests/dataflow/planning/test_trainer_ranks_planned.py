@@ -1,5 +1,6 @@
 """How a trainer of several ranks is planned: its threads and memory, how its shards travel, and what is refused."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from dataflow.app import main
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.plan import Devices, Plan, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.traits import Traits
 
 POLICY = Model("policy")
 SIZES = {"policy": ModelSize(parameters=2_150_000)}
@@ -22,6 +24,10 @@ class Sharing(FakeTrainer):
     """A trainer whose layers may be shared out."""
 
     tensor_parallel: int = 1
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(super().traits, tensor_parallel=self.tensor_parallel)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """What a scorer declares, and its runtime reads: the function, the knobs that it was given, the limits of its calls."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from dataflow.errors import GraphError
 from dataflow.node import Transform
 from dataflow.records import ERROR, Columns
 from dataflow.scoring.signature import Signature, read_signature, where_defined
+from dataflow.traits import Traits
 
 P = ParamSpec("P")
 T_co = TypeVar("T_co", covariant=True)
@@ -22,7 +24,7 @@ DEFAULT_MEMORY_MB = 1024
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ScorerDeclaration(Transform, Generic[P, T_co]):
+class ScorerKnobs(Transform, Generic[P, T_co]):
     """A function that reads columns and writes one."""
 
     light: ClassVar[bool] = True
@@ -68,6 +70,16 @@ class ScorerDeclaration(Transform, Generic[P, T_co]):
     def output(self) -> pa.DataType:
         """Arrow type of the column it writes."""
         return self.signature.output
+
+    @property
+    def traits(self) -> Traits:
+        """A function that is called with a group compares its rollouts."""
+        return Traits(compares_siblings=self.per == "group")
+
+    @property
+    def about(self) -> str:
+        """What the function says of itself."""
+        return inspect.getdoc(self.function) or super().about
 
     def identity(self) -> Hashable:
         """The function, the name, the knobs and the limits."""
