@@ -353,6 +353,12 @@ class Learn(Sink):
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters that an operator trains: the other kind of edge, which no operator takes for rows."""
+    """The parameters that an operator trains: the other kind of edge, which no operator takes for rows.
+
+    >>> from dataflow import Model
+    >>> from dataflow.testing import FakeTrainer
+    >>> FakeTrainer(model=Model("policies/tiny")).weights.trainer.name
+    'trainer'
+    """
 
     trainer: Learn

@@ -15,7 +15,7 @@ import operators.filters
 import operators.rewards
 from dataflow.scorer import Scorer
 
-TYPES = {"Array", "Prompt", "Rollout", "Devices", "Plan", "plan"}
+TYPES = {"Array", "Prompt", "Rollout"}
 """Of annotations alone: they are seen in the examples of others."""
 SCORERS = [
     (module, name) for module in (operators.credit, operators.filters) for name, value in vars(module).items()

@@ -19,7 +19,12 @@ from dataflow.structure import Structure, lanes_of, sinks_of
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What a plan maps onto."""
+    """What a plan maps onto.
+
+    >>> from dataflow import Devices
+    >>> Devices(cpus=8, gpus=2).cpus
+    8
+    """
 
     cpus: int
     """Cores of this machine."""
@@ -38,7 +43,16 @@ class Devices:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Placements in the graph's order, and what the workers need to know of the graph as a whole."""
+    """Placements in the graph's order, and what the workers need to know of the graph as a whole.
+
+    >>> from dataflow import Devices, Graph, plan
+    >>> from dataflow.testing import FakePrompts, FakeTrainer
+    >>> g = Graph("tiny")
+    >>> FakeTrainer(prompts_per_step=2)(g.source(FakePrompts()))
+    >>> made = plan(g, Devices(cpus=4))
+    >>> made.placements["trainer"].devices
+    'cpu, 4 threads'
+    """
 
     placements: Mapping[str, Placement]
     bounds: Mapping[str, Bound]
@@ -157,6 +171,21 @@ def plan(
     one_process: all operators run in one.
     Raises GraphError for unknown nodes, for more devices than there are, for ranks that cannot share a model out,
     for an executor that cannot serve, and for groups that an edge could never hold.
+
+    >>> from dataflow import Devices, Graph, Model, plan
+    >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+    >>> g, model = Graph("tiny"), Model("policies/tiny")
+    >>> generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model, prompts_per_step=2)
+    >>> trainer(generator(g.source(FakePrompts())))
+    >>> g.feedback(trainer.weights, generator, max_staleness=1)
+    >>> print(plan(g, Devices(cpus=4)).explain())  # doctest: +ELLIPSIS
+    node       worker     replicas  ranks  devices         memory
+    ---------  ---------  --------  -----  --------------  ------
+    prompts    prompts    1         1      cpu, 1 thread   -
+    generator  generator  1         1      cpu, 2 threads  -
+    trainer    trainer    1         1      cpu, 2 threads  -
+    rows of 'prompts' run at most 1 versions ahead: 4 prompts in flight
+    ...
     """
     check(graph)
     if fault := message_fault(message_bytes):
