@@ -51,7 +51,7 @@ class Scheduler:
         None. left: the snapshot of the scheduler before, whose workers the server has. successor: as `ControlServer`
         has it."""
         limits = limits or settings.limits
-        self._settings, self._clock = settings, clock
+        self._clock = clock
         self.table = Table(graph=graph, plan=plan, limits=limits, folder=settings.folder, watched_at=clock())
         self.notices: list[str] = []
         """What the user may want to read, oldest first; whoever shows it takes it out."""
