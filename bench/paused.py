@@ -273,7 +273,7 @@ def _name(process: psutil.Process, scheduler: int, named: Mapping[int, str]) -> 
     if above := named.get(process.ppid()):
         return f"{above}/{process.pid}"
     begets = any(child.pid in named for child in process.children())
-    return "nursery" if begets else f"helper/{process.pid}"
+    return "forkserver" if begets else f"helper/{process.pid}"
 
 
 def _pass(program: Program, seconds: float) -> None:

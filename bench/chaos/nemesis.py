@@ -46,9 +46,9 @@ def workers(scheduler: int) -> dict[str, psutil.Process]:
     """The workers of a run by name: those below its forkserver whose output goes to a log."""
     found = {}
     with contextlib.suppress(psutil.Error):
-        for nursery in psutil.Process(scheduler).children():
+        for forkserver in psutil.Process(scheduler).children():
             with contextlib.suppress(psutil.Error):
-                for process in nursery.children():
+                for process in forkserver.children():
                     if name := _log_of(process.pid):
                         found[name] = process
     return found
@@ -164,6 +164,6 @@ def _log_of(pid: int) -> str:
     """The worker's name, from the log that its output goes to; empty for any other process."""
     with contextlib.suppress(OSError):
         log = Path(f"/proc/{pid}/fd/1").readlink()
-        if log.suffix == ".log" and log.parent.name == "logs" and log.stem != "nursery":
+        if log.suffix == ".log" and log.parent.name == "logs" and log.stem != "forkserver":
             return log.stem
     return ""

@@ -15,7 +15,7 @@ from dataflow.errors import RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.whereabouts import Whereabouts
 from dataflow.scheduler.forkserver import Main
-from dataflow.scheduler.forkserver_client import Event, Nursery, TakenOver
+from dataflow.scheduler.forkserver_client import Event, ForkserverClient, TakenOverForkserver
 from dataflow.scheduler.requests import REPLIES, REQUESTS, Refused, Reply, Request
 from dataflow.system.messages import MESSAGE_BYTES, MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint, reachable
@@ -54,7 +54,7 @@ class ControlServer:
     """How many schedulers there were before."""
     handed: Sequence[Event] = ()
     alone_s, lives = 0.0, False
-    """Of the workers that were taken over, as `TakenOver` says."""
+    """Of the workers that were taken over, as `TakenOverForkserver` says."""
 
     def __init__(
         self, main: Main, environment: Mapping[str, str], preload: Callable[[], None], listen: str = "",
@@ -66,14 +66,14 @@ class ControlServer:
         successor: runs a scheduler in the place of this process when it has died. logs: folder for the forkserver's.
         """
         folder = socket_folder.make()
-        forkserver = Nursery(
+        forkserver = ForkserverClient(
             main, environment, preload, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True),
-            door=str(folder / _DOOR), successor=successor, log=str(Path(logs) / "nursery.log") if logs else "",
+            door=str(folder / _DOOR), successor=successor, log=str(Path(logs) / "forkserver.log") if logs else "",
         )  # fmt: skip
         control = endpoint(listen) if listen else f"ipc://{folder}/control"
         self._open(folder, forkserver, Whereabouts(control=control, commands=f"ipc://{folder}/commands"), keys)
 
-    def _open(self, folder: Path, forkserver: Nursery, at: Whereabouts, keys: RunKeys | None) -> None:
+    def _open(self, folder: Path, forkserver: ForkserverClient, at: Whereabouts, keys: RunKeys | None) -> None:
         self.folder, self._forkserver = folder, forkserver
         self._lived = float("-inf")
         self._events: list[Event] = []
@@ -102,7 +102,7 @@ class ControlServer:
         self._poller.register(self._forkserver.fileno(), zmq.POLLIN)
 
     def wait(self, wait_s: float) -> tuple[list[Message], list[tuple[Client, Request]], list[Event]]:
-        """What workers and clients have sent, and what the forkserver tells (as `Nursery.events`), within `wait_s`.
+        """What workers and clients have sent, and what the forkserver tells, within `wait_s`.
 
         Errors: Replaced, before anything is sent or taken in."""
         if time.monotonic() - self._lived >= _LIVES_S:
@@ -149,7 +149,7 @@ class ControlServer:
         self._outgoing.append(lambda: self._requests.send_multipart(frames))
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
-        """Ask for a process; as `Nursery.spawn`."""
+        """Ask for a process; as `ForkserverClient.spawn`."""
         self._outgoing.append(lambda: self._forkserver.spawn(name, settings, heavy, keeps))
 
     def kill(self, name: str, number: int) -> None:
@@ -161,7 +161,7 @@ class ControlServer:
         self._forkserver.pause(is_paused)
 
     def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
-        """From now on workers outlive this process; as `Nursery.stay`."""
+        """From now on workers outlive this process; as `ForkserverClient.stay`."""
         self._outgoing.append(lambda: self._forkserver.stay(wait_s, end_s, silent_s))
 
     def close(self) -> None:
@@ -227,7 +227,7 @@ class TakenOverControlServer(ControlServer):
 
     def __init__(self, folder: Path) -> None:
         """Take the workers over that have their sockets in `folder`. Errors: RunError when there are none any more."""
-        forkserver = TakenOver(str(folder / _DOOR))
+        forkserver = TakenOverForkserver(str(folder / _DOOR))
         self.handed, self.alone_s = forkserver.handed, forkserver.alone_s
         self.number, self.lives = forkserver.number, forkserver.lives
         settings = self.handed[0]["settings"] if self.handed else {}

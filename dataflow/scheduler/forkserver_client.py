@@ -37,7 +37,7 @@ Event = dict[str, Any]
 """{"event": "started" | "stopped" | "continued" | "exited" | "gone", "name", "pid", "status"}."""
 
 
-class Nursery:
+class ForkserverClient:
     """A forkserver in the hands of its scheduler.
 
     consumes: spawn requests
@@ -156,11 +156,11 @@ class Nursery:
         except OSError as error:
             self.events()  # perhaps it is another's
             raise RunError(
-                f"the forkserver (pid {self.pid}) is gone: {error}; see logs/nursery.log, and start the run again"
+                f"the forkserver (pid {self.pid}) is gone: {error}; see logs/forkserver.log, and start the run again"
             ) from error
 
 
-class TakenOver(Nursery):
+class TakenOverForkserver(ForkserverClient):
     """The forkserver of a scheduler that has ended."""
 
     def __init__(self, door: str, timeout_s: float = 10.0) -> None:

@@ -1,23 +1,22 @@
-"""A pool's process at work: it makes the calls that it is sent and answers in frames."""
+"""A pool's process at work: it makes the calls that it is sent and answers."""
 
 import asyncio
+import contextlib
 import os
 import queue
-import socket
-import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
+from dataflow.scoring.messages import Answers, Calls
+from dataflow.system.channel import Channel
+from dataflow.system.messages import MessageError
 
 Call = Callable[[int], Any]
 Lane = memoryview  # three words shared with the owner: chunk (-1: none), call, start in ns
 
-HEADER = struct.Struct("<IqI")  # bytes that follow, number of the chunk, calls in it
-LENGTH = struct.Struct("<I")
 GATHER_NS = 5_000_000
 SLOW_NS = 200_000
 
@@ -46,20 +45,20 @@ class Settings:
         return f"no answer within {self.timeout_s:g} s"
 
 
-def make_calls(wire: socket.socket, lanes: list[Lane], settings: Settings) -> None:
+def make_calls(channel: Channel[Any], lanes: list[Lane], settings: Settings) -> None:
     """Make calls until the owner is gone (EOFError or OSError).
 
-    consumes: frames of calls (header and payload)
-    produces: frames of answers (chunk, calls, values, failures by call), each call once
-    waits for: the next frame, and the calls themselves, whose limit the owner keeps
-    unblocked by: a frame, or the end of the owner
+    consumes: calls (`Calls`)
+    produces: answers (`Answers`), each call once
+    waits for: the next message, and the calls themselves, whose limit the owner keeps
+    unblocked by: a message, or the end of the owner
     """
     if settings.is_async:
-        asyncio.run(_by_tasks(wire, lanes, settings))
+        asyncio.run(_by_tasks(channel, lanes, settings))
     elif len(lanes) > 1:
-        _by_threads(wire, lanes, settings)
+        _by_threads(channel, lanes, settings)
     else:
-        _one_by_one(wire, lanes[0], settings)
+        _one_by_one(channel, lanes[0], settings)
 
 
 class _Answers:
@@ -79,32 +78,30 @@ class _Answers:
     def are_due(self, took_ns: int) -> bool:
         return took_ns > SLOW_NS or time.monotonic_ns() - self._sent_ns > GATHER_NS
 
-    def frames(self) -> bytes:
+    def take(self) -> list[Answers]:
         """All that gathered; forgotten here."""
         gathered, self._gathered = self._gathered, {}
         self._sent_ns = time.monotonic_ns()
-        bodies = [msgpack.packb((chunk, *answers)) for chunk, answers in gathered.items()]
-        return b"".join(LENGTH.pack(len(body)) + body for body in bodies)
+        return [Answers(chunk, *answers) for chunk, answers in gathered.items()]
 
 
-def _one_by_one(wire: socket.socket, lane: Lane, settings: Settings) -> None:
+def _one_by_one(channel: Channel[Any], lane: Lane, settings: Settings) -> None:
     answers = _Answers()
     clock = time.monotonic_ns
-    while True:
-        chunk, calls, payload = _receive(wire)
-        call = _prepared(payload, settings)
-        for index in range(calls):
+    for message in _messages(channel):
+        call = _prepared(message.payload, settings)
+        for index in range(message.calls):
             start = clock()
-            _enter(lane, chunk, index, start)
+            _enter(lane, message.chunk, index, start)
             answer = _attempt(call, index, settings)
             lane[0] = -1
-            answers.add(chunk, index, *answer)
+            answers.add(message.chunk, index, *answer)
             if answers.are_due(clock() - start):
-                wire.sendall(answers.frames())
-        wire.sendall(answers.frames())
+                _send(channel, answers)
+        _send(channel, answers)
 
 
-def _by_threads(wire: socket.socket, lanes: list[Lane], settings: Settings) -> None:
+def _by_threads(channel: Channel[Any], lanes: list[Lane], settings: Settings) -> None:
     todo: queue.SimpleQueue[tuple[int, int, Call]] = queue.SimpleQueue()
     answers = _Answers()
     lock = threading.Lock()
@@ -119,27 +116,46 @@ def _by_threads(wire: socket.socket, lanes: list[Lane], settings: Settings) -> N
             with lock:
                 answers.add(chunk, index, *answer)
                 if todo.empty() or answers.are_due(time.monotonic_ns() - start):
-                    _send_or_exit(wire, answers.frames())
+                    try:
+                        _send(channel, answers)
+                    except OSError:
+                        os._exit(0)
 
     for lane in lanes:
         threading.Thread(target=work, args=(lane,), daemon=True).start()
-    while True:
-        chunk, calls, payload = _receive(wire)
-        call = _prepared(payload, settings)
-        for index in range(calls):
-            todo.put((chunk, index, call))
+    for message in _messages(channel):
+        call = _prepared(message.payload, settings)
+        for index in range(message.calls):
+            todo.put((message.chunk, index, call))
 
 
-async def _by_tasks(wire: socket.socket, lanes: list[Lane], settings: Settings) -> None:
-    wire.setblocking(False)
-    reader, writer = await asyncio.open_connection(sock=wire)
+async def _by_tasks(channel: Channel[Any], lanes: list[Lane], settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     todo: asyncio.Queue[tuple[int, int, Call]] = asyncio.Queue()
     answers = _Answers()
 
+    def flush() -> None:
+        with contextlib.suppress(OSError):  # that the owner is gone shows when reading
+            channel.flush()
+        if not channel.has_output:
+            loop.remove_writer(channel.fileno())
+
     def send() -> None:
-        if frames := answers.frames():
-            writer.write(frames)
+        with contextlib.suppress(OSError):
+            for message in answers.take():
+                channel.post(message)
+        if channel.has_output:
+            loop.add_writer(channel.fileno(), flush)
+
+    def read() -> None:
+        try:
+            messages = channel.arrived()
+        except (EOFError, OSError, MessageError):
+            os._exit(0)
+        for message in messages:
+            call = _prepared(message.payload, settings)
+            for index in range(message.calls):
+                todo.put_nowait((message.chunk, index, call))
 
     async def work(lane: Lane) -> None:
         while True:
@@ -150,16 +166,8 @@ async def _by_tasks(wire: socket.socket, lanes: list[Lane], settings: Settings) 
             answers.add(chunk, index, *answer)
             loop.call_soon(send)
 
-    tasks = [asyncio.create_task(work(lane)) for lane in lanes]
-    try:
-        while True:
-            size, chunk, calls = HEADER.unpack(await reader.readexactly(HEADER.size))
-            call = _prepared(await reader.readexactly(size), settings)
-            for index in range(calls):
-                todo.put_nowait((chunk, index, call))
-    finally:
-        del tasks
-        os._exit(0)
+    loop.add_reader(channel.fileno(), read)
+    await asyncio.gather(*(work(lane) for lane in lanes))
 
 
 def _enter(lane: Lane, chunk: int, index: int, now_ns: int) -> None:
@@ -197,24 +205,12 @@ def _prepared(payload: bytes, settings: Settings) -> Call:
         return refuse
 
 
-def _receive(wire: socket.socket) -> tuple[int, int, bytes]:
-    size, chunk, calls = HEADER.unpack(_read(wire, HEADER.size))
-    return chunk, calls, _read(wire, size)
+def _messages(channel: Channel[Any]) -> Iterator[Calls]:
+    """What the owner sends, until it is gone. Raises EOFError then."""
+    while channel.readable(None):
+        yield from channel.arrived()
 
 
-def _read(wire: socket.socket, size: int) -> bytes:
-    whole = bytearray(size)
-    view = memoryview(whole)
-    while view:
-        got = wire.recv_into(view)
-        if not got:
-            raise EOFError
-        view = view[got:]
-    return bytes(whole)
-
-
-def _send_or_exit(wire: socket.socket, frames: bytes) -> None:
-    try:
-        wire.sendall(frames)
-    except OSError:
-        os._exit(0)
+def _send(channel: Channel[Any], answers: _Answers) -> None:
+    for message in answers.take():
+        channel.send(message)

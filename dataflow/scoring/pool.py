@@ -2,10 +2,8 @@
 
 import contextlib
 import mmap
-import os
 import selectors
 import signal
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,8 +12,12 @@ from typing import Any
 
 from dataflow.errors import WorkerDied
 from dataflow.scoring.calls import Settings
+from dataflow.scoring.messages import CALLS, End, Ended, Lost, Spawn, Spawned
 from dataflow.scoring.process import Chunk, Frame, Piece, Process, memory_kb, pieces_of
-from dataflow.scoring.server import ALIVE, END, LANE_WORDS, LOST, ORDER, REPLY, SPAWN, let_go_on, start_server
+from dataflow.scoring.server import LANE_WORDS, let_go_on, start_server
+from dataflow.system.channel import Channel
+from dataflow.system.child import end
+from dataflow.system.messages import MessageError
 
 _PATIENCE_S = 10.0
 _STOPPED_S = 1.0
@@ -86,7 +88,7 @@ class Pool:
     @property
     def pids(self) -> list[int]:
         """Its processes, the server first."""
-        return [self._server_pid, *(process.pid for process in self._processes if process.pid)]
+        return [self._server.pid, *(process.pid for process in self._processes if process.pid)]
 
     def fileno(self) -> int:
         """A descriptor that is readable when `poll` has something to do."""
@@ -104,11 +106,13 @@ class Pool:
 
     def poll(self) -> list[Answer]:
         """Carry on, and return the answers that have come; WorkerDied when no process can be kept alive."""
+        with contextlib.suppress(OSError):  # that the server is gone shows when reading
+            self._control.flush()
         for key, events in self._selector.select(0):
             process = key.data
             if process is None:
                 self._read_replies()
-            elif process.wire is key.fileobj:
+            elif process.channel is key.fileobj:
                 if events & selectors.EVENT_WRITE:
                     process.flush()
                     self._listen(process)
@@ -122,68 +126,63 @@ class Pool:
     def close(self) -> None:
         """End every process, within 5 seconds."""
         for process in self._processes:
-            self._drop_wire(process)
+            self._close_channel(process)
         self._control.close()
-        _reap(self._server_pid, _CLOSE_S)
+        end(self._server, _CLOSE_S)
         self._selector.close()
 
     # The server and its processes
 
     def _start_server(self) -> None:
-        self._control, self._server_pid = start_server(self._progress, self._settings)
+        self._control, self._server = start_server(self._progress, self._settings)
         self._selector.register(self._control, selectors.EVENT_READ, None)
         self._orders.clear()
         for process in self._processes:
             self._spawn(process)
 
     def _spawn(self, process: Process) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        process.begin(ours)
-        self._selector.register(ours, selectors.EVENT_READ, process)
-        with contextlib.suppress(OSError):
-            socket.send_fds(self._control, [ORDER.pack(SPAWN, process.number)], [theirs.fileno()])
-        theirs.close()
+        channel, theirs = Channel.pair(CALLS)
+        process.begin(channel)
+        self._selector.register(channel, selectors.EVENT_READ, process)
+        with theirs, contextlib.suppress(OSError):
+            self._control.post(Spawn(process.number), [theirs.fileno()])
         self._orders.append(time.monotonic())
 
-    def _end(self, process: Process, order: int = END) -> None:
+    def _end(self, process: Process, order: type[End] | type[Lost] = End) -> None:
         self.restarts += 1
-        self._drop_wire(process)
+        self._close_channel(process)
         with contextlib.suppress(OSError):
-            self._control.sendall(ORDER.pack(order, process.number))
+            self._control.post(order(process.number))
         self._orders.append(time.monotonic())
 
-    def _drop_wire(self, process: Process) -> None:
-        if process.wire is not None:
-            self._selector.unregister(process.wire)
-            process.wire.close()
-            process.wire = None
+    def _close_channel(self, process: Process) -> None:
+        if process.channel is not None:
+            self._selector.unregister(process.channel)
+            process.channel.close()
+            process.channel = None
 
     def _read_replies(self) -> None:
-        message = b""
-        with contextlib.suppress(OSError):
-            message = self._control.recv(REPLY.size * 16)
-            while message and len(message) % REPLY.size:
-                message += self._control.recv(REPLY.size - len(message) % REPLY.size)
-        if not message:
+        try:
+            replies = self._control.arrived()
+        except (EOFError, OSError, MessageError):
             self._restart_server()
             return
-        for what, number, value in REPLY.iter_unpack(message):
+        for reply in replies:
             self._orders.popleft()
-            process = self._processes[number]
-            if what == SPAWN:
-                process.pid = value
-                process.base_kb = memory_kb(value)
-            else:
-                self._bury([process], value)
-                self._spawn(process)
+            process = self._processes[reply.process]
+            match reply:
+                case Spawned():
+                    process.pid, process.base_kb = reply.pid, memory_kb(reply.pid)
+                case Ended():
+                    self._bury([process], reply.status)
+                    self._spawn(process)
 
     def _restart_server(self) -> None:
         self.restarts += 1
         self._deaths += 1
         self._selector.unregister(self._control)
         self._control.close()
-        _reap(self._server_pid, 0.0)
+        end(self._server, 0.0)
         is_blameless = not any(process.running() for process in self._processes)
         self._blameless = self._blameless + 1 if is_blameless else 0
         if self._blameless > _DEATHS:
@@ -192,8 +191,8 @@ class Pool:
                 f"look in the system's log for what ends it (memory?), then run again"
             )
         for process in self._processes:
-            self._drop_wire(process)
-        self._bury(self._processes, signal.SIGKILL)
+            self._close_channel(process)
+        self._bury(self._processes, -signal.SIGKILL)
         self._start_server()
 
     # What goes out and comes back
@@ -221,15 +220,15 @@ class Pool:
             if process.has_alone or (piece.is_alone and process.chunks):
                 return None
             room = process.window - process.open_calls
-            if process.wire is not None and room > most:
+            if process.channel is not None and room > most:
                 best, most = process, room
         return best
 
     def _listen(self, process: Process) -> None:
-        assert process.wire is not None
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.has_output else 0)
-        if self._selector.get_key(process.wire).events != events:
-            self._selector.modify(process.wire, events, process)
+        assert process.channel is not None
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.channel.has_output else 0)
+        if self._selector.get_key(process.channel).events != events:
+            self._selector.modify(process.channel, events, process)
 
     def _read(self, process: Process) -> None:
         frames, is_over = process.read()
@@ -240,7 +239,7 @@ class Pool:
                 self._pace(process, time.monotonic() - frame.chunk.sent_s)
         if is_over:
             self._deaths += 1
-            self._end(process, LOST)
+            self._end(process, Lost)
 
     def _pace(self, process: Process, took_s: float) -> None:
         """Several processes share the calls in pieces that grow while they come back quickly."""
@@ -262,7 +261,7 @@ class Pool:
     def _keep_limits(self) -> None:
         now = time.monotonic()
         if self._orders and now - self._orders[0] > _STOPPED_S:
-            let_go_on(self._server_pid)
+            let_go_on(self._server)
         if self._orders and now - self._orders[0] > _PATIENCE_S:
             self._restart_server()
             return
@@ -274,7 +273,7 @@ class Pool:
         if looks:
             self._memory_looked_s = now
         for process in self._processes:
-            if process.wire is None or not process.chunks:
+            if process.channel is None or not process.chunks:
                 continue
             process.late = process.running(before_ns)
             is_silent = process.is_silent(now, _PATIENCE_S + timeout_s)
@@ -289,7 +288,7 @@ class Pool:
         process.cause = f"its process took more memory than its limit of {limit_mb} MB"
         return True
 
-    def _bury(self, processes: list[Process], status: int) -> None:
+    def _bury(self, processes: list[Process], status: int | None) -> None:
         """Fail the calls that processes ended for, and have the rest made again.
 
         A call is to blame when it alone was being made; several are made again one at a time, to find out.
@@ -299,7 +298,7 @@ class Pool:
         for process in processes:
             for chunk, call in process.late:
                 self._fail(chunk, call, self._settings.late)
-        at_work = [process for process in processes if not process.late and status != ALIVE]
+        at_work = [process for process in processes if not process.late and status is not None]
         accused = [each for process in at_work for each in process.running()]
         left = [(chunk, call) for chunk in chunks for call in chunk.open]
         if not accused and len(left) == 1 and not any(process.late for process in processes):
@@ -309,14 +308,14 @@ class Pool:
         for chunk, call in accused:
             deaths = self._jobs[chunk.job].deaths
             deaths[call] = deaths.get(call, 0) + 1
-            if status == signal.SIGKILL and deaths[call] == 1:
+            if status == -signal.SIGKILL and deaths[call] == 1:
                 continue
             if len(accused) == 1:
                 self._fail(chunk, call, cause or self._how_it_ended(status))
             else:
                 chunk.open.discard(call)
                 apart.append(Piece(chunk.job, call, call + 1, is_alone=True))
-        if not accused and (self._deaths >= _DEATHS or status == ALIVE):
+        if not accused and (self._deaths >= _DEATHS or status is None):
             for chunk in chunks:
                 chunk.is_alone = True
         self._pending.extendleft(reversed(apart + pieces_of(chunks)))
@@ -327,23 +326,11 @@ class Pool:
         chunk.open.discard(call)
         self._answer(Frame(chunk, [call], [None], {call: text}))
 
-    def _how_it_ended(self, status: int) -> str:
-        if status == ALIVE:
+    def _how_it_ended(self, status: int | None) -> str:
+        if status is None:
             return "it closed the wire of its process"
-        if os.WIFEXITED(status):
-            return f"its process exited with status {os.WEXITSTATUS(status)}"
+        if status >= 0:
+            return f"its process exited with status {status}"
         limit_mb = self._settings.memory_mb
         note = "" if limit_mb is None else f" (memory limit {limit_mb} MB)"
-        return f"its process ended with signal {os.WTERMSIG(status)}{note}"
-
-
-def _reap(pid: int, within_s: float) -> None:
-    """Wait for a child of ours to end, and make it end when the time is over."""
-    deadline = time.monotonic() + within_s
-    with contextlib.suppress(ChildProcessError, ProcessLookupError):
-        while not os.waitpid(pid, os.WNOHANG)[0]:
-            if time.monotonic() >= deadline:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                return
-            time.sleep(0.001)
+        return f"its process ended with signal {-status}{note}"

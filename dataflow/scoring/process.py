@@ -1,21 +1,15 @@
-"""The owner's view of one process of a pool: its wire, the calls it has, and the call it is making."""
+"""The owner's view of one process of a pool: its channel, the calls it has, and the call it is making."""
 
 import contextlib
-import socket
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
-from dataflow.scoring.calls import HEADER, LENGTH
+from dataflow.scoring.messages import Answers, Calls
 from dataflow.scoring.server import LANE_WORDS
-
-_READ_BYTES = 1 << 18
-_BROKEN = (KeyError, TypeError, ValueError, msgpack.UnpackException)
+from dataflow.system.channel import Channel
 
 
 @dataclass(frozen=True)
@@ -60,22 +54,20 @@ class Process:
         self._lanes = range(number * width, (number + 1) * width, LANE_WORDS)
         self._progress = progress
         self.window = window
-        self.wire: socket.socket | None = None
+        self.channel: Channel[Any] | None = None
         self.begin(None)
 
-    def begin(self, wire: socket.socket | None) -> None:
+    def begin(self, channel: Channel[Any] | None) -> None:
         """Start over with a new process at the other end."""
         for lane in self._lanes:
             self._progress[lane] = -1
-        self.wire = wire
+        self.channel = channel
         self.pid = 0
         self.base_kb = 0
         self.cause = ""
         self.late: list[tuple[Chunk, int]] = []
         self.idle_since: float | None = None
         self.chunks: dict[int, Chunk] = {}
-        self._out: deque[memoryview] = deque()
-        self._inbox = bytearray()
 
     @property
     def open_calls(self) -> int:
@@ -87,76 +79,45 @@ class Process:
         """Whether it has a call that must stay alone."""
         return any(chunk.is_alone for chunk in self.chunks.values())
 
-    @property
-    def has_output(self) -> bool:
-        """Whether bytes wait for it to read."""
-        return bool(self._out)
-
     def send(self, number: int, piece: Piece, payload: bytes) -> None:
         """Give it calls."""
         calls = set(range(piece.start, piece.stop))
         self.chunks[number] = Chunk(piece.job, piece.start, calls, piece.is_alone, time.monotonic())
         self.idle_since = None
-        self._out += (memoryview(HEADER.pack(len(payload), number, len(calls))), memoryview(payload))
-        self.flush()
+        if self.channel is not None:
+            with contextlib.suppress(OSError):  # that it is gone shows when reading
+                self.channel.post(Calls(number, len(calls), payload))
 
     def flush(self) -> None:
-        """Write what it will take; whether it is gone shows when reading."""
-        assert self.wire is not None
-        try:
-            while self._out:
-                sent = self.wire.send(self._out[0])
-                if sent < len(self._out[0]):
-                    self._out[0] = self._out[0][sent:]
-                else:
-                    self._out.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._out.clear()
+        """Write what it will take."""
+        assert self.channel is not None
+        with contextlib.suppress(OSError):
+            self.channel.flush()
 
     def read(self) -> tuple[list[Frame], bool]:
         """Answers that came, and whether it is gone or writes nonsense."""
-        is_over = self._fill()
+        assert self.channel is not None
         frames: list[Frame] = []
-        at = 0
-        while len(self._inbox) >= at + LENGTH.size:
-            (size,) = LENGTH.unpack_from(self._inbox, at)
-            stop = at + LENGTH.size + size
-            if len(self._inbox) < stop:
-                break
-            try:
-                frames.append(self._frame(self._inbox[at + LENGTH.size : stop]))
-            except _BROKEN:
-                return frames, True
-            at = stop
-        del self._inbox[:at]
-        return frames, is_over
-
-    def _fill(self) -> bool:
-        assert self.wire is not None
         try:
-            while data := self.wire.recv(_READ_BYTES):
-                self._inbox += data
-                if len(data) < _READ_BYTES:
-                    return False
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        return True
+            frames.extend(map(self._frame, self.channel.arrived()))
+        except (EOFError, OSError, KeyError, ValueError):
+            return frames, True
+        return frames, False
 
-    def _frame(self, body: bytearray) -> Frame:
-        number, calls, values, failures = msgpack.unpackb(body, strict_map_key=False)
-        chunk = self.chunks[number]
-        calls = [call + chunk.start for call in calls]
-        if not chunk.open.issuperset(calls) or len(calls) != len(values):
+    def _frame(self, answers: Any) -> Frame:
+        if not isinstance(answers, Answers) or not isinstance(answers.values, list):
+            raise ValueError("no answers")
+        chunk = self.chunks[answers.chunk]
+        calls = [call + chunk.start for call in answers.calls]
+        if not chunk.open.issuperset(calls) or len(calls) != len(answers.values):
             raise ValueError("answers to calls that are not open")
         chunk.open.difference_update(calls)
         if not chunk.open:
-            del self.chunks[number]
+            del self.chunks[answers.chunk]
         self.idle_since = None
-        return Frame(chunk, calls, values, {call + chunk.start: text for call, text in failures.items()})
+        return Frame(
+            chunk, calls, answers.values, {call + chunk.start: text for call, text in answers.failures.items()}
+        )
 
     def running(self, before_ns: int | None = None) -> list[tuple[Chunk, int]]:
         """Calls that are being made; only those begun before a time of the monotonic clock, if given."""

@@ -1,136 +1,105 @@
 """The small server that forks a pool's processes: one thread, so that forking is always safe."""
 
 import contextlib
-import ctypes
+import math
 import os
 import resource
-import select
 import signal
 import socket
-import struct
 import sys
-import time
-import traceback
 from pathlib import Path
+from typing import Any
 
 from dataflow.scoring.calls import Settings, make_calls
-from dataflow.system.forking import fork
+from dataflow.scoring.messages import CALLS, SERVER, End, Ended, Lost, Spawn, Spawned
+from dataflow.system.channel import Channel
+from dataflow.system.child import Forked, ended_within, fork
 
-ORDER = struct.Struct("<Bi")  # what, which process
-REPLY = struct.Struct("<Bii")  # what, which process, pid or wait status
-SPAWN, END, LOST = 1, 2, 3
-ALIVE = -1  # wait status of a process that was lost and had not ended
 LANE_WORDS = 3
+_SEND_S = 10.0
 _LOOK_S = 1.0
 _LAST_BREATH_S = 0.1
 _RESERVE_MB = 1536
-_PR_SET_PDEATHSIG = 1
 
 
-def start_server(progress: memoryview, settings: Settings) -> tuple[socket.socket, int]:
-    """Fork the server; our end of its control socket, and its pid."""
-    ours, theirs = socket.socketpair()
+def start_server(progress: memoryview, settings: Settings) -> tuple[Channel[Any], Forked]:
+    """Fork the server; our end of its channel, and its process.
+
+    The kernel lets it go on when its owner ends: one that was stopped could not clean up."""
+    control, theirs = Channel.pair(SERVER, _SEND_S)
     owner = os.getpid()
-    pid = fork()
-    if pid == 0:
-        try:
-            _go_quiet()
-            _wake_with(owner)
-            _close_all_but(theirs.fileno())
-            _serve(theirs, owner, progress, settings)
-        finally:
-            os._exit(1)
-    theirs.close()
-    return ours, pid
+
+    def serve() -> int:
+        _go_quiet()
+        return _serve(Channel(theirs, SERVER, _SEND_S), owner, progress, settings)
+
+    with theirs:
+        return control, fork(serve, keep=[theirs.fileno()], ends_with_parent=signal.SIGCONT)
 
 
-def _serve(control: socket.socket, owner: int, progress: memoryview, settings: Settings) -> None:
-    """Fork and end processes as told; never returns.
+def _serve(control: Channel[Any], owner: int, progress: memoryview, settings: Settings) -> int:
+    """Fork and end processes as told; the exit status.
 
     consumes: orders to spawn a process (with its socket), to end one, or to say how a lost one ended
-    produces: a reply to each, with its pid or its wait status
+    produces: a reply to each, with its pid or its exit status
     waits for: an order, looking every second whether the owner still lives, and whether somebody stopped a process
     unblocked by: an order, or the end of the owner
     """
-    pids: dict[int, int] = {}
+    processes: dict[int, Forked] = {}
     try:
         while True:
-            if not select.select([control], [], [], _LOOK_S)[0]:
+            if not control.readable(_LOOK_S):
                 if os.getppid() != owner:
                     break
-                for pid in pids.values():
-                    let_go_on(pid)
+                for process in processes.values():
+                    let_go_on(process)
                 continue
-            message, fds, _, _ = socket.recv_fds(control, ORDER.size, 1)
-            if len(message) < ORDER.size:
-                break
-            what, number = ORDER.unpack(message)
-            if what == SPAWN:
-                pids[number] = _spawn(fds[0], number, progress, settings)
-                os.close(fds[0])
-                control.sendall(REPLY.pack(SPAWN, number, pids[number]))
-            else:
-                pid = pids.pop(number)
-                status = _end(pid) if what == END else _bury_lost(pid)
-                control.sendall(REPLY.pack(END, number, status))
-    except OSError:
+            for order in control.arrived():
+                number = order.process
+                match order:
+                    case Spawn():
+                        end = control.files.popleft()
+                        processes[number] = _spawn(end, number, progress, settings)
+                        os.close(end)
+                        control.send(Spawned(number, processes[number].pid))
+                    case End():
+                        control.send(Ended(number, _ended(processes.pop(number))))
+                    case Lost():
+                        lost = processes.pop(number)
+                        lives = not ended_within(lost, _LAST_BREATH_S)
+                        status = _ended(lost)
+                        control.send(Ended(number, None if lives else status))
+    except (OSError, EOFError):
         pass
     finally:
-        for pid in pids.values():
-            _end(pid)
-        os._exit(0)
+        for process in processes.values():
+            _ended(process)
+    return 0
 
 
-def _spawn(fd: int, number: int, progress: memoryview, settings: Settings) -> int:
-    server = os.getpid()
-    pid = os.fork()
-    if pid:
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)
-        return pid
-    try:
-        with contextlib.suppress(OSError):
-            os.setpgid(0, 0)
-        _close_all_but(fd)
-        _die_with(server)
+def _spawn(end: int, number: int, progress: memoryview, settings: Settings) -> Forked:
+    def make() -> int:
         _limit_memory(settings.memory_mb)
-        _fresh_streams()
         width = settings.concurrency * LANE_WORDS
         starts = range(number * width, (number + 1) * width, LANE_WORDS)
         lanes = [progress[start : start + LANE_WORDS] for start in starts]
-        make_calls(socket.socket(fileno=fd), lanes, settings)
-    except (OSError, EOFError):
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
+        with contextlib.suppress(OSError, EOFError):
+            make_calls(Channel(socket.socket(fileno=end), CALLS, math.inf), lanes, settings)
+        return 0
+
+    return fork(make, leads=True, keep=[end], ends_with_parent=signal.SIGKILL)
 
 
-def let_go_on(pid: int) -> None:
+def let_go_on(process: Forked) -> None:
     """Let a child go on that was stopped since the last look: nobody knows whether whoever stopped it comes back."""
-    with contextlib.suppress(ChildProcessError, ProcessLookupError):
-        if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None:
-            os.kill(pid, signal.SIGCONT)
+    if process.change() == "stopped":
+        process.signal(signal.SIGCONT)
 
 
-def _end(pid: int) -> int:
-    """Kill a process with all that it started, unless it has ended by itself; its wait status."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-    return os.waitpid(pid, 0)[1]
-
-
-def _bury_lost(pid: int) -> int:
-    """The wait status of a process whose wire was closed; ALIVE when it did that and lived on until now."""
-    deadline = time.monotonic() + _LAST_BREATH_S
-    while time.monotonic() < deadline:
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            return _end(pid)
-        time.sleep(0.001)
-    _end(pid)
-    return ALIVE
+def _ended(process: Forked) -> int:
+    """Kill a process with all that it started, unless it has ended by itself; its exit status."""
+    process.kill()
+    return process.wait()
 
 
 def _go_quiet() -> None:
@@ -141,34 +110,6 @@ def _go_quiet() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-
-
-def _close_all_but(kept: int) -> None:
-    """Close what was inherited, so that no peer of the owner sees a socket live on here."""
-    folders = [Path("/proc/self/fd"), Path("/dev/fd")]
-    folder = next(folder for folder in folders if folder.is_dir())
-    for fd in [int(path.name) for path in folder.iterdir()]:
-        if fd > 2 and fd != kept:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-
-
-def _wake_with(owner: int) -> None:
-    """Have the kernel let this process go on when its owner ends: one that was stopped could not clean up."""
-    _ask_at_end_of_parent(signal.SIGCONT)
-    if os.getppid() != owner:
-        os._exit(0)
-
-
-def _ask_at_end_of_parent(number: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def _die_with(server: int) -> None:
-    _ask_at_end_of_parent(signal.SIGKILL)
-    if os.getppid() != server:
-        os._exit(0)
 
 
 def _limit_memory(memory_mb: int | None) -> None:
@@ -182,19 +123,3 @@ def _limit_memory(memory_mb: int | None) -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard == resource.RLIM_INFINITY or limit < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _fresh_streams() -> None:
-    """Standard streams without the owner's buffers and locks; prints go where the worker's go."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.dup2(null, fd)
-    os.dup2(null, 0)
-    if null > 2:
-        os.close(null)
-    sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, errors="backslashreplace")
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")

@@ -7,7 +7,7 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from dataflow.system.clocks import Countdown
@@ -23,7 +23,9 @@ M = TypeVar("M")
 
 
 class Channel(Generic[M]):
-    """One end of a socket pair; used by one thread. The end of either process closes it, which the other one notices.
+    """One end of a socket pair; read by one thread, written by one at a time.
+
+    The end of either process closes it, which the other one notices.
 
     consumes: messages that the peer sends
     produces: messages to it, in order; open files with them
@@ -54,6 +56,8 @@ class Channel(Generic[M]):
     def send(self, message: M) -> None:
         """Hand over a message. Raises OSError (TimeoutError, BrokenPipeError) when the peer does not take it."""
         self.post(message)
+        if not self._out:
+            return
         wait = Countdown(self._send_s)
         while self._out:
             if select.select([], [self._end], [], wait.slice_s)[1]:
@@ -66,7 +70,7 @@ class Channel(Generic[M]):
 
         Raises OSError when the peer is gone."""
         data = self._codec.encode(message)
-        self._out.append((memoryview(LENGTH.pack(len(data)) + data), files))
+        self._out.append((memoryview(LENGTH.pack(len(data)) + data), [os.dup(each) for each in files]))
         self.flush()
 
     @property
@@ -81,6 +85,7 @@ class Channel(Generic[M]):
                 left, files = self._out[0]
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
                 sent = self._end.sendmsg([left], rights, socket.MSG_DONTWAIT)
+                _close_all(files)
                 if sent < len(left):
                     self._out[0] = left[sent:], ()
                 else:
@@ -106,19 +111,28 @@ class Channel(Generic[M]):
             pass
         if self._is_over and not self._frames:
             raise EOFError("the other side has closed the channel")
-        found = [self._codec.decode(frame) for frame in self._frames]
-        self._frames.clear()
+        found: list[M] = []
+        while self._frames:
+            try:
+                found.append(self._codec.decode(self._frames[0]))
+            except MessageError:
+                if found:  # they come first
+                    return found
+                raise
+            self._frames.popleft()
         return found
 
-    def readable(self, wait_s: float) -> bool:
-        """Whether a message, or a part of one, or the peer's end comes within `wait_s` seconds."""
+    def readable(self, wait_s: float | None) -> bool:
+        """Whether a message, or a part of one, or the peer's end comes within `wait_s` seconds; None: waits for it."""
         return bool(self._frames) or self._is_over or bool(select.select([self._end], [], [], wait_s)[0])
 
     def close(self) -> None:
         """Close this end."""
         self._end.close()
-        while self.files:
-            os.close(self.files.popleft())
+        for files in (self.files, *(files for _, files in self._out)):
+            _close_all(files)
+        self._out.clear()
+        self.files.clear()
 
     def _take_in(self) -> bool:
         """Read once; whether there may be more."""
@@ -147,3 +161,8 @@ class Channel(Generic[M]):
             at = stop
         del self._inbox[:at]
         return len(data) == _READ_BYTES or bool(rights)  # a read ends behind open files
+
+
+def _close_all(files: Iterable[int]) -> None:
+    for each in files:
+        os.close(each)

@@ -64,6 +64,9 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        if timeout is None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while (status := self.poll()) is None:
             if time.monotonic() >= deadline:

@@ -60,7 +60,7 @@ def test_a_paused_run_is_measured_from_outside_and_goes_on(tmp_path: Path, monke
     assert paused.main([*arguments, "--json", str(tmp_path / "figures")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "figures").read_text().splitlines()]
     names = {line["system"] for line in lines if line["case"] == "memory"}
-    assert {"scheduler", "nursery", "trainer-0", "generator-0", "reward-0", "prompts-0"} <= names
+    assert {"scheduler", "forkserver", "trainer-0", "generator-0", "reward-0", "prompts-0"} <= names
     assert {line["within"] for line in lines if "within" in line} == {"yes"}
     assert all(line["steps_per_s"] > 0 for line in lines if line["case"] == "pace")
     (verdict,) = [line for line in lines if line["case"] == "verdict"]

@@ -68,7 +68,7 @@ SCHEDULER = (
     Law(
         "whoever was replaced can do nothing any more",
         "test_a_scheduler_that_was_replaced_hears_of_nothing_else_any_more",
-        "dataflow:Nursery.events",
+        "dataflow:ForkserverClient.events",
         without("_is_replaced", "<"),
         "what its forkserver says",
     ),

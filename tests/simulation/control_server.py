@@ -13,6 +13,7 @@ from dataflow.worker.messages import TO_WORKER, FromWorker, Heard, ToWorker
 from .clock import Clock
 from .exchange import Exchange
 from .forks import Event, Forks
+from .laws import Broken
 
 Message = tuple[str, FromWorker]
 _SOMEBODY = Client(b"somebody")
@@ -122,7 +123,7 @@ class SimulatedControlServer:
 
     def refuse(self, who: str, why: str) -> None:
         """Nobody is a stranger."""
-        raise AssertionError(who)
+        raise Broken(f"the scheduler refuses a message of {who}: {why}")
 
     def close(self) -> None:
         """The world is closed by its owner."""

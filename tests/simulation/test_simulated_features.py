@@ -10,7 +10,7 @@ import pytest
 from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.snapshot import Snapshot
-from dataflow.scheduler import failover, scaling
+from dataflow.scheduler import failover, recovery, scaling
 from dataflow.scheduler.events import Process, Send
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
@@ -197,13 +197,20 @@ def what_nodes_may_have_missed_is_not_said_to_those_that_go_on(patch: Patch) -> 
 
 
 def a_successor_counts_attempts_from_the_start(patch: Patch) -> None:
-    def meet(record: WorkerRecord, *values: Any) -> None:
-        meets(record, *values)
-        if not record.has_process:
-            record.attempt = 0
+    def take_over(table: Table, *values: Any) -> Any:
+        taken.append(table)
+        return takes_over(table, *values)
 
-    meets = failover._meet
-    patch.setattr(failover, "_meet", meet)
+    def restart(table: Table, now: float) -> list[WorkerRecord]:
+        due = restarts(table, now)
+        for record in due if any(table is each for each in taken) else ():
+            record.attempt = 1
+        return due
+
+    taken: list[Table] = []
+    takes_over, restarts = failover.take_over, recovery.restart
+    patch.setattr(failover, "take_over", take_over)
+    patch.setattr(recovery, "restart", restart)
 
 
 def decisions_are_written_once_only(patch: Patch) -> None:

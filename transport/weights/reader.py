@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import zmq
 
-from transport.weights.errors import AddressTaken, ChecksumMismatch, WeightError, waited
+from transport.weights.errors import AddressTaken, ChecksumMismatch, LayoutMismatch, WeightError, waited
 from transport.weights.executors.shared_memory import SharedMemory
 from transport.weights.layout.flat import FlatLayout
 from transport.weights.layout.rank_slices import RankSlice
@@ -126,7 +126,7 @@ class WeightReader:
     def poll(self) -> Offer | None:
         """Hear the writer; the newest version that may be adopted, if there is one. Never waits.
 
-        AddressTaken when another reader has taken this one's name."""
+        AddressTaken when another reader has taken this one's name; LayoutMismatch when the writer has denied it."""
         self._require_open()
         now = self._clock()
         for message in self._port.receive():
@@ -139,6 +139,8 @@ class WeightReader:
                 f"another reader has taken the name '{self.name}'; found this one fenced off for good; "
                 "give each reader its own name"
             )
+        if self._membership.denied:
+            raise LayoutMismatch(f"reader '{self.name}' cannot take this writer's weights; {self._membership.denied}")
         plain = self._membership.layout
         if plain is not None and plain is not self._plain:
             self._plain, layout = plain, FlatLayout.from_plain(plain)

@@ -21,7 +21,7 @@ from dataflow.system.files import to_json
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Heard, Heartbeat, Start
 
-DEADLINE_S = 20.0
+DEADLINE_S = 10.0
 
 
 class PlayedForkserver:
@@ -60,7 +60,7 @@ def folder() -> Iterator[Path]:
 def test_what_a_new_scheduler_sends_reaches_a_worker_that_finds_it_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_server, "TakenOver", PlayedForkserver)
+    monkeypatch.setattr(control_server, "TakenOverForkserver", PlayedForkserver)
     before = small_table()
     for record in before:
         record.life, record.senders = Life.READY if record.name == "prompts-0" else Life.GONE, set()

@@ -11,7 +11,7 @@ import pytest
 
 from dataflow.errors import Replaced, RunError
 from dataflow.scheduler.forkserver import Forkserver
-from dataflow.scheduler.forkserver_client import Nursery, TakenOver
+from dataflow.scheduler.forkserver_client import ForkserverClient, TakenOverForkserver
 from dataflow.scheduler.forkserver_messages import CODEC, Alive, Notice, Stay, TakenAway
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked
@@ -32,12 +32,12 @@ def alive(pid: int) -> bool:
 
 
 class Events:
-    def __init__(self, nursery: Nursery) -> None:
-        self.nursery, self.seen = nursery, []
+    def __init__(self, client: ForkserverClient) -> None:
+        self.client, self.seen = client, []
 
     def find(self, event: str) -> dict:
         def there() -> bool:
-            self.seen += self.nursery.events()
+            self.seen += self.client.events()
             return any(each["event"] == event for each in self.seen)
 
         wait_until(there)
@@ -51,14 +51,14 @@ def test_a_worker_gets_the_callers_objects_without_pickling(tmp_path: Path) -> N
         (tmp_path / "out").write_text(str(secret["function"](settings["x"])))
         return 7
 
-    nursery = Nursery(main, {}, lambda: None)
+    client = ForkserverClient(main, {}, lambda: None)
     try:
-        nursery.spawn("a", {"x": 41}, heavy=False)
-        exited = Events(nursery).find("exited")
+        client.spawn("a", {"x": 41}, heavy=False)
+        exited = Events(client).find("exited")
         assert (exited["name"], exited["status"]) == ("a", 7)
         assert (tmp_path / "out").read_text() == "42"
     finally:
-        nursery.close()
+        client.close()
 
 
 def test_heavy_workers_find_the_preloaded_modules_and_light_ones_do_not_wait_for_them(tmp_path: Path) -> None:
@@ -70,43 +70,43 @@ def test_heavy_workers_find_the_preloaded_modules_and_light_ones_do_not_wait_for
         wait_until((tmp_path / "light").exists)
         os.environ["PRELOADED"] = "3"
 
-    nursery = Nursery(main, {}, preload)
+    client = ForkserverClient(main, {}, preload)
     try:
         for name in ("light", "heavy"):
-            nursery.spawn(name, {"name": name}, heavy=name == "heavy")
-        events = Events(nursery)
+            client.spawn(name, {"name": name}, heavy=name == "heavy")
+        events = Events(client)
         wait_until(
-            lambda: events.seen.extend(nursery.events()) or len([e for e in events.seen if e["event"] == "exited"]) == 2
+            lambda: events.seen.extend(client.events()) or len([e for e in events.seen if e["event"] == "exited"]) == 2
         )
         assert {e["name"]: e["status"] for e in events.seen if e["event"] == "exited"} == {"light": 0, "heavy": 3}
     finally:
-        nursery.close()
+        client.close()
 
 
 def test_a_killed_worker_is_reported_with_its_signal() -> None:
-    nursery = Nursery(lambda settings: time.sleep(60) or 0, {}, lambda: None)
+    client = ForkserverClient(lambda settings: time.sleep(60) or 0, {}, lambda: None)
     try:
-        nursery.spawn("a", {}, heavy=False)
-        events = Events(nursery)
+        client.spawn("a", {}, heavy=False)
+        events = Events(client)
         events.find("started")
-        nursery.kill("a", signal.SIGKILL)
+        client.kill("a", signal.SIGKILL)
         assert events.find("exited")["status"] == -signal.SIGKILL
     finally:
-        nursery.close()
+        client.close()
 
 
 def test_it_tells_of_a_worker_that_is_stopped_and_of_its_going_on_each_once() -> None:
-    nursery = Nursery(lambda settings: time.sleep(60) or 0, {}, lambda: None)
+    client = ForkserverClient(lambda settings: time.sleep(60) or 0, {}, lambda: None)
     try:
-        nursery.spawn("a", {}, heavy=False)
-        events = Events(nursery)
+        client.spawn("a", {}, heavy=False)
+        events = Events(client)
         pid = events.find("started")["pid"]
         for number, told in ((signal.SIGSTOP, "stopped"), (signal.SIGCONT, "continued"), (signal.SIGKILL, "exited")):
             os.kill(pid, number)
             assert events.find(told)["name"] == "a"
         assert [event["event"] for event in events.seen] == ["started", "stopped", "continued", "exited"]
     finally:
-        nursery.close()
+        client.close()
 
 
 def test_what_a_worker_started_is_killed_when_it_has_ended_and_before_that_is_told(tmp_path: Path) -> None:
@@ -119,24 +119,24 @@ def test_what_a_worker_started_is_killed_when_it_has_ended_and_before_that_is_to
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    nursery = Nursery(main, {}, lambda: None)
+    client = ForkserverClient(main, {}, lambda: None)
     try:
-        nursery.spawn("a", {}, heavy=False)
-        assert Events(nursery).find("exited")["status"] == -signal.SIGKILL
+        client.spawn("a", {}, heavy=False)
+        assert Events(client).find("exited")["status"] == -signal.SIGKILL
         child = int((tmp_path / "child").read_text())
         wait_until(lambda: not alive(child), deadline_s=5.0)
     finally:
-        nursery.close()
+        client.close()
 
 
 def test_no_worker_outlives_the_scheduler(tmp_path: Path) -> None:
     """A scheduler in a process of its own is killed; its forkserver and its worker end by themselves."""
     scheduler = os.fork()
     if scheduler == 0:
-        nursery = Nursery(lambda settings: time.sleep(60) or 0, {}, lambda: None)
-        nursery.spawn("a", {}, heavy=False)
-        pid = Events(nursery).find("started")["pid"]
-        (tmp_path / "pids.part").write_text(f"{nursery.pid} {pid}")
+        client = ForkserverClient(lambda settings: time.sleep(60) or 0, {}, lambda: None)
+        client.spawn("a", {}, heavy=False)
+        pid = Events(client).find("started")["pid"]
+        (tmp_path / "pids.part").write_text(f"{client.pid} {pid}")
         (tmp_path / "pids.part").rename(tmp_path / "pids")
         time.sleep(60)
         os._exit(0)
@@ -154,13 +154,13 @@ def test_closing_ends_a_worker_that_does_not_listen() -> None:
         time.sleep(60)
         return 0
 
-    nursery = Nursery(deaf, {}, lambda: None)
-    nursery.spawn("a", {}, heavy=False)
-    pid = Events(nursery).find("started")["pid"]
-    nursery.close()
+    client = ForkserverClient(deaf, {}, lambda: None)
+    client.spawn("a", {}, heavy=False)
+    pid = Events(client).find("started")["pid"]
+    client.close()
     wait_until(lambda: not alive(pid))
     with pytest.raises(RunError, match="forkserver .* is gone.*start the run again"):
-        nursery.spawn("b", {}, heavy=False)
+        client.spawn("b", {}, heavy=False)
 
 
 _STOPPED: list[int] = []
@@ -183,17 +183,17 @@ def left_behind(
     scheduler = os.fork()
     if scheduler == 0:
         os.setpgid(0, 0)
-        nursery = Nursery(
+        client = ForkserverClient(
             lambda settings: time.sleep(settings["s"]) or 5, {}, lambda: None, door=str(tmp_path / "door"), **more
         )
         pids = []
         for name, seconds in (("a", 60), ("b", 0.5)):
-            nursery.spawn(name, {"s": seconds}, heavy=False, keeps=keeps and name == "b")
-        events = Events(nursery)
-        wait_until(lambda: events.seen.extend(nursery.events()) or len(events.seen) >= 2)
+            client.spawn(name, {"s": seconds}, heavy=False, keeps=keeps and name == "b")
+        events = Events(client)
+        wait_until(lambda: events.seen.extend(client.events()) or len(events.seen) >= 2)
         pids = [each["pid"] for each in events.seen]
-        nursery.stay(stay_s, end_s, silent_s)
-        (tmp_path / "pids.part").write_text(" ".join(map(str, [nursery.pid, *pids])))
+        client.stay(stay_s, end_s, silent_s)
+        (tmp_path / "pids.part").write_text(" ".join(map(str, [client.pid, *pids])))
         (tmp_path / "pids.part").rename(tmp_path / "pids")
         time.sleep(60)
         os._exit(0)
@@ -207,7 +207,7 @@ def left_behind(
 def test_a_successor_gets_every_worker_as_it_is_and_may_use_them(tmp_path: Path) -> None:
     forkserver, sleeper, short = left_behind(tmp_path, 30.0)
     wait_until(lambda: not alive(short))
-    taken = TakenOver(str(tmp_path / "door"))
+    taken = TakenOverForkserver(str(tmp_path / "door"))
     assert taken.pid == forkserver and 0 < taken.alone_s < 10
     assert [(e["name"], e["pid"], e["alive"], e["status"], e["settings"]) for e in taken.handed] == [
         ("a", sleeper, True, None, {"s": 60}), ("b", short, False, 5, {"s": 0.5}),
@@ -225,7 +225,7 @@ def test_a_successor_hears_of_a_worker_that_was_stopped_while_there_was_no_sched
     _, sleeper, _ = left_behind(tmp_path, 30.0)
     os.kill(sleeper, signal.SIGSTOP)
     time.sleep(0.3)  # the forkserver looks several times, and has nobody to tell
-    taken = TakenOver(str(tmp_path / "door"))
+    taken = TakenOverForkserver(str(tmp_path / "door"))
     try:
         assert Events(taken).find("stopped")["pid"] == sleeper
     finally:
@@ -237,7 +237,7 @@ def test_workers_whose_scheduler_nobody_replaces_end_after_the_limit(tmp_path: P
     assert alive(pids[1])
     wait_until(lambda: not any(map(alive, pids)), deadline_s=5.0)
     with pytest.raises(RunError, match="nobody keeps workers"):
-        TakenOver(str(tmp_path / "door"))
+        TakenOverForkserver(str(tmp_path / "door"))
 
 
 def test_after_the_limit_workers_that_others_wait_for_have_time_to_end(tmp_path: Path) -> None:
@@ -269,36 +269,36 @@ def test_a_pause_lets_workers_and_what_they_started_stand_still_and_is_no_news(t
         time.sleep(60)
         os._exit(0)
 
-    nursery = Nursery(main, {}, lambda: None)
+    client = ForkserverClient(main, {}, lambda: None)
     try:
         for name in ("a", "b"):
-            nursery.spawn(name, {"name": name}, heavy=False)
+            client.spawn(name, {"name": name}, heavy=False)
         files = [tmp_path / name for name in ("a", "b")]
         wait_until(lambda: all(file.exists() and file.read_text() for file in files))
-        events = Events(nursery)
+        events = Events(client)
         events.find("started")
-        wait_until(lambda: events.seen.extend(nursery.events()) or len(events.seen) == 2)
+        wait_until(lambda: events.seen.extend(client.events()) or len(events.seen) == 2)
         everyone = [*(event["pid"] for event in events.seen), *(int(file.read_text()) for file in files)]
         os.kill(everyone[0], signal.SIGSTOP)
         assert events.find("stopped")["pid"] == everyone[0]
         for _ in range(2):
-            nursery.pause(True)
+            client.pause(True)
             wait_until(lambda: all(map(is_stopped, everyone)))
-            nursery.pause(False)
+            client.pause(False)
             wait_until(lambda: not any(map(is_stopped, everyone)))
         os.kill(everyone[1], signal.SIGKILL)
         events.find("exited")
         told = [(event["event"], event["pid"]) for event in events.seen if event["event"] != "started"]
         assert told == [("stopped", everyone[0]), ("continued", everyone[0]), ("exited", everyone[1])]
     finally:
-        nursery.close()
+        client.close()
 
 
 def took_over(tmp_path: Path) -> Callable[[], int]:
     """What a successor runs: it takes the workers, says so, and gives signs of life."""
 
     def succeed() -> int:
-        taken = TakenOver(str(tmp_path / "door"))
+        taken = TakenOverForkserver(str(tmp_path / "door"))
         (tmp_path / f"taken-{taken.number}").write_text(f"{os.getpid()} {taken.lives} {len(taken.handed)}")
         for _ in range(6_000):
             taken.live()
@@ -368,12 +368,12 @@ def test_nobody_replaces_a_scheduler_that_is_paused_or_has_not_begun_or_has_no_s
 
 def test_a_scheduler_that_was_replaced_hears_of_nothing_else_any_more(tmp_path: Path) -> None:
     ours, theirs = (Channel(each, CODEC, 5.0) for each in socket.socketpair())
-    nursery = object.__new__(Nursery)
-    nursery._hold(ours, Forked(os.getpid()))
+    client = object.__new__(ForkserverClient)
+    client._hold(ours, Forked(os.getpid()))
     for message in (Notice("exited", "a", 1, 0), TakenAway()):
         theirs.send(message)
     theirs.close()
-    for touch in (nursery.events, nursery.events, lambda: nursery.kill("a"), lambda: nursery.close(5.0)):
+    for touch in (client.events, client.events, lambda: client.kill("a"), lambda: client.close(5.0)):
         with pytest.raises(Replaced, match="its standby has taken the run over"):
             touch()
-    nursery.leave()
+    client.leave()

@@ -11,10 +11,11 @@ from typing import Any
 from transport.weights.deltas.recoding import WHOLE_CHUNK, Gathered, Patch, changes, patches, sizes
 from transport.weights.errors import WeightError
 from transport.weights.protocol.messages import DAMAGED, FormGroup
+from transport.weights.protocol.ranks import TransferOutcome
 from transport.weights.sharded.reader import Receiving, ShardedReader
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
 from transport.weights.sharded.steps import Step, recent
-from transport.weights.sharded.transfer import Outbound, TransferOutcome
+from transport.weights.sharded.transfer import Outbound
 from transport.weights.sharded.writer import Sending, ShardedWriter
 
 

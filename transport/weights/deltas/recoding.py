@@ -1,6 +1,6 @@
 """Messages that carry what changed since the version their receiver has, where that is cheaper than the whole.
 
-Both ends gather a message of that version into the same bytes: its slots at their offsets, zeros between them.
+Both ends gather a message of that version into the same bytes: its fragments at their offsets, zeros between them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from transport.errors import MessageError
 from transport.weights.deltas.delta import Delta, apply_delta, encode_delta
 from transport.weights.errors import WeightError
 from transport.weights.layout.flat import ALIGNMENT
-from transport.weights.sharded.chunks import Chunk
-from transport.weights.sharded.staging import Sums, Tensors
+from transport.weights.sharded.chunks import Chunk, Sums
+from transport.weights.sharded.staging import Tensors
 from transport.weights.sharded.steps import Step, step_of
 from transport.weights.sharded.transfer import Outbound
 
@@ -43,7 +43,7 @@ class Gathered:
             step.use(memory, sending=True)
 
     def message(self, peer: int, tag: int) -> tuple[torch.Tensor, list[int]]:
-        """uint8[nbytes], which the next call overwrites, and the checksum of each slot."""
+        """uint8[nbytes], which the next call overwrites, and the checksum of each fragment."""
         step = self._steps[peer, tag]
         step.data.zero_()
         return step.data, step.pack() or []
@@ -53,14 +53,14 @@ class Change:
     """A message to one peer, as a delta."""
 
     def __init__(self, step: Step, delta: Delta, sums: list[int]) -> None:
-        """`step`: the message in full. `sums`: of its slots."""
+        """`step`: the message in full. `sums`: of its fragments."""
         self.peer, self.tag = step.peer, step.tag
         self.data = delta.to_bytes()
         self.nbytes = len(self.data)
         self._sums = sums
 
     def pack(self) -> list[int]:
-        """The checksum of each slot: it is ready to be sent."""
+        """The checksum of each fragment: it is ready to be sent."""
         return self._sums
 
     def known(self, sums: Sums) -> list[int]:
@@ -68,7 +68,7 @@ class Change:
         return self._sums
 
     def sums(self) -> list[int]:
-        """Of the slots of the whole message."""
+        """Of the fragments of the whole message."""
         return self._sums
 
 
@@ -89,7 +89,7 @@ class Patch:
         return self._data
 
     def unpack(self) -> list[int] | None:
-        """Put the message into its places; the checksum of each slot, None where the delta is damaged or unfit."""
+        """Put the message into its places; the checksum of each fragment, None where the delta is damaged or unfit."""
         message, _ = self._base.message(self.peer, self.tag)
         try:
             apply_delta(message, Delta.from_bytes(self.data))

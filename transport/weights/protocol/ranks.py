@@ -54,6 +54,15 @@ class Transfer:
     version: int
 
 
+@dataclass(frozen=True)
+class TransferOutcome:
+    """How that ended."""
+
+    state: str
+    """whole | damaged | broken."""
+    fault: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Abort:
     """Work: this epoch is over; end what runs for it, without waiting."""

@@ -258,6 +258,8 @@ class Roster:
             before.heard, before.unanswered = now, 0
             return self._repeated(group, before, now)
         if reason := self._unfit(group, join, now):
+            if not group.seats:
+                del self._groups[group.name]
             return [(peer, Denied(reason=reason))]
         out: Outgoing = []
         if before and before.peer != peer:

@@ -179,6 +179,8 @@ class Coordinator(Roster):
     # A group's ranks
 
     def _unfit(self, group: Group, join: Join, now: float) -> str:
+        if not join.key:
+            return "this writer sends by rounds; found a reader of segments; open both ends by one executor"
         others = [seat for rank, seat in group.seats.items() if rank != join.rank]
         differ = any((seat.join.ranks, seat.join.key) != (join.ranks, join.key) for seat in others)
         if not differ or all(now - seat.heard >= 2 * self.pace.heartbeat_s for seat in others):

@@ -96,6 +96,11 @@ class SegmentOffers(Roster):
     def _gathered(self, group: Group, now: float) -> Outgoing:
         return [*self._begin(group), *self._offer(group, now)]
 
+    def _unfit(self, group: Group, join: Join, now: float) -> str:
+        alone = (join.rank, join.ranks) == (0, 1)
+        found = f"rank {join.rank} of {join.ranks}"
+        return "" if alone else f"this writer serves readers of one rank; found {found}; open both ends by one executor"
+
     def _repeated(self, group: Group, seat: Seat, now: float) -> Outgoing:
         return [(seat.peer, self._welcome(group, seat)), *self._offer(group, now)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -13,7 +13,7 @@ from transport.weights.layout.plan import Box, Copy, CopyPlan
 
 
 @dataclass(frozen=True)
-class Slot:
+class Fragment:
     """A box of one tensor at a place in a message."""
 
     copy: Copy
@@ -27,10 +27,19 @@ class Slot:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One message: some slots of one pair of ranks."""
+    """One message: some fragments of one pair of ranks."""
 
-    slots: tuple[Slot, ...]
+    fragments: tuple[Fragment, ...]
     nbytes: int
+
+
+Sums = Mapping[tuple[str, tuple[int, ...]], int]
+"""Checksums of boxes of local tensors, by name and `place`."""
+
+
+def place(box: Box) -> tuple[int, ...]:
+    """A box as integers."""
+    return tuple(mark for each in box for mark in (each.start, each.stop))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -44,18 +53,18 @@ def chunks_between(plan: CopyPlan, source_rank: int, destination_rank: int, buck
         key=lambda copy: (places[copy.destination_name], [each.start for each in copy.destination_box]),
     )
     made: list[Chunk] = []
-    slots: list[Slot] = []
+    fragments: list[Fragment] = []
     end = 0
     for copy in copies:
         for source, destination, nbytes in _split(copy, bucket_bytes):
             offset = -(-end // ALIGNMENT) * ALIGNMENT
-            if slots and offset + nbytes > bucket_bytes:
-                made.append(Chunk(tuple(slots), end))
-                slots, offset = [], 0
-            slots.append(Slot(copy, source, destination, offset, nbytes))
+            if fragments and offset + nbytes > bucket_bytes:
+                made.append(Chunk(tuple(fragments), end))
+                fragments, offset = [], 0
+            fragments.append(Fragment(copy, source, destination, offset, nbytes))
             end = offset + nbytes
-    if slots:
-        made.append(Chunk(tuple(slots), end))
+    if fragments:
+        made.append(Chunk(tuple(fragments), end))
     return tuple(made)
 
 

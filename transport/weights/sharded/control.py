@@ -15,11 +15,10 @@ import zmq
 from transport.errors import MessageError
 from transport.weights.executors.address import Address, Socket, arrived, sent
 from transport.weights.protocol.messages import CODEC, FormGroup, MemberMessage, WriterMessage
-from transport.weights.protocol.ranks import Abort, Action, Connect, ReaderRank, SourceRank, Transfer
+from transport.weights.protocol.ranks import Abort, Action, Connect, ReaderRank, SourceRank, Transfer, TransferOutcome
 from transport.weights.protocol.roster import Outgoing
 from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded.epoch_thread import EpochThread, EpochTransfers
-from transport.weights.sharded.transfer import TransferOutcome
 
 SELF = b"0"
 """The coordinator's own rank among its peers."""

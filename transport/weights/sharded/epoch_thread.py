@@ -11,8 +11,7 @@ from typing import Protocol
 
 from transport.weights.errors import LayoutMismatch
 from transport.weights.protocol.messages import BROKEN
-from transport.weights.protocol.ranks import Transfer
-from transport.weights.sharded.transfer import TransferOutcome
+from transport.weights.protocol.ranks import Transfer, TransferOutcome
 
 
 class EpochTransfers(Protocol):

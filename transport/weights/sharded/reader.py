@@ -18,12 +18,12 @@ from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import WHOLE, FormGroup, Join, Note
 from transport.weights.protocol.pace import Deadlines
-from transport.weights.protocol.ranks import ReaderRank
+from transport.weights.protocol.ranks import ReaderRank, TransferOutcome
 from transport.weights.sharded.chunks import chunks_between
 from transport.weights.sharded.control import ControlThread
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
 from transport.weights.sharded.steps import Step, compiled, recent
-from transport.weights.sharded.transfer import DEPTH, Exchange, TransferOutcome
+from transport.weights.sharded.transfer import DEPTH, Exchange
 
 
 @dataclass(frozen=True)

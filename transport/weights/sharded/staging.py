@@ -11,20 +11,10 @@ from transport.native import Copier
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.flat import ITEM_BYTES, FlatLayout
 from transport.weights.layout.layout import Layout
-from transport.weights.layout.plan import Box
 from transport.weights.memory import buffers
-from transport.weights.sharded.chunks import split_shape
+from transport.weights.sharded.chunks import Sums, place, split_shape
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-Sums = Mapping[tuple[str, tuple[int, ...]], int]
-"""Checksums of boxes of local tensors, by name and `place`."""
-
-
-def place(box: Box) -> tuple[int, ...]:
-    """A box as integers."""
-    return tuple(mark for each in box for mark in (each.start, each.stop))
 
 
 class Staging(Protocol):

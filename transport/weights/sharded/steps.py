@@ -1,7 +1,7 @@
 """One rank's messages of a transfer, compiled once per process group and buffer, replayed for every version.
 
 Where a message is one run of bytes in the rank's tensors it is sent from there, or received there; else it goes through
-a bucket, which one call packs or unpacks, casting on the way. Both ends sum the bytes of every slot.
+a bucket, which one call packs or unpacks, casting on the way. Both ends sum the bytes of every fragment.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ import torch
 
 from transport.native import Copier, wordsums
 from transport.weights.layout.flat import ALIGNMENT
-from transport.weights.sharded.chunks import Chunk, Slot
-from transport.weights.sharded.staging import Sums, place
+from transport.weights.sharded.chunks import Chunk, Fragment, Sums, place
 
-Slots = list[tuple[Slot, torch.Tensor]]
+Fragments = list[tuple[Fragment, torch.Tensor]]
 Compiled = TypeVar("Compiled")
 
 
 class Step:
     """One message to or from one peer."""
 
-    def __init__(self, peer: int, tag: int, nbytes: int, slots: Slots, data: torch.Tensor | None) -> None:
+    def __init__(self, peer: int, tag: int, nbytes: int, fragments: Fragments, data: torch.Tensor | None) -> None:
         """`data`: its bytes in the rank's tensors, None where it needs a bucket."""
         self.peer, self.tag, self.nbytes = peer, tag, nbytes
         self._data = data
-        self._slots = slots
-        self._offsets = [slot.offset for slot, _ in slots]
-        self._sizes = [slot.nbytes for slot, _ in slots]
-        self._keys = [(slot.copy.source_name, place(slot.source)) for slot, _ in slots]
+        self._fragments = fragments
+        self._offsets = [fragment.offset for fragment, _ in fragments]
+        self._sizes = [fragment.nbytes for fragment, _ in fragments]
+        self._keys = [(fragment.copy.source_name, place(fragment.source)) for fragment, _ in fragments]
         self._copier: Copier | None = None
-        self._same = all(_dtype(slot) == tensor.dtype for slot, tensor in slots)
+        self._same = all(_dtype(fragment) == tensor.dtype for fragment, tensor in fragments)
 
     @property
     def data(self) -> torch.Tensor:
@@ -53,30 +52,30 @@ class Step:
 
     @property
     def names(self) -> list[str]:
-        """The full tensor of each slot."""
-        return [slot.copy.tensor for slot, _ in self._slots]
+        """The full tensor of each fragment."""
+        return [fragment.copy.tensor for fragment, _ in self._fragments]
 
     def use(self, bucket: torch.Tensor, *, sending: bool) -> None:
         """Let the message go through this bucket, uint8[nbytes or more]."""
         self._data = bucket[: self.nbytes]
         inside = [
-            bucket[slot.offset : slot.offset + slot.nbytes].view(_dtype(slot)).view(tensor.shape)
-            for slot, tensor in self._slots
+            bucket[fragment.offset : fragment.offset + fragment.nbytes].view(_dtype(fragment)).view(tensor.shape)
+            for fragment, tensor in self._fragments
         ]
-        ours = [tensor for _, tensor in self._slots]
+        ours = [tensor for _, tensor in self._fragments]
         self._copier = Copier(inside, ours) if sending else Copier(ours, inside)
 
     def pack(self) -> list[int] | None:
-        """Make the message ready to be sent; the checksum of each slot, None where nothing had to be copied."""
+        """Make the message ready to be sent; the checksum of each fragment, None where nothing had to be copied."""
         return self._copier.run() if self._copier else None
 
     def known(self, sums: Sums) -> list[int] | None:
-        """The checksums made when the tensors were copied; None where they are not of these slots."""
+        """The checksums made when the tensors were copied; None where they are not of these fragments."""
         found = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
         return None if -1 in found else found
 
     def unpack(self) -> list[int]:
-        """Put what was received into its places; the checksum of each slot as it came."""
+        """Put what was received into its places; the checksum of each fragment as it came."""
         if self._copier is None:
             return self.sums()
         if self._same:
@@ -86,7 +85,7 @@ class Step:
         return found
 
     def sums(self) -> list[int]:
-        """The checksum of each slot of the message."""
+        """The checksum of each fragment of the message."""
         return wordsums(self.data, self._offsets, self._sizes)
 
 
@@ -128,36 +127,36 @@ def step_of(
     peer: int, tag: int, chunk: Chunk, tensors: Mapping[str, torch.Tensor], sending: bool, device: torch.device
 ) -> Step:
     """One message, without a bucket. `tensors`: this rank's, the source's if `sending`, else the destination's."""
-    slots: Slots = []
+    fragments: Fragments = []
     loose: list[bool] = []
-    for slot in chunk.slots:
-        name = slot.copy.source_name if sending else slot.copy.destination_name
-        box = slot.source if sending else slot.destination
+    for fragment in chunk.fragments:
+        name = fragment.copy.source_name if sending else fragment.copy.destination_name
+        box = fragment.source if sending else fragment.destination
         tensor = tensors[name].detach()
-        slots.append((slot, tensor[box]))
+        fragments.append((fragment, tensor[box]))
         loose.append(sending or all(each.stop == length for each, length in zip(box, tensor.shape, strict=True)))
-    return Step(peer, tag, chunk.nbytes, slots, _run(slots, loose, chunk.nbytes, device))
+    return Step(peer, tag, chunk.nbytes, fragments, _run(fragments, loose, chunk.nbytes, device))
 
 
-def _run(slots: Slots, loose: list[bool], nbytes: int, device: torch.device) -> torch.Tensor | None:
-    """The bytes of all slots, if they lie in memory as they do in the message.
+def _run(fragments: Fragments, loose: list[bool], nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """The bytes of all fragments, if they lie in memory as they do in the message.
 
-    What lies between two of them travels along. `loose`: whether what follows a slot may be overwritten: nobody's
+    What lies between two of them travels along. `loose`: whether what follows a fragment may be overwritten: nobody's
     is what lies between two tensors, but not what lies between two boxes of one."""
-    start = slots[0][1]
+    start = fragments[0][1]
     storage, base = start.untyped_storage(), start.data_ptr()
-    for slot, tensor in slots:
-        if tensor.dtype != _dtype(slot) or tensor.device != device or not tensor.is_contiguous():
+    for fragment, tensor in fragments:
+        if tensor.dtype != _dtype(fragment) or tensor.device != device or not tensor.is_contiguous():
             return None
-        if tensor.untyped_storage().data_ptr() != storage.data_ptr() or tensor.data_ptr() != base + slot.offset:
+        if tensor.untyped_storage().data_ptr() != storage.data_ptr() or tensor.data_ptr() != base + fragment.offset:
             return None
-    for ((slot, _), (after, _)), free in zip(pairwise(slots), loose, strict=False):
-        if slot.offset + slot.nbytes != after.offset and not free:
+    for ((fragment, _), (after, _)), free in zip(pairwise(fragments), loose, strict=False):
+        if fragment.offset + fragment.nbytes != after.offset and not free:
             return None
     data: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=device)
     return data.set_(storage, base - storage.data_ptr(), (nbytes,), (1,))
 
 
-def _dtype(slot: Slot) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, slot.copy.dtype)
+def _dtype(fragment: Fragment) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, fragment.copy.dtype)
     return dtype

@@ -5,31 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup
+from transport.weights.protocol.ranks import TransferOutcome
+from transport.weights.sharded.chunks import Sums
 from transport.weights.sharded.process_group import ProcessGroup
-from transport.weights.sharded.staging import Sums
 
 DEPTH = 4
 """Messages under way at once, at least."""
 GREETING_TAG, SUMS_TAG = 0, 1 << 30
-"""Of the first message to each peer, and of the last of a transfer: the checksums of all slots, int64."""
+"""Of the first message to each peer, and of the last of a transfer: the checksums of all fragments, int64."""
 NUMBERS_TAG = (1 << 30) + 2
 """Of what two ranks agree on before a transfer, int64."""
-
-
-@dataclass(frozen=True)
-class TransferOutcome:
-    """How a transfer ended."""
-
-    state: str
-    """whole | damaged | broken."""
-    fault: str = ""
 
 
 class Outbound(Protocol):
@@ -44,13 +35,13 @@ class Outbound(Protocol):
         """Its bytes, once packed."""
 
     def pack(self) -> list[int] | None:
-        """Make it ready to be sent; the checksum of each slot, None where they are not known yet."""
+        """Make it ready to be sent; the checksum of each fragment, None where they are not known yet."""
 
     def known(self, sums: Sums) -> list[int] | None:
         """The checksums made earlier, None for none."""
 
     def sums(self) -> list[int]:
-        """The checksum of each slot."""
+        """The checksum of each fragment."""
 
 
 class Inbound(Protocol):
@@ -65,10 +56,10 @@ class Inbound(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """The full tensor of each slot."""
+        """The full tensor of each fragment."""
 
     def unpack(self) -> list[int] | None:
-        """Put it into its places; the checksum of each slot, None where what came cannot be used."""
+        """Put it into its places; the checksum of each fragment, None where what came cannot be used."""
 
 
 class Cancelled(RuntimeError):

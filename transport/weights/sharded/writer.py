@@ -18,7 +18,7 @@ from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import WHOLE, FormGroup, Note
 from transport.weights.protocol.pace import Deadlines
-from transport.weights.protocol.ranks import SourceRank
+from transport.weights.protocol.ranks import SourceRank, TransferOutcome
 from transport.weights.protocol.roster import ReaderStatus
 from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded.chunks import chunks_between
@@ -26,7 +26,7 @@ from transport.weights.sharded.control import ControlThread, Listener
 from transport.weights.sharded.process_group import Backend
 from transport.weights.sharded.staging import BorrowedTensors, Snapshots, Staging, Tensors, checked
 from transport.weights.sharded.steps import Step, compiled, recent
-from transport.weights.sharded.transfer import DEPTH, Exchange, Outbound, TransferOutcome
+from transport.weights.sharded.transfer import DEPTH, Exchange, Outbound
 
 BUCKET_BYTES = 16 << 20
 

@@ -21,6 +21,7 @@ from transport.weights.protocol.messages import (
 from transport.weights.protocol.pace import Deadlines
 from transport.weights.protocol.ranks import Abort, Connect, ReaderRank, SourceRank, Transfer
 from transport.weights.protocol.rounds import Coordinator
+from transport.weights.protocol.segments import SegmentReader
 
 PACE = Deadlines(heartbeat_s=1.0, gone_s=12.0, form_s=8.0, ready_s=5.0, transfer_s=6.0)
 KEY, LAYOUT = b"key", {"shards": []}
@@ -404,6 +405,13 @@ def test_ranks_that_describe_another_trainer_are_denied():
     world.ranks[b"stranger"] = stranger
     world.calm()
     assert "differ" in stranger.failure
+
+
+def test_a_reader_of_segments_is_denied_and_no_group_is_formed_for_it():
+    world = calm_world(only=1)
+    [(_, denied)] = world.coordinator.receive(b"stranger", SegmentReader("s").join, world.now)
+    assert "found a reader of segments" in denied.reason
+    assert [status.name for status in world.coordinator.status(world.now)] == ["only"]
 
 
 def test_a_rank_of_a_dead_trainer_is_denied_and_sends_nothing_to_the_next_ones_readers():

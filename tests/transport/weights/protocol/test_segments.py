@@ -404,6 +404,18 @@ def test_a_reader_that_wakes_after_its_successor_has_come_stays_out_for_good():
     assert not successor.replaced
 
 
+def test_a_rank_of_several_is_denied_and_holds_nobody_else_up():
+    writer, _ = pair()
+    stranger = replace(SegmentReader("group", PACE).join, rank=1, ranks=2)
+    [(to, denied)] = writer.receive(b"s", stranger, 0.0)
+    assert to == b"s" and "rank 1 of 2" in denied.reason
+    assert [status.name for status in writer.status(0.0)] == ["r"]
+    assert [to for to, _ in writer.written("b", 2, b"", b"", 1.0)] == [b"r"]
+    late = SegmentReader("late", PACE)
+    late.receive(denied, 1.0)
+    assert late.denied and not late.tick(9.0)
+
+
 def test_two_versions_are_in_memory_at_most():
     writer = SegmentOffers({}, writer=1, pace=PACE)
     assert writer.order() == [None]

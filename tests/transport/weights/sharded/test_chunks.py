@@ -22,17 +22,17 @@ def layouts():
 
 @pytest.mark.parametrize("bucket", [64, 200, 1000, 1 << 20])
 @pytest.mark.parametrize(("source", "destination"), layouts())
-def test_the_slots_of_all_messages_fill_every_destination_element_once(source, destination, bucket):
+def test_the_fragments_of_all_messages_fill_every_destination_element_once(source, destination, bucket):
     plan = reshard(source, destination)
     for to in range(destination.ranks):
         filled = {name: np.zeros(shape, int) for name, (shape, _) in destination.local(to).items()}
         for of in range(source.ranks):
             for chunk in chunks_between(plan, of, to, bucket):
                 end = 0
-                for slot in chunk.slots:
-                    filled[slot.copy.destination_name][slot.destination] += 1
-                    assert slot.offset >= end and slot.offset % 64 == 0
-                    end = slot.offset + slot.nbytes
+                for fragment in chunk.fragments:
+                    filled[fragment.copy.destination_name][fragment.destination] += 1
+                    assert fragment.offset >= end and fragment.offset % 64 == 0
+                    end = fragment.offset + fragment.nbytes
                 assert end == chunk.nbytes
         assert all((count == 1).all() for count in filled.values())
 
@@ -43,7 +43,7 @@ def test_a_message_is_no_larger_than_asked_unless_one_row_is(source, destination
     for of in range(source.ranks):
         for to in range(destination.ranks):
             for chunk in chunks_between(plan, of, to, 200):
-                assert chunk.nbytes <= 200 or len(chunk.slots) == 1
+                assert chunk.nbytes <= 200 or len(chunk.fragments) == 1
 
 
 def test_parts_make_up_the_tensor_and_follow_its_memory():

@@ -11,11 +11,10 @@ import torch
 from transport.errors import PeerGone, WaitTimeout
 from transport.weights import AddressTaken, Layout, LayoutMismatch, ShardedReader, ShardedWriter, WeightError
 from transport.weights.protocol.messages import BROKEN
-from transport.weights.protocol.ranks import Transfer
+from transport.weights.protocol.ranks import Transfer, TransferOutcome
 from transport.weights.sharded.epoch_thread import EpochThread
 from transport.weights.sharded.process_group import ProcessGroup
 from transport.weights.sharded.steps import Step
-from transport.weights.sharded.transfer import TransferOutcome
 
 from ..sharded_rig import DEADLINE_S, FAST, Group, Trainer, full, parameters, plane, shards, until
 
