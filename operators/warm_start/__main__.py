@@ -6,30 +6,34 @@ import argparse
 import dataclasses
 import json
 import os
+import socket
 import sys
 import threading
 import time
 from pathlib import Path
 
 from dataflow.errors import GraphError
+from dataflow.system.channel import Channel
+from operators.warm_start.progress import CODEC, Progress
 from operators.warm_start.spec import BAD_INPUT, RECORD_FILE, WarmStartSpec
 
 ORPHANED = 3
 """Exit status of a process whose parent is gone."""
+SEND_S = 30.0
+"""For the parent to take what the process tells of its progress."""
 
 
-def die_with_parent() -> None:
-    """End this process as soon as the parent's end of stdin is closed, which its death does too."""
+def die_with_parent(channel: Channel[Progress]) -> None:
+    """End this process as soon as the parent's end of the channel is closed, which its death does too."""
 
     def watch() -> None:
-        while os.read(0, 4096):
-            continue
+        channel.readable(None)
         os._exit(ORPHANED)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def make_policy(work: Path) -> None:
+def make_policy(work: Path, channel: Channel[Progress] | None) -> None:
     """Train the policy of `work`/spec.json on `work`/examples.jsonl and save it as `work`/policy."""
     import torch
 
@@ -46,7 +50,8 @@ def make_policy(work: Path) -> None:
     started = time.monotonic()
 
     def report(step: int, loss: float) -> None:
-        print(json.dumps({"step": step, "loss": loss}), flush=True)
+        if channel is not None:
+            channel.send(Progress(step, loss))
 
     loss = train(model, tokenizer, examples, spec, report)
     policy = work / "policy"
@@ -68,12 +73,14 @@ def main() -> int:
     """Run one warm start; a fault of the input is one line on stderr and exit status BAD_INPUT."""
     parser = argparse.ArgumentParser(prog="python -m operators.warm_start", description=__doc__)
     parser.add_argument("work", type=Path, help="folder with spec.json and examples.jsonl; gets policy/")
-    parser.add_argument("--parent", action="store_true", help="end when stdin is closed")
+    parser.add_argument("--parent", type=int, help="number of the socket that takes its progress; ends when it does")
     arguments = parser.parse_args()
-    if arguments.parent:
-        die_with_parent()
+    channel = None
+    if arguments.parent is not None:
+        channel = Channel(socket.socket(fileno=arguments.parent), CODEC, SEND_S)
+        die_with_parent(channel)
     try:
-        make_policy(arguments.work)
+        make_policy(arguments.work, channel)
     except GraphError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT

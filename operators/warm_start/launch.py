@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
 
 from dataflow.errors import GraphError, RunError
-from operators.warm_start.progress import Report, shown
+from dataflow.system.channel import Channel
+from dataflow.system.child import end, program
+from dataflow.system.clocks import Countdown
+from operators.warm_start.progress import CODEC, Report, shown
 from operators.warm_start.spec import BAD_INPUT, RECORD_FILE, WarmStartSpec, recorded_fingerprint
+
+_END_S = 20.0
+"""For the process to end when it has closed its channel."""
 
 
 class WarmStartError(RunError):
@@ -107,35 +110,30 @@ def _write_examples(path: Path, examples: Iterable[tuple[str, str]]) -> str:
 
 
 def _train(work: Path, spec: WarmStartSpec, report: Report, timeout_s: float) -> None:
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(spec.threads)}
-    command = [sys.executable, "-m", "operators.warm_start", str(work), "--parent"]
-    with (
-        (work / "stderr").open("w+b") as errors,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
-        ) as process,
-    ):
-        late = threading.Event()
-
-        def end_late() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(timeout_s, end_late)
-        timer.start()
+    channel, theirs = Channel.pair(CODEC)
+    with contextlib.closing(channel), (work / "stderr").open("w+b") as errors:
+        with theirs:
+            process = program(
+                "operators.warm_start", str(work), "--parent", end=theirs, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=errors, environment={"OMP_NUM_THREADS": str(spec.threads)},
+            )  # fmt: skip
+        last, wait = 0, Countdown(timeout_s)
         try:
-            last = _follow(process.stdout, report)
-            status = process.wait()
+            while True:
+                if channel.readable(wait.slice_s):
+                    for progress in channel.arrived():
+                        last = progress.step
+                        report(last, progress.loss)
+                elif wait.is_over:
+                    raise WarmStartError(
+                        f"a warm start did not end in time; found {last} of {spec.steps} steps done after "
+                        f"{timeout_s:g} s; raise timeout_s or lower steps"
+                    )
+        except EOFError:
+            status = end(process, _END_S)
         finally:
-            timer.cancel()
             process.kill()
-        if late.is_set():
-            raise WarmStartError(
-                f"a warm start did not end in time; found {last} of {spec.steps} steps done after "
-                f"{timeout_s:g} s; raise timeout_s or lower steps"
-            )
+            process.wait()
         if status:
             errors.seek(0)
             said = errors.read().decode("utf-8", "replace").strip()[-2000:]
@@ -145,19 +143,6 @@ def _train(work: Path, spec: WarmStartSpec, report: Report, timeout_s: float) ->
                 f"the process of a warm start failed; found exit status {status} after {last} of "
                 f"{spec.steps} steps; it said: {said or 'nothing'}"
             )
-
-
-def _follow(lines: IO[str] | None, report: Report) -> int:
-    assert lines is not None
-    last = 0
-    for line in lines:
-        try:
-            progress = json.loads(line)
-            last, loss = int(progress["step"]), float(progress["loss"])
-        except (ValueError, KeyError, TypeError):  # a line some library printed, not one of ours
-            continue
-        report(last, loss)
-    return last
 
 
 def _put_in_place(work: Path, target: Path, fingerprint: str) -> None:

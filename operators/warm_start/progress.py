@@ -5,6 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+from dataflow.system.messages import Codec
+
+
+@dataclass(frozen=True)
+class Progress:
+    """From the process that trains: so many steps are done."""
+
+    step: int
+    loss: float
+
+
+CODEC = Codec("warm-start", 1, Progress)
 
 Report = Callable[[int, float], None]
 """Called after every step with the number of steps done and that step's loss (nats per answer token)."""
@@ -32,8 +46,9 @@ def _lines(title: str, steps: int) -> Report:
 
 @contextmanager
 def _bar(title: str, steps: int) -> Iterator[Report]:
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
     columns = (
         TextColumn("{task.description}"),
@@ -41,7 +56,7 @@ def _bar(title: str, steps: int) -> Iterator[Report]:
         TextColumn("step {task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]:.3f}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with bars.Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(title, total=steps, loss=float("nan"))
 
         def report(step: int, loss: float) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -175,12 +176,12 @@ def test_a_warm_start_that_outlasts_its_limit_is_ended_with_its_process(tmp_path
 
 @pytest.mark.usefixtures("fresh")
 def test_the_process_ends_when_its_parent_is_gone(tmp_path):
-    command = [sys.executable, "-m", "operators.warm_start", str(tmp_path), "--parent"]
-    read_end, write_end = os.pipe()
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "operators.warm_start", str(tmp_path), "--parent", str(theirs.fileno())]
     os.mkfifo(tmp_path / "spec.json")  # reading it blocks: without the watch the process would stay for ever
-    process = subprocess.Popen(command, stdin=read_end)
-    os.close(read_end)
-    os.close(write_end)
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    theirs.close()
+    ours.close()
     assert process.wait(timeout=60) == ORPHANED
 
 

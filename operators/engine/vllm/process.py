@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dataflow.errors import RunError, WorkerDied
+from dataflow.system.child import end, ended_within
 from operators.engine.vllm.keeper import END
 from operators.engine.vllm.wire import Connection
 from operators.models.errors import ModelError
@@ -135,10 +136,8 @@ class Process:
         self._end()
 
     def _died(self, what: str) -> RunError:
-        try:
-            state = f"exit code {self._child.wait(END_S)}"
-        except subprocess.TimeoutExpired:
-            state = "it is still ending"
+        has_ended = ended_within(self._child, END_S)
+        state = f"exit code {self._child.returncode}" if has_ended else "it is still ending"
         died = WorkerDied(
             f"vLLM's process {self.pid} {what}; {state}; its log ends: "
             f"{self._last_words()}; mend what the log names (exit code -9: too little memory, lower slots or "
@@ -156,9 +155,7 @@ class Process:
 def _end(child: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
     connection.close()
     log.close()
-    try:
-        child.wait(END_S)
-    except subprocess.TimeoutExpired:
+    if not ended_within(child, END_S):
         _kill(child)
 
 
@@ -166,8 +163,4 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     """Have the server and all that it has started killed."""
     with contextlib.suppress(ProcessLookupError):
         child.send_signal(END)
-    try:
-        child.wait(END_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait(END_S)
+    end(child, END_S)
