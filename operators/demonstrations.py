@@ -56,6 +56,6 @@ class Demonstrations(Generate):
 
     def build(self, context: Context) -> Runtime:
         """Load the tokenizer. Raises ModelError when it cannot be, or when it names no end token."""
-        from operators.sources.demonstration_runtime import Demonstrating
+        from operators.sources.demonstration_runtime import DemonstrationRuntime
 
-        return Demonstrating(self)
+        return DemonstrationRuntime(self.model, answer=self.answer, chat=self.chat, context_tokens=self.context_tokens)

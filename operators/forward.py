@@ -1,63 +1,17 @@
-"""Declares what reads rollouts with a model and does not train it: reference, critic, judge; imports no torch."""
+"""What reads rollouts with a model and does not train it: reference, critic, judge; imports no torch."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar
 
-import pyarrow as pa
-
-from dataflow.model import Model
-from dataflow.node import Context, Runtime, Transform
-from dataflow.records import COMPLETION, ERROR, LOGPROBS, MASK, PROMPT, TOKEN_NUMBERS, TOKENS, VERSIONS, Columns
+from dataflow.node import Context, Runtime
+from operators.forward_pass.knobs import ForwardKnobs, LogprobsKnobs, RewardKnobs
 
 
 @dataclass(frozen=True, eq=False)
-class ForwardOperator(Transform):
-    """Adds a column of its name to rollouts; rows with an error, or a reason to be dropped, get null there.
-
-    A group waits until weights of the version that it needs have come (`operators.forward_pass.due`).
-    """
-
-    model: Model
-    """What reads the rollouts. Frozen, or fed by its trainer: g.feedback(trainer.weights, this, max_staleness=n)."""
-    _: KW_ONLY
-    micro_batch_tokens: int = 8192
-    """Tokens of one forward pass; prompts that a group has in common count once."""
-
-    head: ClassVar[str]
-    """Which the model has to have."""
-
-    @property
-    def column(self) -> pa.DataType:
-        """Type of the column it writes."""
-        return TOKEN_NUMBERS
-
-    def reads(self) -> Mapping[str, Any]:
-        """The rollout's tokens, and what says which of them count."""
-        return {TOKENS: list[int], MASK: list[bool], LOGPROBS: list[float], VERSIONS: list[int], ERROR: str}
-
-    def provides(self, columns: Columns) -> Columns:
-        """Its input's columns, `error` where failures are recorded, and its own."""
-        return {**columns, ERROR: pa.string(), self.name: self.column}
-
-    def faults(self) -> list[str]:
-        """Knobs that cannot be right."""
-        found = []
-        if not isinstance(self.model, Model):
-            found.append(f"'{self.name}' reads with {self.model!r}, which is no Model; give Model('path/to/folder')")
-        elif self.model.head != self.head:
-            found.append(
-                f"'{self.name}' needs a model with head '{self.head}', but '{self.model.name}' has head "
-                f"'{self.model.head}'; give it Model(..., head='{self.head}')"
-            )
-        if not _is_whole(self.micro_batch_tokens) or self.micro_batch_tokens < 1:
-            found.append(
-                f"'{self.name}' has micro_batch_tokens={self.micro_batch_tokens!r}; give a whole number of 1 or more"
-            )
-        return found
+class ForwardOperator(ForwardKnobs):
+    """Adds a column of its name to rollouts, by one forward pass; see `ForwardKnobs`."""
 
     def preload(self) -> None:
         """Import torch, the model's code and the runtime."""
@@ -74,26 +28,13 @@ class ForwardOperator(Transform):
 
 
 @dataclass(frozen=True, eq=False)
-class Logprobs(ForwardOperator):
+class Logprobs(LogprobsKnobs, ForwardOperator):
     """Log-probabilities of the chosen tokens under a model: a reference, a teacher, or the proximal policy.
 
     They are those of the distribution that the trainer's `new_logprobs` belong to: at the same temperature and, where
     rows carry a sampling mask, over the ids that it names alone. A KL between the two then compares distributions over
     the same tokens, and is 0 where the weights are equal.
     """
-
-    head: ClassVar[str] = "lm"
-
-    name: str = field(default="ref_logprobs", kw_only=True)
-    temperature: float = 1.0
-    """That the generator samples at."""
-
-    def faults(self) -> list[str]:
-        """Knobs that cannot be right."""
-        found, given = super().faults(), self.temperature
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
-            found.append(f"'{self.name}' has temperature={given!r}; give a number above 0, the generator's")
-        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,44 +45,8 @@ class Values(ForwardOperator):
 
 
 @dataclass(frozen=True, eq=False)
-class RewardModel(ForwardOperator):
+class RewardModel(RewardKnobs, ForwardOperator):
     """What a sequence classifier thinks of prompt and completion, a number per rollout or (per="step") per step.
 
     The text is laid out and tokenized anew, so the judge may have another tokenizer than the policy.
     """
-
-    head: ClassVar[str] = "score"
-
-    name: str = field(default="score", kw_only=True)
-    per: Literal["rollout", "step"] = "rollout"
-    """rollout: one number, read at the end of the text. step: a number at the last token of each step, 0 elsewhere."""
-    cut: str = "\n\n"
-    """What steps end with."""
-    chat: bool = False
-    """Lay the text out by the judge's chat template: prompts are messages as JSON, or else the user's words."""
-    suffix: str = ""
-    """Text behind each completion, such as the end token that the judge was trained with."""
-    policy: Model | None = None
-    """Whose tokenizer made the tokens, to find the last one of each step; None: the judge's own did."""
-
-    @property
-    def column(self) -> pa.DataType:
-        """A number per rollout, or per token."""
-        return TOKEN_NUMBERS if self.per == "step" else pa.float64()
-
-    def reads(self) -> Mapping[str, Any]:
-        """The texts too."""
-        return {PROMPT: str, COMPLETION: str, **super().reads()}
-
-    def faults(self) -> list[str]:
-        """Knobs that cannot be right."""
-        found = super().faults()
-        if self.per not in ("rollout", "step"):
-            found.append(f"'{self.name}' has per={self.per!r}, which is not known; use 'rollout' or 'step'")
-        if not isinstance(self.cut, str) or not self.cut:
-            found.append(f"'{self.name}' has cut={self.cut!r}; give the text that steps end with, such as '\\n\\n'")
-        return found
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -12,7 +12,7 @@ from dataflow.errors import RecordError
 from dataflow.node import Context, Runtime, Source
 from dataflow.records import ERROR, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, arrow_type
 from operators.sources.prompt_rows import Recipe, Selection, load, sample_columns
-from operators.sources.prompt_runtime import Issue
+from operators.sources.prompt_runtime import PromptRuntime
 from operators.sources.row_files import Fault, Origin, Replay
 
 MakeRow = Callable[[Any], Any]
@@ -130,7 +130,10 @@ class Prompts(Source):
             "prompts read", source=self.name, prompts=len(table), left_out=report.dropped,
             skipped=report.skipped, equal_to_another=report.duplicates,
         )  # fmt: skip
-        return Issue(self, table, report, context)
+        return PromptRuntime(
+            table, report, context, name=self.name, shuffle_seed=self.shuffle_seed, group_size=self.group_size,
+            epochs=self.epochs,
+        )  # fmt: skip
 
     def _sample(self) -> tuple[dict[str, pa.DataType], list[Fault]]:
         unknown = {name: pa.string() for name in self.columns}

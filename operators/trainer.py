@@ -1,177 +1,25 @@
-"""Declares a trainer: a model, a loss, and the numbers that say how a step is made; imports no torch."""
+"""Trainer: makes steps of a model from groups of rollouts, and offers the new weights; imports no torch."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from dataflow.model import Model
-from dataflow.node import Context, Learn, Runtime
-from dataflow.records import ERROR, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
-from operators.losses import aipo
-from operators.training.learner.loss_function import WITH_GRADIENT, LossFunction, read_loss
-from operators.training.learner.schedule import SCHEDULES
+from dataflow.node import Context, Runtime
+from operators.training.knobs import TrainerKnobs
 
 if TYPE_CHECKING:
     from dataflow.history.replay import Script
 
-NORMALIZE = ("tokens", "rollouts", "rollout_means")
-HEADS = {"lm": ("new_logprobs", "entropy"), "value": ("new_values",)}
-"""What a model's head gives a loss."""
-
 
 @dataclass(frozen=True, eq=False)
-class Trainer(Learn):
+class Trainer(TrainerKnobs):
     """Trains `model` on groups in the order of their issue, `prompts_per_step` at a time, with AdamW.
 
     Groups whose rollouts all failed, or that are older than the feedback's max_staleness, are dropped and
     counted; so are those of a step whose loss or gradient is not finite, which leaves the weights alone.
+
+    Its knobs: `operators.training.knobs.TrainerKnobs`.
     """
-
-    light: ClassVar[bool] = False
-
-    model: Model
-    """The policy."""
-    _: KW_ONLY
-    loss: Callable[..., Any] = aipo
-    """See operators.losses; give knobs with functools.partial."""
-    prompts_per_step: int = 32
-    """Groups that one optimiser step trains."""
-    lr: float = 1e-5
-    """Learning rate of AdamW, after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of AdamW's two moments."""
-    eps: float = 1e-8
-    """Added to AdamW's denominator."""
-    weight_decay: float = 0.0
-    """Of matrices; vectors are not decayed."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises from 0."""
-    schedule: str = "constant"
-    """What it does afterwards: constant, linear or cosine, down to `min_lr` at `decay_steps`."""
-    decay_steps: int | None = None
-    """Steps, the warm-up included, until it is at `min_lr`; None: the run's, or what its prompts suffice for."""
-    min_lr: float = 0.0
-    """Where it ends, unless it is constant."""
-    max_grad_norm: float = 1.0
-    """Gradients above this norm are scaled down to it; inf: never."""
-    normalize: str = "tokens"
-    """What the summed loss of a step is divided by: its trained tokens, its rollouts, or (rollout_means) its
-    rollouts after each one's sum was divided by its own tokens."""
-    whiten: bool = False
-    """Shift and scale the advantages of a step's trained tokens to mean 0 and deviation 1 (REINFORCE++)."""
-    temperature: float = 1.0
-    """That the generator samples at; log-probabilities are taken at the same."""
-    micro_batch_tokens: int = 8192
-    """Tokens of one forward and backward; prompts that a group has in common count once."""
-    skip_zero_advantage: bool = True
-    """Leave out rollouts of advantage 0 where the loss is found to vanish on them; denominators stay."""
-    tensor_parallel: int = 1
-    """Ranks that share out each layer's matrices; divides the trainer's ranks, of which the others shard the data."""
-    gradient_checkpointing: bool = False
-    """Keep no activations within a layer: compute them again in the backward pass."""
-    compile: bool = False
-    """Run the layers through torch.compile."""
-    offload: bool = False
-    """Between steps, keep the optimiser's state and the gradients in main memory: for devices that are shared."""
-    checkpoint_every: int | None = None
-    """Steps between checkpoints that stay; the last step is always kept."""
-    recover_within_s: float = 60.0
-    """Seconds of steps after which a checkpoint to recover from is left, beside those of `checkpoint_every`; it goes
-    when the next one is committed. At least 20 times as long as a checkpoint takes; inf: never."""
-    queue_prompts: int | None = None
-    """Groups it holds beside those of the step under way; None: as many as the feedback lets be in flight."""
-
-    @property
-    def step_prompts(self) -> int:
-        """Groups that one step consumes."""
-        return self.prompts_per_step
-
-    @cached_property
-    def loss_function(self) -> LossFunction:
-        """The loss's columns and knobs."""
-        return read_loss(self.loss, self.name)
-
-    def knobs(self) -> dict[str, Any]:
-        """Knobs that differ from their defaults, the loss by its name and its own knobs."""
-        shown = super().knobs()
-        if "loss" in shown:
-            given = getattr(self.loss, "keywords", {})
-            inside = ", ".join(f"{knob}={value!r}" for knob, value in given.items())
-            shown["loss"] = f"{self.loss_function.name}({inside})" if inside else self.loss_function.name
-        return shown
-
-    def reads(self) -> Mapping[str, Any]:
-        """The rollout's columns and those that the loss names."""
-        wanted: dict[str, Any] = dict.fromkeys(self.loss_function.columns, np.ndarray)
-        return wanted | {
-            TOKENS: list[int], MASK: list[bool], LOGPROBS: list[float], VERSIONS: list[int],
-            FINISH_REASON: str, ERROR: str,
-        }  # fmt: skip
-
-    def faults(self) -> list[str]:
-        """Knobs that cannot be right."""
-        found = list(self.loss_function.faults)
-        for knob, least in (
-            ("prompts_per_step", 1), ("micro_batch_tokens", 1), ("warmup_steps", 0), ("tensor_parallel", 1)
-        ):  # fmt: skip
-            found += self._whole(knob, getattr(self, knob), least)
-        for knob in ("checkpoint_every", "queue_prompts", "decay_steps"):
-            if getattr(self, knob) is not None:
-                found += self._whole(knob, getattr(self, knob), 1)
-        for knob, zero_is_fine in (
-            ("lr", True),
-            ("eps", False),
-            ("weight_decay", True),
-            ("min_lr", True),
-            ("temperature", False),
-        ):
-            value = getattr(self, knob)
-            if not (_is_number(value) and math.isfinite(value) and (value > 0 or (zero_is_fine and value == 0))):
-                found.append(f"'{self.name}' has {knob}={value!r}; give a number above 0{' or 0' * zero_is_fine}")
-        for knob in ("max_grad_norm", "recover_within_s"):
-            value = getattr(self, knob)
-            if not (_is_number(value) and value > 0):
-                found.append(f"'{self.name}' has {knob}={value!r}; give a number above 0, or inf")
-        if not (
-            isinstance(self.betas, tuple | list)
-            and len(self.betas) == 2
-            and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
-        ):
-            found.append(f"'{self.name}' has betas={self.betas!r}; give two numbers from 0 up to 1, as (0.9, 0.999)")
-        if self.normalize not in NORMALIZE:
-            found.append(f"'{self.name}' has normalize={self.normalize!r}, which is not known; use {list(NORMALIZE)}")
-        if self.schedule not in SCHEDULES:
-            found.append(f"'{self.name}' has schedule={self.schedule!r}, which is not known; use {list(SCHEDULES)}")
-        if self.queue_prompts is not None and not found and self.queue_prompts < self.prompts_per_step:
-            found.append(
-                f"'{self.name}' may queue {self.queue_prompts} prompts but one of its steps needs "
-                f"{self.prompts_per_step}: this would deadlock; raise queue_prompts or lower prompts_per_step"
-            )
-        if isinstance(self.model, Model):
-            gives = HEADS.get(self.model.head)
-            if gives is None:
-                found.append(
-                    f"'{self.name}' trains next-token logits or values, but model '{self.model.name}' has head "
-                    f"'{self.model.head}'; give a Model with head='lm', or 'value' for a critic"
-                )
-            elif wrong := [name for name in WITH_GRADIENT if name in self.loss_function.computed and name not in gives]:
-                found.append(
-                    f"loss '{self.loss_function.name}' of '{self.name}' reads '{wrong[0]}', but model "
-                    f"'{self.model.name}' has head '{self.model.head}', which gives {list(gives)}; give another loss, "
-                    f"or a Model with another head"
-                )
-            if self.model.dtype == "float16":
-                found.append(
-                    f"'{self.name}' trains '{self.model.name}' with dtype 'float16', whose gradients "
-                    f"overflow; use 'bfloat16' or 'float32'"
-                )
-        else:
-            found.append(f"'{self.name}' trains {self.model!r}, which is no Model; give Model('path/to/folder')")
-        return found
 
     def preload(self) -> None:
         """Import torch, the model's code and the runtime."""
@@ -189,15 +37,6 @@ class Trainer(Learn):
 
     def replay(self, script: "Script") -> Iterator[Mapping[str, float]]:
         """Train a run's recorded steps again, for `dataflow replay`: `loss` and `grad_norm` of each."""
-        from operators.training.replay import replayed
+        from operators.training.retrain import retrained
 
-        return replayed(self, script)
-
-    def _whole(self, knob: str, value: Any, least: int) -> list[str]:
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-            return []
-        return [f"'{self.name}' has {knob}={value!r}; give a whole number of {least} or more"]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+        return retrained(self, script)

@@ -33,7 +33,7 @@ OWN_LIMITS = {
     "transport/weights/protocol/handshake.py", "transport/weights/sharded/groups.py",
     "transport/native/compile.py",  # without a kernel all goes on, slower
     "operators/engine/vllm/server.py",  # runs where nothing of this project can be imported
-    "operators/trainer.py",  # recover_within_s is no wait
+    "operators/training/knobs.py",  # recover_within_s is no wait
     "operators/serving/bounds.py", "operators/serving/engine_thread.py", "operators/serving/service.py",  # no run
     "operators/warm_start/launch.py",  # before a run
 }  # fmt: skip

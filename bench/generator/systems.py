@@ -138,7 +138,7 @@ def ours(setting: Setting) -> System:
     """Our engine, made as the generator makes it."""
     from dataflow.model import Model
     from dataflow.node import Context
-    from operators.engine.build import make_engine
+    from operators.engine.make import make_engine
     from operators.generator import Generator
 
     generator = Generator(
@@ -152,7 +152,7 @@ def vllm_cpu(setting: Setting) -> System:
     from dataflow.model import Model
     from operators.engine.sampler import Sampling
     from operators.engine.vllm.engine import VllmEngine
-    from operators.models.loading import ModelError
+    from operators.models.errors import ModelError
 
     problem = ""
     for eager in (False, True):

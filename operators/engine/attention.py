@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from operators.engine.kv_cache import KVCache
 from operators.engine.pages import PAGE
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 NAME = "dataflow_slots"
 """Under which transformers knows `attend`."""

@@ -29,7 +29,7 @@ from operators.engine.results import Finished, Row, Start, begun, finished_of, m
 from operators.engine.rows import Rows, put
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 PREFILL_TOKENS = 4096
 """Most tokens whose keys and values are computed anew in one step (one prefix may have more)."""

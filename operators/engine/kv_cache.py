@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from operators.engine.pages import PAGE, pages_for
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 CPU_SHARE, GPU_SHARE = 0.5, 0.85
 """Part of the memory free now that the cache may grow to when no budget is given."""

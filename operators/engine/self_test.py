@@ -18,7 +18,7 @@ from operators.engine.native.fused import FusedStep, supports
 from operators.engine.pages import pages_for
 from operators.engine.precision import unrounded
 from operators.engine.prefill import Prefix, lay_out
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 PROMPT, TOKENS = 19, 24
 """Tokens of the prompt, which fills one page and begins another, and of the whole."""

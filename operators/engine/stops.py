@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from dataflow.records import AnyArray
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 TAIL_TOKENS = 8
 """Tokens decoded at the end of a completion, beyond the bytes of the longest stop string."""

@@ -8,19 +8,19 @@ import torch
 
 from dataflow.model import Model
 from dataflow.node import Context
-from operators.forward import ForwardOperator, Logprobs, RewardModel
 from operators.forward_pass.asked import Reading
+from operators.forward_pass.knobs import ForwardKnobs, LogprobsKnobs, RewardKnobs
 from operators.forward_pass.own_text import OwnText
 from operators.forward_pass.own_tokens import OwnTokens
 from operators.forward_pass.runtime import ForwardRuntime
-from operators.models.loading import ModelError, load_tokenizer
-from operators.models.merged_adapters import load_merged
+from operators.models.errors import ModelError
+from operators.models.loading import load_merged, load_tokenizer
 from operators.training.learner.critic import Critic
 from operators.training.learner.learner import Forward
 from operators.training.learner.policy import Policy
 
 
-def build(declaration: ForwardOperator, context: Context) -> ForwardRuntime:
+def build(declaration: ForwardKnobs, context: Context) -> ForwardRuntime:
     """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be used."""
     if context.device == "cpu":
         torch.set_num_threads(context.threads)
@@ -28,11 +28,11 @@ def build(declaration: ForwardOperator, context: Context) -> ForwardRuntime:
     return ForwardRuntime(declaration, context, reading_of(declaration, context.node, module), merged)
 
 
-def reading_of(declaration: ForwardOperator, node: str, module: Any) -> Reading:
+def reading_of(declaration: ForwardKnobs, node: str, module: Any) -> Reading:
     """How a declared operator asks a module that is loaded already."""
     config = module.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
-    if isinstance(declaration, RewardModel):
+    if isinstance(declaration, RewardKnobs):
         if config.pad_token_id is None:
             config.pad_token_id = 0  # classifiers of sequences refuse several rows without one; nothing is padded here
         judge, policy = declaration.model, declaration.policy or declaration.model
@@ -47,7 +47,7 @@ def reading_of(declaration: ForwardOperator, node: str, module: Any) -> Reading:
     )  # fmt: skip
 
 
-def forward_of(declaration: ForwardOperator, module: Any) -> Forward:
+def forward_of(declaration: ForwardKnobs, module: Any) -> Forward:
     """The module as a trainer of the same model would see it: where weights agree, so do the numbers.
 
     A trainer keeps float32 weights and multiplies in the model's type under autocast, so that what the layers add up
@@ -58,7 +58,7 @@ def forward_of(declaration: ForwardOperator, module: Any) -> Forward:
     if declaration.model.dtype != "float32":
         compute = getattr(torch, declaration.model.dtype)
         module.get_input_embeddings().register_forward_hook(lambda layer, given, made: made.float())
-    if isinstance(declaration, Logprobs):
+    if isinstance(declaration, LogprobsKnobs):
         return Policy(module, temperature=declaration.temperature, compute=compute)
     return Critic(module, compute=compute)
 

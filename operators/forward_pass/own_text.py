@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,12 +11,10 @@ import pyarrow as pa
 from dataflow.errors import OperatorError
 from dataflow.records import COMPLETION, GROUP_ID, MASK, PROMPT, TOKENS, AnyArray, list_lengths
 from operators.forward_pass.asked import Asked, lists
+from operators.forward_pass.knobs import RewardKnobs
 from operators.forward_pass.own_tokens import disagreement
 from operators.forward_pass.texts import Laid, lay_out, read_ends, step_ends, tokens_at
 from operators.training.learner.learner import Forward
-
-if TYPE_CHECKING:
-    from operators.forward import RewardModel
 
 
 class OwnText:
@@ -24,7 +22,7 @@ class OwnText:
 
     def __init__(
         self,
-        declaration: RewardModel,
+        declaration: RewardKnobs,
         forward: Forward,
         *,
         node: str,

@@ -19,11 +19,11 @@ from dataflow.scoring.values import error_column
 from dataflow.weight_ends import WeightsIn
 from operators.forward_pass.asked import Asked, Reading
 from operators.forward_pass.due import Known, is_due, needed
+from operators.forward_pass.knobs import ForwardKnobs
 from operators.training.learner.packing import gather, pack, split
 from operators.training.learner.rows import usable
 
 if TYPE_CHECKING:
-    from operators.forward import ForwardOperator
     from operators.models.merged_adapters import Merged
 
 _ROOM = 4096
@@ -71,7 +71,7 @@ class ForwardRuntime(Runtime):
     """
 
     def __init__(
-        self, declaration: ForwardOperator, context: Context, reading: Reading, merged: Merged | None = None
+        self, declaration: ForwardKnobs, context: Context, reading: Reading, merged: Merged | None = None
     ) -> None:
         """Attach the model's weights to the weight plane of `context`, where they are trained; merged: its adapters."""
         self._declaration, self._context, self._reading = declaration, context, reading

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -15,10 +14,8 @@ from dataflow.node import Context
 from dataflow.records import ROUND_SIZE
 from dataflow.worker.host import in_flight
 from operators.engine.interface import DecodingEngine
+from operators.engine.knobs import GeneratorKnobs
 from operators.generation.groups import Group
-
-if TYPE_CHECKING:
-    from operators.generator import Generator
 
 NEVER = np.iinfo(np.int64).max // 2
 """Tokens that no rollout comes to."""
@@ -101,7 +98,7 @@ class Keeping:
             parts.close()
 
 
-def keeping_of(declaration: Generator, context: Context) -> Keeping | None:
+def keeping_of(declaration: GeneratorKnobs, context: Context) -> Keeping | None:
     """The parts of a generator that has a run folder, those of earlier processes looked through; None for vLLM, which
     cannot go on with any."""
     folder, ledger = context.folder, context.ledger

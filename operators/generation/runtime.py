@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -12,17 +12,15 @@ from dataflow.folder.partial_rollouts import Stretch
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
 from dataflow.weight_ends import WeightsIn
-from operators.engine.build import make_engine
 from operators.engine.decode import PREFILL_TOKENS
+from operators.engine.knobs import GeneratorKnobs
+from operators.engine.make import make_engine
 from operators.engine.results import Start
 from operators.generation import groups
 from operators.generation.admission import Admission
 from operators.generation.groups import Arrival, Group
 from operators.generation.partial_rollouts import keeping_of
 from operators.generation.tokenize import encode
-
-if TYPE_CHECKING:
-    from operators.generator import Generator
 
 LINGER_STEPS = 4
 """Decode steps after the first group of a slice is complete before it is sent on: others often follow."""
@@ -37,7 +35,7 @@ class GeneratorRuntime(Runtime):
     unblocked by: prompts, a newer version, a note of dropped groups
     """
 
-    def __init__(self, declaration: Generator, context: Context) -> None:
+    def __init__(self, declaration: GeneratorKnobs, context: Context) -> None:
         """Load model and tokenizer onto the device of `context`, and attach the weights to its plane."""
         self._declaration, self._context = declaration, context
         built = make_engine(declaration, context)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dataflow.model import ADAPTER_CONFIG, ALL_LINEAR, LoRA, Model
-from operators.engine.precision.intake import ROUTERS
-from operators.models.loading import ModelError, load_model
+from dataflow.model import ALL_LINEAR, LoRA, Model
+from operators.models.errors import ModelError
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -23,28 +20,15 @@ PREFIX = "base_model.model."
 NAME = "default"
 """What peft calls the only set of adapters."""
 
-
-def load_adapted(model: Model, *, device: str | torch.device = "cpu") -> torch.nn.Module:
-    """The module of `model` with its adapters, in eval mode: what a trainer trains.
-
-    The weights are in the model's dtype and need no gradient; adapters are float32 and do. Where the source is a
-    folder that `save` wrote, the weights come from where it says, and the adapters from it.
-
-    Raises:
-        ModelError: as `load_model`; peft is not there; no layer of that name; adapters of another shape.
-    """
-    assert model.lora is not None, "a model without adapters is loaded by load_model"
-    base, folder = base_of(model)
-    module = add(load_model(base, device=device), model.lora, base)
-    if folder is not None:
-        load(folder, module)
-    return module
+ROUTERS = ("gate", "router")
+"""Last names of the layers that choose experts: tiny, and a rounded score sends a token to another expert."""
 
 
 def add(module: torch.nn.Module, lora: LoRA, base: Model) -> torch.nn.Module:
     """Put adapters beside the linear layers of a loaded module, in place; class, config and calls stay.
 
-    base: what the module was loaded from; `save` writes it down. Raises as `load_adapted`.
+    base: what the module was loaded from; `save` writes it down. Raises ModelError where peft is not there, and as
+    `adapted_layers`.
     """
     try:
         import peft
@@ -176,26 +160,6 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
         )
     for name, tensor in into.items():
         tensor.copy_(found[_in_file(name)])
-
-
-def base_of(model: Model) -> tuple[Model, Path | None]:
-    """The model without adapters, and the folder that its source is if it holds adapters alone.
-
-    Raises ModelError when that folder's config is broken.
-    """
-    folder = Path(model.source)
-    plain = dataclasses.replace(model, lora=None)
-    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
-        return plain, None
-    try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text("utf-8"))
-        source, revision = config["base_model_name_or_path"], config.get("revision")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"the adapters of '{model.name}' cannot be loaded: {folder / ADAPTER_CONFIG} is broken ({error}); "
-            f"copy it again"
-        ) from error
-    return dataclasses.replace(plain, source=source, revision=revision), folder
 
 
 def _in_file(name: str) -> str:

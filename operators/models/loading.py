@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from dataflow.errors import RunError
 from dataflow.model import Model
 from dataflow.planning.model_files import folder_fault
+from operators.models.errors import ModelError
+from operators.models.folders import base_of, saved_lora
 
 if TYPE_CHECKING:
     import torch
 
-
-class ModelError(RunError):
-    """A model or tokenizer that could not be loaded: folder, shard, weights, or code that may not run."""
-
-    is_lasting = True
+    from operators.models.merged_adapters import Merged
 
 
 def load_model(
@@ -47,9 +44,6 @@ def load_model(
     """
     import torch
 
-    from operators.models.adapters import base_of
-    from operators.models.merged_adapters import load_merged
-
     _check_folder(model)
     if base_of(model)[1] is not None:
         return load_merged(model, device=device, dtype=dtype, attention=attention)[0]
@@ -72,6 +66,55 @@ def load_model(
     return module.eval().to(device)  # type: ignore[no-any-return]
 
 
+def load_merged(
+    model: Model,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    attention: str | None = None,
+) -> tuple[torch.nn.Module, Merged | None]:
+    """The plain module of `model`, without gradients, and where it has adapters, what brings new ones into it.
+
+    A source that holds adapters alone is loaded as the model they were trained on with them merged in. Arguments as
+    those of `load_model`.
+
+    Raises:
+        ModelError: as `load_model`, `adapters.read` and `adapters.adapted_layers`.
+    """
+    from operators.models.adapters import read
+    from operators.models.merged_adapters import Merged
+
+    base, folder = base_of(model)
+    module = load_model(base, device=device, dtype=dtype, attention=attention).requires_grad_(False)
+    lora = model.lora or (None if folder is None else saved_lora(folder))
+    if lora is None:
+        return module, None
+    merged = Merged(module, lora)
+    if folder is not None:
+        read(folder, merged.tensors)
+        merged.adopted()
+    return module, None if model.lora is None else merged
+
+
+def load_adapted(model: Model, *, device: str | torch.device = "cpu") -> torch.nn.Module:
+    """The module of `model` with its adapters, in eval mode: what a trainer trains.
+
+    The weights are in the model's dtype and need no gradient; adapters are float32 and do. Where the source is a
+    folder that `save` wrote, the weights come from where it says, and the adapters from it.
+
+    Raises:
+        ModelError: as `load_model`; peft is not there; no layer of that name; adapters of another shape.
+    """
+    assert model.lora is not None, "a model without adapters is loaded by load_model"
+    from operators.models import adapters
+
+    base, folder = base_of(model)
+    module = adapters.add(load_model(base, device=device), model.lora, base)
+    if folder is not None:
+        adapters.load(folder, module)
+    return module
+
+
 def preload(model: Model) -> None:
     """Import the code of `model`, and what loads it, for the processes that are forked from this one.
 
@@ -79,8 +122,6 @@ def preload(model: Model) -> None:
     """
     import torch
     import transformers
-
-    from operators.models.adapters import base_of
 
     base, _ = base_of(model)
     if not base.trust_remote_code:
@@ -111,8 +152,6 @@ def load_configs(model: Model) -> tuple[Any, Any | None]:
         ModelError: as `load_model`.
     """
     import transformers
-
-    from operators.models.adapters import base_of
 
     _check_folder(model)
     model, _ = base_of(model)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dataflow.model import ADAPTER_CONFIG, ALL_LINEAR, LoRA, Model
-from operators.models.adapters import adapted_layers, base_of, read, tensor_names
-from operators.models.loading import ModelError, load_model
+from dataflow.model import LoRA
+from operators.models.adapters import adapted_layers, tensor_names
 
 
 @dataclass(frozen=True)
@@ -58,45 +55,3 @@ class Merged:
         """Bring what `tensors` hold now into the module's layers; between two of its calls."""
         for layer in self._layers:
             layer.weight.copy_(torch.addmm(layer.base.float(), layer.b, layer.a, alpha=self._scale))
-
-
-def load_merged(
-    model: Model,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: str | torch.dtype | None = None,
-    attention: str | None = None,
-) -> tuple[torch.nn.Module, Merged | None]:
-    """The plain module of `model`, without gradients, and where it has adapters, what brings new ones into it.
-
-    A source that holds adapters alone is loaded as the model they were trained on with them merged in. Arguments as
-    those of `load_model`.
-
-    Raises:
-        ModelError: as `load_model`, `adapters.read` and `adapters.adapted_layers`.
-    """
-    base, folder = base_of(model)
-    module = load_model(base, device=device, dtype=dtype, attention=attention).requires_grad_(False)
-    lora = model.lora or (None if folder is None else _saved(folder))
-    if lora is None:
-        return module, None
-    merged = Merged(module, lora)
-    if folder is not None:
-        read(folder, merged.tensors)
-        merged.adopted()
-    return module, None if model.lora is None else merged
-
-
-def _saved(folder: Path) -> LoRA:
-    """What a folder's config says of its adapters. ModelError where they are more than plain ones."""
-    config = json.loads((folder / ADAPTER_CONFIG).read_text("utf-8"))
-    targets = config["target_modules"]
-    odd = [name for name in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform",
-           "modules_to_save", "fan_in_fan_out") if config.get(name)]  # fmt: skip
-    if config.get("peft_type") != "LORA" or odd or not isinstance(targets, list | str):
-        raise ModelError(
-            f"the adapters in {folder} cannot be merged: only plain LoRA can; found {config.get('peft_type')} with "
-            f"{odd or targets}; merge them with peft, and give the folder of the whole model"
-        )
-    names = targets if targets == ALL_LINEAR else tuple(targets)
-    return LoRA(config["r"], alpha=config["lora_alpha"], targets=names)

@@ -68,7 +68,7 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
         record = None if arguments.record is None else RolloutFile(arguments.record)
         if record is not None:
             opened.callback(record.close)
-        from operators.engine.build import make_engine
+        from operators.engine.make import make_engine
 
         built = make_engine(declaration, Context(node="serving", device=arguments.device, threads=arguments.threads))
         service = make_service(

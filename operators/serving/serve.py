@@ -76,7 +76,7 @@ def make_service(
     """A service over an engine that nothing else drives.
 
     Args:
-        built: from `operators.engine.build.make_engine`.
+        built: from `operators.engine.make.make_engine`.
         model: the name that callers use.
         record: rollouts are appended to it.
         on_rollout: called with the rows of every prompt whose rollouts have ended, on the event loop.

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from dataflow.model import Model
 from dataflow.node import Batch, Runtime
 from dataflow.records import GROUP_ID, MIN_VERSION, PROMPT
 from operators.engine.reasons import STOPPED
 from operators.engine.stops import end_tokens
 from operators.generation.groups import Arrival, Ended, Group, rollouts
 from operators.generation.tokenize import encode
-from operators.models.loading import ModelError, load_configs, load_tokenizer
-
-if TYPE_CHECKING:
-    from operators.demonstrations import Demonstrations
+from operators.models.errors import ModelError
+from operators.models.loading import load_configs, load_tokenizer
 
 _ROOM = 512
 _CONTEXT_TOKENS = 4096
 
 
-class Demonstrating(Runtime):
+class DemonstrationRuntime(Runtime):
     """Tokenizes.
 
     consumes: prompts with answers
@@ -32,20 +31,21 @@ class Demonstrating(Runtime):
     unblocked by: -
     """
 
-    def __init__(self, declaration: Demonstrations) -> None:
-        self._declaration = declaration
-        config, generation = load_configs(declaration.model)
-        self._tokenizer = load_tokenizer(declaration.model)
+    def __init__(self, model: Model, *, answer: str, chat: bool, context_tokens: int | None) -> None:
+        """As `operators.Demonstrations` has them."""
+        self._answer, self._chat = answer, chat
+        config, generation = load_configs(model)
+        self._tokenizer = load_tokenizer(model)
         ends = end_tokens(SimpleNamespace(config=config, generation_config=generation), self._tokenizer)
         if not ends:
             raise ModelError(
-                f"model '{declaration.model.name}' has no end token, so nobody could learn when to stop: neither "
-                f"{declaration.model.source}'s tokenizer nor its configs name an eos_token; name one there"
+                f"model '{model.name}' has no end token, so nobody could learn when to stop: neither "
+                f"{model.source}'s tokenizer nor its configs name an eos_token; name one there"
             )
         own = self._tokenizer.eos_token_id
         self._end = ends[0] if own is None else own
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self._context_tokens = declaration.context_tokens or most or _CONTEXT_TOKENS
+        self._context_tokens = context_tokens or most or _CONTEXT_TOKENS
         self._queue: deque[Batch] = deque()
 
     def room(self) -> int:
@@ -94,8 +94,8 @@ class Demonstrating(Runtime):
         """For each row its rollout, or a message in three parts."""
         most = self._context_tokens
         texts = batch.records.column(PROMPT).to_pylist()
-        prompts = encode(self._tokenizer, texts, chat=self._declaration.chat, context_tokens=most)
-        answers = batch.records.column(self._declaration.answer).to_pylist()
+        prompts = encode(self._tokenizer, texts, chat=self._chat, context_tokens=most)
+        answers = batch.records.column(self._answer).to_pylist()
         tokens = self._tokenizer([answer or "" for answer in answers], add_special_tokens=False)["input_ids"]
         return [self._rollout(*row) for row in zip(prompts, answers, tokens, strict=True)]
 
@@ -103,7 +103,7 @@ class Demonstrating(Runtime):
         if isinstance(prompt, str):
             return prompt
         if answer is None:
-            return f"the answer is null in column '{self._declaration.answer}'; give every row a text"
+            return f"the answer is null in column '{self._answer}'; give every row a text"
         whole = np.asarray([*prompt, *tokens, self._end], np.int32)
         if len(whole) > self._context_tokens:
             return (

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,9 +10,6 @@ import pyarrow as pa
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, PROMPT_ID, ROUND_SIZE, AnyArray
 from operators.sources.prompt_rows import Report
-
-if TYPE_CHECKING:
-    from operators.prompts import Prompts
 
 ROWS_AT_ONCE = 32
 
@@ -28,7 +25,7 @@ def permutation(seed: int | None, epoch: int, rows: int) -> AnyArray:
     return np.argsort(bits.random_raw(rows), kind="stable")
 
 
-class Issue(Runtime):
+class PromptRuntime(Runtime):
     """Issues prompts.
 
     consumes: nothing
@@ -40,10 +37,21 @@ class Issue(Runtime):
     any other: whoever has them still knows them by these.
     """
 
-    def __init__(self, prompts: "Prompts", table: pa.Table, report: Report, context: Context) -> None:
-        self._lane = prompts.name
-        self._seed = None if prompts.shuffle_seed is None else prompts.shuffle_seed + context.seed
-        self._group_size = prompts.group_size or 0
+    def __init__(
+        self,
+        table: pa.Table,
+        report: Report,
+        context: Context,
+        *,
+        name: str,
+        shuffle_seed: int | None,
+        group_size: int | None,
+        epochs: int | None,
+    ) -> None:
+        """table: the prompts of an epoch. The rest as `operators.Prompts` has it."""
+        self._lane = name
+        self._seed = None if shuffle_seed is None else shuffle_seed + context.seed
+        self._group_size = group_size or 0
         self._table = table
         self._dropped_rows = report.dropped
         self._ledger = context.ledger
@@ -51,7 +59,7 @@ class Issue(Runtime):
         self._next = 0 if context.ledger is None else context.ledger.next_group_id(self._lane)
         self._again: deque[int] | None = None
         """Groups to be issued once more, in order; None: before its first work, when every node is ready."""
-        self._last = None if prompts.epochs is None else prompts.epochs * len(table)
+        self._last = None if epochs is None else epochs * len(table)
         bound = context.bounds.get(self._lane)
         steps = None if bound is None else bound.steps if bound.steps is not None else context.steps
         self._needed = None if bound is None or steps is None else steps * bound.prompts_per_step

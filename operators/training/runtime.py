@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.compute as pc
 import torch
@@ -21,14 +21,12 @@ from operators.training.checkpoints.resuming import find_start
 from operators.training.checkpoints.saving import Debt
 from operators.training.drops import Drops
 from operators.training.journal import TOO_FEW, Journal, expected
+from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
 from operators.training.learner.learner import Learner
 from operators.training.metrics import Pace, step_metrics
 from operators.training.reorder_buffer import Group, ReorderBuffer
 from operators.training.steps import Making
-
-if TYPE_CHECKING:
-    from operators.trainer import Trainer
 
 MOST_BAD_STEPS = 5
 """Steps in a row that may be skipped because a number was not finite; the last of them ends the run."""
@@ -47,7 +45,7 @@ class TrainerRuntime(Runtime):
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: TrainerKnobs,
         context: Context,
         learner: Learner,
         tokenizer: Any,
@@ -89,7 +87,7 @@ class TrainerRuntime(Runtime):
             self._open()
 
     @classmethod
-    def build(cls, trainer: Trainer, context: Context) -> TrainerRuntime:
+    def build(cls, trainer: TrainerKnobs, context: Context) -> TrainerRuntime:
         """Load model and tokenizer: those of the newest good checkpoint where the ledger knows steps."""
         from operators.models.loading import load_tokenizer
 
@@ -345,7 +343,7 @@ class TrainerRuntime(Runtime):
         self._making.rest(weights=unread and not self._buffer.is_ready)
 
 
-def _learner(trainer: Trainer, model: Model, context: Context) -> tuple[Learner, Context]:
+def _learner(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[Learner, Context]:
     """The learner of one rank, or of several; and the context, whose weight plane then takes what each rank has."""
     if context.ranks == 1:
         return make_learner(trainer, model, node=context.node, device=context.device, seed=context.seed), context

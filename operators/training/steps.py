@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from dataflow.errors import GraphError
 from dataflow.node import Context
+from operators.training.knobs import TrainerKnobs
 from operators.training.learner import memory
 from operators.training.learner.learner import Learner, Outcome
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows, step_rows
 from operators.training.learner.schedule import learning_rate
 from operators.training.metrics import Pace
-
-if TYPE_CHECKING:
-    from operators.trainer import Trainer
 
 
 class Making:
@@ -26,7 +23,7 @@ class Making:
     The same rows on the same weights give the same weights, bit for bit on a CPU: nothing else is read.
     """
 
-    def __init__(self, trainer: Trainer, context: Context, learner: Learner, step: int) -> None:
+    def __init__(self, trainer: TrainerKnobs, context: Context, learner: Learner, step: int) -> None:
         """step: steps behind the weights that `learner` has. GraphError where the schedule has no end."""
         self.learner, self.step = learner, step
         self.rows: StepRows | None = None
@@ -96,7 +93,7 @@ class Making:
         self.pace.add(stage, seconds)
 
 
-def _decay_steps(trainer: Trainer, context: Context) -> int | None:
+def _decay_steps(trainer: TrainerKnobs, context: Context) -> int | None:
     """Steps until the learning rate is at its end. GraphError when there should be one and none is known."""
     found = trainer.decay_steps or context.steps or context.prompt_steps
     if found is None and trainer.schedule != "constant":

@@ -11,7 +11,8 @@ from dataflow.worker import worker
 
 IN_A_FRESH_PROCESS = """
 import sys
-from dataflow import Model, worker
+from dataflow import Model
+from dataflow.worker import worker
 from operators import Generator, Trainer
 from operators.losses import aipo
 
@@ -19,8 +20,8 @@ model = Model(sys.argv[1])
 worker.preload([Generator(model), Trainer(model, loss=aipo)])
 known = set(sys.modules)
 from operators.engine.decode import Engine
-from operators.models import load_model
-from operators.training.build import make_learner
+from operators.models.loading import load_model
+from operators.training.learner.build import make_learner
 load_model(model)
 print(*sorted(name for name in set(sys.modules) - known if name.startswith(("torch.", "operators.", "transformers."))))
 """

@@ -18,7 +18,7 @@ from dataflow.node import Batch, Context, Generate, Runtime, Share, Source, Tran
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, ROLLOUT_COLUMNS, Columns, schema
 from operators.generation.admission import Admission
 from operators.sources.prompt_rows import Report
-from operators.sources.prompt_runtime import Issue
+from operators.sources.prompt_runtime import PromptRuntime
 
 PROMPTS, TRAINED = 64, "prompts"
 STOP, NONE = pa.array(["stop"] * 64), pa.nulls(64, pa.string())
@@ -36,7 +36,7 @@ def tensors(version: int, content: int) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class SimulatedPrompts(Source):
-    """`Issue` over a table of numbers."""
+    """`PromptRuntime` over a table of numbers."""
 
     name: str = field(default=TRAINED, kw_only=True)
     rows: int = PROMPTS
@@ -48,7 +48,10 @@ class SimulatedPrompts(Source):
         """The product's own source."""
         numbers = [str(number) for number in range(self.rows)]
         table = pa.table({"prompt_id": numbers, "prompt": numbers})
-        return Issue(self, table, Report(), context)  # type: ignore[arg-type]
+        return PromptRuntime(
+            table, Report(), context, name=self.name, shuffle_seed=self.shuffle_seed, group_size=self.group_size,
+            epochs=self.epochs,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

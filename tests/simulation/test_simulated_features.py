@@ -18,7 +18,7 @@ from dataflow.scheduler.state_machine import Conductor
 from dataflow.worker import ports
 from operators.evaluate import EvaluateRuntime
 from operators.generation.admission import Admission
-from operators.sources.prompt_runtime import Issue
+from operators.sources.prompt_runtime import PromptRuntime
 from transport.data.outbox import Outbox
 
 from .running import having, hold, notice
@@ -56,13 +56,13 @@ def a_source_does_not_hear_of_an_open_round_when_it_is_back(patch: Patch) -> Non
 
 
 def a_round_that_begins_anew_gets_other_numbers(patch: Patch) -> None:
-    def told(self: Issue, message: Any) -> None:
+    def told(self: PromptRuntime, message: Any) -> None:
         tell(self, message)
         if "again" in message:
             self._again = deque()
 
-    tell = Issue.tell
-    patch.setattr(Issue, "tell", told)
+    tell = PromptRuntime.tell
+    patch.setattr(PromptRuntime, "tell", told)
 
 
 def a_round_is_closed_before_all_is_there(patch: Patch) -> None:
@@ -168,7 +168,7 @@ def a_run_that_goes_on_counts_its_prompts_from_the_start(patch: Patch) -> None:
 
 
 def a_run_that_goes_on_issues_nothing_again(patch: Patch) -> None:
-    patch.setattr(Issue, "_in_flight", lambda self: deque())
+    patch.setattr(PromptRuntime, "_in_flight", lambda self: deque())
 
 
 # Successors

@@ -14,7 +14,7 @@ from dataflow.node import Batch
 from dataflow.scheduler import recovery, state_machine
 from dataflow.worker.acknowledgements import Holding
 from operators.generation.admission import Admission
-from operators.sources.prompt_runtime import Issue
+from operators.sources.prompt_runtime import PromptRuntime
 from operators.training.reorder_buffer import ReorderBuffer
 
 from . import trainer, weights
@@ -67,7 +67,7 @@ def the_trainer_acknowledges_on_arrival(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_restarted_source_forgets_what_was_in_flight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Issue, "_in_flight", lambda self: deque())
+    patch.setattr(PromptRuntime, "_in_flight", lambda self: deque())
 
 
 def what_was_finished_is_not_found_again(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from operators.engine.attention import Layout
 from operators.engine.pages import PAGE
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Programs wanted in all, while a split still has a block to do."""

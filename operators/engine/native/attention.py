@@ -15,7 +15,7 @@ import torch
 from operators.engine.attention import Layout
 from operators.engine.native.build import library
 from operators.engine.pages import PAGE
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 MOST_QUERIES = 64
 """Queries of one head that a unit of work takes at once."""

@@ -20,7 +20,7 @@ from operators.engine.native.packing import LONG, POINTER, PackedWeights
 from operators.engine.native.work import Work, copy_partial_pages
 from operators.engine.pages import PAGE
 from operators.engine.prefill import Prefix
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 
 def supports(model: torch.nn.Module) -> bool:

@@ -12,19 +12,20 @@ import torch
 from dataflow.node import Context
 from dataflow.weight_ends import OpensWeights
 from operators.engine.build import Built
+from operators.engine.knobs import GeneratorKnobs
 from operators.engine.parallel import group
+from operators.engine.parallel.leader import Leader
 from operators.engine.parallel.lockstep import Lockstep
 from operators.engine.parallel.member import make_member
 from operators.engine.parallel.shards import pieces_of
 from operators.engine.parallel.words import plain_declaration
-from operators.generator import Generator
 from operators.ranks.exchange import Exchange
 from operators.ranks.processes import program
 from operators.ranks.team import Team
 
 
-def make_parallel(declaration: Generator, context: Context, size: int) -> Built:
-    """As `make_engine`, on `size` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
+def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> Built:
+    """As `build_native`, on `size` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
 
     Raises:
         ModelError: the model cannot be loaded or dealt out.
@@ -59,6 +60,6 @@ def make_parallel(declaration: Generator, context: Context, size: int) -> Built:
         with watch.within():
             member = make_member(declaration, context, mesh, loading())
         others = [pieces_of(team.answer(rank, "pieces")) for rank in range(1, size)]
-    lockstep = Lockstep(member, Exchange(team, watch), others, context.clock)
-    reader = None if opens is None else functools.partial(lockstep.lead, opens)
+    lockstep = Lockstep(member, Exchange(team, watch), others, context.clock, own_slices=opens is not None)
+    reader = None if opens is None else functools.partial(Leader, lockstep, opens)
     return dataclasses.replace(member.built, engine=lockstep, reader=reader)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from dataflow.errors import DeadlineError
 from dataflow.weight_ends import LeadingWeightsIn, Offered, OpensWeights
+from operators.engine.parallel.lockstep import Lockstep
 from operators.engine.parallel.shards import plain_pieces
-
-if TYPE_CHECKING:
-    from operators.engine.parallel.lockstep import Lockstep
 
 
 class Leader:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from dataflow.errors import RunError
-from dataflow.weight_ends import OpensWeights, WeightsBeside
+from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel import group
-from operators.engine.parallel.leader import Leader
 from operators.engine.parallel.member import Member, state_of
 from operators.engine.parallel.shards import Piece
 from operators.engine.parallel.words import plain_start, start_of
@@ -38,16 +37,23 @@ class Lockstep:
     """
 
     def __init__(
-        self, member: Member, exchange: Exchange, others: Sequence[Mapping[str, Piece]], clock: Callable[[], float]
+        self,
+        member: Member,
+        exchange: Exchange,
+        others: Sequence[Mapping[str, Piece]],
+        clock: Callable[[], float],
+        *,
+        own_slices: bool = False,
     ) -> None:
-        """`others`: which part of each parameter rank r + 1 holds. clock: the worker's."""
+        """`others`: which part of each parameter rank r + 1 holds. clock: the worker's. own_slices: every rank takes
+        its own from the trainer's memory, when a `Leader` says so."""
         self._engine = member.engine
         self.node, self.timeout_s, self.clock = exchange.team.node, exchange.team.limits.exchange_s, clock
         self.shards = member.shards
         """Rank 0's, by name."""
         self._exchange, self._others = exchange, others
         self._tell, self._together, self._answers = exchange.tell, exchange.together, exchange.answers
-        self._leader: Leader | None = None
+        self._own_slices = own_slices
 
     @functools.cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -57,11 +63,6 @@ class Lockstep:
             name: torch.nn.Parameter(torch.empty(shard.shape, dtype=shard.local.dtype), requires_grad=False)
             for name, shard in self.shards.items()
         }
-
-    def lead(self, opens: OpensWeights) -> Leader:
-        """Have every rank take its own slices, from now on; the end of the weight plane that says when."""
-        self._leader = Leader(self, opens)
-        return self._leader
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -82,7 +83,7 @@ class Lockstep:
         """As `Engine.adopted`, on all ranks. Unless each takes its own slices, cut what is in `tensors` into those of
         all ranks first, and send each its own bytes only."""
         with self._together(f"taking version {version}"):
-            if self._leader is None:
+            if not self._own_slices:
                 self._tell(do="receive")
                 group.spread(self.tensors, self.shards, self._others)
             self._tell(do="adopted", version=version)

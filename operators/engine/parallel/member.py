@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from dataflow.node import Context
-from operators.engine.build import Built, make_engine
+from operators.engine.build import Built, build_native
 from operators.engine.decode import Engine
+from operators.engine.knobs import GeneratorKnobs
 from operators.engine.kv_cache import default_budget
 from operators.engine.parallel import group
 from operators.engine.parallel.shards import Shard, check_divides, distribute
-from operators.generator import Generator
-from operators.models.merged_adapters import load_merged
+from operators.models.loading import load_merged
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +39,7 @@ class Member:
 
 
 def make_member(
-    declaration: Generator, context: Context, mesh: DeviceMesh, loading: AbstractContextManager[None]
+    declaration: GeneratorKnobs, context: Context, mesh: DeviceMesh, loading: AbstractContextManager[None]
 ) -> Member:
     """Load this rank's slices and build its engine; all ranks together, since the engine's proof is a forward pass.
 
@@ -47,7 +47,7 @@ def make_member(
         ranks have read it, for which no exchange between ranks has to wait.
 
     Raises:
-        ModelError: no plan for this family, heads that cannot be dealt out, or as `make_engine`.
+        ModelError: no plan for this family, heads that cannot be dealt out, or as `build_native`.
     """
     size = mesh.size()
     device = torch.device(context.device)
@@ -61,7 +61,7 @@ def make_member(
     if budget is None:
         own = default_budget(device)
         budget = group.least(own // size if device.type == "cpu" else own)
-    built = make_engine(dataclasses.replace(declaration, cache_bytes=budget), context, model)
+    built = build_native(dataclasses.replace(declaration, cache_bytes=budget), context, model)
     return Member(built, shards)
 
 

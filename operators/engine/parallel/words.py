@@ -10,10 +10,10 @@ import numpy as np
 
 from dataflow.folder.partial_rollouts import Stretch
 from dataflow.model import Model
+from operators.engine.knobs import GeneratorKnobs
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
-from operators.generator import Generator
 
 
 def plain_start(start: Start) -> dict[str, Any]:
@@ -62,14 +62,14 @@ def _part_of(plain: Mapping[str, Any]) -> Stretch:
     )
 
 
-def plain_declaration(declaration: Generator) -> dict[str, Any]:
+def plain_declaration(declaration: GeneratorKnobs) -> dict[str, Any]:
     """A generator's knobs, for msgpack."""
     return dataclasses.asdict(declaration)
 
 
-def declaration_of(plain: Mapping[str, Any]) -> Generator:
+def declaration_of(plain: Mapping[str, Any]) -> GeneratorKnobs:
     """The generator again."""
     knobs: dict[str, Any] = {
         knob: tuple(value) if isinstance(value, list) else value for knob, value in plain.items() if knob != "model"
     }
-    return Generator(Model(**plain["model"]), **knobs)
+    return GeneratorKnobs(Model(**plain["model"]), **knobs)

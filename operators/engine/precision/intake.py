@@ -10,16 +10,14 @@ import torch
 
 from operators.engine.precision.formats import FORMATS, Format, Weights
 from operators.engine.precision.linear import QuantisedExperts, QuantisedLinear
-from operators.models.loading import ModelError
+from operators.models.adapters import ROUTERS
+from operators.models.errors import ModelError
 
 FP8_CAPABILITY = (8, 9)
 """The least compute capability of a GPU that multiplies in fp8 (Ada; Hopper is 9.0)."""
 
 SCALE = ":scale"
 """Behind a tensor's name: that of its scales, where it travels narrow."""
-
-ROUTERS = ("gate", "router")
-"""Last names of the layers that choose experts: tiny, and a rounded score sends a token to another expert."""
 
 
 @dataclass

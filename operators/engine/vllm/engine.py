@@ -31,7 +31,8 @@ from operators.engine.stops import StopStrings
 from operators.engine.vllm.live import Live
 from operators.engine.vllm.process import INSTALL, SERVER, Process, environment_of, interpreter
 from operators.engine.vllm.weights import Weights, check_names
-from operators.models.loading import ModelError, load_model
+from operators.models.errors import ModelError
+from operators.models.loading import load_model
 
 AHEAD = 1
 """Steps that are asked for before the answer to the one before has been read, so that vLLM never waits for us."""

@@ -18,7 +18,7 @@ from typing import IO, Any
 from dataflow.errors import RunError, WorkerDied
 from operators.engine.vllm.keeper import END
 from operators.engine.vllm.wire import Connection
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 PYTHON = "DATAFLOW_VLLM_PYTHON"
 """Environment variable that names the interpreter of vLLM's environment."""

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from dataflow.model import Model
 from dataflow.planning.model_files import INDEX
 from operators.engine.vllm.shared import attach, lay_out, pack_handle, reserve
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 
 class Weights:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dataflow.model import Model
-from operators.models.adapters import load_adapted
-from operators.models.loading import load_model
+from operators.models.loading import load_adapted, load_model
+from operators.training.knobs import TrainerKnobs
 from operators.training.learner.critic import Critic
 from operators.training.learner.learner import Forward, Learner
 from operators.training.learner.memory import Parked, prepare
 from operators.training.learner.optimizer import adamw
 from operators.training.learner.policy import Policy
 
-if TYPE_CHECKING:
-    from operators.trainer import Trainer
 
-
-def make_learner(trainer: Trainer, model: Model, *, node: str, device: str, seed: int = 0) -> Learner:
+def make_learner(trainer: TrainerKnobs, model: Model, *, node: str, device: str, seed: int = 0) -> Learner:
     """Load `model` with float32 weights and put a learner around it; of one with adapters, they alone are float32.
 
     model: the trainer's own, or that of a checkpoint. seed: the run's."""
@@ -42,7 +39,7 @@ def take_over(module: Any) -> None:
             weight.data = weight.data.clone(memory_format=torch.contiguous_format)
 
 
-def learner_of(trainer: Trainer, forward: Forward, *, node: str, seed: int = 0) -> Learner:
+def learner_of(trainer: TrainerKnobs, forward: Forward, *, node: str, seed: int = 0) -> Learner:
     """A learner around a model that is loaded already."""
     prepare(forward.module, gradient_checkpointing=trainer.gradient_checkpointing, compile=trainer.compile)
     learner = Learner(
@@ -64,7 +61,7 @@ def learner_of(trainer: Trainer, forward: Forward, *, node: str, seed: int = 0) 
     return learner
 
 
-def forward_of(trainer: Trainer, module: Any) -> Forward:
+def forward_of(trainer: TrainerKnobs, module: Any) -> Forward:
     """The module as the learner sees it, by its head."""
     compute = None if trainer.model.dtype == "float32" else getattr(torch, trainer.model.dtype)
     if trainer.model.head == "value":

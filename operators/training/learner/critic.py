@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 from operators.training.learner.packed_attention import (
     ATTENTION,
     computing,

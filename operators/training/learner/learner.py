@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,13 +16,11 @@ from dataflow.records import ADVANTAGE, REF_LOGPROBS, VALUES
 from dataflow.staleness import NO_TOKEN
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.learner.loss_function import LossFunction
+from operators.training.learner.memory import Parked
 from operators.training.learner.nonfinite import Findings, not_finite
 from operators.training.learner.packing import Array, Kept, Packed, gather, pack, split
 from operators.training.learner.rows import StepRows, whitened
 from operators.training.learner.together import Alone, Together
-
-if TYPE_CHECKING:
-    from operators.training.learner.memory import Parked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +110,11 @@ class Learner:
             whole=self.needs_groups,
         )  # fmt: skip
         return [step.computed[part] for part in parts]
+
+    @property
+    def module(self) -> Any:
+        """The model."""
+        return self.forward.module
 
     @property
     def needs_groups(self) -> bool:

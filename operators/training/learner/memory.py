@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from operators.models.loading import ModelError
-from operators.training.learner.learner import Learner
+from operators.models.errors import ModelError
 
 
 def prepare(module: Any, *, gradient_checkpointing: bool, compile: bool) -> None:
@@ -146,13 +145,26 @@ class Shelf:
         self._is_full = False
 
 
+class Parking(Protocol):
+    """What has a model and an optimiser to park: a learner."""
+
+    parameters: dict[str, Tensor]
+    """Those that are trained."""
+    optimizer: torch.optim.Optimizer
+    parked: Parked | None
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model."""
+
+
 class Parked:
     """A learner whose device is for others between its steps, and whose moments are there for the update alone.
 
     Nothing is copied beside a forward or backward pass: that is when the device is fullest.
     """
 
-    def __init__(self, learner: Learner, kind: str = "cuda") -> None:
+    def __init__(self, learner: Parking, kind: str = "cuda") -> None:
         self._learner = learner
         self._weights, self._moments = Shelf(kind), Shelf(kind)
 
@@ -175,16 +187,16 @@ class Parked:
         state = self._learner.optimizer.state.values()
         self._moments.park(value for values in state for value in values.values() if _is_large(value))
         if weights:
-            self._weights.park(self._learner.forward.module.parameters())
+            self._weights.park(self._learner.module.parameters())
 
 
-def bring(*, learner: Learner, rank: int, ranks: int, moments: bool) -> None:
+def bring(*, learner: Parking, rank: int, ranks: int, moments: bool) -> None:
     """`Parked.bring`, for `Learner.everywhere`."""
     assert learner.parked is not None, "the trainer offloads"
     learner.parked.bring(moments=moments)
 
 
-def rest(*, learner: Learner, rank: int, ranks: int, weights: bool) -> None:
+def rest(*, learner: Parking, rank: int, ranks: int, weights: bool) -> None:
     """`Parked.rest`, for `Learner.everywhere`."""
     assert learner.parked is not None, "the trainer offloads"
     learner.parked.rest(weights=weights)

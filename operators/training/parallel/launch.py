@@ -19,6 +19,7 @@ from operators.ranks.channel import Channel
 from operators.ranks.exchange import Exchange, next_word
 from operators.ranks.processes import fork
 from operators.ranks.team import Team
+from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
 from operators.training.learner.learner import Learner
 from operators.training.parallel.follow import Duties, run_rank
@@ -29,10 +30,8 @@ from operators.training.parallel.shard import shard
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from operators.trainer import Trainer
 
-
-def led(trainer: Trainer, model: Model, context: Context) -> tuple[LedLearner, Context]:
+def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearner, Context]:
     """The learner of several ranks that load `model`, and the context with a weight plane that all of them feed."""
     learner = lead(
         trainer, context, lambda: make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed)
@@ -42,7 +41,7 @@ def led(trainer: Trainer, model: Model, context: Context) -> tuple[LedLearner, C
     return learner, dataclasses.replace(context, writer=learner.opener(context.writer))
 
 
-def lead(trainer: Trainer, context: Context, make: Callable[[], Learner]) -> LedLearner:
+def lead(trainer: TrainerKnobs, context: Context, make: Callable[[], Learner]) -> LedLearner:
     """The learner of `context.ranks` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
 
     make: the learner of the whole model, in main memory. The other ranks are forks of this process, as it is now: call

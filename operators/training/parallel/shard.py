@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from operators.models import adapters
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 from operators.training.parallel.mesh import MeshTogether
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from dataflow import Graph, Model
 from dataflow.model import LoRA
 from dataflow.planning.model_size import measure_models
 from operators import Generator, Prompts
-from operators.models.adapters import load_adapted
-from operators.models.merged_adapters import load_merged
+from operators.models.loading import load_adapted, load_merged
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj")])

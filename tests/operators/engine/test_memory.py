@@ -193,7 +193,7 @@ def test_the_mask_names_every_token_that_truncation_left(adapted, make_model):
 
 
 def test_attention_is_called_by_name_only_with_pages():
-    from operators.models.loading import ModelError
+    from operators.models.errors import ModelError
 
     with pytest.raises(ModelError, match="slots"):
         attend(torch.nn.Identity(), *[torch.zeros(1, 1, 1, 4)] * 3, None)

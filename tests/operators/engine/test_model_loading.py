@@ -9,7 +9,8 @@ from transformers import LlamaForSequenceClassification
 
 from dataflow.model import Model
 from operators.engine.self_test import adapt
-from operators.models.loading import ModelError, load_model, load_tokenizer
+from operators.models.errors import ModelError
+from operators.models.loading import load_model, load_tokenizer
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from operators.engine.kv_cache import page_count
 from operators.engine.pages import PAGE, Pages, pages_for, youngest
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 
 def tokens(count, first=0):

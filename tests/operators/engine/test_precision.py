@@ -17,7 +17,7 @@ from operators.engine.precision.names import narrow_names
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.self_test import adapt
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
 from transport.weights.encoder import EncodedWriter, Encoder
 from transport.weights.encoding import Encoding

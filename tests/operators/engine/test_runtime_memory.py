@@ -8,7 +8,7 @@ from dataflow.model import Model
 from dataflow.node import Context
 from dataflow.records import PROMPT_COLUMNS, SAMPLING_MASK, check_schema
 from operators.generator import Generator
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 
 @pytest.fixture

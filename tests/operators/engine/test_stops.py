@@ -11,7 +11,7 @@ from operators.engine.reasons import STOPPED, TOO_LONG
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings, end_tokens, split
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 
 def ids(tokenizer, text):

@@ -13,9 +13,10 @@ from trainer_rig import VOCABULARY, gradient, group, rows_of, tiny_llama
 from dataflow import GraphError, Model
 from dataflow.model import LoRA
 from operators import Generator, Trainer
-from operators.models.adapters import adapted_layers, is_adapted, load, load_adapted, save, tensor_names
-from operators.models.loading import ModelError, load_model
-from operators.models.merged_adapters import Merged, load_merged
+from operators.models.adapters import adapted_layers, is_adapted, load, save, tensor_names
+from operators.models.errors import ModelError
+from operators.models.loading import load_adapted, load_merged, load_model
+from operators.models.merged_adapters import Merged
 from operators.training.learner.build import forward_of, learner_of
 from operators.training.learner.optimizer import state_tensors
 

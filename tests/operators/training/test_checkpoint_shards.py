@@ -140,20 +140,20 @@ def test_rank_0_does_not_wait_for_ever(tmp_path):
 def test_a_module_with_adapters_leaves_its_adapters_alone(tmp_path):
     pytest.importorskip("peft")
     from dataflow.model import LoRA, Model
-    from operators.models import adapters
+    from operators.models.loading import load_adapted
     from operators.training.learner.build import forward_of, learner_of
 
     tiny_llama().save_pretrained(tmp_path / "base")
     model = Model(str(tmp_path / "base"), lora=LoRA(4))
     trainer = tiny_trainer()
-    module = adapters.load_adapted(model)
+    module = load_adapted(model)
     learner = learner_of(trainer, forward_of(trainer, module), node="trainer")
     step(learner, 0)
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     checkpoint.save(folder, learner, None, {"step": 1})
     assert not (folder / "model.safetensors").exists()
-    again = adapters.load_adapted(Model(str(folder), lora=LoRA(4)))
+    again = load_adapted(Model(str(folder), lora=LoRA(4)))
     other = learner_of(trainer, forward_of(trainer, again), node="trainer")
     checkpoint.restore(other, 0, 1, folder)
     assert all(torch.equal(weight, learner.parameters[name]) for name, weight in other.parameters.items())

@@ -9,7 +9,7 @@ import transformers
 from rigs.heads import SIZES, classifier
 from trainer_rig import group, rows_of
 
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 from operators.training.learner.critic import Critic
 from operators.training.learner.packing import pack
 

@@ -11,7 +11,7 @@ from trainer_rig import gradient, group, rows_of, tiny_learner, tiny_llama, tiny
 
 from dataflow.model import LoRA, Model
 from operators.losses import aipo
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 from operators.trainer import Trainer
 from operators.training.learner.build import make_learner
 from operators.training.learner.memory import Parked, Shelf, compile_layers, prepare, recompute_activations
@@ -76,7 +76,7 @@ def test_adapters_get_the_same_gradient_from_recomputed_activations(tmp_path: Pa
 
 
 def make_adapted(folder: Path) -> Any:
-    from operators.models.adapters import load_adapted
+    from operators.models.loading import load_adapted
     from operators.training.learner.build import forward_of, learner_of
 
     trainer = Trainer(Model(str(folder), lora=LoRA(4)), lr=1e-2)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForTokenClassification, Qwen
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.model import Model
 from operators.losses import aipo, value_loss
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 from operators.trainer import Trainer
 from operators.training.checkpoints import checkpoint
 from operators.training.learner.build import forward_of, learner_of

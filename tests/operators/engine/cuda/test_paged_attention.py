@@ -9,7 +9,7 @@ import torch
 from operators.engine.attention import Layout
 from operators.engine.kv_cache import KVCache
 from operators.engine.pages import PAGE
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 pytest.importorskip("triton")
 

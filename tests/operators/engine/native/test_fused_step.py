@@ -14,7 +14,7 @@ from operators.engine.native.fused import FusedStep, supports
 from operators.engine.native.work import joined
 from operators.engine.pages import PAGE
 from operators.engine.prefill import Prefix
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler at hand")
 

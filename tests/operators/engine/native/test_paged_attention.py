@@ -10,7 +10,7 @@ import torch
 
 from operators.engine.native.attention import decode_attention, kernel, serves
 from operators.engine.pages import PAGE
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="no C compiler at hand")
 

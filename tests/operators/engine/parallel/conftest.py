@@ -12,7 +12,7 @@ import pytest
 from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.node import Context
-from operators.engine.build import make_engine
+from operators.engine.make import make_engine
 from operators.engine.parallel.launch import make_parallel
 from operators.generator import Generator
 

@@ -16,7 +16,7 @@ from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.node import Context
 from operators.engine.parallel.launch import make_parallel
 from operators.engine.results import Start
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 ROOT = Path(__file__).parents[4]
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from operators.engine.parallel.shards import Piece, check_divides, runs_of
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 
 def test_neighbouring_indices_are_one_range():

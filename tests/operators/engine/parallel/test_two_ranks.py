@@ -12,7 +12,7 @@ import xxhash
 from replaying import drive
 
 from dataflow.node import Context
-from operators.engine.build import make_engine
+from operators.engine.make import make_engine
 from operators.engine.parallel.launch import make_parallel
 from operators.engine.reasons import ABORTED
 from operators.engine.results import Start

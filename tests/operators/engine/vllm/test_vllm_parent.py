@@ -18,7 +18,7 @@ from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
 from operators.engine.vllm.engine import VllmEngine
 from operators.engine.vllm.process import PYTHON, interpreter
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 MOST_STEPS = 200
 

@@ -9,7 +9,7 @@ import pytest
 
 from operators.engine.sampler import Sampling
 from operators.engine.vllm.engine import VllmEngine
-from operators.models.loading import ModelError
+from operators.models.errors import ModelError
 
 
 def test_an_interpreter_without_vllm_says_so_with_the_lines_that_install_it(folder):

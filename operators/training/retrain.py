@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -22,14 +22,12 @@ from dataflow.node import Context
 from operators import losses
 from operators.models.loading import load_tokenizer
 from operators.training.checkpoints import checkpoint
+from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
 from operators.training.steps import Making
 
-if TYPE_CHECKING:
-    from operators.trainer import Trainer
 
-
-def replayed(trainer: Trainer, script: Script) -> Iterator[Mapping[str, float]]:
+def retrained(trainer: TrainerKnobs, script: Script) -> Iterator[Mapping[str, float]]:
     """Train the steps of a script in order, each at the learning rate that it had; `loss` and `grad_norm` of each.
 
     A step with a number that is not finite leaves the weights alone, as it would in a run.

@@ -1,0 +1,170 @@
+"""A generator's knobs, and what can be wrong with them: what its engine and its runtime read of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dataflow.model import Model
+from dataflow.node import Generate
+from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
+
+WEIGHTS = ("model", "int8", "int8_dynamic", "fp8")
+"""How a generator's linear layers may compute."""
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratorKnobs(Generate):
+    """What `operators.Generator` declares; the engine's ranks build from it, too."""
+
+    model: Model
+    """The policy."""
+    group_size: int = 8
+    """Rollouts of a prompt that does not say."""
+    max_tokens: int = 256
+    """Most tokens of a completion."""
+    segment_tokens: int = 32
+    """Decode steps between two returns to the worker's loop; a rollout that has grown by so many tokens is kept in the
+    run folder, and goes on from there after a crash."""
+    temperature: float = 1.0
+    """Divides the logits; 0: always the likeliest token."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability; 1: all."""
+    min_p: float = 0.0
+    """Only tokens at least this share as likely as the likeliest; 0: all."""
+    repetition_penalty: float = 1.0
+    """Tokens that occurred in prompt or completion have positive logits divided by this, negative ones multiplied;
+    1: none."""
+    stop: tuple[str | int, ...] = ()
+    """Strings, or ids of tokens, at which a completion ends; they are not part of its text."""
+    slots: int = 256
+    """Rollouts that are decoded together."""
+    cache_bytes: int | None = None
+    """Memory of the KV-cache; None: a share of what is free. Where it runs short, the youngest rollouts are parked
+    and go on later."""
+    tensor_parallel: int = 1
+    """Ranks that share out the model: each holds a slice of the weights and its heads' keys and values, on a GPU of its
+    own where there are any. Divides the model's attention and key/value heads; `slots` and `cache_bytes` are each
+    rank's."""
+    in_flight: int | None = None
+    """Most prompts between admission and training; None: as many as the staleness bound allows."""
+    context_tokens: int | None = None
+    """Most tokens of prompt and completion together; None: the model's own limit."""
+    on_update: Literal["keep", "recompute"] = "keep"
+    """What becomes of unfinished rollouts when weights change: keep (go on from their keys and values) or recompute
+    (prefill what they have under the new weights, then go on). Neither throws a token away."""
+    weights: Literal["model", "int8", "int8_dynamic", "fp8"] = "model"
+    """How linear layers compute: as the model, int8 (weights only: half the memory of bfloat16), int8_dynamic (inputs
+    too: faster on a CPU from about width 512), fp8 (GPUs from compute capability 8.9, bfloat16 models)."""
+    engine: Literal["native", "vllm"] = "native"
+    """Who makes the forward passes: this project's own engine, or vLLM in a process and, if need be, an environment of
+    its own (the interpreter that DATAFLOW_VLLM_PYTHON names)."""
+    sampling_mask: bool = False
+    """Add the column sampling_mask: for each token, the ids that top_k, top_p and min_p left, for the trainer."""
+    chat: bool = False
+    """Prompts are chat messages as JSON, laid out by the tokenizer's chat template."""
+
+    @property
+    def rollouts_per_prompt(self) -> int:
+        """Rollouts in a group, where the prompt does not say."""
+        return self.group_size
+
+    @property
+    def narrow(self) -> str | None:
+        """Quantised layers take their weights as they compute with them."""
+        return None if self.weights == "model" else self.weights.removesuffix("_dynamic")
+
+    def narrow_tensors(self) -> frozenset[str]:
+        """The weights of the linear layers. Raises ModelError when the model's config cannot be read."""
+        from operators.engine.precision.names import narrow_names
+
+        return narrow_names(self.model)
+
+    def provides(self, columns: Columns) -> Columns:
+        """The prompt's columns, the rollout's and, where asked for, the sampling mask."""
+        found = super().provides(columns)
+        return {**found, SAMPLING_MASK: SAMPLING_MASK_TYPE} if self.sampling_mask else found
+
+    def faults(self) -> list[str]:
+        """Knobs that cannot be right, each as: what is wrong, what was found, what to do."""
+        found = [
+            f"'{self.name}' needs {knob} of at least {least}, but got {value!r}; raise it"
+            for knob, least, value in (
+                ("group_size", 1, self.group_size),
+                ("max_tokens", 1, self.max_tokens),
+                ("segment_tokens", 1, self.segment_tokens),
+                ("slots", 1, self.slots),
+                ("tensor_parallel", 1, self.tensor_parallel),
+                ("in_flight", 1, 1 if self.in_flight is None else self.in_flight),
+                ("context_tokens", 2, 2 if self.context_tokens is None else self.context_tokens),
+                ("top_k", 0, self.top_k),
+                ("cache_bytes", 1, 1 if self.cache_bytes is None else self.cache_bytes),
+            )
+            if not _is_whole(value) or value < least
+        ]
+        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+            found.append(
+                f"'{self.name}' needs a temperature of 0 or more, but got {self.temperature!r}; "
+                f"use 1.0 to sample from the policy itself, 0 for the likeliest token"
+            )
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            found.append(f"'{self.name}' needs top_p above 0 and at most 1, but got {self.top_p!r}; use 1.0 for all")
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            found.append(f"'{self.name}' needs min_p from 0 to 1, but got {self.min_p!r}; use 0.0 for all tokens")
+        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < float("inf"):
+            found.append(
+                f"'{self.name}' needs a repetition_penalty above 0, but got {self.repetition_penalty!r}; "
+                f"use 1.0 for none"
+            )
+        if not isinstance(self.stop, tuple) or not all(_is_stop(each) for each in self.stop):
+            found.append(
+                f"'{self.name}' needs stop as a tuple of token ids and strings that are not empty, "
+                f'but got {self.stop!r}; give it as stop=("END",)'
+            )
+        if self.on_update not in ("keep", "recompute"):
+            found.append(
+                f'\'{self.name}\' got on_update={self.on_update!r}, which is not known; use "keep" or "recompute"'
+            )
+        if self.engine not in ("native", "vllm"):
+            found.append(f'\'{self.name}\' got engine={self.engine!r}, which is not known; use "native" or "vllm"')
+        own = {"sampling_mask": False, "weights": "model", "tensor_parallel": 1}
+        unlike = [knob for knob, value in own.items() if getattr(self, knob) != value]
+        if self.engine == "vllm" and unlike:
+            found.append(
+                f"'{self.name}' runs on vLLM, which does not serve {unlike[0]}, but got {unlike[0]}="
+                f'{getattr(self, unlike[0])!r}; leave it out, or use engine="native"'
+            )
+        if self.tensor_parallel != 1 and self.weights != "model":
+            found.append(
+                f"'{self.name}' cannot share out {self.weights} weights, but got tensor_parallel="
+                f'{self.tensor_parallel!r}; use weights="model" or tensor_parallel=1'
+            )
+        own = {"engine": "native", "weights": "model", "tensor_parallel": 1}
+        unlike = [knob for knob, value in own.items() if getattr(self, knob) != value]
+        if isinstance(self.model, Model) and self.model.lora is not None and unlike:
+            found.append(
+                f"'{self.name}' merges adapters (lora=) into weights of its own, but got {unlike[0]}="
+                f"{getattr(self, unlike[0])!r}; use {unlike[0]}={own[unlike[0]]!r}, or a Model without lora"
+            )
+        if self.weights not in WEIGHTS:
+            found.append(f"'{self.name}' got weights={self.weights!r}, which is not known; use one of {list(WEIGHTS)}")
+        if isinstance(self.model, Model) and self.model.head != "lm":
+            found.append(
+                f"'{self.name}' generates with model '{self.model.name}', whose head is {self.model.head!r}; "
+                f'give it a Model with head="lm"'
+            )
+        return found
+
+
+def _is_stop(value: object) -> bool:
+    return bool(value) if isinstance(value, str) else _is_whole(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

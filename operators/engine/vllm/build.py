@@ -1,0 +1,34 @@
+"""Makes the engine of a generator that decodes with vLLM, in a process and an environment of its own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from dataflow.node import Context
+from operators.engine.build import Built, context_tokens_of, sampling_of, stops_of
+from operators.engine.knobs import GeneratorKnobs
+from operators.engine.vllm.engine import VllmEngine
+from operators.models.loading import load_configs, load_tokenizer
+
+
+def build_vllm(declaration: GeneratorKnobs, context: Context) -> Built:
+    """As `make_engine`."""
+    config, generation = load_configs(declaration.model)
+    tokenizer = load_tokenizer(declaration.model)
+    holder = SimpleNamespace(config=config, generation_config=generation)
+    ends, stop = stops_of(declaration, tokenizer, holder, int(config.get_text_config().vocab_size))
+    engine = VllmEngine(
+        declaration.model,
+        slots=declaration.slots,
+        context_tokens=context_tokens_of(declaration, config),
+        sampling=sampling_of(declaration),
+        end_tokens=sorted(ends),
+        stop=stop,
+        threads=context.threads,
+        device=context.device,
+        cache_bytes=declaration.cache_bytes,
+        on_update=declaration.on_update,
+        start_s=context.limits.start_s,
+        deadline_s=context.limits.stuck_s,
+    )
+    return Built(engine, tokenizer, ends)
