@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from dataflow.records import AnyArray
 from operators.engine.reasons import BROKEN, STOPPED, TOO_LONG
-from operators.engine.results import Finished
+from operators.engine.results import FinishedRow
 from operators.engine.rows import Rows
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Rows that ended."""
-
-    which: AnyArray
-    """Whether each of the rows asked about is among them, bool."""
-    finished: Finished
-
-
-def ended_of(rows: Rows, at: AnyArray, ends: AnyArray, behind: int = 0) -> Ended | None:
-    """Those of the rows `at` that have ended; rows that only might have hit a stop string have not.
+def finished_rows(rows: Rows, at: AnyArray, ends: AnyArray, behind: int = 0) -> tuple[AnyArray, list[FinishedRow]]:
+    """Which of the rows `at` have ended, and what they wrote; rows that only might have hit a stop string have not.
 
     ends: tokens that end a row, bool [V]. behind: tokens that these rows have drawn since, which are cut off.
     """
     lengths, starts = rows.lengths[at] - behind, rows.starts[at].copy()
     tickets = rows.ticket[at]
-    tokens, logprobs, versions = rows.drawn(at)
+    drawn = rows.drawn(at)
+    tokens, logprobs, _ = drawn
     last = np.arange(len(at)), lengths - 1
     broken = ~np.isfinite(logprobs[last])
     stopped = ends[tokens[last]] & ~broken
@@ -38,23 +28,14 @@ def ended_of(rows: Rows, at: AnyArray, ends: AnyArray, behind: int = 0) -> Ended
         stop = rows.stop[at[i]]
         text = stop.find(tokens[i, starts[i] : lengths[i]]) if stop is not None else None
         if text is not None:
-            texts[int(tickets[i])] = text
+            texts[int(i)] = text
             stopped[i] = True
-    which = broken | stopped | too_long
-    if not which.any():
-        return None
-    kept = {int(tickets[i]): rows.kept[at[i]] for i in np.nonzero(which)[0]}
-    return Ended(
-        which,
-        Finished(
-            tickets=tickets[which],
-            tokens=tokens[which],
-            logprobs=logprobs[which],
-            versions=versions[which],
-            starts=starts[which],
-            lengths=(lengths - broken)[which],
-            reasons=np.where(broken, BROKEN, np.where(stopped, STOPPED, TOO_LONG))[which],
-            texts=texts,
-            kept={ticket: masks for ticket, masks in kept.items() if masks is not None},
-        ),
-    )
+    which = np.nonzero(broken | stopped | too_long)[0]
+    reasons = np.where(broken, BROKEN, np.where(stopped, STOPPED, TOO_LONG))
+    written = rows.rollouts(at[which], drawn, which, behind + broken[which])
+    return at[which], [
+        FinishedRow(
+            ticket=int(tickets[i]), tokens=tokens, start=int(starts[i]), reason=int(reasons[i]), text=texts.get(i)
+        )
+        for i, tokens in zip(which.tolist(), written, strict=True)
+    ]  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from dataflow.folder.partial_rollouts import Stretch
+from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
 from dataflow.weight_ends import WeightsIn
@@ -19,7 +19,7 @@ from operators.engine.results import Start
 from operators.generation import groups
 from operators.generation.admission import Admission
 from operators.generation.groups import Arrival, Group
-from operators.generation.partial_rollouts import keeping_of
+from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.tokenize import encode
 
 LINGER_STEPS = 4
@@ -51,7 +51,7 @@ class GeneratorRuntime(Runtime):
         self._tickets: dict[int, tuple[Group, int]] = {}
         self._next_ticket = 0
         self._complete: list[Group] = []
-        self._keeping = keeping_of(declaration, context)
+        self._partial = partial_rollouts_of(declaration, context)
         self._first_version = -1 if self._reader is not None else 0
         """The first that it took."""
         self._started: dict[str, list[int]] = {}
@@ -106,14 +106,12 @@ class GeneratorRuntime(Runtime):
             if not starts and not self.engine.live:
                 break
             worked = True
-            finished = self.engine.step(starts)
-            if finished is not None:
-                self._complete += groups.keep(finished, self._tickets)
+            self._complete += groups.collect(self.engine.step(starts), self._tickets)
             since += bool(self._complete)
             if since > LINGER_STEPS or len(self._complete) >= enough:
                 break
-        if self._keeping is not None:
-            self._keeping.write(self.engine, self._tickets)
+        if self._partial is not None:
+            self._partial.write(self.engine, self._tickets)
         return self._out() if worked or self._complete else None
 
     def pending(self) -> int:
@@ -126,9 +124,9 @@ class GeneratorRuntime(Runtime):
         return () if socket is None else (socket,)
 
     def forget(self, lane: str, group: int) -> None:
-        """Let go of the parts of a group that has an outcome."""
-        if self._keeping is not None:
-            self._keeping.forget(lane, group)
+        """Let go of what is on the disk of a group that has an outcome."""
+        if self._partial is not None:
+            self._partial.forget(lane, group)
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Hears {"dropped": groups that the trainer gave up}."""
@@ -148,15 +146,15 @@ class GeneratorRuntime(Runtime):
             "tokens": drawn,
             "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
             "parked": self.engine.waiting,
-            "recalled": 0 if self._keeping is None else self._keeping.recalled,
+            "recalled": 0 if self._partial is None else self._partial.recalled,
             "slot_share": (drawn - drawn_then) / slot_steps if slot_steps else 0.0,
         }
 
     def close(self) -> None:
-        """Give up the rollouts that are under way; parts of them stay on the disk."""
+        """Give up the rollouts that are under way; what was written down of them stays."""
         self.engine.close()
-        if self._keeping is not None:
-            self._keeping.close()
+        if self._partial is not None:
+            self._partial.close()
 
     def _listen(self) -> None:
         """A safe point: take the newest weights that are offered; a restarted trainer's may have the same number."""
@@ -176,12 +174,12 @@ class GeneratorRuntime(Runtime):
         dropped = max(self._told_dropped, int(note.get("dropped", 0)))
 
         def prepare(group: Group) -> None:
-            if self._keeping is not None and group.mark is None:
-                self._keeping.recall(group, lambda part: self._may_go_on(group, part, dropped))
+            if self._partial is not None and group.mark is None:
+                self._partial.recall(group, lambda rollout: self._may_go_on(group, rollout, dropped))
 
         def fit(group: Group, wanted: int) -> int:
             nonlocal left
-            going_on = min(wanted, len(group.parts))  # they wait for pages as parked ones do
+            going_on = min(wanted, len(group.partial))  # they wait for pages as parked ones do
             if going_on == wanted:
                 return wanted
             idle = not starts and not self.engine.live
@@ -223,15 +221,15 @@ class GeneratorRuntime(Runtime):
             limit=self._limit(group),
             tickets=tickets,
             seeds=[_seed(key, position) for position in positions],
-            parts=[group.parts.pop(position, None) for position in positions],
+            partial=[group.partial.pop(position, None) for position in positions],
         )
 
-    def _may_go_on(self, group: Group, part: Stretch, dropped: int) -> bool:
+    def _may_go_on(self, group: Group, rollout: PartialRollout, dropped: int) -> bool:
         """Whether a rollout may be gone on with that an earlier process began."""
-        left = self._limit(group) - len(group.prompt) - len(part.tokens)
-        if left < (0 if part.finish_reason else 1):
+        left = self._limit(group) - len(group.prompt) - len(rollout.tokens)
+        if left < (0 if rollout.finish_reason else 1):
             return False
-        return self._admission.may_go_on(group.lane, group, part.versions, self._first_version, dropped)
+        return self._admission.may_go_on(group.lane, group, rollout.tokens.versions, self._first_version, dropped)
 
     def _limit(self, group: Group) -> int:
         """Most tokens of prompt and completion."""

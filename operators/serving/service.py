@@ -18,6 +18,7 @@ import structlog
 import xxhash
 
 from dataflow.errors import RunError
+from dataflow.rollout_tokens import RolloutTokens
 from operators.engine.reasons import ABORTED
 from operators.serving.bounds import Bounds, Budget
 from operators.serving.calls import Call, Choice, Part
@@ -25,7 +26,7 @@ from operators.serving.engine_thread import EngineThread, Overloaded
 from operators.serving.errors import ApiError, bad, too_long
 from operators.serving.exchanges import Encoded, Exchanges, encode
 from operators.serving.requests import Request
-from operators.serving.rows import Group, Numbers, rows_of
+from operators.serving.rows import CallGroup, Numbers, rows_of
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import News, Work
 
@@ -204,7 +205,7 @@ class Service:
                 "the prompt is empty: the tokenizer made 0 tokens of it; give it a text",
             )
         self._check_tokens("messages" if request.kind == "chat" else "prompt", encoded.tokens)
-        group = Group(
+        group = CallGroup(
             group_id=self._numbers.take(request.n),
             size=request.n,
             prompt=shown,
@@ -233,10 +234,9 @@ class Service:
                     f"has room for {room}; shorten it, or lower max_tokens",
                     "messages" if call.request.kind == "chat" else "prompt",
                 )
-                none = np.zeros(0, np.int32)
                 for other in call.parts:
                     for position in range(other.group.size):
-                        call.hear(other, News(position, none, none, none, ABORTED, error.message))
+                        call.hear(other, News(position, RolloutTokens.joined(()), ABORTED, error.message))
                 raise error
 
     def _work(self, call: Call, part: Part, sampling: Any, stop: Any) -> Work:
@@ -262,7 +262,7 @@ class Service:
         """All rollouts of a prompt have ended: record them, and remember what may be gone on from."""
         for exchange in part.exchanges(self.vocabulary, self._ends):
             self._exchanges.add(exchange)
-        rows = rows_of(part.group, [choice.ended for choice in part.choices])
+        rows = rows_of(part.group, [choice.completion for choice in part.choices])
         self.recorded += rows.num_rows
         for hear in self._on_rollout:
             try:

@@ -20,7 +20,7 @@ from operators.engine.parallel import group
 from operators.engine.parallel.member import Member, state_of
 from operators.engine.parallel.shards import Piece
 from operators.engine.parallel.words import plain_start, start_of
-from operators.engine.results import Finished, Start
+from operators.engine.results import FinishedRow, Start
 from operators.engine.stops import StopStrings
 from operators.ranks.channel import Channel
 from operators.ranks.exchange import Exchange, named, next_word
@@ -67,13 +67,13 @@ class Lockstep:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self, starts: Sequence[Start] = ()) -> Finished | None:
+    def step(self, starts: Sequence[Start] = ()) -> list[FinishedRow]:
         """As `Engine.step`, on all ranks. Raises WorkerDied or DeadlineError when a rank does not take part."""
         with self._together(f"step {self._engine.steps + 1}"):
             self._tell(do="step", state=state_of(self._engine), starts=[plain_start(start) for start in starts])
             return self._engine.step(starts)
 
-    def abort(self, tickets: Collection[int]) -> Finished | None:
+    def abort(self, tickets: Collection[int]) -> list[FinishedRow]:
         """As `Engine.abort`, on all ranks."""
         with self._together("an abort"):
             self._tell(do="abort", tickets=[int(ticket) for ticket in tickets])

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dataflow.folder.partial_rollouts import Stretch
+from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.model import Model
+from dataflow.rollout_tokens import RolloutTokens
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
@@ -25,7 +26,7 @@ def plain_start(start: Start) -> dict[str, Any]:
         "seeds": [int(seed) for seed in start.seeds],
         "sampling": None if start.sampling is None else dataclasses.asdict(start.sampling),
         "stop": None if start.stop is None else list(start.stop.strings),
-        "parts": [None if part is None else _plain_part(part) for part in start.parts],
+        "partial": [None if rollout is None else rollout.tokens.plain() for rollout in start.partial],
     }
 
 
@@ -38,27 +39,10 @@ def start_of(plain: Mapping[str, Any], stops: Callable[[Sequence[str]], StopStri
         seeds=plain["seeds"],
         sampling=None if plain["sampling"] is None else Sampling(**plain["sampling"]),
         stop=None if plain["stop"] is None else stops(plain["stop"]),
-        parts=[None if part is None else _part_of(part) for part in plain["parts"]],
-    )
-
-
-def _plain_part(part: Stretch) -> dict[str, Any]:
-    return {
-        "tokens": np.ascontiguousarray(part.tokens, np.int32).tobytes(),
-        "logprobs": np.ascontiguousarray(part.logprobs, np.float32).tobytes(),
-        "versions": np.ascontiguousarray(part.versions, np.int32).tobytes(),
-        "masks": None if part.masks is None else [np.asarray(mask, np.int32).tobytes() for mask in part.masks],
-    }
-
-
-def _part_of(plain: Mapping[str, Any]) -> Stretch:
-    masks = plain["masks"]
-    return Stretch(
-        begin=0,
-        tokens=np.frombuffer(plain["tokens"], np.int32),
-        logprobs=np.frombuffer(plain["logprobs"], np.float32),
-        versions=np.frombuffer(plain["versions"], np.int32),
-        masks=None if masks is None else [np.frombuffer(mask, np.int32) for mask in masks],
+        partial=[
+            None if tokens is None else PartialRollout(begin=0, tokens=RolloutTokens.of_plain(tokens))
+            for tokens in plain["partial"]
+        ],
     )
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dataflow.rollout_tokens import SamplingMask
 from operators.models.errors import ModelError
 from operators.training.learner.packed_attention import (
     ATTENTION,
@@ -18,7 +19,7 @@ from operators.training.learner.packed_attention import (
     probe,
     switch_to_packed,
 )
-from operators.training.learner.packing import Array, Kept, Packed
+from operators.training.learner.packing import Array, Packed
 
 HEADS = ("score", "classifier")
 """What transformers calls the last layer of models that classify tokens or sequences."""
@@ -50,7 +51,7 @@ class Critic:
         if packed is None or packed:
             self.packs = switch_to_packed(module, self._probed, must=bool(packed))
 
-    def computed(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def computed(self, packed: Packed, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """`new_values`; truncation has no part in them."""
         return {"new_values": self.values(packed)}
 

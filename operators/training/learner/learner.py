@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from dataflow.errors import Unusable
-from dataflow.records import ADVANTAGE, REF_LOGPROBS, VALUES
+from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, VALUES
+from dataflow.rollout_tokens import SamplingMask, gather
 from dataflow.staleness import NO_TOKEN
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.learner.loss_function import LossFunction
 from operators.training.learner.memory import Parked
 from operators.training.learner.nonfinite import Findings, not_finite
-from operators.training.learner.packing import Array, Kept, Packed, gather, pack, split
+from operators.training.learner.packing import Array, Packed, pack, split
 from operators.training.learner.rows import StepRows, whitened
 from operators.training.learner.together import Alone, Together
 
@@ -55,7 +56,7 @@ class Forward(Protocol):
 
     module: Any
 
-    def computed(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def computed(self, packed: Packed, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """What the loss wants of `loss_function.WITH_GRADIENT`, each [T], and `new_logprobs` or `new_values` always."""
 
 
@@ -106,7 +107,7 @@ class Learner:
             return []
         positions, offsets = gather(step.rows.offsets, step.computed)
         parts = split(
-            step.rows.tokens_S[positions], offsets, step.rows.groups_R[step.computed], self.micro_batch_tokens,
+            step.rows.tokens.ids[positions], offsets, step.rows.groups_R[step.computed], self.micro_batch_tokens,
             whole=self.needs_groups,
         )  # fmt: skip
         return [step.computed[part] for part in parts]
@@ -156,13 +157,15 @@ class Learner:
             self._idle()
             return
         positions, offsets = gather(rows.offsets, part)
-        packed = pack(rows.tokens_S[positions], rows.mask_S[positions], offsets)
+        packed = pack(rows.tokens.ids[positions], rows.tokens.mask[positions], offsets)
         self._nodes += packed.nodes
         flat_T, row_T = positions[packed.flat_T], part[packed.row_T]
-        kept_T = None if rows.kept_S is None else rows.kept_S.select(flat_T)
-        computed = self.forward.computed(packed, kept_T, self.loss.computed)
+        left_T = None if rows.tokens.sampling_mask is None else rows.tokens.sampling_mask.take(flat_T)
+        computed = self.forward.computed(packed, left_T, self.loss.computed)
         new_T = next(iter(computed.values()))
-        given = {name: self._tensor(values[flat_T], new_T) for name, values in rows.columns_S.items()}
+        wanted = {LOGPROBS, *self.loss.columns}
+        per_token = {name: values for name, values in rows.per_token.items() if name in wanted}
+        given = {name: self._tensor(values[flat_T], new_T) for name, values in per_token.items()}
         given |= {name: self._tensor(values[row_T], new_T) for name, values in rows.columns_R.items()}
         groups_T = np.unique(rows.groups_R[row_T], return_inverse=True)[1]
         known = given | computed | {
@@ -232,7 +235,7 @@ class Learner:
             if "new_values" not in now and (oldest_T != NO_TOKEN).any():  # demonstrations were drawn from no weights
                 new_T = now["new_logprobs"]
                 self._diagnostics.policy(
-                    new_T, given["logprobs"], self._tensor(oldest_T, new_T), entropy_T=now.get("entropy"),
+                    new_T, given[LOGPROBS], self._tensor(oldest_T, new_T), entropy_T=now.get("entropy"),
                     reference_T=given.get(REF_LOGPROBS),
                 )  # fmt: skip
             elif VALUES in given and ADVANTAGE in given:

@@ -127,7 +127,7 @@ def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[Share]:
     rows = chosen(step.rows, step.computed)
     scale_R = step.scale_R[step.computed]
     shares = []
-    for parts in deal(rows.tokens_S, rows.offsets, rows.groups_R, ranks, limit, whole=whole):
+    for parts in deal(rows.tokens.ids, rows.offsets, rows.groups_R, ranks, limit, whole=whole):
         rollouts = np.concatenate([np.zeros(0, np.int64), *parts])
         shares.append(Share(chosen(rows, rollouts), scale_R[rollouts], in_order([len(part) for part in parts])))
     return shares

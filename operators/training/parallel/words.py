@@ -4,55 +4,49 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from operators.training.learner.packing import Array, Kept, gather
+from dataflow.rollout_tokens import RolloutTokens, gather
+from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows
 
 
 def chosen(rows: StepRows, rollouts: Array) -> StepRows:
     """Some of the rollouts, in that order."""
     positions, offsets = gather(rows.offsets, rollouts)
-    return replace(
-        rows,
-        tokens_S=rows.tokens_S[positions],
-        mask_S=rows.mask_S[positions],
+    return StepRows(
+        tokens=rows.tokens.take(positions),
         offsets=offsets,
         groups_R=rows.groups_R[rollouts],
         rollout_ids_R=rows.rollout_ids_R[rollouts],
         oldest_R=rows.oldest_R[rollouts],
         columns_R={name: values[rollouts] for name, values in rows.columns_R.items()},
         columns_S={name: values[positions] for name, values in rows.columns_S.items()},
-        kept_S=None if rows.kept_S is None else rows.kept_S.select(positions),
     )
 
 
 def plain_rows(rows: StepRows) -> dict[str, Any]:
     """For msgpack; `rows_of` gives them back."""
-    kept = rows.kept_S
     return {
+        "tokens": rows.tokens.plain(),
         "arrays": {
-            name: plain_array(getattr(rows, name))
-            for name in ("tokens_S", "mask_S", "offsets", "groups_R", "rollout_ids_R", "oldest_R")
+            name: plain_array(getattr(rows, name)) for name in ("offsets", "groups_R", "rollout_ids_R", "oldest_R")
         },
         "columns_R": {name: plain_array(values) for name, values in rows.columns_R.items()},
         "columns_S": {name: plain_array(values) for name, values in rows.columns_S.items()},
-        "kept": None if kept is None else [plain_array(kept.ids_K), plain_array(kept.offsets)],
     }
 
 
 def rows_of(plain: Mapping[str, Any]) -> StepRows:
     """The rows again."""
-    kept = plain["kept"]
     return StepRows(
+        tokens=RolloutTokens.of_plain(plain["tokens"]),
         **{name: array_of(values) for name, values in plain["arrays"].items()},
         columns_R={name: array_of(values) for name, values in plain["columns_R"].items()},
         columns_S={name: array_of(values) for name, values in plain["columns_S"].items()},
-        kept_S=None if kept is None else Kept(ids_K=array_of(kept[0]), offsets=array_of(kept[1])),
     )
 
 

@@ -334,12 +334,9 @@ def decoded(model, *, steps=12, kernel=None, token_bytes=0):
     ]
     rows = {}
     for _ in range(steps):
-        done = engine.step(starts)
+        for row in engine.step(starts):
+            rows[row.ticket] = (row.tokens.ids, row.tokens.logprobs, row.start)
         starts = []
-        if done is not None:
-            for i, ticket in enumerate(done.tickets.tolist()):
-                length = done.lengths[i]
-                rows[ticket] = (done.tokens[i, :length], done.logprobs[i, :length], int(done.starts[i]))
     assert set(rows) == set(range(5))
     return rows
 

@@ -5,13 +5,14 @@ import pyarrow as pa
 import pytest
 
 from dataflow.errors import RecordError, RunError
+from dataflow.rollout_tokens import RolloutTokens
 from operators.serving.conversations import conversations
-from operators.serving.rows import COLUMNS, Ended, Group, Numbers, rows_of
+from operators.serving.rows import COLUMNS, CallGroup, Completion, Numbers, rows_of
 from operators.serving.sink import RolloutFile, read_rollouts
 
 
 def group(number=0, size=2, prompt=(3, 4), parent=None, reused=0):
-    return Group(
+    return CallGroup(
         group_id=number, size=size, prompt="hi", prompt_tokens=prompt, session="s", request_id=f"r{number}",
         created_ms=1_700_000_000_000, model="tiny", parent=parent, reused=reused, seeds=list(range(size)),
         parameters={"temperature": 0.5},
@@ -19,9 +20,10 @@ def group(number=0, size=2, prompt=(3, 4), parent=None, reused=0):
 
 
 def ended(tokens, version=1, error=None):
-    return Ended(
-        text="x" * len(tokens), tokens=np.array(tokens, np.int32), logprobs=np.full(len(tokens), -0.25, np.float32),
-        versions=np.full(len(tokens), version, np.int32), finish_reason="error" if error else "stop", error=error,
+    count = len(tokens)
+    return Completion(
+        text="x" * count, tokens=RolloutTokens.drawn(tokens, np.full(count, -0.25), np.full(count, version)),
+        finish_reason="error" if error else "stop", error=error,
     )  # fmt: skip
 
 

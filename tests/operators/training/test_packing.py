@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from operators.training.learner.packing import Packed, gather, pack, split
+from dataflow.rollout_tokens import gather
+from operators.training.learner.packing import Packed, pack, split
 
 ROWS = st.lists(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=9), min_size=1, max_size=9)
 

@@ -73,9 +73,9 @@ def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(on_update,
                 take(engine, 1 + (step > 4), newer[1 + (step > 4)])
             if step == 6:
                 row = engine.progress(1)
-                seen.append((row.tokens.tolist(), row.versions.tolist()))
+                seen.append((row.tokens.ids.tolist(), row.tokens.versions.tolist()))
                 gone = engine.abort([0, 2, 99])
-                seen.append((sorted(gone.tickets.tolist()), gone.tokens.tolist(), set(gone.reasons.tolist())))
+                seen.append(sorted((row.ticket, row.tokens.ids.tolist(), row.reason) for row in gone))
 
         return drive(engine, groups(), at_step), seen
 
