@@ -32,6 +32,15 @@ def main(
 
     steps: the default of --steps. args: the command line, sys.argv's when None. limits: as `run` has them. Ends the
     process with status 1 when the graph is refused or the run fails, 2 for wrong flags, 130 after Ctrl-C.
+
+    >>> from dataflow import Graph, main
+    >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+    >>> def build(*, group_size: int = 4) -> Graph:
+    ...     g = Graph("tiny")
+    ...     FakeTrainer(prompts_per_step=2)(FakeGenerator(group_size=group_size)(g.source(FakePrompts())))
+    ...     return g
+    >>> main(build, args=["--group-size", "8", "--draw", "tiny.mmd"])
+    drew tiny.mmd
     """
     chosen: dict[str, Any] = {}
     command = _command(build, steps, chosen)

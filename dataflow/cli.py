@@ -18,7 +18,7 @@ from dataflow.history.resume import Recorded
 from dataflow.history.rollout_view import find_rollout, plain_rollout, show_rollout, vocabulary_of
 from dataflow.history.summary import summarize
 from dataflow.history.verify import report, verify
-from dataflow.scheduler.commands import ask_to_scale, ask_to_stop
+from dataflow.scheduler.commands import ask_for_facts, ask_to_scale, ask_to_stop
 from dataflow.scheduler.orphans import clear
 
 Run = Annotated[Path, tyro.conf.Positional]
@@ -172,7 +172,7 @@ def doctor(run: Run = Path("runs/latest"), stacks: Annotated[bool, tyro.conf.Fla
         run: the run folder.
         stacks: print all frames of all threads.
     """
-    print(examine(run, all_stacks=stacks), end="")
+    print(examine(run, ask_for_facts, all_stacks=stacks), end="")
     return 0
 
 

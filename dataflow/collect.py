@@ -21,6 +21,12 @@ def collect(stream: Stream[Any], *, rows: int, seed: int = 0) -> pa.Table:
     """The first `rows` rows of a stream, in the order of their groups; fewer where the prompts end before.
 
     Runs the operators upstream inline, with the weights they start from; nothing is written to disk.
+
+    >>> from dataflow import Graph, collect
+    >>> from dataflow.testing import FakeGenerator, FakePrompts
+    >>> rollouts = FakeGenerator(group_size=2)(Graph("tiny").source(FakePrompts()))
+    >>> collect(rollouts, rows=3).column("completion").to_pylist()
+    ['0', '0', '1']
     """
     if rows < 1:
         raise GraphError(f"collect needs at least 1 row, but rows is {rows}; give a number above 0")

@@ -20,7 +20,15 @@ from typing import ClassVar
 
 
 class DataflowError(Exception):
-    """Anything this engine raises on purpose."""
+    """Anything this engine raises on purpose.
+
+    >>> from dataflow import DataflowError, Graph
+    >>> try:
+    ...     Graph("a b")
+    ... except DataflowError as error:
+    ...     print(error)
+    a graph's name becomes a folder, but 'a b' cannot; use letters, digits, '-' and '_', as in Graph("aipo")
+    """
 
     is_lasting: ClassVar[bool] = False
     """Whether a process that is started anew would meet it again: settings, data, models and functions are as they
@@ -28,7 +36,15 @@ class DataflowError(Exception):
 
 
 class GraphError(DataflowError, ValueError):
-    """A graph or a knob that cannot be right, found before anything runs."""
+    """A graph or a knob that cannot be right, found before anything runs.
+
+    >>> from dataflow import GraphError, Model
+    >>> try:
+    ...     Model("policies/tiny", head="lmm")
+    ... except GraphError as error:
+    ...     print("refused:", isinstance(error, ValueError))
+    refused: True
+    """
 
     is_lasting = True
 
@@ -40,7 +56,15 @@ class RecordError(DataflowError, ValueError):
 
 
 class RunError(DataflowError, RuntimeError):
-    """A run that could not go on."""
+    """A run that could not go on.
+
+    >>> from dataflow import RunError, verify
+    >>> try:
+    ...     verify("runs/nowhere")
+    ... except RunError as error:
+    ...     print("nowhere" in str(error))
+    True
+    """
 
 
 class OperatorError(RunError):

@@ -39,7 +39,18 @@ class Feedback:
 
 
 class Graph:
-    """Operators and the two kinds of edge between them; checked while it is built and as a whole by `check`."""
+    """Operators and the two kinds of edge between them; checked while it is built and as a whole by `check`.
+
+    >>> from dataflow import Graph, Model
+    >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+    >>> g, model = Graph("tiny"), Model("policies/tiny")
+    >>> generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model, prompts_per_step=2)
+    >>> trainer(generator(g.source(FakePrompts())))
+    >>> g.feedback(trainer.weights, generator, max_staleness=1)
+    >>> g
+    Graph('tiny': prompts, generator, trainer)
+    >>> g.check()
+    """
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name or not name.replace("_", "").replace("-", "").isalnum():

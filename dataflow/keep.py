@@ -86,6 +86,13 @@ def keep(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
     Anything but a bool, an exception, a call longer than `timeout_s` or a process that ends become the `error` of the
     group's rows, and the trainer drops the group as "failed".
     Raises GraphError for a function that cannot be one.
+
+    >>> from dataflow import Array, keep
+    >>> @keep(isolate=False)
+    ... def undecided(reward: Array) -> bool:
+    ...     return reward.max() > reward.min()
+    >>> undecided.name, list(undecided.reads())
+    ('undecided', ['reward'])
     """
     if function is not None:
         return Keep(function=function)

@@ -5,7 +5,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.errors import DeadlineError
-from dataflow.scheduler.recovery import Patience
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How often workers may fail, and how long to wait before each restart."""
+
+    first_s: float = 0.25
+    """Before the first restart of a worker; doubled for each one after it."""
+    most_s: float = 30.0
+    """Before any restart."""
+    quiet_s: float = 30.0
+    """A worker that has worked for so long since its last restart, or until the run made progress, begins again at
+    `first_s`."""
+    of_one: int = 5
+    """Failures of one worker, with no progress of the run in between, that end the run."""
+    of_one_s: float = 3600.0
+    """Those longer ago count no more; long, since one that dies in each step may take minutes to come so far again."""
+    of_all: int = 60
+    """Failures of all workers, whatever was done in between, that end the run."""
+    of_all_s: float = 600.0
+    """Those longer ago count no more."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,10 @@ class LoRA:
 
     Only A and B are trained, travel to the readers and are in checkpoints. There is no dropout: rollouts of a group
     share what they have in common, which would need the same noise.
+
+    >>> from dataflow import LoRA, Model
+    >>> Model("policies/tiny", lora=LoRA(rank=8, targets=("q_proj", "v_proj"))).lora.rank
+    8
     """
 
     rank: int = 16
@@ -53,6 +57,13 @@ class Model:
 
     Two operators that are given equal models share one set of weights; a trainer changes them,
     and `g.feedback` carries the change to the readers.
+
+    >>> from dataflow import Model
+    >>> policy = Model("policies/tiny", dtype="bfloat16")
+    >>> policy.name, policy.frozen().is_frozen
+    ('tiny', True)
+    >>> policy == Model("policies/tiny", dtype="bfloat16")
+    True
     """
 
     source: str

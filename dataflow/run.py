@@ -45,13 +45,27 @@ class Inline:
 
 
 def inline() -> Inline:
-    """For `run(graph, on=inline())`: one process, one thread, bit-exact for a seed, at home in a debugger."""
+    """For `run(graph, on=inline())`: one process, one thread, bit-exact for a seed, at home in a debugger.
+
+    >>> from dataflow import inline
+    >>> inline()
+    Inline()
+    """
     return Inline()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a run."""
+    """What came of a run.
+
+    >>> from dataflow import Graph, inline, run
+    >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+    >>> g = Graph("tiny")
+    >>> FakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts())))
+    >>> result = run(g, on=inline(), steps=2, runs="runs", quiet=True)
+    >>> result.steps, result.verdict.clean, [line["step"] for line in result.metrics]
+    (2, True, [1, 2])
+    """
 
     folder: Path
     seconds: float
@@ -155,6 +169,13 @@ def run(
     Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
     way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once. What is raised in the midst
     of a run has a note with the way to go on.
+
+    >>> from dataflow import Graph, inline, run
+    >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+    >>> g = Graph("tiny")
+    >>> FakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts())))
+    >>> run(g, on=inline(), steps=3, runs="runs", quiet=True).verdict.clean
+    True
     """
     if steps is not None and steps < 1:
         raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")

@@ -211,6 +211,20 @@ def scorer(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
     of numbers and a list for any other, and returns one value for each (or one for all).
     None, NaN, an exception, a call longer than `timeout_s` or a process that ends become the row's `error`.
     Raises GraphError for a function that cannot be one.
+
+    >>> from dataflow import Array, Graph, collect, scorer
+    >>> from dataflow.testing import FakeGenerator, FakePrompts
+    >>> @scorer(isolate=False)
+    ... def reward(completion: str, answer: str, bonus: float = 1.0) -> float:
+    ...     return bonus * (completion == answer)
+    >>> @scorer(per="group", isolate=False)
+    ... def advantage(reward: Array) -> Array:
+    ...     return reward - reward.mean()
+    >>> reward("7", "7", bonus=2.0)  # called with values it is the function
+    2.0
+    >>> rollouts = FakeGenerator(group_size=2)(Graph("tiny").source(FakePrompts()))
+    >>> collect(advantage(reward(rollouts, bonus=2.0)), rows=2).select(["reward", "advantage"]).to_pylist()
+    [{'reward': 2.0, 'advantage': 0.0}, {'reward': 2.0, 'advantage': 0.0}]
     """
     if function is not None:
         return Scorer(function=function)

@@ -24,7 +24,14 @@ R_co = TypeVar("R_co", bound=Prompt, covariant=True)
 
 @dataclass(frozen=True)
 class Stream(Generic[R_co]):
-    """Rows that leave `node`, all from the source `lane`."""
+    """Rows that leave `node`, all from the source `lane`.
+
+    >>> from dataflow import Graph
+    >>> from dataflow.testing import FakePrompts
+    >>> prompts = Graph("tiny").source(FakePrompts())
+    >>> prompts.node, "prompt" in prompts.columns
+    ('prompts', True)
+    """
 
     graph: "Graph"
     node: str
@@ -37,7 +44,13 @@ class Stream(Generic[R_co]):
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters that an operator trains."""
+    """The parameters that an operator trains.
+
+    >>> from dataflow import Model
+    >>> from dataflow.testing import FakeTrainer
+    >>> FakeTrainer(model=Model("policies/tiny")).weights.trainer.name
+    'trainer'
+    """
 
     trainer: Learn
 
@@ -59,6 +72,19 @@ def join(first: Stream[Any], *others: Stream[Any]) -> Stream[Rollout]:
     """One stream with the columns of all; its rows appear once every branch has delivered them.
 
     Raises GraphError when the streams come from different sources or graphs, or disagree on a column's type.
+
+    >>> from dataflow import Graph, join, scorer
+    >>> from dataflow.testing import FakeGenerator, FakePrompts
+    >>> @scorer
+    ... def short(completion: str) -> float:
+    ...     return -float(len(completion))
+    >>> @scorer
+    ... def right(completion: str, answer: str) -> float:
+    ...     return float(completion == answer)
+    >>> rollouts = FakeGenerator()(Graph("tiny").source(FakePrompts()))
+    >>> both = join(short(rollouts), right(rollouts))
+    >>> {"short", "right"} <= set(both.columns)
+    True
     """
     streams = (first, *others)
     for other in others:

@@ -6,10 +6,10 @@ python -m graphs.aipo --policy FOLDER_OR_ID --prompts FILE --reward exact|number
 from functools import partial
 
 from dataflow import Graph, main
-from graphs.pipeline import policy_gradient
 from graphs.tasks.text import TextTask
+from operators import Logprobs, Trainer
 from operators.credit import advantage
-from operators.losses import aipo
+from operators.losses import aipo, with_kl
 
 
 def build(*, task: TextTask, max_staleness: int = 4, rho: float = 4.0, kl: float = 0.0) -> Graph:
@@ -21,9 +21,20 @@ def build(*, task: TextTask, max_staleness: int = 4, rho: float = 4.0, kl: float
         rho: cap of the importance weight.
         kl: what a nat of distance from the policy at the start costs, in the loss; 0: nothing.
     """
-    return policy_gradient(
-        "aipo", credit=advantage, loss=partial(aipo, rho=rho), max_staleness=max_staleness, kl=kl, **task.pipeline()
-    )
+    g = Graph("aipo")
+    generator, reward, loss = task.generator(), task.scorer(), partial(aipo, rho=rho)
+    rollouts = generator(g.source(task.train))
+    if kl:
+        rollouts = Logprobs(task.model.frozen())(rollouts)
+    trainer = Trainer(
+        task.model, loss=with_kl(loss, kl, corrected=max_staleness > 0) if kl else loss,
+        prompts_per_step=task.prompts_per_step, lr=task.lr,
+    )  # fmt: skip
+
+    trainer(advantage(reward(rollouts)))
+    task.evaluate(g, generator, reward)
+    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return g
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ python -m graphs.calculator --prompts train.jsonl --eval test.jsonl
 
 from functools import partial
 
-from dataflow import Graph, main, scorer
-from graphs.pipeline import policy_gradient
+from dataflow import Graph, Model, main, scorer
 from graphs.tasks import calculator
+from operators import Evaluate, Generator, Trainer
 from operators.credit import advantage
 from operators.losses import aipo
 
@@ -29,12 +29,18 @@ def build(
         lr: learning rate of AdamW.
         eval_every: steps between evaluations.
     """
-    return policy_gradient(
-        "calculator", policy=str(calculator.warm(policy, prompts)), prompts=calculator.source(prompts, "prompts"),
-        held_out=calculator.source(eval, "held_out", held_out=True), reward=scorer(calculator.reward), credit=advantage,
-        loss=partial(aipo, rho=rho), max_staleness=max_staleness, max_tokens=calculator.MAX_TOKENS, group_size=8,
-        prompts_per_step=32, lr=lr, normalize="rollouts", every_steps=eval_every, warmup_steps=20,
-    )  # fmt: skip
+    model = Model(str(calculator.warm(policy, prompts)))
+    g, reward = Graph("calculator"), scorer(calculator.reward)
+    generator = Generator(model, group_size=8, max_tokens=calculator.MAX_TOKENS)
+    trainer = Trainer(
+        model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts", warmup_steps=20
+    )
+
+    trainer(advantage(reward(generator(g.source(calculator.source(prompts, "prompts"))))))
+    held_out = calculator.source(eval, "held_out", held_out=True)
+    Evaluate(every_steps=eval_every)(reward(generator(g.source(held_out))))
+    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return g
 
 
 if __name__ == "__main__":

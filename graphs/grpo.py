@@ -6,10 +6,10 @@ python -m graphs.grpo --policy FOLDER_OR_ID --prompts FILE --reward exact|number
 from functools import partial
 
 from dataflow import Graph, main
-from graphs.pipeline import policy_gradient
 from graphs.tasks.text import TextTask
+from operators import Logprobs, Trainer
 from operators.credit import normalized_advantage
-from operators.losses import grpo
+from operators.losses import grpo, with_kl
 
 
 def build(
@@ -24,10 +24,20 @@ def build(
         clip_high: how far above 1 it may rise.
         kl: what a nat of distance from the policy at the start costs, in the loss; the paper's is 0.04.
     """
-    return policy_gradient(
-        "grpo", credit=normalized_advantage, loss=partial(grpo, clip_low=clip_low, clip_high=clip_high),
-        max_staleness=max_staleness, normalize="rollout_means", kl=kl, **task.pipeline(),
+    g = Graph("grpo")
+    generator, reward, loss = task.generator(), task.scorer(), partial(grpo, clip_low=clip_low, clip_high=clip_high)
+    rollouts = generator(g.source(task.train))
+    if kl:
+        rollouts = Logprobs(task.model.frozen())(rollouts)
+    trainer = Trainer(
+        task.model, loss=with_kl(loss, kl, corrected=max_staleness > 0) if kl else loss,
+        prompts_per_step=task.prompts_per_step, lr=task.lr, normalize="rollout_means",
     )  # fmt: skip
+
+    trainer(normalized_advantage(reward(rollouts)))
+    task.evaluate(g, generator, reward)
+    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return g
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ python -m graphs.rloo --policy FOLDER_OR_ID --prompts FILE --reward exact|number
 """
 
 from dataflow import Graph, main
-from graphs.pipeline import policy_gradient
 from graphs.tasks.text import TextTask
+from operators import Trainer
 from operators.credit import leave_one_out
 from operators.losses import rloo
 
@@ -17,9 +17,14 @@ def build(*, task: TextTask, max_staleness: int = 0) -> Graph:
         task: what is trained on what.
         max_staleness: versions that the oldest token of a trained rollout may be behind; the loss corrects for none.
     """
-    return policy_gradient(
-        "rloo", credit=leave_one_out, loss=rloo, max_staleness=max_staleness, normalize="rollouts", **task.pipeline()
-    )
+    g = Graph("rloo")
+    generator, reward = task.generator(), task.scorer()
+    trainer = Trainer(task.model, loss=rloo, prompts_per_step=task.prompts_per_step, lr=task.lr, normalize="rollouts")
+
+    trainer(leave_one_out(reward(generator(g.source(task.train)))))
+    task.evaluate(g, generator, reward)
+    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return g
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ python -m graphs.sorting
 
 from functools import partial
 
-from dataflow import Graph, main
-from graphs.pipeline import policy_gradient
+from dataflow import Graph, Model, main
 from graphs.tasks import sorting
-from operators import Prompts
+from operators import Evaluate, Generator, Prompts, Trainer
 from operators.credit import advantage
 from operators.losses import aipo
 from operators.rewards import find
@@ -18,13 +17,9 @@ STEPS = 300
 
 
 def build(
-    *,
-    policy: str = "policies/sorting",
-    max_staleness: int = 4,
-    rho: float = 4.0,
-    lr: float = 4e-4,
+    *, policy: str = "policies/sorting", max_staleness: int = 4, rho: float = 4.0, lr: float = 4e-4,
     eval_every: int = 100,
-) -> Graph:
+) -> Graph:  # fmt: skip
     """Train a policy that sorts one word in five on its own rollouts.
 
     Args:
@@ -34,18 +29,21 @@ def build(
         lr: learning rate of AdamW.
         eval_every: steps between evaluations on words that are never trained.
     """
-    words = list(sorting.rows(20_000, seed=0))
-    held_out = list(sorting.rows(512, seed=1, held_out=True))
+    words, unseen = list(sorting.rows(20_000, seed=0)), list(sorting.rows(512, seed=1, held_out=True))
     folder = warm_start(
         policy, examples=((row["prompt"], row["answer"]) for row in words), alphabet=sorting.ALPHABET,
         layers=3, width=128, heads=4, steps=140, seed=0, learning_rate=5e-4,
     )  # fmt: skip
-    return policy_gradient(
-        "sorting", policy=str(folder), prompts=Prompts(words, columns=("answer",), shuffle_seed=0),
-        held_out=Prompts(held_out, columns=("answer",), name="held_out", group_size=1), reward=find("exact"),
-        credit=advantage, loss=partial(aipo, rho=rho), max_staleness=max_staleness, max_tokens=sorting.MAX_TOKENS,
-        group_size=8, prompts_per_step=32, lr=lr, normalize="rollouts", every_steps=eval_every,
-    )  # fmt: skip
+    g, model, reward = Graph("sorting"), Model(str(folder)), find("exact")
+    prompts = Prompts(words, columns=("answer",), shuffle_seed=0)
+    held_out = Prompts(unseen, columns=("answer",), name="held_out", group_size=1)
+    generator = Generator(model, group_size=8, max_tokens=sorting.MAX_TOKENS)
+    trainer = Trainer(model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts")
+
+    trainer(advantage(reward(generator(g.source(prompts)))))
+    Evaluate(every_steps=eval_every)(reward(generator(g.source(held_out))))
+    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return g
 
 
 if __name__ == "__main__":

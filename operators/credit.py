@@ -12,6 +12,10 @@ def advantage(reward: Array) -> Array:
 
     No division by the standard deviation, which would weigh groups by how rarely they differ (Dr. GRPO,
     arXiv 2503.20783). reward: [rollouts of a group without error].
+
+    >>> import numpy as np
+    >>> advantage(np.array([1.0, 0.0, 0.0, 1.0])).tolist()
+    [0.5, -0.5, -0.5, 0.5]
     """
     return np.asarray(reward - reward.mean())
 
@@ -22,6 +26,10 @@ def normalized_advantage(reward: Array, epsilon: float = 1e-4) -> Array:
 
     The deviation is that of the sample (n - 1 below the root); a group of equal rewards has advantage 0.
     reward: [rollouts of a group without error]. epsilon: added to the deviation.
+
+    >>> import numpy as np
+    >>> normalized_advantage(np.array([1.0, 0.0, 0.0, 1.0])).round(2).tolist()
+    [0.87, -0.87, -0.87, 0.87]
     """
     centred = np.asarray(reward - reward.mean())
     if len(reward) < 2:
@@ -35,6 +43,10 @@ def leave_one_out(reward: Array) -> Array:
 
     The baseline does not depend on the rollout itself, which makes the estimate unbiased: n / (n - 1) times
     `advantage`. A rollout alone has advantage 0. reward: [rollouts of a group without error].
+
+    >>> import numpy as np
+    >>> leave_one_out(np.array([1.0, 0.0, 0.0])).tolist()
+    [1.0, -0.5, -0.5]
     """
     others = max(1, len(reward) - 1)
     return np.asarray((reward - reward.mean()) * (len(reward) / others))
@@ -46,6 +58,11 @@ def token_rewards(reward: float, logprobs: Array, ref_logprobs: Array, mask: Arr
 
     As PPO and REINFORCE++ do it (arXiv 1909.08593 eq. 2; arXiv 2501.03262). log pi is the generator's.
     logprobs, ref_logprobs, mask: per token. Returns a number per token, 0 where the mask is false.
+
+    >>> import numpy as np
+    >>> mask, logprobs, ref_logprobs = np.array([0, 1, 1]), np.array([0.0, -1.0, -2.0]), np.array([0.0, -2.0, -4.0])
+    >>> token_rewards(1.0, logprobs, ref_logprobs, mask, beta=0.1).round(2).tolist()
+    [0.0, -0.1, 0.8]
     """
     chosen = np.asarray(mask, bool)
     drift = np.asarray(logprobs, np.float64) - np.asarray(ref_logprobs, np.float64)
@@ -62,6 +79,10 @@ def gae(reward: float, values: Array, mask: Array, gamma: float = 1.0, lam: floa
     environment wrote between two of them takes no time. The rollout ends after its last one, whatever ended it, with
     value 0. values: the critic's, of the prefix before each token. Returns a number per token, 0 where the mask
     is false.
+
+    >>> import numpy as np
+    >>> gae(1.0, np.array([0.0, 0.5, 0.75]), np.array([0, 1, 1]), lam=1.0).tolist()
+    [0.0, 0.5, 0.25]
     """
     rewards = np.zeros(len(mask))
     rewards[np.flatnonzero(mask)[-1:]] = reward
@@ -70,7 +91,12 @@ def gae(reward: float, values: Array, mask: Array, gamma: float = 1.0, lam: floa
 
 @scorer(isolate=False, name="advantage")
 def token_gae(token_rewards: Array, values: Array, mask: Array, gamma: float = 1.0, lam: float = 0.95) -> Array:
-    """`gae` with a reward at each token: of `token_rewards`, or any column of that name."""
+    """`gae` with a reward at each token: of `token_rewards`, or any column of that name.
+
+    >>> import numpy as np
+    >>> token_gae(np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.5, 0.75]), np.array([0, 1, 1]), lam=0.0).tolist()
+    [0.0, 0.25, 0.25]
+    """
     return _estimate(token_rewards, values, mask, gamma, lam)
 
 
@@ -80,6 +106,10 @@ def reward_to_go(token_rewards: Array, mask: Array, gamma: float = 1.0) -> Array
 
     It is centred and scaled over the step by Trainer(whiten=True). Returns a number per token, 0 where the mask
     is false.
+
+    >>> import numpy as np
+    >>> reward_to_go(np.array([0.0, -1.0, 2.0]), np.array([0, 1, 1])).tolist()
+    [0.0, 1.0, 2.0]
     """
     return _estimate(token_rewards, np.zeros(len(mask)), mask, gamma, 1.0)
 

@@ -19,6 +19,13 @@ class Demonstrations(Generate):
     true on the answer and the end token. No policy drew these tokens: their logprobs are 0 and their versions -1, so a
     loss must not weigh them by ratios (`operators.losses.sft` does not), and nothing is ever too stale. No weights are
     needed, so no feedback edge is.
+
+    >>> from dataflow import Graph, Model
+    >>> from operators import Demonstrations, Prompts
+    >>> prompts = Prompts([{"prompt": "2+2=", "answer": "4"}], columns=("answer",))
+    >>> shown = Demonstrations(Model("policies/sums"))(Graph("sums").source(prompts))
+    >>> {"tokens", "mask"} <= set(shown.columns)
+    True
     """
 
     light: ClassVar[bool] = True

@@ -17,7 +17,16 @@ from dataflow.system.files import RunFolderError
 
 @dataclass(frozen=True, eq=False)
 class Evaluate(Sink):
-    """Reads held-out rollouts round by round; their mean score is `eval_accuracy` in metrics.jsonl."""
+    """Reads held-out rollouts round by round; their mean score is `eval_accuracy` in metrics.jsonl.
+
+    >>> from dataflow import Graph, Model
+    >>> from operators import Evaluate, Generator, Prompts
+    >>> from operators.rewards import find
+    >>> g, generator = Graph("sums"), Generator(Model("policies/sums"))
+    >>> held_out = Prompts([{"prompt": "2+2=", "answer": "4"}], columns=("answer",), name="held_out", group_size=1)
+    >>> Evaluate(every_steps=50)(find("exact")(generator(g.source(held_out))))
+    >>> g.check()
+    """
 
     light: ClassVar[bool] = True
 
@@ -185,8 +194,9 @@ class EvaluateRuntime(Runtime):
             context.ledger.commit_round(context.node, step, groups)
         if context.folder is not None:
             context.folder.append_metrics(metrics)
-        if context.keep_steps is not None:
-            retention.remove(context, step - max(1, context.keep_steps), kind="eval")
+        if context.keep_steps is not None and context.folder is not None and context.ledger is not None:
+            upto = step - max(1, context.keep_steps)
+            retention.remove(context.folder, context.ledger, context.node, upto, kind="eval", log=context.log)
         for lane, kept in self._kept.items():
             for group in lanes[lane].groups:
                 kept.forget(group)

@@ -13,5 +13,9 @@ def has_signal(reward: Array) -> bool:
     Groups that all solve, or that none does, have advantage 0 throughout; others are made in their place, so that each
     step has as many groups with a gradient. Not for rules of credit that compare groups with each other, such as
     `Trainer(whiten=True)`, which such groups teach something too. reward: [rollouts of a group without error].
+
+    >>> import numpy as np
+    >>> has_signal(np.array([1.0, 1.0])), has_signal(np.array([1.0, 0.0]))
+    (False, True)
     """
     return bool(np.max(reward) > np.min(reward))

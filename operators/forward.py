@@ -34,12 +34,26 @@ class Logprobs(LogprobsKnobs, ForwardOperator):
     They are those of the distribution that the trainer's `new_logprobs` belong to: at the same temperature and, where
     rows carry a sampling mask, over the ids that it names alone. A KL between the two then compares distributions over
     the same tokens, and is 0 where the weights are equal.
+
+    >>> from dataflow import Graph, Model
+    >>> from operators import Generator, Logprobs, Prompts
+    >>> policy, prompts = Model("policies/sums"), Prompts(["2+2="])
+    >>> rollouts = Generator(policy)(Graph("sums").source(prompts))
+    >>> "ref_logprobs" in Logprobs(policy.frozen())(rollouts).columns
+    True
     """
 
 
 @dataclass(frozen=True, eq=False)
 class Values(ForwardOperator):
-    """What a critic expects: at each chosen token the value of all that stands before it, read at the token before."""
+    """What a critic expects: at each chosen token the value of all that stands before it, read at the token before.
+
+    >>> from dataflow import Graph, Model
+    >>> from operators import Generator, Prompts, Values
+    >>> rollouts = Generator(Model("policies/sums"))(Graph("sums").source(Prompts(["2+2="])))
+    >>> "values" in Values(Model("policies/sums", head="value", name="critic"))(rollouts).columns
+    True
+    """
 
     head: ClassVar[str] = "value"
 
@@ -49,4 +63,11 @@ class RewardModel(RewardKnobs, ForwardOperator):
     """What a sequence classifier thinks of prompt and completion, a number per rollout or (per="step") per step.
 
     The text is laid out and tokenized anew, so the judge may have another tokenizer than the policy.
+
+    >>> from dataflow import Graph, Model
+    >>> from operators import Generator, Prompts, RewardModel
+    >>> rollouts = Generator(Model("policies/sums"))(Graph("sums").source(Prompts(["2+2="])))
+    >>> judge = RewardModel(Model("judges/sums", head="score").frozen(), name="reward")
+    >>> "reward" in judge(rollouts).columns
+    True
     """

@@ -16,6 +16,13 @@ class Generator(GeneratorKnobs):
     leaves is refilled at the next step, and the rollouts of a group share the pages of their prompt.
 
     Its knobs: `operators.engine.knobs.GeneratorKnobs`.
+
+    >>> from dataflow import Graph, Model
+    >>> from operators import Generator, Prompts
+    >>> generator = Generator(Model("policies/sums"), group_size=8, max_tokens=64)
+    >>> rollouts = generator(Graph("sums").source(Prompts(["2+2=", "3+4="])))
+    >>> {"completion", "tokens", "logprobs", "versions"} <= set(rollouts.columns)
+    True
     """
 
     def preload(self) -> None:

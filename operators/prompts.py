@@ -24,6 +24,13 @@ class Prompts(Source):
 
     Bad rows (broken JSON, a missing column, null, another type than before) end the run at its start with the
     file and line, or are left out, counted and logged with on_bad="drop". Equal prompts are issued each.
+
+    >>> from dataflow import Graph, collect
+    >>> from operators import Prompts
+    >>> rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "3+4=", "answer": "7"}]
+    >>> prompts = Graph("sums").source(Prompts(rows, columns=("answer",)))
+    >>> collect(prompts, rows=2).select(["prompt", "answer"]).to_pylist()
+    [{'prompt': '2+2=', 'answer': '4'}, {'prompt': '3+4=', 'answer': '7'}]
     """
 
     source: Any

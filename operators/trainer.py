@@ -19,6 +19,20 @@ class Trainer(TrainerKnobs):
     counted; so are those of a step whose loss or gradient is not finite, which leaves the weights alone.
 
     Its knobs: `operators.training.knobs.TrainerKnobs`.
+
+    >>> from functools import partial
+    >>> from dataflow import Graph, Model
+    >>> from operators import Generator, Prompts, Trainer
+    >>> from operators.credit import advantage
+    >>> from operators.losses import aipo
+    >>> from operators.rewards import find
+    >>> g, model = Graph("sums"), Model("policies/sums")
+    >>> generator = Generator(model, group_size=8, max_tokens=64)
+    >>> trainer = Trainer(model, loss=partial(aipo, rho=4.0), prompts_per_step=32, lr=1e-5)
+    >>> prompts = Prompts([{"prompt": "2+2=", "answer": "4"}], columns=("answer",))
+    >>> trainer(advantage(find("exact")(generator(g.source(prompts)))))
+    >>> g.feedback(trainer.weights, generator, max_staleness=4)
+    >>> g.check()
     """
 
     def preload(self) -> None:

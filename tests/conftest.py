@@ -1,24 +1,51 @@
 """Fixtures of the tests of whole runs."""
 
+import gc
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from rigs import connections, ending
+from rigs.forked import forked, fresh, prepare
 from rigs.machine import folders_made, nothing_left_behind
 from rigs.policy import tiny_policy
 
 from dataflow.planning.plan import Devices
 from dataflow.worker import worker
 
-# A machine that has much else to do fails no test for that.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
 sqlite3.connect = connections.connect
+
+__all__ = ["forked", "fresh"]
+
+
+def pytest_collection_finish() -> None:
+    """Before any test computes; what is forked from then on collects its garbage."""
+    gc.freeze()
+    gc.enable()
+    prepare()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without the slow tests a law gets a quarter of its examples (`rigs/examples.py`)."""
+    # A machine that has much else to do fails no test for that.
+    anywhere = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("every", anywhere, max_examples=100)
+    settings.register_profile("quick", anywhere, max_examples=25)
+    settings.load_profile("quick" if "not slow" in config.option.markexpr else "every")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays until the end: no collection looks through it, a third of all the time of importing it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

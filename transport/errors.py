@@ -2,6 +2,7 @@
 
     TransportError
     ├── FrameError (ValueError)      bytes that are not what this project sends; never taken, never a crash
+    │   ├── MessageError             a message that its protocol does not have, or cannot carry
     │   └── SchemaMismatch           a batch, or a peer, with another schema than the edge's
     ├── BatchTooLarge (ValueError)   one batch that could never be sent, whatever the credit
     ├── AddressError (ValueError)    an address, a folder or a key that would leave the channel open to others
@@ -19,6 +20,10 @@ class TransportError(Exception):
 
 class FrameError(TransportError, ValueError):
     """Bytes that cannot be taken: damaged, oversized, or not of this protocol."""
+
+
+class MessageError(FrameError):
+    """A message of another protocol or version, of an unknown kind, or with a value that is not of its field's type."""
 
 
 class SchemaMismatch(FrameError):

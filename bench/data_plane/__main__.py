@@ -12,140 +12,20 @@ import argparse
 import importlib.util
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-import zmq
-
-from bench.data_plane.rollouts import Arrays, Rollouts, from_batch, make, read, to_batch
+from bench.data_plane import pickle_baselines
+from bench.data_plane.ends import BATCH_ROWS, System, produce
+from bench.data_plane.ours import OurProducer, Ours
+from bench.data_plane.rollouts import read
 from bench.report import Report
-from transport.data import Receiver, Sender, keep_freed_memory
+from transport.data import keep_freed_memory
 
-BATCH_ROWS = 64
-TOKENS = 1000
-WINDOW_BATCHES = 4
 SYSTEMS = ("ours_ipc", "ours_tcp", "mp_queue", "torch_queue", "pickle_zmq", "ray")
-PATIENCE_S = 60.0
-
-
-class Producer(Protocol):
-    """The sending end of a system, in a process of its own."""
-
-    def send(self, rollouts: Rollouts, issued_ns: int) -> None:
-        """Build, encode and send; waits when the other side is full."""
-
-    def flush(self) -> None:
-        """Return when everything left."""
-
-
-class System(Protocol):
-    """The receiving end of a system, with a producer process behind it."""
-
-    def order(self, command: list[Any]) -> None:
-        """Tell the producer what to send."""
-
-    def receive(self) -> tuple[Arrays, int]:
-        """The arrays of the next batch, and when it was issued (monotonic ns)."""
-
-    def done(self) -> None:
-        """The last batch was read."""
-
-    def close(self) -> None:
-        """End the producer."""
-
-
-def produce(producer: Producer, commands: Iterable[list[Any]]) -> None:
-    """Send what is ordered: ["throughput", batches] or ["latency", rollouts, per second]."""
-    many, one = make(BATCH_ROWS, TOKENS), make(1, TOKENS)
-    for command in commands:
-        if command[0] == "throughput":
-            for _ in range(command[1]):
-                producer.send(many, time.monotonic_ns())
-        else:
-            begin = time.monotonic_ns() + 10_000_000
-            for number in range(command[1]):
-                due = begin + number * 1_000_000_000 // command[2]
-                time.sleep(max(0.0, (due - time.monotonic_ns()) / 1e9))
-                producer.send(one, due)
-        producer.flush()
-
-
-class OurProducer:
-    """Sends over our data plane."""
-
-    def __init__(self, address: str) -> None:
-        schema = to_batch(make(1, TOKENS), 0).schema
-        self._sender = Sender(edge="bench", sender_id="producer", epoch=1, schema=schema, receivers=[address])
-        self._poller = zmq.Poller()
-        for socket in self._sender.sockets:
-            self._poller.register(socket, zmq.POLLIN)
-
-    def send(self, rollouts: Rollouts, issued_ns: int) -> None:
-        """Build, encode and send; wait for credit."""
-        batch = to_batch(rollouts, issued_ns)
-        while not self._sender.send(batch):
-            self._wait()
-        self._sender.poll()
-
-    def flush(self) -> None:
-        """Return when all is acknowledged."""
-        while self._sender.unacknowledged:
-            self._wait()
-
-    def _wait(self) -> None:
-        if not self._poller.poll(int(PATIENCE_S * 1000)):
-            raise TimeoutError(f"the producer waited for the consumer; got nothing in {PATIENCE_S} s")
-        self._sender.poll()
-
-
-class Ours:
-    """Receives over our data plane, by ipc or tcp."""
-
-    def __init__(self, kind: str) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        address = f"ipc://{self._folder.name}/bench" if kind == "ours_ipc" else "tcp://127.0.0.1:*"
-        self._receiver = Receiver(
-            edge="bench",
-            schema=to_batch(make(1, TOKENS), 0).schema,
-            address=address,
-            capacity_rows=WINDOW_BATCHES * BATCH_ROWS,
-        )
-        command = [sys.executable, "-m", "bench.data_plane", "--produce", self._receiver.address]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
-        self._held: Any = None
-
-    def order(self, command: list[Any]) -> None:
-        """One JSON line to the producer."""
-        assert self._child.stdin is not None
-        self._child.stdin.write(json.dumps(command) + "\n")
-        self._child.stdin.flush()
-
-    def receive(self) -> tuple[Arrays, int]:
-        """The next batch; the one before is acknowledged, for it was read."""
-        self.done()
-        self._held = self._receiver.receive(PATIENCE_S)
-        if self._held is None:
-            raise TimeoutError(f"the consumer waited for the producer; got nothing in {PATIENCE_S} s")
-        return from_batch(self._held.batch)
-
-    def done(self) -> None:
-        """Acknowledge the last batch."""
-        if self._held is not None:
-            self._held.ack()
-            self._held = None
-
-    def close(self) -> None:
-        """End the producer."""
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        self._child.wait(PATIENCE_S)
-        self._receiver.close()
-        self._folder.cleanup()
 
 
 class Systems:
@@ -175,8 +55,6 @@ def _open(name: str) -> System:
         from bench.data_plane.ray_baseline import RayActors
 
         return RayActors()
-    from bench.data_plane import pickle_baselines
-
     return pickle_baselines.SYSTEMS[name]()
 
 

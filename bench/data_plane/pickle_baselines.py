@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from bench.data_plane.__main__ import PATIENCE_S, WINDOW_BATCHES, System, produce
+from bench.data_plane.ends import PATIENCE_S, WINDOW_BATCHES, System, produce
 from bench.data_plane.rollouts import Arrays, Rollouts
 
 

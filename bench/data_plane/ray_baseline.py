@@ -12,7 +12,7 @@ os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLE
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 import ray
 
-from bench.data_plane.__main__ import PATIENCE_S, WINDOW_BATCHES, produce
+from bench.data_plane.ends import PATIENCE_S, WINDOW_BATCHES, produce
 from bench.data_plane.rollouts import Arrays, Rollouts, read
 
 

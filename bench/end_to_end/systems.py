@@ -125,19 +125,21 @@ def run_ours(case: Case, system: str, *, max_staleness: int, seed: int, threads:
     Accuracy is measured afterwards on the checkpoints, by the same function as for the other systems; writing
     them counts as training.
     """
-    from dataflow import run, scorer
-    from graphs.pipeline import policy_gradient
-    from operators import Prompts
+    from dataflow import Graph, Model, run, scorer
+    from operators import Generator, Prompts, Trainer
     from operators.credit import advantage
     from operators.losses import aipo
 
-    graph = policy_gradient(
-        f"bench-{system}", policy=str(case.policy), held_out=None, credit=advantage, loss=aipo,
-        prompts=Prompts(list(case.rows), columns=("answer",), shuffle_seed=seed),
-        reward=scorer(name="reward", concurrency=case.calls)(case.reward), max_staleness=max_staleness,
-        max_tokens=case.max_tokens, group_size=GROUP_SIZE, prompts_per_step=PROMPTS_PER_STEP, lr=case.lr,
-        normalize="rollouts", max_grad_norm=GRAD_CLIP, checkpoint_every=case.eval_every or None,
+    graph, model = Graph(f"bench-{system}"), Model(str(case.policy))
+    prompts = Prompts(list(case.rows), columns=("answer",), shuffle_seed=seed)
+    reward = scorer(name="reward", concurrency=case.calls)(case.reward)
+    generator = Generator(model, group_size=GROUP_SIZE, max_tokens=case.max_tokens)
+    trainer = Trainer(
+        model, loss=aipo, prompts_per_step=PROMPTS_PER_STEP, lr=case.lr, normalize="rollouts",
+        max_grad_norm=GRAD_CLIP, checkpoint_every=case.eval_every or None,
     )  # fmt: skip
+    trainer(advantage(reward(generator(graph.source(prompts)))))
+    graph.feedback(trainer.weights, generator, max_staleness=max_staleness)
     with tempfile.TemporaryDirectory() as runs:
         result = run(graph, steps=total_steps(system, case), seed=seed, runs=runs, quiet=True)
         ended = time.time()

@@ -32,7 +32,7 @@ from bench.weight_plane.cases import PATIENCE_S, Case, Job, Lap, Outcome, Seat, 
 from transport.data import keep_freed_memory
 
 if TYPE_CHECKING:
-    from bench.weight_plane.systems import TrainerEnd
+    from bench.weight_plane.ends import TrainerEnd
 
 SIDE = 256
 """Rows and columns of the matrices that a step multiplies."""

@@ -1,4 +1,4 @@
-"""Ray for the weight-plane bench; imported only where it is installed.
+"""Ray for the weight-plane bench; it is imported when an end is opened.
 
 Both processes are drivers of one small cluster that the trainer starts, on loopback and with a token that only they
 know; the reference to the weights goes through an actor, for a driver cannot hand one to another.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bench.weight_plane.cases import PATIENCE_S, Seat
-from bench.weight_plane.systems import Announcing, Told
+from bench.weight_plane.ends import Announcing, Told
 
 NAMESPACE, MAILBOX = "bench", "mailbox"
 STORE_VERSIONS = 3
@@ -107,6 +107,3 @@ class RayNumpyReader(RayReader):
         with torch.no_grad():
             for name, parameter in self.seat.tensors.items():
                 parameter.numpy()[...] = state[name]
-
-
-ENDS = {"ray": (RayTrainer, RayReader), "ray_numpy": (RayNumpyTrainer, RayNumpyReader)}

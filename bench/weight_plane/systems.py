@@ -21,48 +21,20 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import Protocol
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
 
 from bench.weight_plane.cases import PATIENCE_S, Seat
+from bench.weight_plane.ends import Announcing, ReaderEnd, Told, TrainerEnd
 from bench.weight_plane.ours import OursGlooReader, OursGlooTrainer, OursLentTrainer, OursShmReader, OursShmTrainer
+from bench.weight_plane.ray_system import RayNumpyReader, RayNumpyTrainer, RayReader, RayTrainer
 
 SYSTEMS = (
     "memcpy", "gloo_p2p", "ours_shm", "ours_gloo", "ours_gloo_lent", "gloo", "torch_shared", "safetensors",
     "torch_save", "ray", "ray_numpy",
 )  # fmt: skip
-
-
-class TrainerEnd(Protocol):
-    """The trainer's end."""
-
-    def publish(self, version: int) -> None:
-        """Send the tensors of the seat, or begin to."""
-
-    def poll(self) -> None:
-        """Its turn between two steps. Never waits."""
-
-    def settle(self, timeout_s: float) -> None:
-        """Wait until the tensors may change; the last version has been taken."""
-
-    def close(self) -> None:
-        """End it."""
-
-
-class ReaderEnd(Protocol):
-    """The reader's end."""
-
-    def take(self) -> bool:
-        """Its turn between two steps: whether the parameters of the seat hold a new version now. Waits for none."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """The same, but wait for one."""
-
-    def close(self) -> None:
-        """End it."""
 
 
 def missing(system: str) -> str | None:
@@ -74,79 +46,12 @@ def missing(system: str) -> str | None:
 
 def open_trainer(system: str, seat: Seat) -> TrainerEnd:
     """In the trainer's process."""
-    return _ends(system)[0](seat)
+    return ENDS[system][0](seat)
 
 
 def open_reader(system: str, seat: Seat) -> ReaderEnd:
     """In the reader's process."""
-    return _ends(system)[1](seat)
-
-
-def _ends(system: str) -> tuple[Callable[[Seat], TrainerEnd], Callable[[Seat], ReaderEnd]]:
-    if not system.startswith("ray"):
-        return ENDS[system]
-    from bench.weight_plane import ray_system
-
-    return ray_system.ENDS[system]
-
-
-class Announcing:
-    """A trainer's end that has done all when `publish` returns, and tells the reader of it through the pipe."""
-
-    def __init__(self, seat: Seat) -> None:
-        """Take the seat."""
-        self.seat = seat
-
-    def publish(self, version: int) -> None:
-        """Hand over, and tell."""
-        self.hand_over()
-        self.seat.words.send(version)
-
-    def hand_over(self) -> None:
-        """Put the tensors where the reader will find them."""
-        raise NotImplementedError
-
-    def poll(self) -> None:
-        """Nothing to answer."""
-
-    def settle(self, timeout_s: float) -> None:
-        """They may."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class Told:
-    """A reader's end that hears of versions through the pipe."""
-
-    def __init__(self, seat: Seat) -> None:
-        """Take the seat."""
-        self.seat = seat
-
-    def take(self) -> bool:
-        """Load the version that was told of, if one was."""
-        return self.wait(0.0)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Load the version that will be told of."""
-        if not self.seat.words.poll(timeout_s):
-            return False
-        self.seat.words.recv()
-        self.load()
-        return True
-
-    def load(self) -> None:
-        """Bring the version into the parameters."""
-        raise NotImplementedError
-
-    def put(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy a state dict into the parameters."""
-        with torch.no_grad():
-            for name, parameter in self.seat.tensors.items():
-                parameter.copy_(state[name])
-
-    def close(self) -> None:
-        """Nothing is held."""
+    return ENDS[system][1](seat)
 
 
 class GlooBroadcastTrainer(Announcing):
@@ -303,4 +208,6 @@ ENDS: dict[str, tuple[Callable[[Seat], TrainerEnd], Callable[[Seat], ReaderEnd]]
     "torch_shared": (SharedTensorsTrainer, SharedTensorsReader),
     "safetensors": (SafetensorsTrainer, SafetensorsReader),
     "torch_save": (TorchSaveTrainer, TorchSaveReader),
+    "ray": (RayTrainer, RayReader),
+    "ray_numpy": (RayNumpyTrainer, RayNumpyReader),
 }

@@ -19,12 +19,12 @@ _TOLD = ("step", "node", "version", "loss", "reward_mean", "staleness_max", "rol
 
 def report(folder: RunFolder, why: str) -> str:
     """What is left of a run. why: what is known of its scheduler."""
-    holding = processes.holding(folder.path)
-    lines = [f"{folder.path.name}: {_outcome(folder, bool(holding))}", *([f"  {why}"] if why else []), "", "processes"]
-    seen = processes.look([pid for pid, _ in holding], 0.2)
-    for pid, command in holding:
+    using = processes.using(folder.path)
+    lines = [f"{folder.path.name}: {_outcome(folder, bool(using))}", *([f"  {why}"] if why else []), "", "processes"]
+    seen = processes.look([pid for pid, _ in using], 0.2)
+    for pid, command in using:
         lines.append(f"  {process_words(seen[pid])}: {command[:_MOST_COMMAND]}")
-    if not holding:
+    if not using:
         lines.append("  none has a file of this run open")
     lines += ["", "ledger", *_ledger(folder), "", "last step", f"  {_last_step(folder)}"]
     return "\n".join([*lines, *(line for part in ailments(folder) for line in part)]) + "\n"

@@ -2,45 +2,52 @@
 
 import contextlib
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from dataflow.doctor import ended, report
 from dataflow.doctor.gather import gather, process_words
 from dataflow.errors import DeadlineError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
-from dataflow.scheduler import commands
 from dataflow.system import processes
 
-_ANSWER_S = 3.0
+ANSWER_S = 3.0
+"""For a scheduler to say what it knows."""
 _STACKS_S = 1.5
 
+Said = Mapping[str, Any]
+"""What a scheduler knows of its run, in plain values."""
+Ask = Callable[[RunFolder, float], Said]
+"""Asks the scheduler of a run, for so many seconds: RunError when the run is over, DeadlineError without an answer."""
 
-def examine(run: str | Path, *, all_stacks: bool = False) -> str:
+
+def examine(run: str | Path, ask: Ask, *, all_stacks: bool = False) -> str:
     """The report on a run, whatever state it is in. Errors: RunFolderError when there is no such folder."""
     folder = RunFolder.open(run)
     try:
-        said = ask(folder)
+        said = told(folder, ask)
     except RunError as error:
         return ended.report(folder, _scheduler(folder, error))
     return report.report(folder, gather(folder, said), all_stacks=all_stacks)
 
 
-def ask(folder: RunFolder, patience_s: float = _STACKS_S) -> commands.Said:
+def told(folder: RunFolder, ask: Ask, patience_s: float = _STACKS_S) -> Said:
     """What the scheduler says, asked until every worker that answers has told its stacks, or the time is up.
 
     Errors: RunError when the run is over, DeadlineError when the scheduler does not answer.
     """
     began = time.monotonic()
-    said = commands.ask_for_facts(folder, _ANSWER_S)
+    said = ask(folder, ANSWER_S)
     while time.monotonic() - began < patience_s and not _all_told(said, time.monotonic() - began):
         time.sleep(0.1)
         with contextlib.suppress(DeadlineError):
-            said = commands.ask_for_facts(folder, _ANSWER_S)
+            said = ask(folder, ANSWER_S)
     return said
 
 
-def _all_told(said: commands.Said, since_s: float) -> bool:
+def _all_told(said: Said, since_s: float) -> bool:
     """Whether every worker that beats has told its stacks within so many seconds."""
     live = [w for w in said["workers"].values() if w["state"] in ("starting", "ready") and w["silent_s"] < 1.0]
     return all(worker["threads"] and worker["threads_s"] <= since_s for worker in live)

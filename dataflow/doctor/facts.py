@@ -3,37 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dataflow.system.processes import Process
+from dataflow.system.stacks import Thread
+
 AWAY = ("forked", "starting", "dying", "down")
 """States of a worker that is not there yet, or not any more, as the scheduler calls them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Process:
-    """A process, as the operating system sees it."""
-
-    pid: int
-    state: str = ""
-    """R running, S sleeping, D in a system call, T stopped, Z ended and not waited for; empty: there is none."""
-    rss_bytes: int = 0
-    cpu: float | None = None
-    """Cores used during the look; None: not known."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frame:
-    """A line of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Thread:
-    """A thread of a worker and where it is, innermost frame last."""
-
-    name: str
-    frames: tuple[Frame, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

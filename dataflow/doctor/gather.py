@@ -4,12 +4,13 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dataflow.doctor.facts import Awaited, Edge, Facts, Feedback, Node, Process, Worker
+from dataflow.doctor.facts import Awaited, Edge, Facts, Feedback, Node, Worker
 from dataflow.doctor.waiting import SILENT_S
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.system import processes, stacks
+from dataflow.system.processes import Process
 
 _LIVE = ("R", "S", "D")
 _ORDER = ("working", "blocked", "paused", "waiting", "done")

@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_TAIL_BYTES = 1 << 18
+from dataflow.system.files import tail
+
 _BEGIN = "Traceback (most recent call last):"
 _FILE = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _SIGNS = re.compile(r"level='(error|critical|warning)'|^(ERROR|CRITICAL|WARNING)\b|^Fatal Python error|\bKilled\b")
@@ -39,17 +40,6 @@ def last_error(name: str, text: str) -> Trouble | None:
     if signs:
         return Trouble(log=name, said=lines[signs[-1]].strip(), lines_ago=len(lines) - 1 - signs[-1])
     return None
-
-
-def tail(path: Path, after: int = 0) -> str:
-    """The end of a file, from byte `after` on; empty where there is none."""
-    try:
-        with path.open("rb") as stream:
-            size = stream.seek(0, 2)
-            stream.seek(max(after, size - _TAIL_BYTES))
-            return stream.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _traceback(name: str, lines: list[str], begin: int) -> Trouble:

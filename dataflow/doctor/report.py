@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.doctor.facts import Facts, Node, Process, Thread, Worker
+from dataflow.doctor.facts import Facts, Node, Worker
 from dataflow.doctor.logs import Trouble, last_errors
 from dataflow.doctor.verdict import MOVES_S, verdict
 from dataflow.doctor.waiting import seconds, trouble, waits
@@ -14,6 +14,8 @@ from dataflow.folder.faults import FILE
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system import stacks
 from dataflow.system.optional_files import read_text
+from dataflow.system.processes import Process
+from dataflow.system.stacks import Thread
 
 _FAULTS = 5
 _MOST_TEXT = 160

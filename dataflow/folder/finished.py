@@ -2,7 +2,7 @@
 them again.
 
 A generator's process appends every group before it sends it on, and lets go of it when it has an outcome: files
-<node>/<replica>-<attempt>-<number>.<lane>.arrows (dataflow.folder.appended).
+<node>/<replica>-<attempt>-<number>.<lane>.arrows (dataflow.folder.arrow_log).
 """
 
 from collections.abc import Callable, Collection
@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataflow.folder.appended import FILE_BYTES, Appended
+from dataflow.folder.arrow_log import FILE_BYTES, ArrowLog
 from dataflow.records import GROUP_ID, group_slices
 
 
@@ -32,7 +32,7 @@ class Finished:
 
         waited_for: asked when the first group is looked for, which is then the time of `load`: all nodes have started
         by then, and a trainer that had to has gone back."""
-        self._files = Appended(folder, f"{lane}.arrows", replica=replica, attempt=attempt, file_bytes=file_bytes)
+        self._files = ArrowLog(folder, f"{lane}.arrows", replica=replica, attempt=attempt, file_bytes=file_bytes)
         self._waited_for = waited_for
         self._found: dict[int, pa.RecordBatch] = {}
         """Rows of earlier processes by group, mapped into memory, not read into it."""

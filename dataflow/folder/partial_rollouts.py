@@ -1,7 +1,7 @@
 """What unfinished rollouts have drawn, in Arrow files of the run folder: a crash costs a long rollout its last tokens.
 
 A generator's process appends what rollouts have grown by now and then, and lets go of a group when it has an outcome:
-files <node>/<replica>-<attempt>-<number>.<lane>.parts (dataflow.folder.appended) beside the finished ones. The rows
+files <node>/<replica>-<attempt>-<number>.<lane>.parts (dataflow.folder.arrow_log) beside the finished ones. The rows
 that one process wrote of a rollout are a line; lines are never joined with one another, as other weights may have
 drawn them.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataflow.folder.appended import FILE_BYTES, Appended
+from dataflow.folder.arrow_log import FILE_BYTES, ArrowLog
 from dataflow.records import (
     COMPLETION,
     FINISH_REASON,
@@ -93,7 +93,7 @@ class PartialRolloutFiles:
         """folder: that of the node. No two processes that live at the same time have the same replica and attempt.
 
         waited_for: as `dataflow.folder.finished.Finished` has it."""
-        self._files = Appended(folder, f"{lane}.parts", replica=replica, attempt=attempt, file_bytes=file_bytes)
+        self._files = ArrowLog(folder, f"{lane}.parts", replica=replica, attempt=attempt, file_bytes=file_bytes)
         self._schema = SCHEMA.with_metadata({LINE: uuid.uuid4().hex})
         self._waited_for = waited_for
         self._found: dict[int, list[tuple[pa.RecordBatch, int]]] = defaultdict(list)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.node import Context
+from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import RunFolderError
 
 FACT = "rollouts_not_kept"
@@ -24,24 +24,25 @@ def removable(*, last: int, checkpoint: int, keep_steps: int, staying: Iterable[
     return limit if staying is None else max((step for step in staying if step <= limit), default=0)
 
 
-def remove(context: Context, upto: int, *, kind: str, own: str | None = None) -> None:
+def remove(
+    folder: RunFolder, ledger: Ledger, node: str, upto: int, *, kind: str, log: Any, own: str | None = None
+) -> None:
     """Remove the files of a node's steps up to `upto`, once the ledger knows on the disk itself that they may be gone.
 
     kind: step | eval. own: the node's folder. A crash on the way leaves files that nobody looks for; the next call
     takes them. What the disk refuses is a warning.
     """
-    folder, ledger = context.folder, context.ledger
-    if folder is None or ledger is None or upto < 1:
+    if upto < 1:
         return
     try:
-        if upto > gone(ledger, context.node):
-            ledger.set_facts({f"{FACT}/{context.node}": upto})
+        if upto > gone(ledger, node):
+            ledger.set_facts({f"{FACT}/{node}": upto})
             ledger.flush()
         for step, path in folder.rollout_files(kind, node=own):
             if step <= upto:
                 folder.extras.remove(path)
     except (RunFolderError, LedgerError) as error:
-        context.log.warning("rollouts not removed", node=context.node, error=str(error))
+        log.warning("rollouts not removed", node=node, error=str(error))
 
 
 def gone(ledger: Ledger, node: str) -> int:

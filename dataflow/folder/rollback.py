@@ -11,7 +11,7 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataflow.folder.appended import File
+from dataflow.folder.arrow_log import File
 from dataflow.records import GROUP_ID, VERSIONS
 from dataflow.staleness import newest_versions
 from dataflow.system.files import disk, write_atomically

@@ -1,6 +1,5 @@
 """What the scheduler knows of one worker, over all of its attempts: as plain values."""
 
-import os
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any
 from dataflow.limits import Limits
 from dataflow.planning.wiring import Edge
 from dataflow.worker.host import Settings
+from dataflow.worker.link import ALONE
 
 _COUNTERS = ("tokens", "scored", "failed", "restarts")
 """What a node's status counts from 0 in each process; all else in it is how things stand."""
@@ -17,9 +17,6 @@ _END_S = 5.0
 """For a worker that failed, or was killed, to be gone; then it is killed again."""
 _LOADING = 4
 """A worker that is starting may be silent for so many times `Limits.hang_s`: imports hold up its beats."""
-
-ALONE = os.EX_TEMPFAIL
-"""Exit status of a worker that had no scheduler any more."""
 
 Beat = Mapping[str, Any]
 

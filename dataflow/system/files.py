@@ -25,6 +25,8 @@ _ADVICE = {
     errno.ENOTDIR: "move the file that stands where a folder is needed",
 }
 
+_TAIL_BYTES = 1 << 18
+
 
 class RunFolderError(RunError):
     """The run folder cannot be written or read as it should; the message names the file and the way out."""
@@ -137,3 +139,14 @@ def _free(path: Path) -> str:
     with contextlib.suppress(OSError):
         return f"{shutil.disk_usage(path.parent).free / 2**20:,.0f} MiB are free"
     return "its free space is unknown"
+
+
+def tail(path: Path, after: int = 0) -> str:
+    """The end of a file, from byte `after` on; empty where there is none."""
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, 2)
+            stream.seek(max(after, size - _TAIL_BYTES))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -5,18 +5,30 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from dataflow.doctor.facts import Process
-from dataflow.doctor.logs import tail
+from dataflow.system.files import tail
 
 _LETTERS = {
     psutil.STATUS_RUNNING: "R", psutil.STATUS_SLEEPING: "S", psutil.STATUS_IDLE: "S", psutil.STATUS_DISK_SLEEP: "D",
     psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_ZOMBIE: "Z", psutil.STATUS_DEAD: "Z",
 }  # fmt: skip
 _DUMP_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A process, as the operating system sees it."""
+
+    pid: int
+    state: str = ""
+    """R running, S sleeping, D in a system call, T stopped, Z ended and not waited for; empty: there is none."""
+    rss_bytes: int = 0
+    cpu: float | None = None
+    """Cores used during the look; None: not known."""
 
 
 def look(pids: Iterable[int], during_s: float) -> dict[int, Process]:
@@ -36,7 +48,7 @@ def below(pid: int) -> list[int]:
     return []
 
 
-def holding(folder: Path) -> list[tuple[int, str]]:
+def using(folder: Path) -> list[tuple[int, str]]:
     """Processes that have files below a folder open, and their command lines; this one left out."""
     found = []
     for process in psutil.process_iter():

@@ -3,13 +3,29 @@
 import sys
 import sysconfig
 import threading
+from dataclasses import dataclass
 from typing import Any
-
-from dataflow.doctor.facts import Frame, Thread
 
 MOST_FRAMES = 60
 """Of one thread, the innermost ones."""
 _NOT_OWN = ("site-packages", "dist-packages", "<frozen", *filter(None, [sysconfig.get_path("stdlib")]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thread:
+    """A thread and where it is, innermost frame last."""
+
+    name: str
+    frames: tuple[Frame, ...] = ()
 
 
 def take() -> list[dict[str, Any]]:

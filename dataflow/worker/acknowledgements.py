@@ -18,7 +18,7 @@ Group = tuple[str, int]
 
 
 @dataclass
-class Holding:
+class Acknowledgements:
     """The groups that one node holds, or has passed on and not yet heard of again.
 
     One that comes again is not new. Of each sender the latest delivery stands for it from then on, and the one before

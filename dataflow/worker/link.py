@@ -13,6 +13,8 @@ from dataflow.system import stacks
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.security import MESSAGE_BYTES, RunKeys, present, word
 
+ALONE = os.EX_TEMPFAIL
+"""Exit status of a worker that had no scheduler any more."""
 BEAT_S = 0.2
 SEEK_S = 2.0
 """Without a word for so long it looks where the scheduler is, and again after as much."""

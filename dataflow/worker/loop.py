@@ -18,7 +18,7 @@ from dataflow.folder.finished import Finished
 from dataflow.node import Batch, Runtime
 from dataflow.planning.group_bytes import MESSAGE_BYTES
 from dataflow.records import GROUP_ID, group_slices
-from dataflow.worker.acknowledgements import Holding
+from dataflow.worker.acknowledgements import Acknowledgements
 
 
 class Inlet(Protocol):
@@ -149,7 +149,7 @@ class NodeLoop:
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, _Sent]] = collections.deque()
         self._finished = finished or {}
         self._settled = settled
-        self.holding = Holding(released=self._forget)
+        self.acknowledgements = Acknowledgements(released=self._forget)
         self._done: list[tuple[str, str, list[int]]] = []
         """Lane, origin and groups of deliveries that the runtime acknowledged."""
         self._inside: collections.Counter[str] = collections.Counter()
@@ -236,7 +236,7 @@ class NodeLoop:
             delivery.ack_rows(*rows_of[group])
 
         groups = list(rows_of)
-        return groups, self.holding.arrive(lane, origin, groups, delivery.ack, delivery.sender, early)
+        return groups, self.acknowledgements.arrive(lane, origin, groups, delivery.ack, delivery.sender, early)
 
     def _taken(self, lane: str, origin: str, groups: list[int]) -> _Taken:
         self._inside[lane] += 1
@@ -259,10 +259,10 @@ class NodeLoop:
         if self._mark is not None:
             self._mark(lane, groups)
         outlets = self._outlets.get(lane, ())
-        self.holding.sent(lane, groups, len(outlets))
+        self.acknowledgements.sent(lane, groups, len(outlets))
         for part in whole_groups(records, self._most_rows.get(lane, _MOST_ROWS), self._most_bytes):
             self._outbox += [
-                (outlet, part, _Sent(part, partial(self.holding.acknowledged, lane))) for outlet in outlets
+                (outlet, part, _Sent(part, partial(self.acknowledgements.acknowledged, lane))) for outlet in outlets
             ]
 
     def _found(self, lane: str, groups: list[int]) -> dict[int, pa.RecordBatch]:
@@ -296,7 +296,7 @@ class NodeLoop:
         """Count what the runtime acknowledged as done, after all that it returned is on its way."""
         done, self._done = self._done, []
         for lane, origin, groups in done:
-            self.holding.done(lane, origin, groups)
+            self.acknowledgements.done(lane, origin, groups)
         self._answer()
 
     def _answer(self) -> None:
@@ -312,7 +312,7 @@ class NodeLoop:
             while (delivery := inlet.receive()) is not None:
                 moved = True
                 _, new = self._arrive(lane, origin, delivery)
-                self.holding.done(lane, origin, new)
+                self.acknowledgements.done(lane, origin, new)
         return moved
 
     def _end(self) -> bool:

@@ -22,13 +22,12 @@ from dataflow.folder.whereabouts import Whereabouts
 from dataflow.graph import Graph
 from dataflow.node import Operator
 from dataflow.planning.plan import Plan
-from dataflow.scheduler.attempts import ALONE
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.log import log_to
 from dataflow.system.security import RunKeys
 from dataflow.worker.cpu_watchdog import Asleep
 from dataflow.worker.host import Host, Settings
-from dataflow.worker.link import Link
+from dataflow.worker.link import ALONE, Link
 from dataflow.worker.ports import Ports
 
 _NAP_MS = 100

@@ -47,14 +47,6 @@ class TextTask:
     dtype: str = "float32"
     """Type that the weights are computed in: float32 or bfloat16."""
 
-    def pipeline(self) -> dict[str, Any]:
-        """These flags as arguments of `policy_gradient`."""
-        return {
-            "policy": self.policy, "prompts": self.train, "held_out": self.test, "reward": self.scorer(), "lr": self.lr,
-            "prompts_per_step": self.prompts_per_step, "group_size": self.group_size, "max_tokens": self.max_tokens,
-            "every_steps": self.eval_every, "dtype": self.dtype, "chat": self.chat,
-        }  # fmt: skip
-
     def scorer(self) -> Scorer[..., Any]:
         """The reward."""
         return find(self.reward)

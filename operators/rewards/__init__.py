@@ -26,6 +26,10 @@ def find(text: str) -> Scorer[..., Any]:
     """The reward called `exact` or `number`, or the function in `path/to/file.py:function`, as column `reward`.
 
     Raises GraphError when there is none.
+
+    >>> reward = find("number")
+    >>> reward.name, reward("so it is 1,200.", "#### 1200")
+    ('reward', 1.0)
     """
     if text in KNOWN:
         return KNOWN[text]

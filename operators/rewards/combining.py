@@ -14,11 +14,13 @@ from dataflow.scorer import Scorer, scorer
 def combine(weights: Mapping[str, float], name: str = "reward") -> Scorer[..., float]:
     """A scorer that reads these columns and writes their weighted sum as column `name`.
 
-        reward = combine({"accuracy": 1.0, "format": 0.2, "overlong": 1.0})
-
     As DeepSeek-R1 adds a format reward to that of accuracy (arXiv 2501.12948, section 2.2.2). A column that the rows do
     not have, or that holds no numbers, is refused when the graph is built; a row that lacks one of them has an error.
     Raises GraphError for no columns, a weight that is no finite number, and a name that no parameter could have.
+
+    >>> reward = combine({"accuracy": 1.0, "overlong": 0.5})
+    >>> reward(accuracy=1.0, overlong=-1.0)
+    0.5
     """
     head = f"combine(name={name!r})"
     if not isinstance(weights, Mapping) or not weights:

@@ -7,12 +7,20 @@ _NUMBER = re.compile(r"([-+]?)\$?((?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?)\.?(%?)"
 
 
 def exact(completion: str, answer: str) -> float:
-    """1 if the completion is the answer, blanks around it aside, else 0."""
+    """1 if the completion is the answer, blanks around it aside, else 0.
+
+    >>> exact(" abdg ", "abdg"), exact("abdg!", "abdg")
+    (1.0, 0.0)
+    """
     return float(completion.strip() == answer.strip())
 
 
 def number(completion: str, answer: str) -> float:
-    """1 if the last number in the completion equals the last one in the answer (`#### 1,200` is `1200.0`), else 0."""
+    """1 if the last number in the completion equals the last one in the answer (`#### 1,200` is `1200.0`), else 0.
+
+    >>> number("12 of 48 are left: $36.00", "#### 36"), number("none", "36")
+    (1.0, 0.0)
+    """
     wanted = last_number(answer)
     return float(wanted is not None and last_number(completion) == wanted)
 

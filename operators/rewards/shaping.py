@@ -14,6 +14,10 @@ def kl_penalty(logprobs: Array, ref_logprobs: Array, mask: Array, beta: float = 
     -beta * (log mu(y|x) - log ref(y|x)): the KL term in the reward of InstructGPT (arXiv 2203.02155, equation 2), whose
     mean over rollouts is -beta * KL(mu || ref). Assumes both log-probabilities at the same temperature. logprobs,
     ref_logprobs, mask: [tokens of the rollout], summed where the mask is true.
+
+    >>> import numpy as np
+    >>> kl_penalty(np.array([0.0, -1.0]), np.array([0.0, -3.0]), np.array([0, 1]), beta=0.5)
+    -1.0
     """
     chosen = np.asarray(mask, bool)
     gap = np.asarray(logprobs, np.float64)[chosen] - np.asarray(ref_logprobs, np.float64)[chosen]
@@ -26,6 +30,10 @@ def overlong(max_tokens: int, buffer_tokens: int, name: str = "overlong") -> Sco
     arXiv 2503.14476, equation 13: 0 up to max_tokens - buffer_tokens, from there linearly to -1 at max_tokens, and -1
     beyond. max_tokens: the generator's. buffer_tokens: the last tokens, in which it rises.
     Raises GraphError for a buffer that is empty or longer than the whole.
+
+    >>> import numpy as np
+    >>> overlong(max_tokens=100, buffer_tokens=20)(np.ones(90))
+    -0.5
     """
     for knob, value in (("max_tokens", max_tokens), ("buffer_tokens", buffer_tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -1,4 +1,4 @@
-"""Bubblewrap: where it is, how it is called, and whether it can make a sandbox on this machine."""
+"""Bubblewrap: where it is, and how it is called."""
 
 import functools
 import os
@@ -23,35 +23,15 @@ def find() -> str | None:
     return shutil.which(os.environ.get(VARIABLE) or "bwrap")
 
 
-def fault() -> str | None:
-    """Why no sandbox can be made on this machine, in three parts; None where a program has run in one."""
+def missing() -> str | None:
+    """Why bubblewrap cannot be called on this machine, in three parts; None where its program is there."""
     if not sys.platform.startswith("linux"):
         return f"model-written code runs in a sandbox of Linux, but this is {sys.platform}; run it on Linux"
-    program = find()
-    if program is None:
-        named = os.environ.get(VARIABLE)
-        where = f"{VARIABLE} names {named!r}, which is no program" if named else "`bwrap` is not on PATH"
-        return f"model-written code needs bubblewrap as its sandbox, but {where}; {_INSTALL}"
-    return _probed(program)
-
-
-@functools.cache
-def _probed(program: str) -> str | None:
-    from operators.sandbox.runner import Limits, SandboxError, Script, run
-
-    try:
-        (outcome,) = run("print(6 * 7)", [Script("")], Limits(time_s=10.0))
-    except SandboxError as error:
-        found = str(error)
-    else:
-        if outcome.passed and outcome.output == "42\n":
-            return None
-        found = f"the trial program {outcome.note or f'printed {outcome.output!r}'}"
-    return (
-        f"{program} cannot make a sandbox for model-written code on this machine: {found}; allow unprivileged user "
-        f"namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
-        f"kernel.apparmor_restrict_unprivileged_userns; in a container, its seccomp profile), and see docs/sandbox.md"
-    )
+    if find() is not None:
+        return None
+    named = os.environ.get(VARIABLE)
+    where = f"{VARIABLE} names {named!r}, which is no program" if named else "`bwrap` is not on PATH"
+    return f"model-written code needs bubblewrap as its sandbox, but {where}; {_INSTALL}"
 
 
 def command(program: str, tmp_bytes: int) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import RunError
-from operators.sandbox.bwrap import command, fault, find
+from operators.sandbox.bwrap import command, find, missing
 from operators.sandbox.inside.driver import CALL, CHECK, HEAD, OUTCOME, SCRIPT
 from operators.sandbox.inside.wire import encode, write_frame
 
@@ -97,7 +97,7 @@ def run(source: str, tests: Sequence[Test], limits: Limits) -> Generator[Outcome
     """
     program = find()
     if program is None:
-        raise SandboxError(fault() or "bubblewrap was there a moment ago; try again")
+        raise SandboxError(missing() or "bubblewrap was there a moment ago; try again")
     request = _request(source, tests, limits)
     try:
         process = subprocess.Popen(

@@ -217,7 +217,9 @@ class Journal:
             last=context.ledger.last_step(context.node), checkpoint=self.kept_step, keep_steps=context.keep_steps,
             staying=context.folder.checkpoints_of(context.own_folder).staying() if self.every else None,
         )  # fmt: skip
-        retention.remove(context, upto, kind="step", own=context.own_folder)
+        retention.remove(
+            context.folder, context.ledger, context.node, upto, kind="step", log=context.log, own=context.own_folder
+        )
 
     def _record(self, step: int, place: Path) -> None:
         if self.context.ledger is not None:

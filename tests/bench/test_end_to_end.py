@@ -109,8 +109,8 @@ def test_every_case_and_system_writes_its_line(tmp_path: Path, cases: list[str],
 
 
 def test_a_missing_trl_is_a_line_that_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.end_to_end.has_trl", lambda: False)
-    monkeypatch.setattr("bench.end_to_end.make_policy", lambda *args, **knobs: None)
+    monkeypatch.setattr("bench.end_to_end.__main__.has_trl", lambda: False)
+    monkeypatch.setattr("bench.end_to_end.__main__.make_policy", lambda *args, **knobs: None)
     options = argparse.Namespace(systems=["trl"], cases=["even"], policies=tmp_path, quick=True, repeats=1, threads=1)
     assert not run_all(options, Report("end_to_end", tmp_path / "lines.jsonl"))
     (line,) = map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())
@@ -118,8 +118,8 @@ def test_a_missing_trl_is_a_line_that_says_how_to_install_it(tmp_path: Path, mon
 
 
 def test_a_run_that_fails_is_a_line_and_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.end_to_end.make_policy", lambda *args, **knobs: None)
-    monkeypatch.setattr("bench.end_to_end.measure", lambda *args: "exit status 1: no policy")
+    monkeypatch.setattr("bench.end_to_end.__main__.make_policy", lambda *args, **knobs: None)
+    monkeypatch.setattr("bench.end_to_end.__main__.measure", lambda *args: "exit status 1: no policy")
     options = argparse.Namespace(systems=["plain"], cases=["tail"], policies=tmp_path, quick=True, repeats=1, threads=1)
     assert run_all(options, Report("end_to_end", tmp_path / "lines.jsonl"))
     (line,) = map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())

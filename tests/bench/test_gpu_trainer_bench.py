@@ -12,6 +12,8 @@ from bench.gpu.systems import TINY
 from bench.gpu.trainer import Load, flops, make_module, make_rows
 from bench.report import Report
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 FIGURES = {
     "bench", "case", "system", "tokens_per_s", "matrix_share", "flops_per_s", "seconds", "step_s", "warm_s",
 }  # fmt: skip

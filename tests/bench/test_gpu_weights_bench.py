@@ -9,6 +9,8 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import weights as gpu_weights
 from bench.report import Report
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 FIGURES = {
     "bench",
     "case",

@@ -12,7 +12,7 @@ from bench.weight_plane import __main__ as weight_plane
 from bench.weight_plane import pair as weight_plane_pair
 from bench.weight_plane import systems as weight_plane_systems
 from bench.weight_plane.cases import Case, Job, Outcome, Seat, stalls
-from bench.weight_plane.systems import Announcing, Told
+from bench.weight_plane.ends import Announcing, Told
 
 SMALL = ["--mib", "1", "--tensors", "3", "--repeats", "1", "--updates", "2"]
 CASE = Case(1, 3)

@@ -108,4 +108,4 @@ def test_every_figure_that_the_page_explains_is_one_of_a_run(policy: Path, promp
 def test_every_graph_has_a_row_in_the_readme() -> None:
     rows = {name for cell in first_cells(README, "# Graphs") for name in re.findall(r"`(\w+)\.py`", cell)}
     files = {path.stem for path in (ROOT / "graphs").glob("*.py")}
-    assert rows == files - {"__init__", "pipeline"}
+    assert rows == files - {"__init__"}

@@ -45,11 +45,11 @@ def copied(folder: Path) -> Path:
 
 def tried(law: Law, copy: Path) -> Word:
     """Break one law in the copy, ask its test, and mend it again."""
-    path = copy / law.file
+    path, made = law.broken(copy)
     whole = path.read_text()
     try:
-        _write(path, law.broken(whole))
-        return asked([law.test], copy)
+        _write(path, made)
+        return asked([law.test_id], copy)
     finally:
         _write(path, whole)
 

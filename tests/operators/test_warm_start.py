@@ -13,6 +13,8 @@ from operators.warm_start import WarmStartError, launch, warm_start
 from operators.warm_start.__main__ import ORPHANED
 from operators.warm_start.spec import RECORD_FILE, WarmStartSpec, recorded_fingerprint
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ALPHABET = "ab="
 EXAMPLES = [("ab=", "a"), ("ba=", "b"), ("aab=", "aa")]
 SMALL = {
@@ -27,7 +29,7 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(forked, tmp_path_factory):
     """A policy made by the real process, with what stderr showed meanwhile."""
     return warm_start(tmp_path_factory.mktemp("made") / "policy", examples=iter(EXAMPLES), **SMALL)
 
@@ -171,6 +173,7 @@ def test_a_warm_start_that_outlasts_its_limit_is_ended_with_its_process(tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("fresh")
 def test_the_process_ends_when_its_parent_is_gone(tmp_path):
     command = [sys.executable, "-m", "operators.warm_start", str(tmp_path), "--parent"]
     read_end, write_end = os.pipe()
@@ -211,6 +214,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path, fake_train
     assert capsys.readouterr().err == "warm start of p: step 4/4, loss 1.000\n"
 
 
+@pytest.mark.usefixtures("fresh")
 def test_the_caller_never_imports_torch(tmp_path):
     code = "import sys, operators.warm_start; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).strip() == "False"

@@ -17,6 +17,7 @@ from rigs.operators import mute, slow
 from dataflow import Graph, Model, RunError, run, scorer
 from dataflow.scheduler.control import Limits
 from dataflow.doctor.examine import examine
+from dataflow.scheduler.commands import ask_for_facts
 from dataflow.errors import DeadlineError
 from dataflow.folder.socket_folder import CONTROL
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -58,7 +59,7 @@ def said(folder: Path, pattern: str) -> str:
     found: list[str] = []
 
     def says() -> bool:
-        found.append(examine(folder))
+        found.append(examine(folder, ask_for_facts))
         return re.search(pattern, found[-1]) is not None
 
     with contextlib.suppress(AssertionError):

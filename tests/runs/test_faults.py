@@ -20,18 +20,18 @@ from rigs.operators import Around, Keep, built_by, signalled, slow, struck
 from rigs.policy import CONTEXT_TOKENS
 from rigs.programs import Program, program, under_way
 
+from dataflow.limits import Patience
 from dataflow import DataflowError, Graph, GraphError, Model, RunError, collect, inline, run, scorer, verify
 from dataflow.scheduler.control import Limits
 from dataflow.errors import DeadlineError, RecordError, WorkerDied
 from dataflow.folder.faults import FILE, STOPPED, restarts
 from dataflow.folder.ledger import Ledger
 from dataflow.node import Batch, Context, Runtime
-from dataflow.scheduler.recovery import Patience
 from dataflow.folder.run_folder import RunFolder
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Prompts
 
-pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
 
 __all__ = ["program"]
 

@@ -12,12 +12,12 @@ import pytest
 from rigs.graphs import fake_graph
 from rigs.operators import Around, struck
 
+from dataflow.limits import Patience
 from dataflow import Graph, Model, Result, inline, run
 from dataflow.scheduler.control import Limits
 from dataflow.planning.group_bytes import LEAST_MESSAGE_BYTES
 from dataflow.node import Batch, Context, Operator, Runtime
 from dataflow.records import GROUP_ID, SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
-from dataflow.scheduler.recovery import Patience
 from dataflow.folder.run_folder import read_arrow
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 

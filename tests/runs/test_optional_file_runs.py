@@ -10,6 +10,7 @@ from rigs.graphs import fake_graph, tiny_graph
 
 from dataflow import Devices, Result, cli, inline, run
 from dataflow.doctor.examine import examine
+from dataflow.scheduler.commands import ask_for_facts
 from dataflow.history.replay import Wishes, report_replay
 from dataflow.folder.run_folder import RunFolder
 
@@ -80,7 +81,7 @@ def looked_at(folder: Path) -> None:
     """Judged, shown and doctored as ever."""
     assert cli.check(folder) == 0
     assert cli.show(folder) == 0
-    assert "last step" in examine(folder)
+    assert "last step" in examine(folder, ask_for_facts)
 
 
 def test_the_list_of_extras_is_whole(half: Result, trained: Result) -> None:

@@ -14,7 +14,7 @@ from rigs.programs import Program, program, under_way
 
 __all__ = ["program"]
 
-pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[2]
 Start = Callable[..., Program]

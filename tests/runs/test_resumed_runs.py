@@ -16,7 +16,7 @@ from rigs.machine import wait_until
 from rigs.operators import struck
 
 from dataflow import Devices, Result, inline, run, verify
-from dataflow.folder.appended import File
+from dataflow.folder.arrow_log import File
 from dataflow.errors import OperatorError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder

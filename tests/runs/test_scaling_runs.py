@@ -32,7 +32,7 @@ from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Evaluate, Prompts
 from transport.data.outbox import Outbox
 
-pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[2]
 MODEL = Model("fake-policy")

@@ -23,7 +23,7 @@ from dataflow.folder.run_folder import RunFolder
 
 __all__ = ["program"]
 
-pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
 
 STEPS = 24
 ROOT = Path(__file__).parents[2]
@@ -175,6 +175,7 @@ def test_workers_that_would_wait_for_nobody_are_patient_with_a_scheduler_that_li
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
 def test_a_trainer_that_is_left_alone_ends_its_step_writes_a_checkpoint_and_the_run_goes_on_later(
     program: Start,
 ) -> None:

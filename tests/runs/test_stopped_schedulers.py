@@ -15,7 +15,7 @@ from test_suspended_runs import leaders, press_control_z, stands_still
 
 __all__ = ["program"]
 
-pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(240), pytest.mark.slow]
 
 Start = Callable[..., Program]
 

@@ -16,7 +16,7 @@ from dataflow.folder.faults import FILE
 
 __all__ = ["program"]
 
-pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(120)]
 
 IMPATIENT = {"hang_s": 2.0, "stuck_s": 2.0, "asleep_s": 2.0, "stall_s": 4.0, "slice_s": 4.0}
 """Seconds; a pause that anybody counted would be longer."""
@@ -126,6 +126,7 @@ def test_a_stopped_run_of_which_all_is_killed_leaves_no_process(program: Start) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
 def test_trainer_and_generator_that_stood_still_together_go_on_with_each_other(program: Start) -> None:
     running = program("learning", steps=60, adopt_s=2.0, limits={"hang_s": 5.0})
     under_way(running)

@@ -11,9 +11,9 @@ import pytest
 from rigs.graphs import tiny_graph
 from rigs.ranks import ranks_of
 
+from dataflow.limits import Patience
 from dataflow import GraphError, RunError, inline, run
 from dataflow.scheduler.control import Limits
-from dataflow.scheduler.recovery import Patience
 from dataflow.folder.run_folder import RunFolder
 
 pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(180)]

@@ -242,7 +242,7 @@ class SimulatedWorker:
                 loop.runtime.status(),
                 "blocked" if loop.blocked else "",
                 "ended" if loop.ended else "",
-                len(loop.holding),
+                len(loop.acknowledgements),
             )
             for node, loop in self.host.loops.items()
         }

@@ -18,11 +18,11 @@ from dataflow.folder import finished, snapshot
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history import resume
+from dataflow.limits import Patience
 from dataflow.records import GROUP_ID
 from dataflow.scheduler import control
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.failover import Successor
-from dataflow.scheduler.recovery import Patience
 from dataflow.worker import ports
 from dataflow.worker.host import Settings
 from operators.sources import prompt_runtime

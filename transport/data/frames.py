@@ -1,26 +1,24 @@
-"""Bytes on the wire: sealed msgpack headers, and record batches as Arrow IPC streams with a checksum.
+"""Bytes on the wire: sealed messages, and record batches as Arrow IPC streams with a checksum.
 
-A message is one header frame, and for `Data` one body frame. The header is a msgpack map (`kind` and the
-fields of the message) followed by its own xxh3_64, so that no byte of it can change unnoticed; `checksum`
-inside it covers the body. The body is a whole Arrow stream: schema, dictionaries, one batch. (Sending the
+A message is one header frame, and for `Data` one body frame. The header is what the codec makes of
+the message, followed by its own xxh3_64, so that no byte of it can change unnoticed; `checksum` inside it
+covers the body. The body is a whole Arrow stream: schema, dictionaries, one batch. (Sending the
 schema with every batch costs about 15 us; it spares dictionary columns a protocol of their own.)
 """
 
 import struct
-import typing
 from typing import Any, cast
 
-import msgpack
 import pyarrow as pa
 import xxhash
 
+from transport.codec import Codec
 from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
 from transport.errors import FrameError, SchemaMismatch
 
 SEAL_BYTES = 8
 MAX_HEADER_BYTES = 1 << 20
 _ALIGNMENT_BYTES = 8
-_NO_MAP = (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgpack.UnpackException)
 _UNREADABLE = (
     pa.ArrowException, ValueError, TypeError, KeyError, IndexError, OSError, MemoryError, StopIteration, struct.error,
 )  # fmt: skip
@@ -28,18 +26,12 @@ _HEADER_KIND, _HEADER, _DICTIONARY_BATCH, _RECORD_BATCH, _DATA, _COMPRESSION = 1
 """Of Arrow's Message.fbs: fields of Message, its kinds of header, and fields of DictionaryBatch and RecordBatch."""
 
 
-_KINDS: dict[str, type[Message]] = {cls.__name__.lower(): cls for cls in (Hello, Data, Welcome, Ack, Refusal)}
-_FIELDS = {
-    kind: tuple((name, typing.get_origin(hint) or hint) for name, hint in typing.get_type_hints(cls).items())
-    for kind, cls in _KINDS.items()
-}
-_LAYOUT = {cls: ({"kind": kind}, tuple(name for name, _ in _FIELDS[kind])) for kind, cls in _KINDS.items()}
+_CODEC: Codec[Message] = Codec("data", 1, Hello, Data, Welcome, Ack, Refusal, max_bytes=MAX_HEADER_BYTES - SEAL_BYTES)
 
 
 def encode_message(message: Message) -> bytes:
     """The header frame of a message."""
-    kind, names = _LAYOUT[type(message)]
-    packed: bytes = msgpack.packb(kind | {name: getattr(message, name) for name in names})
+    packed = _CODEC.encode(message)
     return packed + xxhash.xxh3_64_digest(packed)
 
 
@@ -51,29 +43,7 @@ def decode_message(frame: Any) -> Message:
     packed, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
     if xxhash.xxh3_64_digest(packed) != seal:
         raise FrameError(f"a header is damaged; its seal does not fit its {len(packed)} bytes; send it again")
-    try:
-        fields = msgpack.unpackb(packed, use_list=False)
-        kind = fields.pop("kind")
-        expected = _FIELDS[kind]
-    except _NO_MAP as error:
-        raise FrameError(
-            f"a header frame is no message; {type(error).__name__} in {len(packed)} sealed bytes; "
-            f"run the same version of this project on both sides"
-        ) from error
-    if len(fields) != len(expected) or not all(_fits(fields.get(name), hint) for name, hint in expected):
-        raise FrameError(
-            f"a '{kind}' header has the wrong fields; got {sorted(map(str, fields))}; "
-            f"run the same version of this project on both sides"
-        )
-    return _KINDS[kind](**fields)
-
-
-def _fits(value: object, kind: type) -> bool:
-    if type(value) is not kind:
-        return False
-    if kind is int:
-        return cast(int, value) >= 0
-    return kind is not tuple or all(type(one) is int and one >= 0 for one in cast(tuple[object, ...], value))
+    return _CODEC.decode(packed)
 
 
 def encode_schema(schema: pa.Schema) -> bytes:

@@ -10,6 +10,8 @@ receiver -> sender    Welcome   your window, and what I have of you: the rest is
 
 from dataclasses import dataclass
 
+from transport.codec import Natural
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
@@ -19,25 +21,25 @@ class Hello:
     """Name of the edge."""
     sender: str
     """Name of the sender, the same after a restart."""
-    epoch: int
+    epoch: Natural
     """Incarnation of the sender; larger after each restart."""
     schema: bytes
     """Arrow schema of the batches, as an IPC message."""
-    base: int
+    base: Natural
     """Lowest sequence number that may come."""
-    next: int
+    next: Natural
     """Sequence number that the next new batch will have."""
-    gone: tuple[int, ...]
+    gone: tuple[Natural, ...]
     """Sequence numbers from base on that will not come (again): acknowledged, or taken back."""
-    window_rows: int
+    window_rows: Natural
     """The window that the sender goes by: rows."""
-    window_bytes: int
+    window_bytes: Natural
     """The window that the sender goes by: bytes."""
-    window_number: int
+    window_number: Natural
     """Number of that window; 0: it goes by none yet."""
     ended: bool
     """Whether no batch will follow."""
-    number: int = 0
+    number: Natural = 0
     """Larger in each later Hello of this sender and epoch: so one read late, from a connection that broke, is known."""
 
 
@@ -49,19 +51,19 @@ class Data:
     """Name of the edge."""
     sender: str
     """Name of the sender."""
-    epoch: int
+    epoch: Natural
     """Incarnation of the sender."""
-    sequence: int
+    sequence: Natural
     """0, 1, 2, ... per sender, epoch and receiver."""
-    rows: int
+    rows: Natural
     """Rows of the batch."""
-    bytes: int
+    bytes: Natural
     """Length of the encoded batch."""
-    checksum: int
+    checksum: Natural
     """xxh3_64 of the encoded batch; 0 where no bytes are made."""
-    offset: int = 0
+    offset: Natural = 0
     """Bytes of the batch that earlier parts have."""
-    left: int = 0
+    left: Natural = 0
     """Bytes of the batch that later parts have."""
 
     @property
@@ -76,29 +78,29 @@ class Welcome:
 
     edge: str
     """Name of the edge."""
-    epoch: int
+    epoch: Natural
     """Incarnation of the receiver."""
-    window_rows: int
+    window_rows: Natural
     """The window: rows that may be unacknowledged."""
-    window_bytes: int
+    window_bytes: Natural
     """The window: encoded bytes that may be unacknowledged."""
-    window_number: int
+    window_number: Natural
     """Number of the window: larger, each time that the receiver says another."""
-    capacity_rows: int
+    capacity_rows: Natural
     """Rows that the receiver holds at most, of all senders."""
-    capacity_bytes: int
+    capacity_bytes: Natural
     """Bytes that the receiver holds at most, of all senders."""
-    max_message_bytes: int
+    max_message_bytes: Natural
     """Bytes of the largest message that it takes: a larger batch comes in parts."""
-    expected: int
+    expected: Natural
     """Sequence number that it has not seen yet; everything from here on is to be sent again."""
-    held: tuple[int, ...]
+    held: tuple[Natural, ...]
     """Sequence numbers below `expected` that are not acknowledged yet."""
     ended: bool
     """Whether it knows where the stream ends."""
-    answers: int = 0
+    answers: Natural = 0
     """Number of the newest Hello that it has of this sender, so that an answer read late is known."""
-    early: tuple[int, ...] = ()
+    early: tuple[Natural, ...] = ()
     """Of the batches that it holds, rows that are done with: as in Ack."""
 
 
@@ -108,17 +110,17 @@ class Ack:
 
     edge: str
     """Name of the edge."""
-    epoch: int
+    epoch: Natural
     """Incarnation of the receiver."""
-    sequences: tuple[int, ...]
+    sequences: tuple[Natural, ...]
     """The batches; none when only the window changed."""
-    window_rows: int
+    window_rows: Natural
     """The window from now on: rows."""
-    window_bytes: int
+    window_bytes: Natural
     """The window from now on: encoded bytes."""
-    window_number: int
+    window_number: Natural
     """Number of the window."""
-    early: tuple[int, ...] = ()
+    early: tuple[Natural, ...] = ()
     """Rows that the consumer is done with before the rest of their batches, which stay unacknowledged and keep their
     credit: sequence number, first row, number of rows; and so on."""
 

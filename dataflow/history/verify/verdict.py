@@ -56,6 +56,14 @@ def verify(run_path: str | Path) -> Verdict:
     """Judge the run in a folder by its ledger.db, rollouts/*.arrow, metrics.jsonl and config.json.
 
     A run under way may be judged too. Errors: RunFolderError when there is no folder at `run_path`.
+
+    >>> from dataflow import Graph, inline, run, verify
+    >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+    >>> g = Graph("tiny")
+    >>> FakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts(size=4))))
+    >>> folder = run(g, on=inline(), runs="runs", quiet=True).folder
+    >>> verify(folder).line
+    'clean: 4 issued = 4 trained + 0 dropped + 0 in flight; 2 steps'
     """
     folder = RunFolder.open(run_path)
     findings = Findings()

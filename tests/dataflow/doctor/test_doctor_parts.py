@@ -16,7 +16,6 @@ import pytest
 from rigs.machine import wait_until
 
 from dataflow.doctor.examine import examine
-from dataflow.doctor.facts import Frame, Thread
 from dataflow.doctor.gather import gather
 from dataflow.doctor.history import History, marks
 from dataflow.doctor.logs import last_error
@@ -24,8 +23,10 @@ from dataflow.doctor.report import report
 from dataflow.errors import DeadlineError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
+from dataflow.scheduler.commands import ask_for_facts
 from dataflow.scheduler.stall_watch import Attendant
 from dataflow.system import processes, stacks
+from dataflow.system.stacks import Frame, Thread
 from dataflow.worker.host import Settings
 
 # States from beats
@@ -176,8 +177,8 @@ def test_a_process_that_answers_no_message_still_dumps_its_stacks(
 
 
 def test_a_process_that_has_a_file_of_the_run_open_is_found(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    assert sleeper.pid in [pid for pid, _ in processes.holding(tmp_path.resolve())]
-    assert processes.holding(tmp_path / "elsewhere") == []
+    assert sleeper.pid in [pid for pid, _ in processes.using(tmp_path.resolve())]
+    assert processes.using(tmp_path / "elsewhere") == []
 
 
 # Reports
@@ -247,7 +248,7 @@ def test_a_report_has_every_part(folder: RunFolder) -> None:
 
 def test_of_a_run_that_is_over_the_folder_tells(folder: RunFolder) -> None:
     folder.append_metrics({"step": 1, "loss": 0.5})
-    text = examine(folder.path)
+    text = examine(folder.path, ask_for_facts)
     assert "it did not come to its end" in text and "none has a file of this run open" in text
     assert "3 issued = 1 trained + 0 dropped + 2 in flight (1 issued, 1 scored)" in text
     assert '"loss": 0.5' in text
@@ -257,7 +258,7 @@ def test_a_scheduler_that_was_killed_is_told_as_that(folder: RunFolder) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     folder.write_json("control.json", {"address": "ipc:///nowhere", "pid": ended.pid})
-    assert f"its scheduler (pid {ended.pid}) has ended without an end of the run" in examine(folder.path)
+    assert f"its scheduler (pid {ended.pid}) has ended without an end of the run" in examine(folder.path, ask_for_facts)
 
 
 # Within the scheduler

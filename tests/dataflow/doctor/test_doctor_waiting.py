@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from dataflow.doctor.facts import Awaited, Edge, Facts, Feedback, Node, Process, Worker
+from dataflow.doctor.facts import Awaited, Edge, Facts, Feedback, Node, Worker
 from dataflow.doctor.verdict import verdict
 from dataflow.doctor.waiting import ends, seconds, trouble, waits
+from dataflow.system.processes import Process
 
 PATHS = {"prompts": [("prompts", "generator"), ("generator", "reward"), ("reward", "trainer")],
          "held_out": [("held_out", "generator"), ("generator", "reward"), ("reward", "eval")]}  # fmt: skip

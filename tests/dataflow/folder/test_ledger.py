@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataflow.folder.ledger import Ledger, LedgerError, PlannedStep
-from dataflow.folder.ledger.schema import SCHEMA_VERSION, STATES, WAL_BYTES, connect
+from dataflow.folder.ledger import Ledger, LedgerError, PlannedStep, schema
+from dataflow.folder.ledger.schema import SCHEMA_VERSION, STATES, connect
 
 
 @pytest.fixture
@@ -380,13 +380,17 @@ def test_who_reads_holds_no_flush_up_and_what_was_flushed_is_all_that_was_commit
         assert reader.execute("SELECT count(*) FROM steps").fetchone() == (0,), "it still reads what it began with"
 
 
-def test_the_log_is_cut_when_who_read_for_long_has_ended(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    with contextlib.closing(reads_for_ever(ledger.path)):
-        while ledger.wal_bytes <= 2 * WAL_BYTES:
-            issue(ledger, 20_000)
-    for _ in range(3):  # one moves the log into the database, the next begins it anew
-        issue(ledger, 20_000)
-    assert ledger.wal_bytes <= WAL_BYTES
+def test_the_log_is_cut_when_who_read_for_long_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = 100
+    monkeypatch.setattr(schema, "WAL_PAGES", pages)
+    monkeypatch.setattr(schema, "WAL_BYTES", pages * 4096)
+    with Ledger.create(tmp_path / "short.db", {"actor": ["prompts"]}) as ledger:
+        with contextlib.closing(reads_for_ever(ledger.path)):
+            while ledger.wal_bytes <= 2 * schema.WAL_BYTES:
+                issue(ledger, 500)
+        for _ in range(3):  # one moves the log into the database, the next begins it anew
+            issue(ledger, 500)
+        assert ledger.wal_bytes <= schema.WAL_BYTES
 
 
 def test_a_forked_process_may_not_use_its_parents_connection(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:

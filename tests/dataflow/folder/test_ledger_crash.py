@@ -4,19 +4,21 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from rigs.ending import at_end
+from rigs.examples import examples
 
-import dataflow
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.ledger.schema import STATES
+from dataflow.system.forking import fork
 
 TRAINERS = ("actor", "critic")
 
@@ -116,55 +118,82 @@ class Histories(RuleBasedStateMachine):
             assert self.ledger.last_step(node) == self.steps[node]
 
 
-Histories.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+Histories.TestCase.settings = examples(40, stateful_step_count=25)
 test_the_identity_holds_after_every_call_of_any_history = Histories.TestCase
 
 
-GENERATOR = """
-import sys
-from dataflow.ledger import Ledger
-with Ledger.open(sys.argv[1]) as ledger:
-    while True:
-        first = ledger.next_group_id("prompts")
-        if first - 4 * ledger.last_step("trainer") > 64:
-            continue
-        groups = range(first, first + 8)
-        ledger.issue("prompts", [(group, str(group)) for group in groups])
-        for state in ("generating", "generated", "scored"):
-            ledger.advance("prompts", groups, state)
-        print(first + 8, flush=True)
-"""
-TRAINER = """
-import sys
-from dataflow.ledger import Ledger
-with Ledger.open(sys.argv[1]) as ledger:
-    step = ledger.last_step("trainer")
-    while True:
-        ready = [group.group_id for group in ledger.in_flight("prompts") if group.state == "scored"][:4]
-        if len(ready) == 4:
+Say = Callable[[int], None]
+
+
+def generate(path: Path, say: Say) -> None:
+    """Issues groups and has them scored until it is killed; says how many were."""
+    with Ledger.open(path) as ledger:
+        while True:
+            first = ledger.next_group_id("prompts")
+            if first - 4 * ledger.last_step("trainer") > 64:
+                time.sleep(0.001)
+                continue
+            groups = range(first, first + 8)
+            ledger.issue("prompts", [(group, str(group)) for group in groups])
+            for state in ("generating", "generated", "scored"):
+                ledger.advance("prompts", groups, state)
+            say(first + 8)
+
+
+def train(path: Path, say: Say) -> None:
+    """Commits steps of groups that are scored until it is killed; says which."""
+    with Ledger.open(path) as ledger:
+        step = ledger.last_step("trainer")
+        while True:
+            ready = [group.group_id for group in ledger.in_flight("prompts") if group.state == "scored"][:4]
+            if len(ready) < 4:
+                time.sleep(0.001)
+                continue
             step += 1
-            ledger.commit_step("trainer", step, version=step, source="prompts", trained=ready[:3],
-                               dropped={ready[3]: "stale"})
-            print(step, flush=True)
-"""
+            dropped = {ready[3]: "stale"}
+            ledger.commit_step("trainer", step, version=step, source="prompts", trained=ready[:3], dropped=dropped)
+            say(step)
 
 
-def start(program: str, ledger: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(Path(dataflow.__path__[0]).parent)}
-    return subprocess.Popen(
-        [sys.executable, "-c", program, str(ledger)], stdout=subprocess.PIPE, text=True, env=environment
-    )
+class Child:
+    """A fork of this process at work, which is spared the start of an interpreter, and what it says."""
 
+    def __init__(self, work: Callable[[Say], None]) -> None:
+        reading, writing = os.pipe()
+        self.pid = fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                with os.fdopen(writing, "w") as pipe:
+                    work(lambda number: print(number, file=pipe, flush=True))
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(writing)
+        self.pipe = os.fdopen(reading)
+        at_end(self.close)
 
-def kill(process: subprocess.Popen[str]) -> int:
-    """Kill at once and return the last number that the process had acknowledged."""
-    assert process.stdout is not None
-    process.send_signal(signal.SIGKILL)
-    with process.stdout as pipe:
-        written = pipe.read()
-    process.wait(timeout=30)
-    whole = written[: written.rfind("\n") + 1].split()
-    return int(whole[-1]) if whole else 0
+    def hear(self) -> int:
+        return int(self.pipe.readline())
+
+    def kill(self) -> int:
+        """Kill at once and return the last number that was acknowledged."""
+        os.kill(self.pid, signal.SIGKILL)
+        written = self.pipe.read()
+        self.ended()
+        whole = written[: written.rfind("\n") + 1].split()
+        return int(whole[-1]) if whole else 0
+
+    def ended(self) -> int:
+        """How it ended, once it has."""
+        pid, self.pid = self.pid, 0
+        return os.waitpid(pid, 0)[1]
+
+    def close(self) -> None:
+        self.pipe.close()
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            self.ended()
 
 
 def test_kills_at_any_moment_leave_the_laws_and_all_that_was_acknowledged(tmp_path: Path) -> None:
@@ -173,13 +202,11 @@ def test_kills_at_any_moment_leave_the_laws_and_all_that_was_acknowledged(tmp_pa
     chance = random.Random(0)
     issued = steps = 0
     for _ in range(4):
-        generator, trainer = start(GENERATOR, path), start(TRAINER, path)
-        assert generator.stdout is not None and trainer.stdout is not None
-        issued = max(issued, int(generator.stdout.readline()))
+        generator, trainer = Child(partial(generate, path)), Child(partial(train, path))
+        issued = max(issued, generator.hear())
         for _ in range(chance.randrange(1, 20)):
-            steps = max(steps, int(trainer.stdout.readline()))
-        first, second = chance.sample([generator, trainer], 2)
-        acknowledged = {first: kill(first), second: kill(second)}
+            steps = max(steps, trainer.hear())
+        acknowledged = {each: each.kill() for each in chance.sample([generator, trainer], 2)}
         issued, steps = max(issued, acknowledged[generator]), max(steps, acknowledged[trainer])
         with Ledger.open(path) as ledger:
             counts = ledger.counts("trainer")
@@ -191,11 +218,7 @@ def test_kills_at_any_moment_leave_the_laws_and_all_that_was_acknowledged(tmp_pa
         steps = last
 
 
-CRASHES = """
-import os, signal, sys
-from dataflow.ledger import Ledger
-
-def calls(ledger):
+def calls(ledger: Ledger) -> Iterator[object]:
     yield ledger.issue("prompts", [(4, "4"), (5, "5")])
     yield ledger.advance("prompts", range(6), "generated")
     yield ledger.commit_step("trainer", 1, version=1, source="prompts", trained=[0, 1], dropped={2: "stale"})
@@ -204,63 +227,60 @@ def calls(ledger):
     yield ledger.roll_back_to(1, "trainer")
     yield ledger.reissue("prompts", [3, 4])
 
-def state(ledger):
+
+def state(ledger: Ledger) -> tuple[object, ...]:
     return ledger.counts("trainer"), ledger.last_step("trainer"), str(ledger.replay_plan("trainer"))
 
-def crash_at(statement, path):
-    with Ledger.create(path, {"trainer": ["prompts"]}) as ledger:
-        ledger.issue("prompts", [(group, str(group)) for group in range(4)])
-    child = os.fork()
-    if child == 0:
+
+def begun(path: Path) -> Ledger:
+    ledger = Ledger.create(path, {"trainer": ["prompts"]})
+    ledger.issue("prompts", [(group, str(group)) for group in range(4)])
+    return ledger
+
+
+def crash_at(statement: int, path: Path) -> tuple[bool, tuple[object, ...]]:
+    """Whether a process that makes all calls was killed at this statement of SQL, and the state that it left."""
+
+    def work(say: Say) -> None:
         left = iter(range(statement))
         ledger = Ledger.open(path)
-        die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-        ledger._db.set_trace_callback(lambda _: next(left, None) is None and die())
+        ledger._db.set_trace_callback(lambda _: next(left, None) is None and os.kill(os.getpid(), signal.SIGKILL))
         for _ in calls(ledger):
             pass
-        os._exit(0)
-    killed = os.waitpid(child, 0)[1] != 0
+
+    begun(path).close()
+    killed = os.WIFSIGNALED(Child(work).ended())
     with Ledger.open(path) as ledger:
         return killed, state(ledger)
 
-with Ledger.create(sys.argv[1], {"trainer": ["prompts"]}) as ledger:
-    ledger.issue("prompts", [(group, str(group)) for group in range(4)])
-    whole = [state(ledger), *(state(ledger) for _ in calls(ledger))]
-statement, reached, killed = 0, 0, True
-while killed:
-    killed, found = crash_at(statement, f"{sys.argv[1]}.{statement}")
-    assert found in whole, f"a crash at statement {statement} left {found}"
-    assert whole.index(found) >= reached, f"a crash at statement {statement} lost {whole[reached]}"
-    reached = whole.index(found)
-    statement += 1
-assert reached == len(whole) - 1
-print(statement)
-"""
-
 
 def test_a_crash_at_any_statement_leaves_a_call_done_or_not_begun(tmp_path: Path) -> None:
-    process = start(CRASHES, tmp_path / "ledger.db")
-    statements = process.communicate(timeout=100)[0]
-    assert process.returncode == 0
-    assert int(statements) > 50
+    with begun(tmp_path / "ledger.db") as ledger:
+        whole = [state(ledger), *(state(ledger) for _ in calls(ledger))]
+    statement, reached, killed = 0, 0, True
+    while killed:
+        killed, found = crash_at(statement, tmp_path / f"ledger{statement}.db")
+        assert found in whole, f"a crash at statement {statement} left {found}"
+        assert whole.index(found) >= reached, f"a crash at statement {statement} lost {whole[reached]}"
+        reached = whole.index(found)
+        statement += 1
+    assert reached == len(whole) - 1
+    assert statement > 50
 
 
 def test_several_processes_write_at_once_and_every_group_is_trained_by_exactly_one(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     with Ledger.create(path, {"trainer": ["prompts"], "other": ["prompts"]}) as ledger:
         ledger.issue("prompts", [(group, str(group)) for group in range(400)])
-    program = """
-import sys
-from dataflow.ledger import Ledger
-with Ledger.open(sys.argv[1]) as ledger:
-    for step in range(1, 101):
-        ledger.commit_step(NODE, step, version=step, source="prompts", trained=range(4 * step - 4, 4 * step))
-"""
+
+    def write(node: str, say: Say) -> None:
+        with Ledger.open(path) as ledger:
+            for step in range(1, 101):
+                ledger.commit_step(node, step, version=step, source="prompts", trained=range(4 * step - 4, 4 * step))
+
     nodes = ("trainer", "other")
-    writers = [start(program.replace("NODE", repr(node)), path) for node in nodes]
-    assert [writer.wait(timeout=60) for writer in writers] == [0, 0]
-    for writer in writers:
-        writer.communicate()
+    writers = [Child(partial(write, node)) for node in nodes]
+    assert [writer.ended() for writer in writers] == [0, 0]
     with Ledger.open(path, readonly=True) as ledger:
         assert [ledger.verdict(node) for node in nodes] == [
             "clean: 400 issued = 400 trained + 0 dropped + 0 in flight"

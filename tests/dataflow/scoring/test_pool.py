@@ -20,6 +20,8 @@ from dataflow.scoring.calls import Call, Settings
 from dataflow.scoring.pool import Pool
 from dataflow.scoring.process import Chunk, Piece, pieces_of
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 MEETING = threading.Barrier(4)
 LATE = "no answer within 0.2 s"
 KINDS = {"one": {}, "processes": {"processes": 2}, "threads": {"concurrency": 4}, "tasks": {"concurrency": 4}}
@@ -304,7 +306,7 @@ def test_what_a_hung_call_started_ends_with_it(tmp_path: Path) -> None:
 ORPHAN = """
 import sys, time
 sys.path[:0] = {path!r}
-from tests.dataflow.test_pool import pool, submit
+from tests.dataflow.scoring.test_pool import pool, submit
 with pool("processes", timeout_s=600.0) as made:
     submit(made, ["hang"] * 8)
     while len(made.pids) < 3:

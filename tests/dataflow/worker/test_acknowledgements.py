@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataflow.worker.acknowledgements import Holding
+from dataflow.worker.acknowledgements import Acknowledgements
 
 
 class Acks(list[str]):
@@ -17,90 +17,90 @@ class Acks(list[str]):
 
 
 def test_a_delivery_is_acknowledged_when_the_next_nodes_are_done_with_all_of_it() -> None:
-    holding, acks = Holding(), Acks()
-    assert holding.arrive("a", "source", [1, 2], acks.of("first")) == [1, 2]
-    holding.sent("a", [1, 2], 2)
-    holding.done("a", "source", [1, 2])
+    held, acks = Acknowledgements(), Acks()
+    assert held.arrive("a", "source", [1, 2], acks.of("first")) == [1, 2]
+    held.sent("a", [1, 2], 2)
+    held.done("a", "source", [1, 2])
     for groups in ([1], [2], [1]):
-        holding.acknowledged("a", groups)
+        held.acknowledged("a", groups)
         assert not acks
-    holding.acknowledged("a", [2])
-    assert acks == ["first"] and not len(holding)
+    held.acknowledged("a", [2])
+    assert acks == ["first"] and not len(held)
 
 
 def test_of_a_delivery_each_group_but_the_last_is_told_by_itself() -> None:
-    holding, acks, told = Holding(), Acks(), list[int]()
-    holding.arrive("a", "source", [1, 2, 3], acks.of("first"), early=told.append)
-    holding.sent("a", [1, 2, 3], 1)
-    holding.done("a", "source", [1, 2, 3])
+    held, acks, told = Acknowledgements(), Acks(), list[int]()
+    held.arrive("a", "source", [1, 2, 3], acks.of("first"), early=told.append)
+    held.sent("a", [1, 2, 3], 1)
+    held.done("a", "source", [1, 2, 3])
     for group in (2, 3, 1):
         assert not acks
-        holding.acknowledged("a", [group])
+        held.acknowledged("a", [group])
     assert (told, acks) == ([2, 3], ["first"])
 
 
 def test_a_group_that_leads_to_nothing_is_done_with_the_runtime() -> None:
-    holding, acks = Holding(), Acks()
-    holding.arrive("a", "source", [1], acks.of("first"))
-    holding.sent("a", [1], 0)
-    holding.done("a", "source", [1])
+    held, acks = Acknowledgements(), Acks()
+    held.arrive("a", "source", [1], acks.of("first"))
+    held.sent("a", [1], 0)
+    held.done("a", "source", [1])
     assert acks == ["first"]
 
 
 def test_an_empty_delivery_is_acknowledged_at_once() -> None:
     acks = Acks()
-    assert Holding().arrive("a", "source", [], acks.of("empty")) == []
+    assert Acknowledgements().arrive("a", "source", [], acks.of("empty")) == []
     assert acks == ["empty"]
 
 
 def test_a_group_that_comes_again_is_not_new_and_its_latest_delivery_stands_for_it() -> None:
-    holding, acks = Holding(), Acks()
-    holding.arrive("a", "source", [1, 2], acks.of("old"))
-    assert holding.arrive("a", "source", [2, 3], acks.of("new")) == [3]
-    holding.done("a", "source", [1])
+    held, acks = Acknowledgements(), Acks()
+    held.arrive("a", "source", [1, 2], acks.of("old"))
+    assert held.arrive("a", "source", [2, 3], acks.of("new")) == [3]
+    held.done("a", "source", [1])
     assert acks == ["old"]
-    holding.done("a", "source", [2, 3])
+    held.done("a", "source", [2, 3])
     assert acks == ["old", "new"]
 
 
 def test_what_several_replicas_sent_is_acknowledged_to_each_of_them_when_it_has_an_outcome() -> None:
-    holding, acks = Holding(), Acks()
-    assert holding.arrive("a", "generator", [1], acks.of("first of 0"), "generator-0") == [1]
-    assert holding.arrive("a", "generator", [1], acks.of("of 1"), "generator-1") == []
+    held, acks = Acknowledgements(), Acks()
+    assert held.arrive("a", "generator", [1], acks.of("first of 0"), "generator-0") == [1]
+    assert held.arrive("a", "generator", [1], acks.of("of 1"), "generator-1") == []
     assert not acks, "the second one may be the only one that is asked for it again"
-    holding.arrive("a", "generator", [1], acks.of("second of 0"), "generator-0")
+    held.arrive("a", "generator", [1], acks.of("second of 0"), "generator-0")
     assert acks == ["first of 0"]
-    holding.done("a", "generator", [1])
+    held.done("a", "generator", [1])
     assert sorted(acks) == ["first of 0", "of 1", "second of 0"]
 
 
 def test_branches_and_lanes_are_told_apart() -> None:
-    holding, acks = Holding(), Acks()
+    held, acks = Acknowledgements(), Acks()
     for origin in ("left", "right"):
-        assert holding.arrive("a", origin, [1], acks.of(origin)) == [1]
-    assert holding.arrive("b", "left", [1], acks.of("other")) == [1]
-    assert holding.groups("a") == [1]
-    holding.sent("a", [1], 1)
-    holding.done("a", "left", [1])
-    holding.acknowledged("a", [1])
+        assert held.arrive("a", origin, [1], acks.of(origin)) == [1]
+    assert held.arrive("b", "left", [1], acks.of("other")) == [1]
+    assert held.groups("a") == [1]
+    held.sent("a", [1], 1)
+    held.done("a", "left", [1])
+    held.acknowledged("a", [1])
     assert not acks
-    holding.done("a", "right", [1])
+    held.done("a", "right", [1])
     assert sorted(acks) == ["left", "right"]
 
 
 def test_who_keeps_a_group_hears_that_it_has_an_outcome_also_where_it_began() -> None:
     released: list[tuple[str, int]] = []
-    holding = Holding(released=released.append)
-    holding.sent("a", [4], 1)
-    assert holding.groups("a") == [4]
-    holding.acknowledged("a", [4])
+    held = Acknowledgements(released=released.append)
+    held.sent("a", [4], 1)
+    assert held.groups("a") == [4]
+    held.acknowledged("a", [4])
     assert released == [("a", 4)]
 
 
 @settings(max_examples=150)
 @given(st.data())
 def test_every_delivery_is_acknowledged_once_and_none_while_a_group_of_it_is_needed(data: st.DataObject) -> None:
-    holding = Holding()
+    held = Acknowledgements()
     acked: Counter[int] = Counter()
     inside: set[int] = set()
     under_way: Counter[int] = Counter()
@@ -111,7 +111,7 @@ def test_every_delivery_is_acknowledged_once_and_none_while_a_group_of_it_is_nee
         act = data.draw(st.sampled_from(["arrive", "done", "acknowledged"]))
         if act == "arrive":
             groups = data.draw(st.sets(st.integers(0, 5), max_size=3))
-            new = holding.arrive("a", "source", sorted(groups), lambda number=number: acked.update([number]))
+            new = held.arrive("a", "source", sorted(groups), lambda number=number: acked.update([number]))
             assert set(new) == groups - newest.keys()
             deliveries[number] = groups
             inside |= set(new)
@@ -120,13 +120,13 @@ def test_every_delivery_is_acknowledged_once_and_none_while_a_group_of_it_is_nee
             group = data.draw(st.sampled_from(sorted(inside)))
             inside.discard(group)
             receivers = data.draw(st.integers(0, 2))
-            holding.sent("a", [group], receivers)
+            held.sent("a", [group], receivers)
             under_way[group] += receivers
-            holding.done("a", "source", [group])
+            held.done("a", "source", [group])
         elif act == "acknowledged" and +under_way:
             group = data.draw(st.sampled_from(sorted(+under_way)))
             under_way[group] -= 1
-            holding.acknowledged("a", [group])
+            held.acknowledged("a", [group])
         newest = {group: of for group, of in newest.items() if group in inside or under_way[group]}
         for number_of, groups in deliveries.items():
             is_needed = any(newest.get(group) == number_of for group in groups)

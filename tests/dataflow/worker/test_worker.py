@@ -7,9 +7,8 @@ import pytest
 
 from dataflow import Graph, Model
 from dataflow.errors import DeadlineError
-from dataflow.limits import Limits
+from dataflow.limits import Limits, Patience
 from dataflow.planning.plan import Devices, plan
-from dataflow.scheduler.recovery import Patience
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
 from dataflow.worker.worker import Worker

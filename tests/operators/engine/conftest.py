@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ def make_model() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def shared_model(make_model: Callable[..., Any]) -> Callable[[str, str], Any]:
+    """A model of a family that no test changes, one for each use: an engine attends otherwise than its oracle."""
+    return functools.cache(lambda family, use: make_model(family))
+
+
+@pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """One token per character of ALPHABET."""
     vocabulary = {"<pad>": PAD, "<eos>": EOS, **{letter: i + 2 for i, letter in enumerate(ALPHABET)}}
@@ -108,7 +115,9 @@ def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
         pytest.skip("no C compiler at hand")
 
     def make(model: Any, **knobs: Any) -> Any:
-        found = self_test.adapt(model, "tiny")
+        if "proof" not in vars(model):  # a model is proved once
+            model.proof = self_test.adapt(model, "tiny")
+        found = model.proof
         assert found.kernel is not None or native.kernel() is None
         knobs = {"slots": 16, "context_tokens": 64, "end_tokens": [EOS], "sampling": Sampling(), **knobs}
         kernel = found.kernel if request.param != "torch" else None

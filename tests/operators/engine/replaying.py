@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,15 +21,15 @@ def replayed(
 ) -> np.ndarray[Any, Any]:
     """Log-probabilities [tokens - start] of a completion, with keys and values kept from older versions."""
     ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64))[None]
-    found = []
-    cache = None
-    for place in range(start, ids.shape[1]):
-        model = models[int(versions[place])]
-        fed = ids[:, :start] if cache is None else ids[:, place - 1 : place]
-        output = model(input_ids=fed, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        logprobs = log_distribution(output.logits[:, -1], sampling or Sampling())
-        found.append(float(logprobs[0, ids[0, place]]))
+    found: list[float] = []
+    cache, fed = None, 0
+    for version, places in itertools.groupby(range(start, ids.shape[1]), lambda place: int(versions[place])):
+        drawn = ids[0, list(places)]
+        until = start + len(found) + len(drawn) - 1
+        output = models[version](input_ids=ids[:, fed:until], past_key_values=cache, use_cache=True)
+        cache, fed = output.past_key_values, until
+        logprobs = log_distribution(output.logits[0, -len(drawn) :], sampling or Sampling())
+        found += logprobs.gather(1, drawn[:, None])[:, 0].tolist()
     return np.array(found)
 
 

@@ -1,5 +1,7 @@
 """Greedy decoding from slots is what `model.generate` gives, for each family, whatever shares the slots."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -22,18 +24,27 @@ def starts(prompts, limits, copies=1):
     ]
 
 
+PROMPTS = [np.random.default_rng(size).integers(2, 32, size) for size in (1, 3, 9, 5, 33, 16, 17, 2, 7)]
+
+
+@pytest.fixture(scope="module")
+def generated(shared_model):
+    """By family: what `generate` gives to each prompt."""
+
+    @functools.cache
+    def of(family):
+        kept = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
+        model = shared_model(family, "oracle")
+        return [model.generate(torch.tensor(p)[None], **kept)[0, len(p) :].tolist() for p in PROMPTS]
+
+    return of
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "mixtral"])
-def test_greedy_output_is_that_of_generate(family, make_model, make_engine):
-    model = make_model(family)
-    random = np.random.default_rng(0)
-    prompts = [random.integers(2, 32, size) for size in (1, 3, 9, 5, 33, 16, 17, 2, 7)]
-    expected = [
-        model.generate(torch.tensor(p)[None], max_new_tokens=14, do_sample=False, pad_token_id=0)[0, len(p) :].tolist()
-        for p in prompts
-    ]
-    engine = make_engine(model, slots=3, sampling=Sampling(temperature=0.0))
-    found = drive(engine, starts(prompts, [len(p) + 14 for p in prompts]))
-    for i, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
+def test_greedy_output_is_that_of_generate(family, generated, shared_model, make_engine):
+    engine = make_engine(shared_model(family, "engine"), slots=3, sampling=Sampling(temperature=0.0))
+    found = drive(engine, starts(PROMPTS, [len(p) + 14 for p in PROMPTS]))
+    for i, (prompt, tokens) in enumerate(zip(PROMPTS, generated(family), strict=True)):
         assert found[i]["tokens"].tolist() == prompt.tolist() + tokens
         assert found[i]["reason"] == (STOPPED if tokens[-1] == 1 else TOO_LONG)
 

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 
 from dataflow.rollout_tokens import gather
 from operators.training.learner.packing import Packed, pack, split
@@ -29,7 +30,7 @@ def _path(packed: Packed, node: int) -> list[int]:
 
 
 @given(ROWS, st.booleans())
-@settings(max_examples=200)
+@examples(200)
 def test_every_trained_token_is_predicted_behind_its_own_prefix(rows, share):
     packed = pack(*_flat(rows), share=share)
     wanted = [(index, at) for index, row in enumerate(rows) for at, (_, chosen) in enumerate(row) if chosen and at > 0]
@@ -45,7 +46,7 @@ def test_every_trained_token_is_predicted_behind_its_own_prefix(rows, share):
 
 
 @given(ROWS)
-@settings(max_examples=200)
+@examples(200)
 def test_every_prefix_is_computed_exactly_once(rows):
     packed = pack(*_flat(rows))
     needed = set()
@@ -84,7 +85,7 @@ def test_long_rows_do_not_share_a_bucket_with_short_ones():
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12)), min_size=1, max_size=8), st.integers(1, 60),
     st.integers(0, 9),
 )  # fmt: skip
-@settings(max_examples=100)
+@examples(100)
 def test_micro_batches_hold_every_rollout_once_and_stay_below_the_limit(groups, limit, seed):
     draw = np.random.default_rng(seed)
     rows, ids = [], []

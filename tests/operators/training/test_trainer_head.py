@@ -336,14 +336,15 @@ def _doubled() -> torch.nn.Module:
 def test_a_model_that_does_more_to_its_logits_keeps_them_and_stays_right(make, monkeypatch):
     monkeypatch.setattr(policy, "MOST_LOGITS", 0)
     tree, _ = _tree()
+    oracle = make()
+    wanted = [
+        oracle(input_ids=torch.tensor([path])).logits[0, -1].log_softmax(-1)[target]
+        for path, target in zip(_paths(tree), tree.targets_T, strict=True)
+    ]
     for packed in (True, False):
         made = Policy(make(), packed=packed)
         assert not made.slices
         found, _ = made.logprobs(tree)
-        wanted = [
-            make()(input_ids=torch.tensor([path])).logits[0, -1].log_softmax(-1)[target]
-            for path, target in zip(_paths(tree), tree.targets_T, strict=True)
-        ]
         torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-4, atol=1e-4)
 
 

@@ -20,9 +20,9 @@ _VALUES: tuple[Any, ...] = (
 
 
 def fields_of(header: bytes) -> dict[str, Any]:
-    """What stands in a header."""
-    found: dict[str, Any] = msgpack.unpackb(header[: -frames.SEAL_BYTES])
-    return found
+    """What stands in a header: its kind and its fields."""
+    _, kind, fields = msgpack.unpackb(header[: -frames.SEAL_BYTES])
+    return {"kind": kind, **fields}
 
 
 def sealed(packed: bytes) -> bytes:
@@ -32,7 +32,13 @@ def sealed(packed: bytes) -> bytes:
 
 def header(**fields: Any) -> bytes:
     """A header with a right seal."""
-    return sealed(msgpack.packb(fields))
+    return sealed(packed(fields))
+
+
+def packed(fields: dict[str, Any]) -> bytes:
+    """A header without its seal."""
+    rest = {name: value for name, value in fields.items() if name != "kind"}
+    return msgpack.packb(["data/1", fields.get("kind"), rest])  # type: ignore[no-any-return]
 
 
 class Mutator:
@@ -132,9 +138,9 @@ class Mutator:
             case 1:
                 fields[self.pick(("extra", "", "epoch2"))] = self.pick(_VALUES)
             case 2 if "kind" in free:
-                fields["kind"] = self.pick(("hello", "data", "welcome", "ack", "refusal", "__class__", "", 7, None))
+                fields["kind"] = self.pick(("Hello", "Data", "Welcome", "Ack", "Refusal", "__class__", "", 7, None))
             case 3:
-                return sealed(self.patched(msgpack.packb({name: fields[name] for name in free} or {"kind": "data"})))
+                return sealed(self.patched(packed({name: fields[name] for name in free})))
             case _:
                 fields[self.pick(free)] = self.pick(_VALUES)
         return header(**fields)

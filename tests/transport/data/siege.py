@@ -163,7 +163,7 @@ class Siege:
             body = self.mutator.pick(self._others)
         batch = _read(body)
         rows = self.mutator.pick((1, 2, 3, 4, 5, 6, 7, 8)) if batch is None else batch.num_rows
-        data = {"kind": "data", "edge": "edge", "sender": self.liar, "epoch": 1, "sequence": sequence, "rows": rows}
+        data = {"kind": "Data", "edge": "edge", "sender": self.liar, "epoch": 1, "sequence": sequence, "rows": rows}
         data |= {"bytes": len(body), "checksum": xxhash.xxh3_64_intdigest(body)}
         if batch is not None:
             self.lies[self.liar, sequence].add(digest_of(batch))

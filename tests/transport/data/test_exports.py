@@ -6,7 +6,7 @@ import sys
 import transport.data
 
 
-def test_the_exported_names_are_these() -> None:
+def test_the_exported_names_of_the_data_plane_are_these() -> None:
     assert transport.data.__all__ == [
         "Delivery",
         "Keys",

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 
 from transport.data import Delivery, LocalNetwork, Receiver, Sender
 from transport.data.channel import LineEvent
@@ -136,7 +137,7 @@ ACTIONS = st.tuples(
 
 
 @given(st.integers(1, 3), st.lists(ACTIONS, max_size=120))
-@settings(max_examples=300)
+@examples(300)
 def test_everything_sent_is_acknowledged_in_the_end_whatever_breaks(
     senders: int, events: list[tuple[str, int, int]]
 ) -> None:

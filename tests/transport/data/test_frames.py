@@ -8,9 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 
+from transport.codec import Natural
 from transport.data import frames
 from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
 from transport.errors import FrameError, SchemaMismatch
@@ -20,11 +22,11 @@ from .rig import SCHEMA, make_batch
 _NUMBER = st.integers(0, 2**62)
 _NUMBERS = st.lists(_NUMBER, max_size=4).map(tuple)
 _HINTS: dict[Any, st.SearchStrategy[Any]] = {
-    int: _NUMBER,
+    Natural: _NUMBER,
     str: st.text(max_size=20),
     bytes: st.binary(max_size=20),
     bool: st.booleans(),
-    tuple[int, ...]: _NUMBERS,
+    tuple[Natural, ...]: _NUMBERS,
 }
 MESSAGES = st.one_of(
     *(
@@ -77,7 +79,7 @@ def _header(body: bytes, rows: int) -> Data:
 
 
 @given(batches())
-@settings(max_examples=200)
+@examples(200)
 def test_any_batch_comes_out_as_it_went_in(batch: pa.RecordBatch) -> None:
     header, body = pack(batch)
     decoded = frames.decode_batch(body, header, batch.schema)
@@ -87,13 +89,13 @@ def test_any_batch_comes_out_as_it_went_in(batch: pa.RecordBatch) -> None:
 
 
 @given(MESSAGES)
-@settings(max_examples=200)
+@examples(200)
 def test_any_message_comes_out_as_it_went_in(message: Message) -> None:
     assert frames.decode_message(frames.encode_message(message)) == message
 
 
 @given(MESSAGES, st.data())
-@settings(max_examples=200)
+@examples(200)
 def test_any_flipped_byte_in_a_header_is_refused(message: Message, data: st.DataObject) -> None:
     frame = bytearray(frames.encode_message(message))
     frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
@@ -102,7 +104,7 @@ def test_any_flipped_byte_in_a_header_is_refused(message: Message, data: st.Data
 
 
 @given(batches(), st.data())
-@settings(max_examples=200)
+@examples(200)
 def test_any_flipped_byte_in_a_body_is_refused(batch: pa.RecordBatch, data: st.DataObject) -> None:
     header, body = pack(batch)
     damaged = bytearray(body)
@@ -128,7 +130,7 @@ def test_every_single_flipped_bit_of_one_message_is_refused() -> None:
 
 
 @given(batches(), st.data())
-@settings(max_examples=300)
+@examples(300)
 def test_a_forged_body_with_a_right_checksum_is_refused_or_sound(batch: pa.RecordBatch, data: st.DataObject) -> None:
     forged = bytearray(pack(batch)[1])
     for _ in range(data.draw(st.integers(1, 3))):
@@ -177,7 +179,11 @@ def test_junk_is_never_a_message(junk: bytes) -> None:
         st.none() | st.booleans() | st.integers(0, 2**63) | st.text(max_size=5) | st.binary(max_size=5),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     )
-    | st.fixed_dictionaries({"kind": st.sampled_from(["data", "hello", "none"]), "edge": st.integers(0, 9)})
+    | st.tuples(
+        st.just("data/1"),
+        st.sampled_from(["Data", "Hello", "None"]),
+        st.fixed_dictionaries({"edge": st.text(max_size=2) | st.integers(0, 9)}),
+    )
 )
 def test_sealed_junk_is_never_a_message(value: object) -> None:
     packed = msgpack.packb(value)

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 
 from transport.data import Delivery, Receiver, Sender
 
@@ -186,7 +187,7 @@ ACTIONS = st.tuples(
 
 
 @given(st.integers(1, 2), st.lists(ACTIONS, max_size=200))
-@settings(max_examples=300)
+@examples(300)
 def test_no_batch_is_lost_whoever_joins_leaves_or_dies(senders: int, events: list[tuple[str, int, int, int]]) -> None:
     world = World(senders)
     for event in events:

@@ -31,7 +31,7 @@ Seen = dict[tuple[str, int, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def program() -> Iterator[subprocess.Popen[str]]:
+def program(forked: None) -> Iterator[subprocess.Popen[str]]:
     """The process that forks the ranks of one case after another."""
     environment = os.environ | ALONE | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(PROGRAM)]

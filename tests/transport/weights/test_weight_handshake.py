@@ -3,9 +3,9 @@
 import copy
 from dataclasses import replace
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from rigs.examples import examples
 
 from transport.weights.protocol.handshake import Pace, ReaderHandshake, WriterHandshake
 from transport.weights.protocol.messages import Fenced, Welcome
@@ -241,7 +241,7 @@ class World(RuleBasedStateMachine):
         assert len(set(epochs)) == len(epochs)
 
 
-World.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+World.TestCase.settings = examples(150, stateful_step_count=40)
 test_no_order_of_events_breaks_the_handshake = World.TestCase
 
 

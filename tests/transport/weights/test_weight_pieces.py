@@ -16,6 +16,8 @@ from transport.weights.executors.connection import Companion
 
 from .conftest import values
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SHAPES = {"rows": (8, 6), "columns": (8, 6), "fused": (8, 6), "whole": (6,)}
 PIECES = {
     "rows": ((8, 6), 0, ((4, 8),)), "columns": ((8, 6), 1, ((3, 6),)), "fused": ((8, 6), 0, ((2, 4), (6, 8))),

@@ -5,8 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 
 from transport.weights import LayoutMismatch
 from transport.weights.layout.layout import Layout
@@ -16,7 +17,7 @@ from transport.weights.layout.shards import Mesh, Shards
 from .sides import boxes, empty, execute, gather_then_shard, models, same, sides, whole
 
 pairs = models().flatmap(lambda tensors: st.tuples(st.just(tensors), sides(tensors, True), sides(tensors, False)))
-often = settings(max_examples=80)
+often = examples(80)
 
 
 def needed(layout: Layout) -> int:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from transport.weights import Layout, Mesh, memory
-from transport.weights.layout import reshard
+from transport.weights import Layout, Mesh, memory, reshard
 from transport.weights.sharded.chunks import parcels, parts
 from transport.weights.sharded.steps import compiled
 

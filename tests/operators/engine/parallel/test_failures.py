@@ -18,6 +18,8 @@ from operators.engine.parallel.launch import make_parallel
 from operators.engine.results import Start
 from operators.models.errors import ModelError
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[4]
 
 

@@ -33,6 +33,8 @@ from transport.weights.executors.shared_memory import HEADER_BYTES
 
 WAIT_S = 60.0
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 class Rig:
     """Rank 0 with its followers, and a trainer in this process."""

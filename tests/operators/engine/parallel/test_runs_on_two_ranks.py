@@ -17,8 +17,7 @@ from dataflow import Graph, run, verify
 from dataflow.errors import WorkerDied
 from dataflow.folder.faults import read_faults
 from dataflow.folder.run_folder import RunFolder
-from dataflow.limits import Limits
-from dataflow.scheduler.recovery import Patience
+from dataflow.limits import Limits, Patience
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("machine", "one_core")]
 

@@ -19,6 +19,8 @@ from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.stops import StopStrings
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "qwen3", "mistral", "gemma", "mixtral")]
 
 
@@ -135,6 +137,7 @@ def test_after_two_updates_each_rank_holds_exactly_its_slices(family, size, chan
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
 def test_four_ranks_draw_what_one_draws(declare, alone, together):
     declaration = declare("llama", {"num_key_value_heads": 4})
     assert_alike(drive(together(declaration, 4), groups()), drive(alone(declaration), groups()))

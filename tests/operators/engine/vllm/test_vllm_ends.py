@@ -12,6 +12,8 @@ from rigs.machine import wait_until
 
 from operators.engine.vllm.process import Process
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[4]
 HUNG = """
 import os, signal, sys, time

@@ -20,6 +20,8 @@ from operators.engine.vllm.engine import VllmEngine
 from operators.engine.vllm.process import PYTHON, interpreter
 from operators.models.errors import ModelError
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 MOST_STEPS = 200
 
 

@@ -38,7 +38,7 @@ class File:
                 yield batch
 
 
-class Appended:
+class ArrowLog:
     """The files of one ending in one folder.
 
     consumes: rows by `append`; the news that groups are done with, by `forget`
