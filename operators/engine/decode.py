@@ -15,20 +15,20 @@ import torch
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
-from operators.engine.attention import Kernel, Layout
+from operators.engine.attention import AttentionLayout, Kernel
 from operators.engine.cuda.available import drawing
 from operators.engine.cuda.graphs import GraphedDecode
 from operators.engine.cuda.late import LateFlags
-from operators.engine.ending import finished_rows
+from operators.engine.finish_reasons import ABORTED, BROKEN
+from operators.engine.finished_rows import finished_rows
 from operators.engine.kv_cache import KVCache, default_budget, page_count
 from operators.engine.new_tokens import new_tokens
 from operators.engine.pages import PAGE, Pages, fitting, pages_for, youngest
 from operators.engine.prefill import Fused, NewRow, Prefix, lay_out
-from operators.engine.reasons import ABORTED, BROKEN
 from operators.engine.results import FinishedRow, Row, Start, begun, finished_row
 from operators.engine.rows import Rows, put
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 from operators.models.errors import ModelError
 
 PREFILL_TOKENS = 4096
@@ -64,9 +64,9 @@ class Engine:
         """Prepare for up to `slots` rows of at most `context_tokens` tokens.
 
         Args:
-            model: a decoder that `proof.adapt` has switched to attention over pages.
-            kernel: what `proof.adapt` proved; None to attend with torch's operators.
-            fused: what `proof.adapt` proved to compute the whole model; None to call the model.
+            model: a decoder that `self_test.adapt` has switched to attention over pages.
+            kernel: what `self_test.adapt` found right; None to attend with torch's operators.
+            fused: what `self_test.adapt` found to compute the whole model; None to call the model.
             token_bytes: bytes of keys and values that one position takes in all layers.
             cache_bytes: budget of the KV-cache; None: a share of the memory that is free now.
             on_update: keep the keys and values of unfinished rows when weights change, or recompute them.
@@ -330,16 +330,16 @@ class Engine:
         tokens, places = torch.cat([rows.last, fresh.tokens]), torch.cat([rows.positions, fresh.positions])
         return self._call(tokens, places, self._put(np.concatenate([np.arange(n), n + fresh.last])), layout)
 
-    def _layout(self, fresh: NewRow | None) -> Layout:
+    def _layout(self, fresh: NewRow | None) -> AttentionLayout:
         rows = self.rows
         runs, shared = rows.runs() if self._kernel is not None else (None, None)
-        return Layout(
+        return AttentionLayout(
             self.cache, rows.positions, rows.longest, rows.table, runs, shared,
             None if fresh is None else fresh.layout, self._kernel,
         )  # fmt: skip
 
     def _call(
-        self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int, layout: Layout
+        self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int, layout: AttentionLayout
     ) -> torch.Tensor:
         """Logits [kept, V] of the flattened row [N]."""
         output: Any = self.model(

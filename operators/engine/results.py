@@ -9,7 +9,7 @@ from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
 from dataflow.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from dataflow.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.pages import PAGE, pages_for
 from operators.engine.results import Row
 from operators.engine.sampler import RowSampling, Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 
 FIRST_TOKENS = 32
 """Positions per slot that the tables begin with."""

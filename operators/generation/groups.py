@@ -23,7 +23,7 @@ from dataflow.records import (
     AnyArray,
 )
 from dataflow.rollout_tokens import RolloutTokens
-from operators.engine.reasons import BROKEN, STOPPED
+from operators.engine.finish_reasons import BROKEN, STOPPED
 from operators.engine.results import FinishedRow
 
 REASONS = ("stop", "length", "error")
@@ -33,7 +33,7 @@ NOT_FINITE = "the model's logits are not finite; found NaN or infinity after {} 
 
 
 @dataclass(slots=True)
-class Rollout:
+class EndedRollout:
     """One rollout that ended."""
 
     tokens: RolloutTokens
@@ -54,7 +54,7 @@ class Rollout:
         )
 
 
-class Arrival:
+class PromptBatch:
     """A batch of prompts, one a group, and which of them are not finished; one without any is acknowledged at once."""
 
     def __init__(self, batch: Batch) -> None:
@@ -62,7 +62,7 @@ class Arrival:
 
 
 @dataclass(slots=True)
-class Group:
+class PromptGroup:
     """A prompt and its rollouts."""
 
     lane: str
@@ -70,7 +70,7 @@ class Group:
     size: int
     """Rollouts."""
     min_version: int
-    arrival: Arrival
+    arrival: PromptBatch
     row: int
     """Which row of the arrival it is."""
     prompt: AnyArray
@@ -79,7 +79,7 @@ class Group:
     """Rollouts that have no slot yet."""
     left: int
     """Rollouts that have not ended."""
-    rows: list[Rollout | None] = field(default_factory=list)
+    rows: list[EndedRollout | None] = field(default_factory=list)
     mark: int | None = None
     """Of what is on the disk of its rollouts; None where nothing is written down."""
     written: list[int] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Group:
             if rollout.finish_reason is None:
                 self.partial[position] = rollout
                 continue
-            self.rows[position] = Rollout(
+            self.rows[position] = EndedRollout(
                 RolloutTokens.joined([RolloutTokens.given(self.prompt), rollout.tokens]), len(self.prompt),
                 REASONS.index(rollout.finish_reason), rollout.text, is_written=True,
             )  # fmt: skip
@@ -126,24 +126,26 @@ class Group:
 
     def fail(self, error: str) -> None:
         """End all its rollouts with this error, before any token."""
-        self.rows = [Rollout(RolloutTokens.joined(()), 0, BROKEN, "", error)] * self.size
+        self.rows = [EndedRollout(RolloutTokens.joined(()), 0, BROKEN, "", error)] * self.size
         self.unstarted = self.left = 0
 
 
-def collect(finished: Sequence[FinishedRow], tickets: dict[int, tuple[Group, int]]) -> list[Group]:
+def collect(finished: Sequence[FinishedRow], tickets: dict[int, tuple[PromptGroup, int]]) -> list[PromptGroup]:
     """Give each finished row to its group; the groups that are complete by it."""
     complete = []
     for row in finished:
         group, position = tickets.pop(row.ticket)
         error = NOT_FINITE.format(len(row.tokens) - row.start) if row.reason == BROKEN else None
-        group.rows[position] = Rollout(row.tokens, row.start, row.reason, row.text, error)
+        group.rows[position] = EndedRollout(row.tokens, row.start, row.reason, row.text, error)
         group.left -= 1
         if not group.left:
             complete.append(group)
     return complete
 
 
-def rollouts(groups: Sequence[Group], tokenizer: Any, ends: frozenset[int], *, masks: bool = False) -> pa.RecordBatch:
+def rollouts(
+    groups: Sequence[PromptGroup], tokenizer: Any, ends: frozenset[int], *, masks: bool = False
+) -> pa.RecordBatch:
     """The prompts' rows of complete groups of one lane, once for each rollout, with the rollout columns.
 
     ends: ids of end tokens, which are left out of the completion's text. masks: add the column sampling_mask.
@@ -167,7 +169,7 @@ def rollouts(groups: Sequence[Group], tokenizer: Any, ends: frozenset[int], *, m
     return batch
 
 
-def _prompt_rows(groups: Sequence[Group], sizes: AnyArray) -> pa.RecordBatch:
+def _prompt_rows(groups: Sequence[PromptGroup], sizes: AnyArray) -> pa.RecordBatch:
     """The rows that the groups came from, each as often as it has rollouts, with the size that they got."""
     slices = [group.arrival.batch.records.slice(group.row, 1) for group in groups]
     table = pa.Table.from_batches(slices).combine_chunks()
@@ -176,7 +178,7 @@ def _prompt_rows(groups: Sequence[Group], sizes: AnyArray) -> pa.RecordBatch:
     return batch.set_column(at, batch.schema.field(at), pa.array(np.repeat(sizes, sizes).astype(np.int32)))
 
 
-def _texts(rows: Sequence[Rollout], tokenizer: Any, ends: frozenset[int]) -> list[str]:
+def _texts(rows: Sequence[EndedRollout], tokenizer: Any, ends: frozenset[int]) -> list[str]:
     """What each rollout wrote, without its end token or stop string."""
     unsaid = [i for i, row in enumerate(rows) if row.text is None]
     wanted = []

@@ -15,7 +15,7 @@ from dataflow.records import ROUND_SIZE
 from dataflow.worker.host import in_flight
 from operators.engine.interface import DecodingEngine
 from operators.engine.knobs import GeneratorKnobs
-from operators.generation.groups import Group
+from operators.generation.groups import PromptGroup
 
 NEVER = np.iinfo(np.int64).max // 2
 """Tokens that no rollout comes to."""
@@ -40,7 +40,7 @@ class PartialRollouts:
         self._files, self._seed, self._every, self._masks = files, seed, every, masks
         self._steps = 0
 
-    def recall(self, group: Group, may_go_on: Callable[[PartialRollout], bool]) -> None:
+    def recall(self, group: PromptGroup, may_go_on: Callable[[PartialRollout], bool]) -> None:
         """Let a group that is about to start begin with what is on the disk of it, unless it is of an evaluation.
 
         may_go_on: whether a rollout that has drawn this much, or ended with it, may still be trained.
@@ -60,7 +60,7 @@ class PartialRollouts:
             group.go_on(found)
             self.recalled += sum(len(rollout.tokens) for rollout in found.values())
 
-    def write(self, engine: DecodingEngine, tickets: Mapping[int, tuple[Group, int]]) -> None:
+    def write(self, engine: DecodingEngine, tickets: Mapping[int, tuple[PromptGroup, int]]) -> None:
         """Write down what has grown, if so many steps have passed. tickets: group and position of live rollouts.
 
         Raises RunFolderError when the disk refuses.
@@ -74,7 +74,7 @@ class PartialRollouts:
             group, position = tickets[ticket]
             return NEVER if group.mark is None else group.written[position]
 
-        def add(group: Group, position: int, rollout: PartialRollout) -> None:
+        def add(group: PromptGroup, position: int, rollout: PartialRollout) -> None:
             assert group.mark is not None, "it was asked for"
             group.written[position] = rollout.end
             rows[group.lane].append(PartialRow(group.group_id, position, group.mark, rollout))
@@ -114,7 +114,7 @@ def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> Partia
     return PartialRollouts(files, seed=context.seed, every=declaration.segment_tokens, masks=declaration.sampling_mask)
 
 
-def mark_of(seed: int, group: Group) -> int:
+def mark_of(seed: int, group: PromptGroup) -> int:
     """A checksum of what a group's rollouts depend on beside weights: the run's seed, the prompt's tokens. int64."""
     prompt = np.ascontiguousarray(group.prompt, np.int64).tobytes()
     return xxhash.xxh3_64_intdigest(f"{seed}/{group.lane}/{group.group_id}/".encode() + prompt) - (1 << 63)

@@ -18,7 +18,7 @@ from operators.engine.make import make_engine
 from operators.engine.results import Start
 from operators.generation import groups
 from operators.generation.admission import Admission
-from operators.generation.groups import Arrival, Group
+from operators.generation.groups import PromptBatch, PromptGroup
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.tokenize import encode
 
@@ -41,16 +41,16 @@ class GeneratorRuntime(Runtime):
         built = make_engine(declaration, context)
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._context_tokens = self.engine.context_tokens
-        self._admission: Admission[Group] = Admission(context.bounds, declaration.in_flight)
+        self._admission: Admission[PromptGroup] = Admission(context.bounds, declaration.in_flight)
         self._reader: WeightsIn | None = None
         if built.reader is not None:
             self._reader = built.reader()
         elif context.reader is not None:
             self._reader = context.reader(self.engine.tensors)
         self._told_dropped = 0
-        self._tickets: dict[int, tuple[Group, int]] = {}
+        self._tickets: dict[int, tuple[PromptGroup, int]] = {}
         self._next_ticket = 0
-        self._complete: list[Group] = []
+        self._complete: list[PromptGroup] = []
         self._partial = partial_rollouts_of(declaration, context)
         self._first_version = -1 if self._reader is not None else 0
         """The first that it took."""
@@ -67,7 +67,7 @@ class GeneratorRuntime(Runtime):
     def push(self, batch: Batch) -> None:
         """Tokenize the prompts into their lane's queue; what cannot be served is complete at once."""
         records = batch.records
-        arrival = Arrival(batch)
+        arrival = PromptBatch(batch)
         if not records.num_rows:
             return
         texts = records.column(PROMPT).to_pylist()
@@ -76,7 +76,7 @@ class GeneratorRuntime(Runtime):
         for row, (prompt, group_id, asked, min_version) in enumerate(zip(encoded, *numbers, strict=True)):
             size = asked or self._declaration.group_size
             tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
-            group = Group(
+            group = PromptGroup(
                 lane=batch.lane,
                 group_id=group_id,
                 size=size,
@@ -173,11 +173,11 @@ class GeneratorRuntime(Runtime):
         left = self.engine.spare_pages
         dropped = max(self._told_dropped, int(note.get("dropped", 0)))
 
-        def prepare(group: Group) -> None:
+        def prepare(group: PromptGroup) -> None:
             if self._partial is not None and group.mark is None:
                 self._partial.recall(group, lambda rollout: self._may_go_on(group, rollout, dropped))
 
-        def fit(group: Group, wanted: int) -> int:
+        def fit(group: PromptGroup, wanted: int) -> int:
             nonlocal left
             going_on = min(wanted, len(group.partial))  # they wait for pages as parked ones do
             if going_on == wanted:
@@ -206,7 +206,7 @@ class GeneratorRuntime(Runtime):
                 break
         return starts
 
-    def _start(self, group: Group, count: int) -> Start:
+    def _start(self, group: PromptGroup, count: int) -> Start:
         """Begin `count` more rollouts of a group."""
         if group.unstarted == len(group.order or group.rows):
             self._started.setdefault(group.lane, []).append(group.group_id)
@@ -224,14 +224,14 @@ class GeneratorRuntime(Runtime):
             partial=[group.partial.pop(position, None) for position in positions],
         )
 
-    def _may_go_on(self, group: Group, rollout: PartialRollout, dropped: int) -> bool:
+    def _may_go_on(self, group: PromptGroup, rollout: PartialRollout, dropped: int) -> bool:
         """Whether a rollout may be gone on with that an earlier process began."""
         left = self._limit(group) - len(group.prompt) - len(rollout.tokens)
         if left < (0 if rollout.finish_reason else 1):
             return False
         return self._admission.may_go_on(group.lane, group, rollout.tokens.versions, self._first_version, dropped)
 
-    def _limit(self, group: Group) -> int:
+    def _limit(self, group: PromptGroup) -> int:
         """Most tokens of prompt and completion."""
         return min(self._context_tokens, len(group.prompt) + self._declaration.max_tokens)
 
@@ -241,7 +241,7 @@ class GeneratorRuntime(Runtime):
             for lane, ids in self._started.items():
                 self._context.ledger.advance(lane, ids, "generating")
         self._started = {}
-        by_lane: dict[str, list[Group]] = {}
+        by_lane: dict[str, list[PromptGroup]] = {}
         for group in self._complete:
             by_lane.setdefault(group.lane, []).append(group)
         self._complete = []

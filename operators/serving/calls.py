@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dataflow.rollout_tokens import RolloutTokens
-from operators.engine.reasons import ABORTED, BROKEN, STOPPED
+from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED
 from operators.serving.errors import ApiError
 from operators.serving.exchanges import Exchange
 from operators.serving.requests import Request
@@ -59,7 +59,7 @@ class Choice:
 
 
 @dataclass(eq=False)
-class Part:
+class CallPrompt:
     """One prompt of a call, its rollouts, and what the engine was asked for."""
 
     group: CallGroup
@@ -105,7 +105,11 @@ class Call:
     """
 
     def __init__(
-        self, request: Request, parts: Sequence[Part], ends: frozenset[int], finished: Callable[[Part], None]
+        self,
+        request: Request,
+        parts: Sequence[CallPrompt],
+        ends: frozenset[int],
+        finished: Callable[[CallPrompt], None],
     ) -> None:
         """Nothing heard yet."""
         self.request, self.parts = request, parts
@@ -133,7 +137,7 @@ class Call:
                 return ApiError(choice.failed, choice.error or "the rollout failed", code="rollout_failed")
         return self.unrecorded
 
-    def hear(self, part: Part, news: News) -> None:
+    def hear(self, part: CallPrompt, news: News) -> None:
         """Something happened to a rollout."""
         if part.choices[news.position].finish_reason is not None:
             return

@@ -16,8 +16,8 @@ import structlog
 
 from dataflow.errors import DeadlineError, RunError
 from dataflow.rollout_tokens import RolloutTokens
+from operators.engine.finish_reasons import ABORTED, BROKEN
 from operators.engine.interface import DecodingEngine
-from operators.engine.reasons import ABORTED, BROKEN
 from operators.serving.work import News, Work
 
 if TYPE_CHECKING:

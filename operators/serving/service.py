@@ -19,9 +19,9 @@ import xxhash
 
 from dataflow.errors import RunError
 from dataflow.rollout_tokens import RolloutTokens
-from operators.engine.reasons import ABORTED
+from operators.engine.finish_reasons import ABORTED
 from operators.serving.bounds import Bounds, Budget
-from operators.serving.calls import Call, Choice, Part
+from operators.serving.calls import Call, CallPrompt, Choice
 from operators.serving.engine_thread import EngineThread, Overloaded
 from operators.serving.errors import ApiError, bad, too_long
 from operators.serving.exchanges import Encoded, Exchanges, encode
@@ -198,7 +198,7 @@ class Service:
         encoded: Encoded,
         session: str | None,
         request_id: str,
-    ) -> Part:
+    ) -> CallPrompt:
         if not encoded.tokens:
             raise bad(
                 "messages" if request.kind == "chat" else "prompt",
@@ -221,7 +221,7 @@ class Service:
         )
         first = place * request.n
         choices = [Choice(first + i, Transcript(self.vocabulary, request.stop)) for i in range(request.n)]
-        return Part(group, choices, text)
+        return CallPrompt(group, choices, text)
 
     def _check_room(self, call: Call) -> None:
         """Refuse a call that the context has no room for; it is recorded, as any rollout that came to nothing."""
@@ -239,7 +239,7 @@ class Service:
                         call.hear(other, News(position, RolloutTokens.joined(()), ABORTED, error.message))
                 raise error
 
-    def _work(self, call: Call, part: Part, sampling: Any, stop: Any) -> Work:
+    def _work(self, call: Call, part: CallPrompt, sampling: Any, stop: Any) -> Work:
         post = asyncio.get_running_loop().call_soon_threadsafe
 
         def tell(news: News) -> None:
@@ -258,7 +258,7 @@ class Service:
         )
         return part.work
 
-    def _over(self, part: Part) -> None:
+    def _over(self, part: CallPrompt) -> None:
         """All rollouts of a prompt have ended: record them, and remember what may be gone on from."""
         for exchange in part.exchanges(self.vocabulary, self._ends):
             self._exchanges.add(exchange)

@@ -17,11 +17,11 @@ import torch
 from dataflow.errors import RunError
 from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel import group
-from operators.engine.parallel.member import Member, state_of
-from operators.engine.parallel.shards import Piece
+from operators.engine.parallel.member import RankEngine, state_of
+from operators.engine.parallel.shards import TensorSlice
 from operators.engine.parallel.words import plain_start, start_of
 from operators.engine.results import FinishedRow, Start
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 from operators.ranks.channel import Channel
 from operators.ranks.exchange import Exchange, named, next_word
 from operators.ranks.watch import Watch
@@ -38,9 +38,9 @@ class Lockstep:
 
     def __init__(
         self,
-        member: Member,
+        member: RankEngine,
         exchange: Exchange,
-        others: Sequence[Mapping[str, Piece]],
+        others: Sequence[Mapping[str, TensorSlice]],
         clock: Callable[[], float],
         *,
         own_slices: bool = False,
@@ -118,7 +118,7 @@ class Lockstep:
 
 
 def follow(
-    member: Member, channel: Channel, rank: int, wait_s: float, watch: Watch, beside: WeightsBeside | None = None
+    member: RankEngine, channel: Channel, rank: int, wait_s: float, watch: Watch, beside: WeightsBeside | None = None
 ) -> None:
     """Do what rank 0 says until it says that all is over.
 

@@ -14,7 +14,7 @@ from dataflow.rollout_tokens import RolloutTokens
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 
 
 def plain_start(start: Start) -> dict[str, Any]:

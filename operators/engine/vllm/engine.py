@@ -24,13 +24,13 @@ from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.records import AnyArray
-from operators.engine.reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
+from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import FinishedRow, Row, Start, finished_row
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 from operators.engine.vllm.live import Live
 from operators.engine.vllm.process import INSTALL, SERVER, Process, environment_of, interpreter
-from operators.engine.vllm.weights import Weights, check_names
+from operators.engine.vllm.weights import VllmWeights, check_names
 from operators.models.errors import ModelError
 from operators.models.loading import load_model
 
@@ -107,7 +107,7 @@ class VllmEngine:
         folder = _folder(model)
         check_names(model, dict(module.named_parameters()), folder)
         self.vocabulary = int(module.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-        self._weights = Weights(module, model.dtype, device)
+        self._weights = VllmWeights(module, model.dtype, device)
         self.tensors: dict[str, torch.Tensor] = self._weights.tensors
         del module
         self._process = Process(

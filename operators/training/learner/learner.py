@@ -18,14 +18,14 @@ from dataflow.staleness import NO_TOKEN
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.learner.loss_function import LossFunction
 from operators.training.learner.memory import Parked
-from operators.training.learner.nonfinite import Findings, not_finite
-from operators.training.learner.packing import Array, Packed, pack, split
+from operators.training.learner.nonfinite import NotFinite, not_finite
+from operators.training.learner.packing import Array, TokenTree, pack, split
 from operators.training.learner.rows import StepRows, whitened
 from operators.training.learner.together import Alone, Together
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StepOutcome:
     """What a step did; measures are over the tokens that were computed."""
 
     loss: float
@@ -56,7 +56,7 @@ class Forward(Protocol):
 
     module: Any
 
-    def computed(self, packed: Packed, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """What the loss wants of `loss_function.WITH_GRADIENT`, each [T], and `new_logprobs` or `new_values` always."""
 
 
@@ -179,7 +179,7 @@ class Learner:
         self._totals.append(total.detach().to(torch.float64))
         self._measure(losses, computed, given, rows.oldest_R[row_T], row_T)
 
-    def end(self, learning_rate: float) -> Outcome:
+    def end(self, learning_rate: float) -> StepOutcome:
         """Clip, update the weights and report; the weights stay as they were when anything was not finite."""
         assert self._diagnostics is not None
         for parameter in self.parameters.values():
@@ -204,7 +204,7 @@ class Learner:
             self.optimizer.step()
         else:
             culprit = str(self.findings())
-        return Outcome(
+        return StepOutcome(
             loss=loss, grad_norm=grad_norm, measures=self._diagnostics.measures(found, most), nodes=round(computed),
             culprit=culprit,
         )  # fmt: skip
@@ -249,7 +249,7 @@ class Learner:
     def close(self) -> None:
         """Give back what it holds beside its model."""
 
-    def findings(self) -> Findings:
+    def findings(self) -> NotFinite:
         """What of the step was not finite, on this rank."""
         assert self._rows is not None
         rollouts: list[int] = []
@@ -257,7 +257,7 @@ class Learner:
             found = np.unique(row_T[bad_T.cpu().numpy()])
             rollouts += self._rows.rollout_ids_R[found].tolist()
         gradients = {name: weight.grad for name, weight in self.parameters.items() if weight.grad is not None}
-        return Findings(rollouts, not_finite(self.parameters), not_finite(gradients))
+        return NotFinite(rollouts, not_finite(self.parameters), not_finite(gradients))
 
     def _tensor(self, values: Array, like: Tensor) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))

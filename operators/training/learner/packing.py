@@ -24,7 +24,7 @@ BUCKET_GROWTH = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class TokenTree:
     """A micro-batch as a tree of tokens; all arrays int64."""
 
     tokens_N: Array
@@ -52,7 +52,7 @@ class Packed:
         return len(self.tokens_N)
 
 
-def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) -> Packed:
+def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) -> TokenTree:
     """Pack rollouts for one pass through the model.
 
     tokens_S: integer [S]. mask_S: bool [S], true where the policy chose the token; a first token is never
@@ -88,7 +88,7 @@ def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) 
     place_R = np.empty(rollouts, np.int64)
     place_R[order_R] = np.arange(rollouts)
     heads_U, head_T = np.unique(node_R_L[place_R[row_T], at_T - 1], return_inverse=True)
-    return Packed(
+    return TokenTree(
         tokens_N=sorted_R_L[new_R_L].astype(np.int64),
         positions_N=np.nonzero(new_R_L)[1],
         buckets=buckets,

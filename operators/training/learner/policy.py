@@ -21,7 +21,7 @@ from operators.training.learner.packed_attention import (
     probe,
     switch_to_packed,
 )
-from operators.training.learner.packing import Array, Packed
+from operators.training.learner.packing import Array, TokenTree
 
 ROUNDED_TOLERANCE = 0.1
 """PROBE_TOLERANCE where logits are rounded to 16 bits, and the sliced head's are not."""
@@ -62,13 +62,13 @@ class Policy:
         """Whether large micro-batches are computed without ever holding all logits."""
         return self._head is not None
 
-    def computed(self, packed: Packed, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """`new_logprobs` and, where wanted, `entropy`; see `logprobs`."""
         logprobs_T, entropy_T = self.logprobs(packed, left_T, entropy="entropy" in wanted)
         return {"new_logprobs": logprobs_T} | ({} if entropy_T is None else {"entropy": entropy_T})
 
     def logprobs(
-        self, packed: Packed, left_T: SamplingMask | None = None, *, entropy: bool = False
+        self, packed: TokenTree, left_T: SamplingMask | None = None, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities [T] of the trained tokens and, where asked for, the entropy [T] in nats.
 
@@ -98,7 +98,7 @@ class Policy:
         )
 
     def _through_head(
-        self, head: HeadModule, packed: Packed, left_T: SamplingMask | None, entropy: bool
+        self, head: HeadModule, packed: TokenTree, left_T: SamplingMask | None, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """`logprobs`, computed in the model's last layer, for all nodes or for one bucket of rows after the other."""
         shape = Shape(scale=head.after.scale / self.temperature, cap=head.after.cap)
@@ -125,7 +125,7 @@ class Policy:
                 found_T = torch.cat(found)[self._to(np.argsort(np.concatenate(places)))]
         return found_T[:, 0], found_T[:, 1] if entropy else None
 
-    def _logits(self, packed: Packed) -> Tensor:
+    def _logits(self, packed: TokenTree) -> Tensor:
         """Logits [U, V] at the nodes that trained tokens are predicted from."""
         with computing(self._compute, self._device):
             if self.packs:
@@ -133,11 +133,11 @@ class Policy:
             logits = [self._run_padded(packed, bucket).logits.flatten(0, 1) for bucket in packed.buckets]
             return torch.cat(logits)[self._to(packed.back_N[packed.heads_U])]
 
-    def _run_packed(self, packed: Packed) -> Any:
+    def _run_packed(self, packed: TokenTree) -> Any:
         """The model on all nodes at once; its last layer sees those of U."""
         return self.module(logits_to_keep=self._to(packed.heads_U), **packed_inputs(packed, self._device))
 
-    def _run_padded(self, packed: Packed, bucket: Array) -> Any:
+    def _run_padded(self, packed: TokenTree, bucket: Array) -> Any:
         """The model on right-padded rows, where its attention cannot be replaced; its last layer sees them all."""
         return self.module(input_ids=self._to(packed.tokens_N)[self._to(bucket)], use_cache=False)
 
@@ -165,7 +165,7 @@ class Policy:
         return self.logprobs(probe(self.module))[0]
 
 
-def _by_bucket(packed: Packed) -> Iterator[tuple[Array, Array, Array, Array]]:
+def _by_bucket(packed: TokenTree) -> Iterator[tuple[Array, Array, Array, Array]]:
     """Each bucket, with the places in it that trained tokens are predicted from, for each such token an index into
     them, and which of the T it is."""
     at_U = packed.back_N[packed.heads_U]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dataflow.rollout_tokens import SamplingMask
     from operators.training.learner.learner import Forward, Learner
-    from operators.training.learner.packing import Packed
+    from operators.training.learner.packing import TokenTree
 
 
 class Sharded:
@@ -39,7 +39,7 @@ class Sharded:
         forward._device = device  # type: ignore[attr-defined]
         self._whole = whole
 
-    def computed(self, packed: Packed, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """As the forward's."""
         found: dict[str, Tensor] = self._whole(packed, left_T, wanted)
         return found
@@ -53,7 +53,7 @@ class _Whole(nn.Module):
         self.module = forward.module
         self._computed = forward.computed
 
-    def forward(self, packed: Packed, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def forward(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         return self._computed(packed, left_T, wanted)
 
 

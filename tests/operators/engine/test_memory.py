@@ -11,7 +11,7 @@ from replaying import drive, recomputed
 from rigs.examples import examples
 
 from operators.engine.attention import attend
-from operators.engine.reasons import ABORTED
+from operators.engine.finish_reasons import ABORTED
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 

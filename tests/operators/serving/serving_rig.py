@@ -14,7 +14,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dataflow.rollout_tokens import RolloutTokens
-from operators.engine.reasons import ABORTED, STOPPED, TOO_LONG
+from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
 from operators.engine.results import Row, finished_row
 from operators.serving.app import make_app
 from operators.serving.serve import attend, bind, make_service

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from serving_rig import END, byte_tokenizer
 
 from dataflow.rollout_tokens import RolloutTokens
-from operators.engine.reasons import STOPPED, TOO_LONG
-from operators.serving.calls import Call, Choice, Part
+from operators.engine.finish_reasons import STOPPED, TOO_LONG
+from operators.serving.calls import Call, CallPrompt, Choice
 from operators.serving.requests import parse
 from operators.serving.responses import Chunks, whole
 from operators.serving.rows import CallGroup
@@ -28,7 +28,7 @@ def call_of(kind, n, stops):
         group_id=0, size=n, prompt="x", prompt_tokens=(5,), session=None, request_id="r", created_ms=0, model="m",
         parent=None, reused=0, seeds=[0] * n, parameters={},
     )  # fmt: skip
-    part = Part(group, [Choice(i, Transcript(VOCABULARY, request.stop)) for i in range(n)], "x")
+    part = CallPrompt(group, [Choice(i, Transcript(VOCABULARY, request.stop)) for i in range(n)], "x")
     return Call(request, [part], ENDS, lambda part: None), part
 
 

@@ -24,7 +24,7 @@ from transformers import (
 from dataflow.rollout_tokens import SamplingMask
 from operators.training.learner import head, policy
 from operators.training.learner.head import Shape, Wanted, logprobs_of_hidden, slice_width
-from operators.training.learner.packing import Packed, pack
+from operators.training.learner.packing import TokenTree, pack
 from operators.training.learner.policy import Policy
 
 ROWS, IDS, WIDTH = 7, 53, 5
@@ -296,7 +296,7 @@ def test_large_micro_batches_never_ask_the_model_for_its_logits(monkeypatch):
     assert sizes == [1, 2]
 
 
-def _paths(tree: Packed) -> list[list[int]]:
+def _paths(tree: TokenTree) -> list[list[int]]:
     """Tokens before each trained one."""
     flat = np.concatenate([bucket.ravel() for bucket in tree.buckets])
     starts = np.concatenate([np.repeat(np.arange(0, b.size, b.shape[1]), b.shape[1]) for b in tree.buckets])

@@ -7,7 +7,7 @@ import transformers
 
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
-from operators.engine.reasons import STOPPED, TOO_LONG
+from operators.engine.finish_reasons import STOPPED, TOO_LONG
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.self_test import adapt

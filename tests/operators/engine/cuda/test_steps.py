@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from operators.engine.decode import Engine
-from operators.engine.reasons import ABORTED, STOPPED, TOO_LONG
+from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.self_test import adapt
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 
 VOCABULARY = 32
 ENDS = [1, 7]

@@ -14,7 +14,7 @@ from dataflow.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.parallel.words import declaration_of, plain_declaration, plain_start, start_of
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 from operators.generator import Generator
 from operators.ranks.channel import Channel
 

@@ -12,12 +12,12 @@ import xxhash
 from replaying import drive
 
 from dataflow.node import Context
+from operators.engine.finish_reasons import ABORTED
 from operators.engine.make import make_engine
 from operators.engine.parallel.launch import make_parallel
-from operators.engine.reasons import ABORTED
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 
 pytestmark = pytest.mark.usefixtures("forked")
 

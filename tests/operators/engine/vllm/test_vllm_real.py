@@ -13,10 +13,10 @@ from test_runtime import prompts as batch_of
 
 from dataflow.model import Model
 from dataflow.node import Context
-from operators.engine.reasons import ABORTED, STOPPED, TOO_LONG
+from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 from operators.generator import Generator
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

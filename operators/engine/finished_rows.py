@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dataflow.records import AnyArray
-from operators.engine.reasons import BROKEN, STOPPED, TOO_LONG
+from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import FinishedRow
 from operators.engine.rows import Rows
 
