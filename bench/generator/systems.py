@@ -106,10 +106,8 @@ class Driven:
                 raise Late(f"{len(left)} of {len(lengths)} rollouts were not done after {deadline_s:g} s")
             if not waiting and steady is None:
                 steady = (engine.drawn - drawn) / seconds
-            finished = engine.step(self._starts(load, waiting))
-            if finished is not None:
-                for ticket, end, start in zip(finished.tickets, finished.lengths, finished.starts, strict=True):
-                    lengths[ticket] = int(end - start)
+            for row in engine.step(self._starts(load, waiting)):
+                lengths[row.ticket] = len(row.tokens) - row.start
         return Made(lengths=lengths, seconds=time.perf_counter() - began, steady_tokens_per_s=steady)
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ def _calls(
     shape: Shape, load: Load, device: torch.device, attend: Callable[..., torch.Tensor]
 ) -> tuple[Callable[[], None], int]:
     """Attention of a few layers with memory of their own, rows in the middle of their completions; bytes of one."""
-    from operators.engine.attention import Layout
+    from operators.engine.attention import AttentionLayout
     from operators.engine.kv_cache import KVCache
     from operators.engine.pages import PAGE, pages_for
 
@@ -67,7 +67,9 @@ def _calls(
     rng = np.random.default_rng(0)
     table = torch.from_numpy(rng.permutation(load.rollouts * each).astype(np.int32)).view(load.rollouts, each)
     at = load.prompt + rng.integers(0, load.tokens, load.rollouts)
-    layout = Layout(KVCache(load.rollouts * each), torch.from_numpy(at).to(device), each * PAGE, table.to(device))
+    layout = AttentionLayout(
+        KVCache(load.rollouts * each), torch.from_numpy(at).to(device), each * PAGE, table.to(device)
+    )
     query = torch.randn(heads, load.rollouts, width, device=device).to(dtype)
     key = torch.randn(kv_heads, load.rollouts, width, device=device).to(dtype)
     pages = [layout.cache.layer(layer, key[None], key[None]) for layer in range(LAYERS)]

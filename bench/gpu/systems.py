@@ -135,8 +135,7 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
             found = engine.step(starts)
             if time.monotonic() > until:
                 found, waiting = engine.abort(range(load.rollouts)), []
-            if found is not None:
-                lengths += (found.lengths - found.starts).tolist()
+            lengths += [len(row.tokens) - row.start for row in found]
         wait(engine.device)
         return lengths
 

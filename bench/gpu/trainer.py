@@ -170,15 +170,19 @@ def make_module(shape: Shape, device: torch.device) -> Any:
 
 def make_rows(load: Load, vocabulary: int) -> Any:
     """Rollouts that have nothing in common, as a step's rows."""
+    from dataflow.rollout_tokens import RolloutTokens
     from operators.training.learner.rows import StepRows
 
     draw = np.random.default_rng(0)
     count, total = load.rollouts, load.rollouts * load.tokens
     mask = np.tile(np.arange(load.tokens) >= load.prompt, count)
     return StepRows(
-        tokens_S=draw.integers(1, vocabulary, total).astype(np.int32), mask_S=mask,
+        tokens=RolloutTokens(
+            draw.integers(1, vocabulary, total).astype(np.int32), mask,
+            np.where(mask, -np.log(vocabulary), 0.0).astype(np.float32), np.where(mask, 0, -1).astype(np.int32),
+        ),
         offsets=np.arange(count + 1) * load.tokens, groups_R=np.arange(count), rollout_ids_R=np.arange(count),
         oldest_R=np.zeros(count, np.int64),
         columns_R={"advantage": np.where(np.arange(count) % 2, 1.0, -1.0)},
-        columns_S={"logprobs": np.where(mask, -np.log(vocabulary), 0.0).astype(np.float32)},
+        columns_S={},
     )  # fmt: skip

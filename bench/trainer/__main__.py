@@ -33,7 +33,7 @@ from bench.trainer.batches import CASES, make_rollouts
 SYSTEMS = ("packed", "unshared", "padded", "trl")
 INSTALL = "install it with pip install 'dataflow-rl[bench]'"
 HEAD_S = 90.0
-"""Kept for the head."""
+"""SamplingMask for the head."""
 WIDTH = 160
 """Columns of the table, where the output is no terminal that says more."""
 

@@ -85,7 +85,7 @@ def packed(setting: Setting, *, share: bool = True) -> System:
             raise RuntimeError(f"the step is not finite: {outcome.culprit}")
 
     rows = step_rows(groups, learner.loss.columns)
-    return System(step, learner.forward.module, packing(rows.tokens_S, rows.mask_S, rows.offsets).nodes)
+    return System(step, learner.forward.module, packing(rows.tokens.ids, rows.tokens.mask, rows.offsets).nodes)
 
 
 def padded(setting: Setting) -> System:

@@ -1,16 +1,15 @@
 """What unfinished rollouts have drawn, in Arrow files of the run folder: a crash costs a long rollout its last tokens.
 
-A generator's process appends stretches of rollouts now and then, and lets go of a group when it has an outcome: files
-<node>/<replica>-<attempt>-<number>.<lane>.parts (dataflow.folder.arrow_log) beside the finished ones. The stretches
+A generator's process appends what rollouts have grown by now and then, and lets go of a group when it has an outcome:
+files <node>/<replica>-<attempt>-<number>.<lane>.parts (dataflow.folder.arrow_log) beside the finished ones. The rows
 that one process wrote of a rollout are a line; lines are never joined with one another, as other weights may have
 drawn them.
 """
 
-import itertools
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from dataflow.records import (
     SAMPLING_MASK_TYPE,
     TOKENS,
     VERSIONS,
-    AnyArray,
 )
+from dataflow.rollout_tokens import RolloutTokens, SamplingMask
 
 MARK, BEGIN, LINE = "mark", "begin", "line"
 
@@ -50,19 +49,12 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class PartialRollout:
     """Some tokens of a completion, as they were drawn."""
 
     begin: int
     """Tokens of the completion before them."""
-    tokens: AnyArray
-    """int32 [n]."""
-    logprobs: AnyArray
-    """float32 [n]."""
-    versions: AnyArray
-    """int32 [n]."""
-    masks: Sequence[AnyArray] | None = None
-    """By token, the ids that truncation left, int32; none where it left all. None where that is not recorded."""
+    tokens: RolloutTokens
     finish_reason: str | None = None
     """Why the rollout ended with them; None while it goes on."""
     text: str | None = None
@@ -75,20 +67,20 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A stretch, and whose it is."""
+class PartialRow:
+    """A partial rollout, and whose it is."""
 
     group: int
     position: int
     mark: int
     """Checksum of what a rollout depends on beside the weights: its prompt's tokens and the seed. int64."""
-    stretch: Stretch
+    rollout: PartialRollout
 
 
-class Parts:
+class PartialRolloutFiles:
     """The unfinished rollouts of one lane of one generator.
 
-    consumes: stretches by `append`; the news that groups have an outcome, by `forget`
+    consumes: rows by `append`; the news that groups have an outcome, by `forget`
     produces: what is kept of a group's rollouts from earlier processes, by `find`
     waits for: the disk
     unblocked by: -
@@ -121,22 +113,22 @@ class Parts:
                         self._files.hold(file, group)
             self._files.let_go(file)
 
-    def find(self, group: int) -> list[Piece]:
+    def find(self, group: int) -> list[PartialRow]:
         """What each earlier process kept of each of the group's rollouts, whole from its first token: the longest
         first."""
         if self._waited_for is not None:
             waited_for, self._waited_for = self._waited_for(), None
             self.load(waited_for)
-        lines: dict[tuple[bytes, int], list[Piece]] = defaultdict(list)
+        lines: dict[tuple[bytes, int], list[PartialRow]] = defaultdict(list)
         for batch, row in self._found.get(group, ()):
-            piece = _piece(batch, row)
-            lines[batch.schema.metadata[LINE.encode()], piece.position].append(piece)
-        whole = [line for pieces in lines.values() if (line := joined(pieces)) is not None]
-        return sorted(whole, key=lambda piece: (-piece.stretch.end, piece.stretch.finish_reason is None))
+            found = _row(batch, row)
+            lines[batch.schema.metadata[LINE.encode()], found.position].append(found)
+        whole = [line for rows in lines.values() if (line := joined(rows)) is not None]
+        return sorted(whole, key=lambda row: (-row.rollout.end, row.rollout.finish_reason is None))
 
-    def append(self, pieces: Sequence[Piece]) -> None:
-        """Write stretches down. Raises RunFolderError when the disk refuses."""
-        self._files.append(_batch(pieces, self._schema), dict.fromkeys(piece.group for piece in pieces))
+    def append(self, rows: Sequence[PartialRow]) -> None:
+        """Write rows down. Raises RunFolderError when the disk refuses."""
+        self._files.append(_batch(rows, self._schema), dict.fromkeys(row.group for row in rows))
 
     def forget(self, group: int) -> None:
         """The group has an outcome. Files that hold no other are removed."""
@@ -148,83 +140,52 @@ class Parts:
         self._files.close()
 
 
-def joined(pieces: Iterable[Piece]) -> Piece | None:
-    """What the pieces of one line of a rollout come to, in the order in which they were written; None without a first.
+def joined(rows: Iterable[PartialRow]) -> PartialRow | None:
+    """What the rows of one line of a rollout come to, in the order in which they were written; None without a first.
 
     One that begins at 0 begins anew; one that does not follow the last is passed over, as what was between is lost.
     """
-    run: list[Piece] = []
-    for piece in pieces:
-        if piece.stretch.begin == 0:
-            run = [piece]
-        elif run and piece.stretch.begin == run[-1].stretch.end and piece.mark == run[-1].mark:
-            run.append(piece)
+    run: list[PartialRow] = []
+    for row in rows:
+        if row.rollout.begin == 0:
+            run = [row]
+        elif run and row.rollout.begin == run[-1].rollout.end and row.mark == run[-1].mark:
+            run.append(row)
     if not run:
         return None
-    parts, last = [piece.stretch for piece in run], run[-1]
-    masked = all(part.masks is not None for part in parts)
-    whole = Stretch(
-        begin=0,
-        tokens=np.concatenate([part.tokens for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        versions=np.concatenate([part.versions for part in parts]),
-        masks=[mask for part in parts for mask in part.masks or ()] if masked else None,
-        finish_reason=last.stretch.finish_reason,
-        text=last.stretch.text,
-    )
-    return Piece(last.group, last.position, last.mark, whole)
+    last = run[-1]
+    tokens = RolloutTokens.joined([row.rollout.tokens for row in run])
+    return replace(last, rollout=replace(last.rollout, begin=0, tokens=tokens))
 
 
-def _batch(pieces: Sequence[Piece], schema: pa.Schema) -> pa.RecordBatch:
-    parts = [piece.stretch for piece in pieces]
-    offsets: AnyArray = np.zeros(len(parts) + 1, np.int32)
-    np.cumsum([len(part.tokens) for part in parts], out=offsets[1:])
-
-    def ragged(arrays: list[AnyArray]) -> pa.ListArray:
-        return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(arrays)))
-
-    made: list[Any] = [
-        pa.array([piece.group for piece in pieces], pa.int64()),
-        pa.array([piece.position for piece in pieces], pa.int32()),
-        pa.array([piece.mark for piece in pieces], pa.int64()),
-        pa.array([part.begin for part in parts], pa.int32()),
-        ragged([part.tokens for part in parts]),
-        ragged([part.logprobs for part in parts]),
-        ragged([part.versions for part in parts]),
-        _masks(parts, offsets),
-        pa.array([part.finish_reason for part in parts], pa.string()),
-        pa.array([part.text for part in parts], pa.string()),
-    ]
-    return pa.RecordBatch.from_arrays(made, schema=schema)
+def _batch(rows: Sequence[PartialRow], schema: pa.Schema) -> pa.RecordBatch:
+    rollouts = [row.rollout for row in rows]
+    offsets = np.concatenate([[0], np.cumsum([len(rollout.tokens) for rollout in rollouts])])
+    tokens = RolloutTokens.joined([rollout.tokens for rollout in rollouts])
+    columns = tokens.columns(offsets, sampling_mask=True)
+    if tokens.sampling_mask is None:
+        columns[SAMPLING_MASK] = pa.nulls(len(rows), SAMPLING_MASK_TYPE)
+    columns |= {
+        GROUP_ID: pa.array([row.group for row in rows], pa.int64()),
+        POSITION: pa.array([row.position for row in rows], pa.int32()),
+        MARK: pa.array([row.mark for row in rows], pa.int64()),
+        BEGIN: pa.array([rollout.begin for rollout in rollouts], pa.int32()),
+        FINISH_REASON: pa.array([rollout.finish_reason for rollout in rollouts], pa.string()),
+        COMPLETION: pa.array([rollout.text for rollout in rollouts], pa.string()),
+    }
+    return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
-def _masks(parts: Sequence[Stretch], offsets: AnyArray) -> pa.ListArray:
-    if any(part.masks is None for part in parts):
-        return pa.nulls(len(parts), SAMPLING_MASK_TYPE)
-    masks = [mask for part in parts for mask in part.masks or ()]
-    inner: AnyArray = np.zeros(len(masks) + 1, np.int32)
-    np.cumsum([len(mask) for mask in masks], out=inner[1:])
-    ids = pa.array(np.concatenate([np.zeros(0, np.int32), *masks]), pa.int32())
-    return pa.ListArray.from_arrays(offsets, pa.ListArray.from_arrays(inner, ids))
-
-
-def _by_token(masks: pa.ListArray) -> list[AnyArray]:
-    ids, ends = masks.values.to_numpy(), masks.offsets.to_numpy()
-    return [ids[first:end] for first, end in itertools.pairwise(ends.tolist())]
-
-
-def _piece(batch: pa.RecordBatch, row: int) -> Piece:
+def _row(batch: pa.RecordBatch, at: int) -> PartialRow:
     def of(name: str) -> Any:
-        return batch.column(name)[row]
+        return batch.column(name)[at]
 
-    masks = of(SAMPLING_MASK).values
-    stretch = Stretch(
+    ids, logprobs, versions = (of(name).values.to_numpy() for name in (TOKENS, LOGPROBS, VERSIONS))
+    left = of(SAMPLING_MASK).values
+    rollout = PartialRollout(
         begin=of(BEGIN).as_py(),
-        tokens=of(TOKENS).values.to_numpy(),
-        logprobs=of(LOGPROBS).values.to_numpy(),
-        versions=of(VERSIONS).values.to_numpy(),
-        masks=None if masks is None else _by_token(masks),
+        tokens=RolloutTokens.drawn(ids, logprobs, versions, None if left is None else SamplingMask.of_lists(left)),
         finish_reason=of(FINISH_REASON).as_py(),
         text=of(COMPLETION).as_py(),
     )
-    return Piece(of(GROUP_ID).as_py(), of(POSITION).as_py(), of(MARK).as_py(), stretch)
+    return PartialRow(of(GROUP_ID).as_py(), of(POSITION).as_py(), of(MARK).as_py(), rollout)

@@ -34,7 +34,7 @@ class Kernel(Protocol):
         value: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        layout: Layout,
+        layout: AttentionLayout,
         scale: float,
         window: int | None,
         softcap: float | None,
@@ -63,7 +63,7 @@ class NewTokens:
 
 
 @dataclass(eq=False)
-class Layout:
+class AttentionLayout:
     """What one forward pass holds, for attention to know; goes through the model as `slot_layout`."""
 
     cache: KVCache
@@ -105,7 +105,7 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    slot_layout: Layout | None = None,
+    slot_layout: AttentionLayout | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values into their pages and attend: query [1, H, N, D] to output [1, N, H, D].
@@ -148,7 +148,7 @@ def decode(
     value: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    layout: Layout,
+    layout: AttentionLayout,
     scale: float,
     window: int | None,
     softcap: float | None,

@@ -17,7 +17,7 @@ from operators.engine.precision import quantise
 from operators.engine.precision.intake import Intake
 from operators.engine.sampler import Sampling
 from operators.engine.self_test import adapt
-from operators.engine.stops import StopStrings, end_tokens, split
+from operators.engine.stop_strings import StopStrings, end_tokens, split
 from operators.models.loading import load_merged, load_tokenizer
 from operators.models.merged_adapters import Merged
 
@@ -48,9 +48,9 @@ def build_native(declaration: GeneratorKnobs, context: Context, model: torch.nn.
     if model is None:
         model, intake = load_merged(declaration.model, device=context.device)
     tokenizer = load_tokenizer(declaration.model)
-    proof = adapt(model, declaration.model.name)
+    tested = adapt(model, declaration.model.name)
     if declaration.weights != "model":
-        intake = quantise(model, declaration.weights, narrow=context.narrow is not None)
+        intake = quantise(model, declaration.weights, arrives_quantised=context.narrow is not None)
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
     ends, stop = stops_of(declaration, tokenizer, model, vocabulary)
     engine = Engine(
@@ -60,9 +60,9 @@ def build_native(declaration: GeneratorKnobs, context: Context, model: torch.nn.
         sampling=sampling_of(declaration),
         end_tokens=sorted(ends),
         stop=stop,
-        kernel=proof.kernel,
-        fused=proof.fused if declaration.weights == "model" else None,
-        token_bytes=proof.token_bytes,
+        kernel=tested.kernel,
+        fused=tested.fused if declaration.weights == "model" else None,
+        token_bytes=tested.token_bytes,
         cache_bytes=declaration.cache_bytes,
         on_update=declaration.on_update,
         record_mask=declaration.sampling_mask,

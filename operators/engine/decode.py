@@ -13,22 +13,22 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from dataflow.folder.partial_rollouts import Stretch
+from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
-from operators.engine.attention import Kernel, Layout
+from operators.engine.attention import AttentionLayout, Kernel
 from operators.engine.cuda.available import drawing
 from operators.engine.cuda.graphs import GraphedDecode
 from operators.engine.cuda.late import LateFlags
-from operators.engine.ending import ended_of
+from operators.engine.finish_reasons import ABORTED, BROKEN
+from operators.engine.finished_rows import finished_rows
 from operators.engine.kv_cache import KVCache, default_budget, page_count
-from operators.engine.new_tokens import grown
+from operators.engine.new_tokens import new_tokens
 from operators.engine.pages import PAGE, Pages, fitting, pages_for, youngest
 from operators.engine.prefill import Fused, NewRow, Prefix, lay_out
-from operators.engine.reasons import ABORTED, BROKEN
-from operators.engine.results import Finished, Row, Start, begun, finished_of, merged
+from operators.engine.results import FinishedRow, Row, Start, begun, finished_row
 from operators.engine.rows import Rows, put
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 from operators.models.errors import ModelError
 
 PREFILL_TOKENS = 4096
@@ -64,9 +64,9 @@ class Engine:
         """Prepare for up to `slots` rows of at most `context_tokens` tokens.
 
         Args:
-            model: a decoder that `proof.adapt` has switched to attention over pages.
-            kernel: what `proof.adapt` proved; None to attend with torch's operators.
-            fused: what `proof.adapt` proved to compute the whole model; None to call the model.
+            model: a decoder that `self_test.adapt` has switched to attention over pages.
+            kernel: what `self_test.adapt` found right; None to attend with torch's operators.
+            fused: what `self_test.adapt` found to compute the whole model; None to call the model.
             token_bytes: bytes of keys and values that one position takes in all layers.
             cache_bytes: budget of the KV-cache; None: a share of the memory that is free now.
             on_update: keep the keys and values of unfinished rows when weights change, or recompute them.
@@ -112,7 +112,7 @@ class Engine:
         self.rows = Rows(slots, context_tokens, self.device, fixed=graphs)
         self._draw = drawing(self.device)
         self._late = LateFlags(self.device, slots, 0 if record_mask else int(cuda) if lag is None else lag)
-        self._early: list[Finished] = []
+        self._early: list[FinishedRow] = []
         self.graphed: GraphedDecode | None = None
         if graphs:
             self.graphed = GraphedDecode(
@@ -125,7 +125,7 @@ class Engine:
     @property
     def live(self) -> int:
         """Rollouts that have started and not ended."""
-        return self.rows.n + len(self.parked) + sum(len(early.tickets) for early in self._early)
+        return self.rows.n + len(self.parked) + len(self._early)
 
     @property
     def waiting(self) -> int:
@@ -147,10 +147,10 @@ class Engine:
         return fitting(tokens, wanted, pages, idle=idle)
 
     @torch.inference_mode()
-    def step(self, starts: Sequence[Start] = ()) -> Finished | None:
+    def step(self, starts: Sequence[Start] = ()) -> list[FinishedRow]:
         """Draw one token for every active row and the first token of every row that starts.
 
-        Rows of `starts` must fit (see `free` and `fitting`). Returns the rows that ended, or None.
+        Rows of `starts` must fit (see `free` and `fitting`). Returns the rows that ended.
         """
         self._grow()
         active = self.rows.n
@@ -168,7 +168,7 @@ class Engine:
             seen = self.rows.seen(self.vocabulary)
             drawn = self._draw(logits, self.rows.sampled(), *self.rows.draws(), seen=seen, keep=self._record_mask)
             if self._record_mask:
-                self.rows.keep(drawn.kept)
+                self.rows.note_masks(drawn.left)
             tokens, logprobs = drawn.tokens, drawn.logprobs
         self.rows.drew(tokens, logprobs, self.version)
         self.steps += 1
@@ -181,14 +181,13 @@ class Engine:
         sampled = self.rows.sampled()
         return isinstance(sampled, Sampling) and sampled.repetition_penalty == 1.0 and not self._record_mask
 
-    def _ended(self) -> Finished | None:
+    def _ended(self) -> list[FinishedRow]:
         """Rows found to have ended: `lag` steps ago, now for their length, or before, when it had to be known."""
         found, self._early = self._early, []
         late = self._rows_of(self._late.due())
         found += self._take(late, self._late.lag) if len(late) else []
         full = np.nonzero(self.rows.lengths >= self.rows.limits)[0]
-        found += self._take(full, 0) if len(full) else []
-        return merged(found)
+        return found + (self._take(full, 0) if len(full) else [])
 
     def _settle(self) -> None:
         """Take out now the rows that ended in the newest step."""
@@ -199,7 +198,7 @@ class Engine:
         return np.nonzero(np.isin(self.rows.ticket[: self.rows.n], np.array(list(tickets), np.int64)))[0]
 
     @torch.inference_mode()
-    def abort(self, tickets: Collection[int]) -> Finished | None:
+    def abort(self, tickets: Collection[int]) -> list[FinishedRow]:
         """Take rollouts out as they are; tickets that are not live are passed over."""
         self._settle()
         gone = set(tickets)
@@ -208,7 +207,7 @@ class Engine:
         rows = self._rows_of(gone)
         found = self.rows.taken(rows)
         self._release(rows)
-        return merged([finished_of([*aside, *found], ABORTED)])
+        return [finished_row(row, ABORTED) for row in (*aside, *found)]
 
     @torch.inference_mode()
     def progress(self, ticket: int) -> Row | None:
@@ -220,9 +219,9 @@ class Engine:
         return self.rows.taken(rows)[0] if len(rows) else None
 
     @torch.inference_mode()
-    def grown(self, since: Callable[[int], int], least: int) -> list[tuple[int, Stretch]]:
+    def new_tokens(self, since: Callable[[int], int], least: int) -> list[tuple[int, PartialRollout]]:
         """By ticket, what live rollouts have drawn beyond their first `since(ticket)` tokens, if `least` or more."""
-        return grown(self.rows, self.parked, self._late.lag, since, least)
+        return new_tokens(self.rows, self.parked, self._late.lag, since, least)
 
     @torch.inference_mode()
     def adopted(self, version: int) -> None:
@@ -277,7 +276,7 @@ class Engine:
             if needed > self.pages.available - self.rows.n - len(rows) and (self.rows.n or rows):
                 break
             self.parked.popleft()
-            prefix = row.tokens.astype(np.int64)
+            prefix = row.tokens.ids.astype(np.int64)
             new.append(self._prefix(prefix, 1))
             rows.append(row)
             tables += [list(table) for table in new[-1].tables]
@@ -331,16 +330,16 @@ class Engine:
         tokens, places = torch.cat([rows.last, fresh.tokens]), torch.cat([rows.positions, fresh.positions])
         return self._call(tokens, places, self._put(np.concatenate([np.arange(n), n + fresh.last])), layout)
 
-    def _layout(self, fresh: NewRow | None) -> Layout:
+    def _layout(self, fresh: NewRow | None) -> AttentionLayout:
         rows = self.rows
         runs, shared = rows.runs() if self._kernel is not None else (None, None)
-        return Layout(
+        return AttentionLayout(
             self.cache, rows.positions, rows.longest, rows.table, runs, shared,
             None if fresh is None else fresh.layout, self._kernel,
         )  # fmt: skip
 
     def _call(
-        self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int, layout: Layout
+        self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int, layout: AttentionLayout
     ) -> torch.Tensor:
         """Logits [kept, V] of the flattened row [N]."""
         output: Any = self.model(
@@ -352,24 +351,21 @@ class Engine:
         )
         return output.logits[0]  # type: ignore[no-any-return]
 
-    def _take(self, rows: AnyArray, behind: int) -> list[Finished]:
+    def _take(self, rows: AnyArray, behind: int) -> list[FinishedRow]:
         """Take the rows that ended out of the batch; those that only might have hit a stop string stay.
 
         behind: tokens that these rows have drawn since, which are cut off.
         """
         with self._late.behind() if behind else contextlib.nullcontext():
-            ended = ended_of(self.rows, rows, self._ends, behind)
-        if ended is None:
-            return []
-        rows = rows[ended.which]
-        broken = ended.finished.reasons == BROKEN
-        if broken.any():
-            self._burn(rows[broken])
+            rows, finished = finished_rows(self.rows, rows, self._ends, behind)
+        broken = [row for row, found in zip(rows.tolist(), finished, strict=True) if found.reason == BROKEN]
+        if broken:
+            self._burn(broken)
         self.drawn -= behind * len(rows)
         self._release(rows)
-        return [ended.finished]
+        return finished
 
-    def _burn(self, rows: AnyArray) -> None:
+    def _burn(self, rows: Sequence[int]) -> None:
         """What broken weights wrote into pages that only these rows hold must not be read again."""
         self.pages.forget()
         pages, times = np.unique(np.concatenate([self.rows.pages[row] for row in rows]), return_counts=True)

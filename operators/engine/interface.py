@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from dataflow.folder.partial_rollouts import Stretch
-    from operators.engine.results import Finished, Row, Start
+    from dataflow.folder.partial_rollouts import PartialRollout
+    from operators.engine.results import FinishedRow, Row, Start
 
 
 class DecodingEngine(Protocol):
@@ -49,17 +49,17 @@ class DecodingEngine(Protocol):
     def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
         """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the pages they take."""
 
-    def step(self, starts: Sequence[Start] = ()) -> Finished | None:
-        """One token for every row; the rows that ended, or None."""
+    def step(self, starts: Sequence[Start] = ()) -> list[FinishedRow]:
+        """One token for every row; the rows that ended."""
 
-    def abort(self, tickets: Collection[int]) -> Finished | None:
+    def abort(self, tickets: Collection[int]) -> list[FinishedRow]:
         """Take rollouts out as they are."""
 
     def progress(self, ticket: int) -> Row | None:
         """A live rollout as it is now."""
 
-    def grown(self, since: Callable[[int], int], least: int) -> list[tuple[int, Stretch]]:
-        """By ticket, what live rollouts have drawn lately, for `Start.parts` of an engine after this one."""
+    def new_tokens(self, since: Callable[[int], int], least: int) -> list[tuple[int, PartialRollout]]:
+        """By ticket, what live rollouts have drawn lately, for `Start.partial` of an engine after this one."""
 
     def adopted(self, version: int) -> None:
         """New weights of this version are in `tensors`."""

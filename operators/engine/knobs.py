@@ -88,9 +88,9 @@ class GeneratorKnobs(Generate):
 
     def narrow_tensors(self) -> frozenset[str]:
         """The weights of the linear layers. Raises ModelError when the model's config cannot be read."""
-        from operators.engine.precision.names import narrow_names
+        from operators.engine.precision.quantized_names import quantized_names
 
-        return narrow_names(self.model)
+        return quantized_names(self.model)
 
     def provides(self, columns: Columns) -> Columns:
         """The prompt's columns, the rollout's and, where asked for, the sampling mask."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dataflow.records import AnyArray
-from operators.engine.attention import Layout, NewTokens
+from operators.engine.attention import AttentionLayout, NewTokens
 from operators.engine.kv_cache import KVCache
 from operators.engine.pages import PAGE
 
@@ -52,7 +52,12 @@ class Fused(Protocol):
         """Take over the weights that the model has now."""
 
     def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, layout: Layout, new: Sequence[Prefix]
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: KVCache,
+        layout: AttentionLayout,
+        new: Sequence[Prefix],
     ) -> torch.Tensor:
         """Logits [n + I, V] of the newest tokens [n] at positions [n], and of the new prefixes."""
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from dataflow.records import AnyArray
+from dataflow.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.pages import PAGE, pages_for
 from operators.engine.results import Row
 from operators.engine.sampler import RowSampling, Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 
 FIRST_TOKENS = 32
 """Positions per slot that the tables begin with."""
@@ -41,7 +42,8 @@ class Rows:
         self._held = np.zeros(slots, np.int64)
         self.sampling: list[Sampling] = []
         self.stop: list[StopStrings | None] = []
-        self.kept: list[list[AnyArray] | None] = []
+        self.masks: list[list[AnyArray] | None] = []
+        """By row, what truncation left at each token of its completion; None where that is not recorded."""
         self._free = list(range(slots - 1, -1, -1))
         self._tokens = self._made(torch.int32)
         self._logprobs = self._made(torch.float32)
@@ -153,9 +155,9 @@ class Rows:
         longest = int(lengths.max())
         at = self._put(np.array(slots))
         for table, columns, dtype in (
-            (self._tokens, [row.tokens for row in rows], np.int32),
-            (self._logprobs, [row.logprobs for row in rows], np.float32),
-            (self._versions, [row.versions for row in rows], np.int32),
+            (self._tokens, [row.tokens.ids for row in rows], np.int32),
+            (self._logprobs, [row.tokens.logprobs for row in rows], np.float32),
+            (self._versions, [row.tokens.versions for row in rows], np.int32),
         ):
             padded = np.zeros((count, longest), dtype)
             for i, column in enumerate(columns):
@@ -167,7 +169,8 @@ class Rows:
             self._held[first + i] = len(pages[i])
             self.sampling.append(row.sampling)
             self.stop.append(row.stop)
-            self.kept.append(row.kept)
+            mask = row.tokens.sampling_mask
+            self.masks.append(None if mask is None else mask[row.start :].lists())
         self.n += count
         if self._seen is not None:
             for i in range(first, self.n):
@@ -213,16 +216,16 @@ class Rows:
         live[_LENGTH] += 1
         self._host[_LENGTH, : self.n] += 1
 
-    def keep(self, kept: torch.Tensor | None) -> None:
+    def note_masks(self, left: torch.Tensor | None) -> None:
         """Note which tokens truncation left in the newest draw, bool [n, V]; None: all of them."""
         none: AnyArray = np.zeros(0, np.int32)
         found = [none] * self.n
-        if kept is not None:
-            counts = kept.sum(-1).cpu().numpy()
-            ids = kept.nonzero()[:, 1].int().cpu().numpy()
+        if left is not None:
+            counts = left.sum(-1).cpu().numpy()
+            ids = left.nonzero()[:, 1].int().cpu().numpy()
             parts = np.split(ids, np.cumsum(counts)[:-1])
-            found = [none if len(part) == kept.shape[1] else part for part in parts]
-        for masks, mask in zip(self.kept, found, strict=True):
+            found = [none if len(part) == left.shape[1] else part for part in parts]
+        for masks, mask in zip(self.masks, found, strict=True):
             if masks is not None:
                 masks.append(mask)
 
@@ -242,18 +245,29 @@ class Rows:
 
     def taken(self, rows: AnyArray) -> list[Row]:
         """Copies of these rows, complete."""
-        tables = self.drawn(rows)
+        return [
+            Row(
+                ticket=int(self.ticket[row]), age=int(self.age[row]), tokens=tokens, start=int(self.starts[row]),
+                limit=int(self.limits[row]), seed=int(self._host[_SEED, row]), sampling=self.sampling[row],
+                stop=self.stop[row],
+            )
+            for row, tokens in zip(rows.tolist(), self.rollouts(rows, self.drawn(rows)), strict=True)
+        ]  # fmt: skip
+
+    def rollouts(
+        self, rows: AnyArray, drawn: tuple[AnyArray, ...], places: AnyArray | None = None, cut: AnyArray | int = 0
+    ) -> list[RolloutTokens]:
+        """Copies of all tokens of these rows but the last `cut` of each.
+
+        drawn: what `drawn` gives of them, or of others; places: then where these stand in it, int [k].
+        """
+        places = np.arange(len(rows)) if places is None else places
         found = []
-        for i, row in enumerate(rows.tolist()):
-            tokens, logprobs, versions = (table[i, : self.lengths[row]].copy() for table in tables)
-            found.append(
-                Row(
-                    ticket=int(self.ticket[row]), age=int(self.age[row]), tokens=tokens, logprobs=logprobs,
-                    versions=versions, start=int(self.starts[row]), limit=int(self.limits[row]),
-                    seed=int(self._host[_SEED, row]), sampling=self.sampling[row], stop=self.stop[row],
-                    kept=self.kept[row],
-                )
-            )  # fmt: skip
+        for row, place, length in zip(rows.tolist(), places, (self.lengths[rows] - cut).tolist(), strict=True):
+            start, masks = int(self.starts[row]), self.masks[row]
+            mask = None if masks is None else SamplingMask.of(masks[: length - start], before=start)
+            ids, logprobs, versions = (table[place, :length].copy() for table in drawn)
+            found.append(RolloutTokens(ids, np.arange(length) >= start, logprobs, versions, mask))
         return found
 
     def remove(self, rows: AnyArray) -> list[list[int]]:
@@ -263,7 +277,7 @@ class Rows:
         keep, left = np.nonzero(stays)[0], int(stays.sum())
         self._free += self._host[_SLOT, rows].tolist()
         held = [self.pages[row] for row in rows.tolist()]
-        for name in ("pages", "sampling", "stop", "kept"):
+        for name in ("pages", "sampling", "stop", "masks"):
             column = getattr(self, name)
             setattr(self, name, [column[row] for row in keep.tolist()])
         there = self._put(keep)

@@ -125,7 +125,7 @@ class Draw(NamedTuple):
     """int64 [n]."""
     logprobs: Tensor
     """Of the distribution really drawn from, float32 [n]; not finite for broken logits."""
-    kept: Tensor | None
+    left: Tensor | None
     """The tokens that truncation left, bool [n, V], where that was asked for and the sampling truncates."""
 
 
@@ -184,17 +184,17 @@ def draw(
     if left_out is not None:
         shares.masked_fill_(left_out, 0)
     tokens, logprobs = _pick(shares, uniform(seeds, counts))
-    kept = None
+    left = None
     if keep and knobs.truncates:
-        kept = torch.ones_like(scores, dtype=torch.bool) if left_out is None else ~left_out
+        left = torch.ones_like(scores, dtype=torch.bool) if left_out is None else ~left_out
     if knobs.greedy is not None:
         best, likeliest = scores.max(dim=-1)
         greedy = knobs.greedy[:, 0]
         tokens = torch.where(greedy, likeliest, tokens)
         logprobs = torch.where(greedy, best - best, logprobs)
-        if kept is not None:
-            kept = torch.where(knobs.greedy, _only(likeliest[:, None], scores), kept)
-    return Draw(tokens, logprobs, kept)
+        if left is not None:
+            left = torch.where(knobs.greedy, _only(likeliest[:, None], scores), left)
+    return Draw(tokens, logprobs, left)
 
 
 def _columns(sampling: Sampling | RowSampling, logits: Tensor) -> RowSampling:

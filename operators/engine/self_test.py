@@ -10,7 +10,7 @@ import torch
 
 from dataflow.records import AnyArray
 from operators.engine import attention
-from operators.engine.attention import Kernel, Layout
+from operators.engine.attention import AttentionLayout, Kernel
 from operators.engine.cuda import available
 from operators.engine.kv_cache import KVCache
 from operators.engine.native import attention as native
@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 @dataclass(frozen=True)
-class Proof:
+class SelfTest:
     """What was found out about a model."""
 
     kernel: Kernel | None
@@ -40,7 +40,7 @@ class Proof:
 
 
 @torch.inference_mode()
-def adapt(model: torch.nn.Module, name: str) -> Proof:
+def adapt(model: torch.nn.Module, name: str) -> SelfTest:
     """Switch `model` to attention over pages and prove it on a short sequence, before trained weights reach it.
 
     Pages and kernels are proved, not the rounding of inputs that layers may do: it is left out meanwhile.
@@ -53,7 +53,7 @@ def adapt(model: torch.nn.Module, name: str) -> Proof:
         return _adapt(model, name)
 
 
-def _adapt(model: torch.nn.Module, name: str) -> Proof:
+def _adapt(model: torch.nn.Module, name: str) -> SelfTest:
     attention.register()
     device = next(model.parameters()).device
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
@@ -84,7 +84,7 @@ def _adapt(model: torch.nn.Module, name: str) -> Proof:
                 kernel = None
         except ModelError:
             kernel = None
-    return Proof(kernel, _proved(model, ids, expected, allowed) if kernel is not None else None, token_bytes)
+    return SelfTest(kernel, _proved(model, ids, expected, allowed) if kernel is not None else None, token_bytes)
 
 
 def _proved(model: torch.nn.Module, ids: torch.Tensor, expected: torch.Tensor, allowed: float) -> FusedStep | None:
@@ -95,10 +95,10 @@ def _proved(model: torch.nn.Module, ids: torch.Tensor, expected: torch.Tensor, a
     cache, table = KVCache(pages_for(len(ids))), list(range(pages_for(len(ids))))
     prompt = Prefix(tokens=ids[:first].numpy(), cached=0, tables=[table])
     pages, none = torch.tensor([table], dtype=torch.int32), ids[:0]
-    logits = [fused(none, none, cache, Layout(cache, none, 0, pages[:0]), [prompt])]
+    logits = [fused(none, none, cache, AttentionLayout(cache, none, 0, pages[:0]), [prompt])]
     for place in range(first, len(ids)):
         here = torch.tensor([place])
-        logits.append(fused(ids[place : place + 1], here, cache, Layout(cache, here, place + 1, pages), []))
+        logits.append(fused(ids[place : place + 1], here, cache, AttentionLayout(cache, here, place + 1, pages), []))
     return fused if _difference(torch.cat(logits), expected[first - 1 :]) <= allowed else None
 
 
@@ -127,11 +127,13 @@ def _from_pages(model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None
     table = put(np.array([pages], np.int32))
     prompt = ids[: min(PROMPT, len(ids) // 2 + 1)]
     fresh = lay_out([Prefix(tokens=prompt.cpu().numpy(), cached=0, tables=[pages])], put)
-    passes = [(prompt, fresh.positions, Layout(cache, prompt[:0], 0, table[:0], new=fresh.layout))]
+    passes = [(prompt, fresh.positions, AttentionLayout(cache, prompt[:0], 0, table[:0], new=fresh.layout))]
     ends = put(np.array([0, 1], np.int32)), put(np.zeros(1, np.int32))
     for place in range(len(prompt), len(ids)):
         here = put(np.array([place]))
-        passes.append((ids[place : place + 1], here, Layout(cache, here, place + 1, table, *ends, kernel=kernel)))
+        passes.append(
+            (ids[place : place + 1], here, AttentionLayout(cache, here, place + 1, table, *ends, kernel=kernel))
+        )
     logits = [
         model(input_ids=tokens[None], position_ids=at[None], use_cache=False, slot_layout=layout).logits[0]
         for tokens, at, layout in passes

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.records import AnyArray
+from dataflow.rollout_tokens import SamplingMask
 from operators.training.learner.learner import Forward
-from operators.training.learner.packing import Kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Asked:
     """group_id of each."""
     row_R: AnyArray
     """Which of the rows it was made of."""
-    kept_S: Kept | None = None
+    left_S: SamplingMask | None = None
     """The ids that truncation left at each token."""
     places_R: tuple[AnyArray, ...] = ()
     """Tokens of the rollout that each sequence's numbers belong to, where those are not the tokens that were read."""

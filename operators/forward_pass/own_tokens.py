@@ -32,10 +32,11 @@ class OwnTokens:
         lengths = list_lengths(rows.column(TOKENS))
         fits = np.ones(len(lengths), bool) if self._most is None else lengths <= self._most
         found = step_rows([rows.filter(pa.array(fits))], (LOGPROBS,))
-        self._check(rows, found.tokens_S if found.kept_S is None else np.r_[found.tokens_S, found.kept_S.ids_K])
+        left = found.tokens.sampling_mask
+        self._check(rows, found.tokens.ids if left is None else np.r_[found.tokens.ids, left.ids])
         return Asked(
-            tokens_S=found.tokens_S, read_S=found.chosen_S, offsets=found.offsets, groups_R=found.groups_R,
-            row_R=np.flatnonzero(fits), kept_S=found.kept_S,
+            tokens_S=found.tokens.ids, read_S=found.chosen_S, offsets=found.offsets, groups_R=found.groups_R,
+            row_R=np.flatnonzero(fits), left_S=left,
             failures={
                 row: f"the rollout has {lengths[row]} tokens, but '{self._model}' takes {self._most}; lower max_tokens"
                 for row in np.flatnonzero(~fits).tolist()

@@ -15,12 +15,13 @@ import torch
 from dataflow.errors import DeadlineError
 from dataflow.node import Batch, Context, Runtime, Share
 from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, VERSIONS, AnyArray, group_slices
+from dataflow.rollout_tokens import gather
 from dataflow.scoring.values import error_column
 from dataflow.weight_ends import WeightsIn
 from operators.forward_pass.asked import Asked, Reading
 from operators.forward_pass.due import Known, is_due, needed
 from operators.forward_pass.knobs import ForwardKnobs
-from operators.training.learner.packing import gather, pack, split
+from operators.training.learner.packing import pack, split
 from operators.training.learner.rows import usable
 
 if TYPE_CHECKING:
@@ -194,9 +195,9 @@ class ForwardRuntime(Runtime):
         if not len(packed.flat_T):
             return
         flat_T = positions[packed.flat_T]
-        kept_T = None if asked.kept_S is None else asked.kept_S.select(flat_T)
+        left_T = None if asked.left_S is None else asked.left_S.take(flat_T)
         with torch.no_grad():
-            (numbers_T,) = self._reading.forward.computed(packed, kept_T, ()).values()
+            (numbers_T,) = self._reading.forward.computed(packed, left_T, ()).values()
         current.numbers_S[flat_T] = numbers_T.float().cpu().numpy()
         self._tokens += packed.nodes
 

@@ -9,23 +9,23 @@ from functools import partial
 import numpy as np
 import xxhash
 
-from dataflow.folder.partial_rollouts import Parts, Piece, Stretch
+from dataflow.folder.partial_rollouts import PartialRollout, PartialRolloutFiles, PartialRow
 from dataflow.node import Context
 from dataflow.records import ROUND_SIZE
 from dataflow.worker.host import in_flight
 from operators.engine.interface import DecodingEngine
 from operators.engine.knobs import GeneratorKnobs
-from operators.generation.groups import Group
+from operators.generation.groups import PromptGroup
 
 NEVER = np.iinfo(np.int64).max // 2
 """Tokens that no rollout comes to."""
 
 
-class Keeping:
-    """Keeps the parts of a generator's rollouts.
+class PartialRollouts:
+    """Writes a generator's unfinished rollouts down, and finds those of earlier processes.
 
     consumes: the live rollouts and the ended ones of incomplete groups, by `write`; groups that start, by `recall`
-    produces: parts on the disk; for a group that starts, what earlier processes drew of it
+    produces: rows on the disk; for a group that starts, what earlier processes drew of it
     waits for: the disk
     unblocked by: -
 
@@ -33,34 +33,34 @@ class Keeping:
     and the ends of those whose siblings go on. A group whose rollouts all are shorter costs nothing.
     """
 
-    def __init__(self, parts: Mapping[str, Parts], *, seed: int, every: int, masks: bool) -> None:
-        """parts: by lane. every: tokens. masks: rollouts record what truncation left."""
+    def __init__(self, files: Mapping[str, PartialRolloutFiles], *, seed: int, every: int, masks: bool) -> None:
+        """files: by lane. every: tokens. masks: rollouts record what truncation left."""
         self.recalled = 0
         """Tokens that were not drawn again."""
-        self._parts, self._seed, self._every, self._masks = parts, seed, every, masks
+        self._files, self._seed, self._every, self._masks = files, seed, every, masks
         self._steps = 0
 
-    def recall(self, group: Group, may_go_on: Callable[[Stretch], bool]) -> None:
-        """Let a group that is about to start begin with what is kept of it, unless it is of an evaluation.
+    def recall(self, group: PromptGroup, may_go_on: Callable[[PartialRollout], bool]) -> None:
+        """Let a group that is about to start begin with what is on the disk of it, unless it is of an evaluation.
 
         may_go_on: whether a rollout that has drawn this much, or ended with it, may still be trained.
         """
-        parts = self._parts.get(group.lane)
-        if parts is None or group.arrival.batch.records.column(ROUND_SIZE)[group.row].as_py():
+        files = self._files.get(group.lane)
+        if files is None or group.arrival.batch.records.column(ROUND_SIZE)[group.row].as_py():
             return
         group.mark = mark_of(self._seed, group)
         group.written = [0] * group.size
-        found: dict[int, Stretch] = {}
-        for piece in parts.find(group.group_id):
-            part = piece.stretch
-            fits = piece.mark == group.mark and piece.position < group.size and (part.masks is not None) == self._masks
-            if fits and piece.position not in found and may_go_on(part):
-                found[piece.position] = part
+        found: dict[int, PartialRollout] = {}
+        for row in files.find(group.group_id):
+            has_masks = row.rollout.tokens.sampling_mask is not None
+            fits = row.mark == group.mark and row.position < group.size and has_masks == self._masks
+            if fits and row.position not in found and may_go_on(row.rollout):
+                found[row.position] = row.rollout
         if found:
             group.go_on(found)
-            self.recalled += sum(len(part.tokens) for part in found.values())
+            self.recalled += sum(len(rollout.tokens) for rollout in found.values())
 
-    def write(self, engine: DecodingEngine, tickets: Mapping[int, tuple[Group, int]]) -> None:
+    def write(self, engine: DecodingEngine, tickets: Mapping[int, tuple[PromptGroup, int]]) -> None:
         """Write down what has grown, if so many steps have passed. tickets: group and position of live rollouts.
 
         Raises RunFolderError when the disk refuses.
@@ -68,52 +68,53 @@ class Keeping:
         if engine.steps - self._steps < self._every:
             return
         self._steps = engine.steps
-        pieces: dict[str, list[Piece]] = defaultdict(list)
+        rows: dict[str, list[PartialRow]] = defaultdict(list)
 
         def since(ticket: int) -> int:
             group, position = tickets[ticket]
             return NEVER if group.mark is None else group.written[position]
 
-        def add(group: Group, position: int, stretch: Stretch) -> None:
+        def add(group: PromptGroup, position: int, rollout: PartialRollout) -> None:
             assert group.mark is not None, "it was asked for"
-            group.written[position] = stretch.end
-            pieces[group.lane].append(Piece(group.group_id, position, group.mark, stretch))
+            group.written[position] = rollout.end
+            rows[group.lane].append(PartialRow(group.group_id, position, group.mark, rollout))
 
-        for ticket, stretch in engine.grown(since, self._every):
-            add(*tickets[ticket], stretch)
+        for ticket, rollout in engine.new_tokens(since, self._every):
+            add(*tickets[ticket], rollout)
         for group in {id(group): group for group, _ in tickets.values() if group.mark is not None}.values():
-            for position, stretch in group.unwritten_ends(self._every):
-                add(group, position, stretch)
-        for lane, of_lane in pieces.items():
-            self._parts[lane].append(of_lane)
+            for position, rollout in group.unwritten_ends(self._every):
+                add(group, position, rollout)
+        for lane, of_lane in rows.items():
+            self._files[lane].append(of_lane)
 
     def forget(self, lane: str, group: int) -> None:
         """The group has an outcome."""
-        if lane in self._parts:
-            self._parts[lane].forget(group)
+        if lane in self._files:
+            self._files[lane].forget(group)
 
     def close(self) -> None:
         """End the files that are being written."""
-        for parts in self._parts.values():
-            parts.close()
+        for files in self._files.values():
+            files.close()
 
 
-def keeping_of(declaration: GeneratorKnobs, context: Context) -> Keeping | None:
-    """The parts of a generator that has a run folder, those of earlier processes looked through; None for vLLM, which
+def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> PartialRollouts | None:
+    """Those of a generator that has a run folder, those of earlier processes looked through; None for vLLM, which
     cannot go on with any."""
     folder, ledger = context.folder, context.ledger
     if folder is None or ledger is None or declaration.engine == "vllm":
         return None
-    found: dict[str, Parts] = {}
-    for lane in context.columns:
-        found[lane] = Parts(
+    files = {
+        lane: PartialRolloutFiles(
             folder.finished(context.node), lane, replica=context.rank, attempt=context.attempt,
             waited_for=partial(in_flight, ledger, lane),
-        )  # fmt: skip
-    return Keeping(found, seed=context.seed, every=declaration.segment_tokens, masks=declaration.sampling_mask)
+        )
+        for lane in context.columns
+    }  # fmt: skip
+    return PartialRollouts(files, seed=context.seed, every=declaration.segment_tokens, masks=declaration.sampling_mask)
 
 
-def mark_of(seed: int, group: Group) -> int:
+def mark_of(seed: int, group: PromptGroup) -> int:
     """A checksum of what a group's rollouts depend on beside weights: the run's seed, the prompt's tokens. int64."""
     prompt = np.ascontiguousarray(group.prompt, np.int64).tobytes()
     return xxhash.xxh3_64_intdigest(f"{seed}/{group.lane}/{group.group_id}/".encode() + prompt) - (1 << 63)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from dataflow.folder.partial_rollouts import Stretch
+from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
 from dataflow.weight_ends import WeightsIn
@@ -18,8 +18,8 @@ from operators.engine.make import make_engine
 from operators.engine.results import Start
 from operators.generation import groups
 from operators.generation.admission import Admission
-from operators.generation.groups import Arrival, Group
-from operators.generation.partial_rollouts import keeping_of
+from operators.generation.groups import PromptBatch, PromptGroup
+from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.tokenize import encode
 
 LINGER_STEPS = 4
@@ -41,17 +41,17 @@ class GeneratorRuntime(Runtime):
         built = make_engine(declaration, context)
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._context_tokens = self.engine.context_tokens
-        self._admission: Admission[Group] = Admission(context.bounds, declaration.in_flight)
+        self._admission: Admission[PromptGroup] = Admission(context.bounds, declaration.in_flight)
         self._reader: WeightsIn | None = None
         if built.reader is not None:
             self._reader = built.reader()
         elif context.reader is not None:
             self._reader = context.reader(self.engine.tensors)
         self._told_dropped = 0
-        self._tickets: dict[int, tuple[Group, int]] = {}
+        self._tickets: dict[int, tuple[PromptGroup, int]] = {}
         self._next_ticket = 0
-        self._complete: list[Group] = []
-        self._keeping = keeping_of(declaration, context)
+        self._complete: list[PromptGroup] = []
+        self._partial = partial_rollouts_of(declaration, context)
         self._first_version = -1 if self._reader is not None else 0
         """The first that it took."""
         self._started: dict[str, list[int]] = {}
@@ -67,7 +67,7 @@ class GeneratorRuntime(Runtime):
     def push(self, batch: Batch) -> None:
         """Tokenize the prompts into their lane's queue; what cannot be served is complete at once."""
         records = batch.records
-        arrival = Arrival(batch)
+        arrival = PromptBatch(batch)
         if not records.num_rows:
             return
         texts = records.column(PROMPT).to_pylist()
@@ -76,7 +76,7 @@ class GeneratorRuntime(Runtime):
         for row, (prompt, group_id, asked, min_version) in enumerate(zip(encoded, *numbers, strict=True)):
             size = asked or self._declaration.group_size
             tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
-            group = Group(
+            group = PromptGroup(
                 lane=batch.lane,
                 group_id=group_id,
                 size=size,
@@ -106,14 +106,12 @@ class GeneratorRuntime(Runtime):
             if not starts and not self.engine.live:
                 break
             worked = True
-            finished = self.engine.step(starts)
-            if finished is not None:
-                self._complete += groups.keep(finished, self._tickets)
+            self._complete += groups.collect(self.engine.step(starts), self._tickets)
             since += bool(self._complete)
             if since > LINGER_STEPS or len(self._complete) >= enough:
                 break
-        if self._keeping is not None:
-            self._keeping.write(self.engine, self._tickets)
+        if self._partial is not None:
+            self._partial.write(self.engine, self._tickets)
         return self._out() if worked or self._complete else None
 
     def pending(self) -> int:
@@ -126,9 +124,9 @@ class GeneratorRuntime(Runtime):
         return () if socket is None else (socket,)
 
     def forget(self, lane: str, group: int) -> None:
-        """Let go of the parts of a group that has an outcome."""
-        if self._keeping is not None:
-            self._keeping.forget(lane, group)
+        """Let go of what is on the disk of a group that has an outcome."""
+        if self._partial is not None:
+            self._partial.forget(lane, group)
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Hears {"dropped": groups that the trainer gave up}."""
@@ -148,15 +146,15 @@ class GeneratorRuntime(Runtime):
             "tokens": drawn,
             "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
             "parked": self.engine.waiting,
-            "recalled": 0 if self._keeping is None else self._keeping.recalled,
+            "recalled": 0 if self._partial is None else self._partial.recalled,
             "slot_share": (drawn - drawn_then) / slot_steps if slot_steps else 0.0,
         }
 
     def close(self) -> None:
-        """Give up the rollouts that are under way; parts of them stay on the disk."""
+        """Give up the rollouts that are under way; what was written down of them stays."""
         self.engine.close()
-        if self._keeping is not None:
-            self._keeping.close()
+        if self._partial is not None:
+            self._partial.close()
 
     def _listen(self) -> None:
         """A safe point: take the newest weights that are offered; a restarted trainer's may have the same number."""
@@ -175,13 +173,13 @@ class GeneratorRuntime(Runtime):
         left = self.engine.spare_pages
         dropped = max(self._told_dropped, int(note.get("dropped", 0)))
 
-        def prepare(group: Group) -> None:
-            if self._keeping is not None and group.mark is None:
-                self._keeping.recall(group, lambda part: self._may_go_on(group, part, dropped))
+        def prepare(group: PromptGroup) -> None:
+            if self._partial is not None and group.mark is None:
+                self._partial.recall(group, lambda rollout: self._may_go_on(group, rollout, dropped))
 
-        def fit(group: Group, wanted: int) -> int:
+        def fit(group: PromptGroup, wanted: int) -> int:
             nonlocal left
-            going_on = min(wanted, len(group.parts))  # they wait for pages as parked ones do
+            going_on = min(wanted, len(group.partial))  # they wait for pages as parked ones do
             if going_on == wanted:
                 return wanted
             idle = not starts and not self.engine.live
@@ -208,7 +206,7 @@ class GeneratorRuntime(Runtime):
                 break
         return starts
 
-    def _start(self, group: Group, count: int) -> Start:
+    def _start(self, group: PromptGroup, count: int) -> Start:
         """Begin `count` more rollouts of a group."""
         if group.unstarted == len(group.order or group.rows):
             self._started.setdefault(group.lane, []).append(group.group_id)
@@ -223,17 +221,17 @@ class GeneratorRuntime(Runtime):
             limit=self._limit(group),
             tickets=tickets,
             seeds=[_seed(key, position) for position in positions],
-            parts=[group.parts.pop(position, None) for position in positions],
+            partial=[group.partial.pop(position, None) for position in positions],
         )
 
-    def _may_go_on(self, group: Group, part: Stretch, dropped: int) -> bool:
+    def _may_go_on(self, group: PromptGroup, rollout: PartialRollout, dropped: int) -> bool:
         """Whether a rollout may be gone on with that an earlier process began."""
-        left = self._limit(group) - len(group.prompt) - len(part.tokens)
-        if left < (0 if part.finish_reason else 1):
+        left = self._limit(group) - len(group.prompt) - len(rollout.tokens)
+        if left < (0 if rollout.finish_reason else 1):
             return False
-        return self._admission.may_go_on(group.lane, group, part.versions, self._first_version, dropped)
+        return self._admission.may_go_on(group.lane, group, rollout.tokens.versions, self._first_version, dropped)
 
-    def _limit(self, group: Group) -> int:
+    def _limit(self, group: PromptGroup) -> int:
         """Most tokens of prompt and completion."""
         return min(self._context_tokens, len(group.prompt) + self._declaration.max_tokens)
 
@@ -243,7 +241,7 @@ class GeneratorRuntime(Runtime):
             for lane, ids in self._started.items():
                 self._context.ledger.advance(lane, ids, "generating")
         self._started = {}
-        by_lane: dict[str, list[Group]] = {}
+        by_lane: dict[str, list[PromptGroup]] = {}
         for group in self._complete:
             by_lane.setdefault(group.lane, []).append(group)
         self._complete = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dataflow.rollout_tokens import KINDS, RolloutTokens, SamplingMask
 from dataflow.system.messages import Codec
 
 MESSAGE_BYTES = 1 << 36
@@ -30,6 +31,35 @@ class Numbers:
     def array(self) -> np.ndarray[Any, Any]:
         """The numbers, writable."""
         return np.frombuffer(self.data, np.dtype(self.dtype)).copy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """`RolloutTokens`, as a field of a message."""
+
+    ids: Numbers
+    mask: Numbers
+    logprobs: Numbers
+    versions: Numbers
+    sampling_mask: tuple[Numbers, Numbers] | None
+    """Its ids and its offsets."""
+
+    @classmethod
+    def of(cls, tokens: RolloutTokens) -> Tokens:
+        """The message of tokens."""
+        mask = tokens.sampling_mask
+        return cls(
+            **{name: Numbers.of(getattr(tokens, name), kind) for name, kind in KINDS.items()},
+            sampling_mask=None
+            if mask is None
+            else (Numbers.of(mask.ids, np.int32), Numbers.of(mask.offsets, np.int64)),
+        )
+
+    @property
+    def tokens(self) -> RolloutTokens:
+        """The tokens again, writable."""
+        mask = None if self.sampling_mask is None else SamplingMask(*(each.array for each in self.sampling_mask))
+        return RolloutTokens(**{name: getattr(self, name).array for name in KINDS}, sampling_mask=mask)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _LEAST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CodeVerdict:
     """What became of a program."""
 
     reward: float
@@ -30,7 +30,7 @@ class Verdict:
     """How many passed, and why the first that did not failed."""
 
 
-def judge(program: str, tests: Any, limits: Limits = _DEFAULT, *, all_or_nothing: bool = False) -> Verdict:
+def judge(program: str, tests: Any, limits: Limits = _DEFAULT, *, all_or_nothing: bool = False) -> CodeVerdict:
     """Run a program against tests (see `read_cases`) in one sandbox; with `all_or_nothing`, up to the first failure.
 
     A program that fails, crashes, hangs or takes too much has the reward it earned until then. Raises SandboxError
@@ -44,8 +44,8 @@ def judge(program: str, tests: Any, limits: Limits = _DEFAULT, *, all_or_nothing
             passed += not wrong
             first = first or (f"; test {number}: {wrong}" if wrong else "")
             if wrong and all_or_nothing:
-                return Verdict(0.0, f"not all of {len(cases)} tests pass{first}")
-    return Verdict(passed / len(cases), f"{passed} of {len(cases)} tests pass{first}")
+                return CodeVerdict(0.0, f"not all of {len(cases)} tests pass{first}")
+    return CodeVerdict(passed / len(cases), f"{passed} of {len(cases)} tests pass{first}")
 
 
 class CodeScorer(Scorer[..., Any]):

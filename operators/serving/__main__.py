@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import socket
 
     from operators.serving.service import Service
-    from operators.serving.sink import RolloutFile
+    from operators.serving.sink import RolloutLog
 
 BAD_INPUT = 2
 """Exit status where an argument cannot be right."""
@@ -49,7 +49,7 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
     from dataflow.node import Context
     from operators.generator import Generator
     from operators.serving.app import make_app
-    from operators.serving.sink import RolloutFile
+    from operators.serving.sink import RolloutLog
 
     template = None if arguments.chat_template is None else read_template(arguments.chat_template)
     model = Model(arguments.model, dtype=arguments.dtype)
@@ -65,7 +65,7 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
         raise GraphError("; ".join(faults))
     with contextlib.ExitStack() as opened:
         door = opened.enter_context(bind(arguments.host, arguments.port))
-        record = None if arguments.record is None else RolloutFile(arguments.record)
+        record = None if arguments.record is None else RolloutLog(arguments.record)
         if record is not None:
             opened.callback(record.close)
         from operators.engine.make import make_engine
@@ -99,7 +99,7 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
     return 0
 
 
-def _announce(service: Service, door: socket.socket, record: RolloutFile | None) -> None:
+def _announce(service: Service, door: socket.socket, record: RolloutLog | None) -> None:
     host, port = door.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     print(

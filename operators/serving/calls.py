@@ -6,21 +6,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from dataflow.records import AnyArray
-from operators.engine.reasons import ABORTED, BROKEN, STOPPED
+from dataflow.rollout_tokens import RolloutTokens
+from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED
 from operators.serving.errors import ApiError
 from operators.serving.exchanges import Exchange
 from operators.serving.requests import Request
-from operators.serving.rows import Ended, Group
+from operators.serving.rows import CallGroup, Completion
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import News, Work
 
 REASONS = {STOPPED: "stop"}
 """Finish reason of a rollout that ended well; any other way is `length`."""
-
-_NONE = np.zeros(0, np.int32)
 
 
 @dataclass(eq=False)
@@ -29,11 +25,8 @@ class Choice:
 
     index: int
     transcript: Transcript
-    tokens: AnyArray = field(default_factory=lambda: _NONE)
-    """Of the completion, int32 [drawn]."""
-    logprobs: AnyArray = field(default_factory=lambda: _NONE.astype(np.float32))
-    """float32 [drawn]."""
-    versions: AnyArray = field(default_factory=lambda: _NONE)
+    tokens: RolloutTokens = field(default_factory=lambda: RolloutTokens.joined(()))
+    """Of the completion."""
     finish_reason: str | None = None
     """stop, length or error, once ended."""
     error: str | None = None
@@ -42,14 +35,14 @@ class Choice:
 
     def hear(self, news: News, ends: frozenset[int]) -> None:
         """Take in what the engine says."""
-        heard = len(self.tokens)
-        ended_at = len(news.tokens)
-        if news.reason == STOPPED and ended_at and int(news.tokens[-1]) in ends:
+        heard, ids = len(self.tokens), news.tokens.ids
+        ended_at = len(ids)
+        if news.reason == STOPPED and ended_at and int(ids[-1]) in ends:
             ended_at -= 1
-        for token in news.tokens[heard:ended_at].tolist():
+        for token in ids[heard:ended_at].tolist():
             self.transcript.push(token)
-        if len(news.tokens) >= heard:
-            self.tokens, self.logprobs, self.versions = news.tokens, news.logprobs, news.versions
+        if len(ids) >= heard:
+            self.tokens = news.tokens
         if news.reason is not None:
             self.transcript.finish()
             self.error = news.error
@@ -57,23 +50,19 @@ class Choice:
             self.finish_reason = "error" if self.failed else REASONS.get(news.reason, "length")
 
     @property
-    def ended(self) -> Ended:
+    def completion(self) -> Completion:
         """The choice as a row is made of it."""
-        return Ended(
-            text=self.transcript.text,
-            tokens=self.tokens,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            finish_reason=self.finish_reason or "error",
+        return Completion(
+            text=self.transcript.text, tokens=self.tokens, finish_reason=self.finish_reason or "error",
             error=self.error,
-        )
+        )  # fmt: skip
 
 
 @dataclass(eq=False)
-class Part:
+class CallPrompt:
     """One prompt of a call, its rollouts, and what the engine was asked for."""
 
-    group: Group
+    group: CallGroup
     choices: list[Choice]
     text: str | None
     """The prompt as rendered; None where it was given as token ids."""
@@ -90,7 +79,7 @@ class Part:
             return []
         found = []
         for position, choice in enumerate(self.choices):
-            ids = tuple(choice.tokens.tolist())
+            ids = tuple(choice.tokens.ids.tolist())
             whole = choice.transcript.whole_tokens()
             if choice.failed or not whole:
                 continue
@@ -116,7 +105,11 @@ class Call:
     """
 
     def __init__(
-        self, request: Request, parts: Sequence[Part], ends: frozenset[int], finished: Callable[[Part], None]
+        self,
+        request: Request,
+        parts: Sequence[CallPrompt],
+        ends: frozenset[int],
+        finished: Callable[[CallPrompt], None],
     ) -> None:
         """Nothing heard yet."""
         self.request, self.parts = request, parts
@@ -144,7 +137,7 @@ class Call:
                 return ApiError(choice.failed, choice.error or "the rollout failed", code="rollout_failed")
         return self.unrecorded
 
-    def hear(self, part: Part, news: News) -> None:
+    def hear(self, part: CallPrompt, news: News) -> None:
         """Something happened to a rollout."""
         if part.choices[news.position].finish_reason is not None:
             return

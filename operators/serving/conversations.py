@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from dataflow.errors import RecordError
-from dataflow.records import ERROR, LOGPROBS, MASK, ROLLOUT_ID, TOKENS, VERSIONS, schema
+from dataflow.records import ERROR, ROLLOUT_ID, schema
+from dataflow.rollout_tokens import RolloutTokens
 from operators.serving.rows import COLUMNS, PARENT_ROLLOUT_ID, REUSED_TOKENS
 
 
@@ -23,31 +25,52 @@ def conversations(rows: pa.Table) -> pa.Table:
     Raises:
         RecordError: tokens that should be the parent's are not.
     """
-    known = {row[ROLLOUT_ID]: row for row in rows.to_pylist() if row[ERROR] is None}
-    continued = {row[PARENT_ROLLOUT_ID] for row in known.values()}
-    taken: set[int] = set()
-    merged = [_merged(row, known, taken) for number, row in known.items() if number not in continued]
-    return pa.Table.from_pylist(merged, schema(COLUMNS))
+    good = rows.filter(rows.column(ERROR).is_null()).combine_chunks()
+    if not good.num_rows:
+        return pa.Table.from_pylist([], schema(COLUMNS))
+    tokens, offsets = RolloutTokens.of_rows(good)
+    names = (ROLLOUT_ID, PARENT_ROLLOUT_ID, REUSED_TOKENS)
+    numbers, parents, reused = (good.column(name).to_pylist() for name in names)
+    calls = {
+        number: _Call(parents[at], reused[at], tokens[offsets[at] : offsets[at + 1]])
+        for at, number in enumerate(numbers)
+    }
+    continued, taken = {call.parent for call in calls.values()}, set[int]()
+    ends = [at for at, number in enumerate(numbers) if number not in continued]
+    merged = [_merged(numbers[at], calls, taken) for at in ends]
+    columns = RolloutTokens.joined(merged).columns(np.r_[0, np.cumsum([len(each) for each in merged])])
+    leaves = good.take(pa.array(ends, pa.int64()))
+    return pa.table({name: columns.get(name, leaves.column(name)) for name in COLUMNS}, schema(COLUMNS))
 
 
-def _merged(leaf: dict[str, Any], known: dict[int, dict[str, Any]], taken: set[int]) -> dict[str, Any]:
-    mask, logprobs, versions = (np.array(leaf[name]) for name in (MASK, LOGPROBS, VERSIONS))
-    row, shared = leaf, len(leaf[TOKENS])
-    while row[ROLLOUT_ID] not in taken:
-        taken.add(row[ROLLOUT_ID])
-        parent = known.get(row[PARENT_ROLLOUT_ID])
-        if parent is None:
+@dataclass(frozen=True)
+class _Call:
+    """What the row of a call says of its tokens."""
+
+    parent: int | None
+    reused: int
+    """Tokens that are its parent's."""
+    tokens: RolloutTokens
+
+
+def _merged(number: int, calls: Mapping[int, _Call], taken: set[int]) -> RolloutTokens:
+    """The tokens of a call, with what was chosen in those before it."""
+    own = call = calls[number]
+    mask, logprobs, versions = own.tokens.mask.copy(), own.tokens.logprobs.copy(), own.tokens.versions.copy()
+    at, shared = number, len(own.tokens)
+    while at not in taken:
+        taken.add(at)
+        if call.parent is None or call.parent not in calls:
             break
-        shared = min(shared, row[REUSED_TOKENS])
-        if parent[TOKENS][:shared] != leaf[TOKENS][:shared]:
+        shared = min(shared, call.reused)
+        at, call = call.parent, calls[call.parent]
+        before = call.tokens[:shared]
+        if not np.array_equal(before.ids, own.tokens.ids[:shared]):
             raise RecordError(
-                f"rollout {leaf[ROLLOUT_ID]} should begin with {shared} tokens of rollout {parent[ROLLOUT_ID]}; "
-                f"found others; give the rows of one file"
+                f"rollout {number} should begin with {shared} tokens of rollout {at}; found others; "
+                f"give the rows of one file"
             )
-        if parent[ROLLOUT_ID] not in taken:
-            chosen = np.flatnonzero(parent[MASK][:shared])
-            mask[chosen] = True
-            logprobs[chosen] = np.array(parent[LOGPROBS])[chosen]
-            versions[chosen] = np.array(parent[VERSIONS])[chosen]
-        row = parent
-    return {**leaf, MASK: mask.tolist(), LOGPROBS: logprobs.tolist(), VERSIONS: versions.tolist()}
+        if at not in taken:
+            chosen = np.flatnonzero(before.mask)
+            mask[chosen], logprobs[chosen], versions[chosen] = True, before.logprobs[chosen], before.versions[chosen]
+    return RolloutTokens(own.tokens.ids, mask, logprobs, versions)

@@ -10,15 +10,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import structlog
 
 from dataflow.errors import DeadlineError, RunError
+from dataflow.rollout_tokens import RolloutTokens
+from operators.engine.finish_reasons import ABORTED, BROKEN
 from operators.engine.interface import DecodingEngine
-from operators.engine.reasons import ABORTED, BROKEN
 from operators.serving.work import News, Work
+
+if TYPE_CHECKING:
+    from operators.engine.results import FinishedRow
 
 PAUSE = 4
 """Between two looks at the rollouts that stream passes at least this many times the time that a look takes."""
@@ -208,8 +211,7 @@ class EngineThread:
             return
         finished = self.engine.step(starts)
         self.failure = None
-        if finished is not None:
-            self._end(finished)
+        self._end(finished)
         begin = self._clock()
         if begin >= self._next_look:
             self._look()
@@ -220,10 +222,7 @@ class EngineThread:
         """Tell of the tokens that streaming rollouts have by now."""
         for ticket, work in self._by_ticket.items():
             if work.streams and (row := self.engine.progress(ticket)) is not None:
-                drawn = slice(row.start, None)
-                self._tell(
-                    work, News(work.tickets[ticket], row.tokens[drawn], row.logprobs[drawn], row.versions[drawn])
-                )
+                self._tell(work, News(work.tickets[ticket], row.tokens[row.start :]))
 
     def _starts(self) -> list[Any]:
         """Waiting prompts that start in the next step, in the order of their arrival, as far as they fit."""
@@ -260,31 +259,22 @@ class EngineThread:
             stop=work.stop,
         )
 
-    def _end(self, finished: Any) -> None:
+    def _end(self, finished: Sequence[FinishedRow]) -> None:
         """Tell of rollouts that ended."""
-        columns = (finished.tickets, finished.starts, finished.lengths, finished.reasons)
-        for i, (ticket, start, length, reason) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-            work = self._by_ticket.pop(ticket)
-            drawn = slice(start, length)
-            error = None
-            if reason == BROKEN:
-                error = f"the model's logits are not finite after {length - start} tokens; look at the weights"
-            elif reason == ABORTED:
+        for row in finished:
+            work = self._by_ticket.pop(row.ticket)
+            tokens, error = row.tokens[row.start :], None
+            if row.reason == BROKEN:
+                error = f"the model's logits are not finite after {len(tokens)} tokens; look at the weights"
+            elif row.reason == ABORTED:
                 error = work.why or "the rollout was aborted"
-            self._tell(
-                work,
-                News(
-                    work.tickets.pop(ticket), finished.tokens[i, drawn], finished.logprobs[i, drawn],
-                    finished.versions[i, drawn], reason, error,
-                ),
-            )  # fmt: skip
+            self._tell(work, News(work.tickets.pop(row.ticket), tokens, row.reason, error))
 
     def _abort(self, work: Work, why: str) -> None:
         """End a work: what is live as it is, what has not begun without a token."""
         work.why = why
-        finished = self.engine.abort(list(work.tickets)) if work.tickets else None
-        if finished is not None:
-            self._end(finished)
+        if work.tickets:
+            self._end(self.engine.abort(list(work.tickets)))
         self._lose(work, why)
 
     def _lose(self, work: Work, why: str) -> None:
@@ -296,9 +286,8 @@ class EngineThread:
         for ticket in work.tickets:
             self._by_ticket.pop(ticket, None)
         work.tickets, work.begun = {}, len(work.seeds)
-        none = np.zeros(0, np.int32)
         for position in positions:
-            self._tell(work, News(position, none, none.astype(np.float32), none, ABORTED, why))
+            self._tell(work, News(position, RolloutTokens.joined(()), ABORTED, why))
 
     def _give_up(self, why: str) -> None:
         """End everything, also where the engine cannot say how far it came."""

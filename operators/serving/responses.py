@@ -93,7 +93,7 @@ class Chunks:
         if request.logprobs:
             made["logprobs"] = _logprobs(request.kind, choice, self._vocabulary, sent.tokens)
         if request.return_token_ids:
-            made["token_ids"] = choice.tokens[sent.tokens :].tolist()
+            made["token_ids"] = choice.tokens.ids[sent.tokens :].tolist()
         sent.characters, sent.tokens = sent.characters + len(text), drawn
         yield self._chunk(made)
 
@@ -122,7 +122,7 @@ def _whole_choice(call: Call, choice: Choice, vocabulary: Vocabulary) -> dict[st
     made["logprobs"] = _logprobs(request.kind, choice, vocabulary, 0) if request.logprobs else None
     made["finish_reason"] = choice.finish_reason
     if request.return_token_ids:
-        made["token_ids"] = choice.tokens.tolist()
+        made["token_ids"] = choice.tokens.ids.tolist()
         if request.kind == "completion":
             made["prompt_token_ids"] = _prompt_of(call, choice)
     return made
@@ -134,7 +134,8 @@ def _prompt_of(call: Call, choice: Choice) -> list[int]:
 
 def _logprobs(kind: str, choice: Choice, vocabulary: Vocabulary, since: int) -> dict[str, Any]:
     """Of every sampled token from `since` on, end tokens and those of a stop string too."""
-    ids, values = choice.tokens[since:].tolist(), [float(value) for value in choice.logprobs[since:]]
+    sampled = choice.tokens[since:]
+    ids, values = sampled.ids.tolist(), [float(value) for value in sampled.logprobs]
     pieces = [vocabulary.decode([token], special=True) for token in ids]
     if kind == "chat":
         content = [

@@ -12,7 +12,8 @@ import pyarrow as pa
 import xxhash
 
 from dataflow import records
-from dataflow.records import AnyArray, Columns
+from dataflow.records import Columns
+from dataflow.rollout_tokens import RolloutTokens
 
 SESSION_ID = "session_id"
 REQUEST_ID = "request_id"
@@ -38,7 +39,7 @@ COLUMNS: Columns = {**records.PROMPT_COLUMNS, **records.ROLLOUT_COLUMNS, **SERVI
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class CallGroup:
     """What the rollouts of one prompt of one call have in common."""
 
     group_id: int
@@ -62,13 +63,11 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """One of them: arrays over the tokens of its completion."""
+class Completion:
+    """What the model wrote in one of them."""
 
     text: str
-    tokens: AnyArray
-    logprobs: AnyArray
-    versions: AnyArray
+    tokens: RolloutTokens
     finish_reason: str
     """stop, length or error."""
     error: str | None = None
@@ -88,11 +87,12 @@ class Numbers:
         return group
 
 
-def rows_of(group: Group, ended: Sequence[Ended]) -> pa.RecordBatch:
+def rows_of(group: CallGroup, completions: Sequence[Completion]) -> pa.RecordBatch:
     """One row for each rollout of the group, with COLUMNS."""
-    size, prompt = group.size, list(group.prompt_tokens)
-    begin = len(prompt)
-    made: dict[str, Any] = {
+    size, prompt = group.size, RolloutTokens.given(np.array(group.prompt_tokens))
+    rollouts = [RolloutTokens.joined([prompt, one.tokens]) for one in completions]
+    offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in rollouts])])
+    made: dict[str, Any] = RolloutTokens.joined(rollouts).columns(offsets) | {
         records.GROUP_ID: [group.group_id] * size,
         records.PROMPT_ID: [prompt_id(group.prompt)] * size,
         records.PROMPT: [group.prompt] * size,
@@ -101,13 +101,9 @@ def rows_of(group: Group, ended: Sequence[Ended]) -> pa.RecordBatch:
         records.ROUND_SIZE: [0] * size,
         records.ROLLOUT_ID: [group.rollout_id(position) for position in range(size)],
         records.POSITION: list(range(size)),
-        records.COMPLETION: [one.text for one in ended],
-        records.TOKENS: [_after(prompt, one.tokens, np.int32) for one in ended],
-        records.MASK: [_after([False] * begin, np.ones(len(one.tokens)), np.bool_) for one in ended],
-        records.LOGPROBS: [_after([0.0] * begin, one.logprobs, np.float32) for one in ended],
-        records.VERSIONS: [_after([-1] * begin, one.versions, np.int32) for one in ended],
-        records.FINISH_REASON: [one.finish_reason for one in ended],
-        records.ERROR: [one.error for one in ended],
+        records.COMPLETION: [one.text for one in completions],
+        records.FINISH_REASON: [one.finish_reason for one in completions],
+        records.ERROR: [one.error for one in completions],
         SESSION_ID: [group.session] * size,
         REQUEST_ID: [group.request_id] * size,
         CREATED: [group.created_ms] * size,
@@ -123,7 +119,3 @@ def rows_of(group: Group, ended: Sequence[Ended]) -> pa.RecordBatch:
 def prompt_id(prompt: str) -> str:
     """The same for the same prompt."""
     return xxhash.xxh3_64_hexdigest(prompt.encode())
-
-
-def _after(begin: Sequence[Any], rest: AnyArray, kind: Any) -> AnyArray:
-    return np.concatenate([np.asarray(begin, kind), np.asarray(rest, kind)])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from operators.engine.build import Built
     from operators.serving.service import OnRollout, Service
-    from operators.serving.sink import RolloutFile
+    from operators.serving.sink import RolloutLog
 
 INSTALL = 'pip install "dataflow-rl[serve]"'
 
@@ -66,7 +66,7 @@ def make_service(
     built: Built,
     *,
     model: str,
-    record: RolloutFile | None = None,
+    record: RolloutLog | None = None,
     on_rollout: Sequence[OnRollout] = (),
     most_waiting: int = 256,
     stream_s: float = 0.02,
@@ -88,8 +88,8 @@ def make_service(
     from operators.engine.results import Start
     from operators.engine.sampler import Sampling
     from operators.serving.engine_thread import EngineThread
+    from operators.serving.request_stops import Stopping
     from operators.serving.service import Service
-    from operators.serving.stopping import Stopping
 
     tokenizer = copy.deepcopy(built.tokenizer)
     if chat_template is not None:

@@ -18,14 +18,15 @@ import structlog
 import xxhash
 
 from dataflow.errors import RunError
-from operators.engine.reasons import ABORTED
+from dataflow.rollout_tokens import RolloutTokens
+from operators.engine.finish_reasons import ABORTED
 from operators.serving.bounds import Bounds, Budget
-from operators.serving.calls import Call, Choice, Part
+from operators.serving.calls import Call, CallPrompt, Choice
 from operators.serving.engine_thread import EngineThread, Overloaded
 from operators.serving.errors import ApiError, bad, too_long
 from operators.serving.exchanges import Encoded, Exchanges, encode
 from operators.serving.requests import Request
-from operators.serving.rows import Group, Numbers, rows_of
+from operators.serving.rows import CallGroup, Numbers, rows_of
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import News, Work
 
@@ -197,14 +198,14 @@ class Service:
         encoded: Encoded,
         session: str | None,
         request_id: str,
-    ) -> Part:
+    ) -> CallPrompt:
         if not encoded.tokens:
             raise bad(
                 "messages" if request.kind == "chat" else "prompt",
                 "the prompt is empty: the tokenizer made 0 tokens of it; give it a text",
             )
         self._check_tokens("messages" if request.kind == "chat" else "prompt", encoded.tokens)
-        group = Group(
+        group = CallGroup(
             group_id=self._numbers.take(request.n),
             size=request.n,
             prompt=shown,
@@ -220,7 +221,7 @@ class Service:
         )
         first = place * request.n
         choices = [Choice(first + i, Transcript(self.vocabulary, request.stop)) for i in range(request.n)]
-        return Part(group, choices, text)
+        return CallPrompt(group, choices, text)
 
     def _check_room(self, call: Call) -> None:
         """Refuse a call that the context has no room for; it is recorded, as any rollout that came to nothing."""
@@ -233,13 +234,12 @@ class Service:
                     f"has room for {room}; shorten it, or lower max_tokens",
                     "messages" if call.request.kind == "chat" else "prompt",
                 )
-                none = np.zeros(0, np.int32)
                 for other in call.parts:
                     for position in range(other.group.size):
-                        call.hear(other, News(position, none, none, none, ABORTED, error.message))
+                        call.hear(other, News(position, RolloutTokens.joined(()), ABORTED, error.message))
                 raise error
 
-    def _work(self, call: Call, part: Part, sampling: Any, stop: Any) -> Work:
+    def _work(self, call: Call, part: CallPrompt, sampling: Any, stop: Any) -> Work:
         post = asyncio.get_running_loop().call_soon_threadsafe
 
         def tell(news: News) -> None:
@@ -258,11 +258,11 @@ class Service:
         )
         return part.work
 
-    def _over(self, part: Part) -> None:
+    def _over(self, part: CallPrompt) -> None:
         """All rollouts of a prompt have ended: record them, and remember what may be gone on from."""
         for exchange in part.exchanges(self.vocabulary, self._ends):
             self._exchanges.add(exchange)
-        rows = rows_of(part.group, [choice.ended for choice in part.choices])
+        rows = rows_of(part.group, [choice.completion for choice in part.choices])
         self.recorded += rows.num_rows
         for hear in self._on_rollout:
             try:

@@ -16,7 +16,7 @@ from dataflow.system.files import disk
 from operators.serving.rows import COLUMNS, Numbers
 
 
-class RolloutFile:
+class RolloutLog:
     """An Arrow IPC stream of rows with COLUMNS, one batch for each prompt of a call; one process writes it."""
 
     def __init__(self, path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.records import AnyArray
+from dataflow.rollout_tokens import RolloutTokens
 
 
 @dataclass(frozen=True)
@@ -14,12 +15,8 @@ class News:
     """A rollout as it is now, complete from its first token on; the last news of it has a reason."""
 
     position: int
-    tokens: AnyArray
-    """Of the completion, int32 [drawn]."""
-    logprobs: AnyArray
-    """float32 [drawn]."""
-    versions: AnyArray
-    """int32 [drawn]."""
+    tokens: RolloutTokens
+    """Of the completion."""
     reason: int | None = None
     """STOPPED, TOO_LONG, BROKEN, ABORTED, or None while it goes on."""
     error: str | None = None

@@ -11,9 +11,10 @@ import numpy as np
 from dataflow.model import Model
 from dataflow.node import Batch, Runtime
 from dataflow.records import GROUP_ID, MIN_VERSION, PROMPT
-from operators.engine.reasons import STOPPED
-from operators.engine.stops import end_tokens
-from operators.generation.groups import Arrival, Ended, Group, rollouts
+from dataflow.rollout_tokens import RolloutTokens
+from operators.engine.finish_reasons import STOPPED
+from operators.engine.stop_strings import end_tokens
+from operators.generation.groups import EndedRollout, PromptBatch, PromptGroup, rollouts
 from operators.generation.tokenize import encode
 from operators.models.errors import ModelError
 from operators.models.loading import load_configs, load_tokenizer
@@ -69,12 +70,12 @@ class DemonstrationRuntime(Runtime):
         if not self._queue:
             return None
         batch = self._queue.popleft()
-        arrival = Arrival(batch)
+        arrival = PromptBatch(batch)
         if not batch.records.num_rows:
             return []
         ids, versions = (batch.records.column(name).to_pylist() for name in (GROUP_ID, MIN_VERSION))
         groups = [
-            Group(
+            PromptGroup(
                 lane=batch.lane, group_id=group_id, size=1, min_version=min_version, arrival=arrival, row=row,
                 prompt=np.zeros(0, np.int64), unstarted=0, left=0,
             )
@@ -90,7 +91,7 @@ class DemonstrationRuntime(Runtime):
             arrival.share.release(group.group_id)
         return [Batch(batch.lane, made)]
 
-    def _demonstrated(self, batch: Batch) -> list[Ended | str]:
+    def _demonstrated(self, batch: Batch) -> list[EndedRollout | str]:
         """For each row its rollout, or a message in three parts."""
         most = self._context_tokens
         texts = batch.records.column(PROMPT).to_pylist()
@@ -99,18 +100,16 @@ class DemonstrationRuntime(Runtime):
         tokens = self._tokenizer([answer or "" for answer in answers], add_special_tokens=False)["input_ids"]
         return [self._rollout(*row) for row in zip(prompts, answers, tokens, strict=True)]
 
-    def _rollout(self, prompt: Any, answer: str | None, tokens: list[int]) -> Ended | str:
+    def _rollout(self, prompt: Any, answer: str | None, tokens: list[int]) -> EndedRollout | str:
         if isinstance(prompt, str):
             return prompt
         if answer is None:
             return f"the answer is null in column '{self._answer}'; give every row a text"
-        whole = np.asarray([*prompt, *tokens, self._end], np.int32)
+        answered = RolloutTokens.given(np.array([*tokens, self._end]), mask=True)
+        whole = RolloutTokens.joined([RolloutTokens.given(prompt), answered])
         if len(whole) > self._context_tokens:
             return (
                 f"the demonstration is too long: it has {len(whole)} tokens and the context has room for "
                 f"{self._context_tokens}; shorten it, or raise context_tokens"
             )
-        return Ended(
-            tokens=whole, logprobs=np.zeros(len(whole), np.float32), versions=np.full(len(whole), -1, np.int32),
-            start=len(prompt), reason=STOPPED, text=answer,
-        )  # fmt: skip
+        return EndedRollout(whole, len(prompt), STOPPED, answer)

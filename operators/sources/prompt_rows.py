@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from dataflow.errors import RecordError
 from dataflow.records import PROMPT, PROMPT_ID, Columns
-from operators.sources.row_files import Fault, Found
+from operators.sources.row_files import Fault, FoundRow
 
 _ROWS_AT_ONCE = 8192
 _SAMPLE_ROWS, _SAMPLE_PROMPTS = 50, 20
@@ -76,7 +76,7 @@ class Made:
     """Of the user's columns."""
 
 
-def sample_columns(found: Iterable[Found], recipe: Recipe) -> tuple[dict[str, pa.DataType], list[Fault]]:
+def sample_columns(found: Iterable[FoundRow], recipe: Recipe) -> tuple[dict[str, pa.DataType], list[Fault]]:
     """Types of the user's columns in the first prompts; the faults of these rows if none gave a prompt."""
     rows: list[Made] = []
     faults: list[Fault] = []
@@ -93,7 +93,7 @@ def sample_columns(found: Iterable[Found], recipe: Recipe) -> tuple[dict[str, pa
     return types, [] if rows else faults
 
 
-def load(found: Iterable[Found], recipe: Recipe, types: Columns, selection: Selection) -> tuple[pa.Table, Report]:
+def load(found: Iterable[FoundRow], recipe: Recipe, types: Columns, selection: Selection) -> tuple[pa.Table, Report]:
     """All prompts as a table (prompt_id, prompt, the user's columns), and what was left out.
 
     RecordError for the first bad row unless they are to be dropped, and when no prompt is left.
@@ -120,7 +120,7 @@ def load(found: Iterable[Found], recipe: Recipe, types: Columns, selection: Sele
     return table, report
 
 
-def prompts_of(found: Found, recipe: Recipe, types: Columns) -> Iterator[Made | Fault]:
+def prompts_of(found: FoundRow, recipe: Recipe, types: Columns) -> Iterator[Made | Fault]:
     """The prompts of a row, or what is wrong with it."""
     if found.fault is not None:
         yield found.fault
@@ -140,7 +140,7 @@ def prompts_of(found: Found, recipe: Recipe, types: Columns) -> Iterator[Made | 
 
 
 def _good(
-    found: Iterable[Found], recipe: Recipe, types: Columns, selection: Selection, report: Report
+    found: Iterable[FoundRow], recipe: Recipe, types: Columns, selection: Selection, report: Report
 ) -> Iterator[Made]:
     for each in found:
         is_empty = True

@@ -34,7 +34,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRow:
     """A row as it was found, or what is wrong with it."""
 
     number: int
@@ -88,7 +88,7 @@ class Origin:
         """What messages call it."""
         return f"'{self.source}'" if isinstance(self.source, str | Path) else type(self.source).__name__
 
-    def __iter__(self) -> Iterator[Found]:
+    def __iter__(self) -> Iterator[FoundRow]:
         """Every row; RecordError when the source cannot be read at all."""
         if not isinstance(self.source, str | Path):
             return self._iterate(self.source)
@@ -119,17 +119,17 @@ class Origin:
             return None
         return None if None in counts else sum(cast(list[int], counts))
 
-    def _iterate(self, rows: Iterable[Any]) -> Iterator[Found]:
+    def _iterate(self, rows: Iterable[Any]) -> Iterator[FoundRow]:
         if isinstance(rows, pa.Table | pa.RecordBatch):
             rows = itertools.chain.from_iterable(_batch_rows([rows]))
         for number, row in enumerate(rows):
             if number >= _MOST_ROWS:
                 raise RecordError(f"the iterable of prompts gave {number} rows and has more; set Prompts(limit=...)")
-            yield Found(number, f"row {number} of {self.shown}", row)
+            yield FoundRow(number, f"row {number} of {self.shown}", row)
 
-    def _number(self, files: Iterable[Iterator[tuple[str, Any, Fault | None]]]) -> Iterator[Found]:
+    def _number(self, files: Iterable[Iterator[tuple[str, Any, Fault | None]]]) -> Iterator[FoundRow]:
         for number, (place, row, fault) in enumerate(itertools.chain.from_iterable(files)):
-            yield Found(number, place, row, fault)
+            yield FoundRow(number, place, row, fault)
 
 
 _Rows = Iterator[tuple[str, Any, Fault | None]]

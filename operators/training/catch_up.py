@@ -15,7 +15,7 @@ from dataflow.node import Context
 from dataflow.records import GROUP_ID
 from dataflow.system.files import RunFolderError
 from operators.training.journal import Journal
-from operators.training.steps import Making
+from operators.training.steps import StepMaker
 
 LIKE = 0.05
 """Share by which the gradient's norm may differ from the recorded one before it is told of: on GPUs sums depend on the
@@ -35,7 +35,7 @@ class CatchUp:
     look what is: in one that goes on meanwhile it is an error.
     """
 
-    def __init__(self, context: Context, making: Making, journal: Journal, steps: Sequence[MadeStep]) -> None:
+    def __init__(self, context: Context, making: StepMaker, journal: Journal, steps: Sequence[MadeStep]) -> None:
         """steps: those after the weights that `making` has, in order."""
         self._context, self._making, self._journal = context, making, journal
         self._unread, self._left = deque(steps), deque(steps)

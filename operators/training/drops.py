@@ -13,7 +13,7 @@ from dataflow.records import ERROR, VERSIONS
 from dataflow.staleness import newest_versions, oldest_versions, sweep
 from operators.training.journal import TOO_FEW, Journal
 from operators.training.learner.rows import drop_reason, usable
-from operators.training.reorder_buffer import Group
+from operators.training.reorder_buffer import QueuedGroup
 from operators.training.signal import example, silent_scores
 
 ABANDONED = "abandoned"
@@ -45,7 +45,7 @@ class Drops:
         """Of those that it knows, by reason."""
         self.total = 0
         """Since the start of the run."""
-        self._groups: list[Group] = []
+        self._groups: list[QueuedGroup] = []
         self._in_a_row: Counter[str] = Counter()
         """By reason, since the last group that could be trained."""
         self._last_failure = "none"
@@ -78,7 +78,7 @@ class Drops:
         self._silent = self._scores
         return None
 
-    def add(self, groups: Sequence[Group], reason: str, step: int | None) -> None:
+    def add(self, groups: Sequence[QueuedGroup], reason: str, step: int | None) -> None:
         """Give groups up while step number `step` is under way; None: outside any step."""
         self._groups += groups
         self.reasons |= {group.group_id: reason for group in groups}

@@ -39,7 +39,7 @@ from operators.training.checkpoints import checkpoint
 from operators.training.checkpoints.saving import Debt
 from operators.training.checkpoints.staging import Background
 from operators.training.learner.learner import Learner
-from operators.training.reorder_buffer import Group
+from operators.training.reorder_buffer import QueuedGroup
 
 CLOSE_S = 5.0
 """For a checkpoint that is being written when the run ends otherwise than it should."""
@@ -78,7 +78,7 @@ class Journal:
     _writing: _Writing | None = None
 
     def commit(
-        self, step: int, trained: Sequence[Group], dropped: Mapping[int, str], metrics: Mapping[str, Any]
+        self, step: int, trained: Sequence[QueuedGroup], dropped: Mapping[int, str], metrics: Mapping[str, Any]
     ) -> None:
         """Record a step with the groups it trained, in order, and those given up since the last record.
 

@@ -9,13 +9,13 @@ import pyarrow as pa
 
 from dataflow.records import ADVANTAGE
 from dataflow.staleness import NO_TOKEN
-from operators.training.learner.learner import Outcome
+from operators.training.learner.learner import StepOutcome
 from operators.training.learner.rows import StepRows, mean_of
 from operators.training.signal import no_signal
 
 
 @dataclass
-class Pace:
+class StepPace:
     """Seconds of each stage of the step under way, and what arrived meanwhile."""
 
     began: float
@@ -42,8 +42,8 @@ def step_metrics(
     lr: float,
     rows: StepRows,
     trained: Sequence[pa.RecordBatch],
-    outcome: Outcome,
-    pace: Pace,
+    outcome: StepOutcome,
+    pace: StepPace,
     dropped: Mapping[str, int],
     skipped_steps: int,
     scores: Mapping[str, str],

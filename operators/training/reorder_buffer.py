@@ -11,7 +11,7 @@ from dataflow.records import group_slices
 
 
 @dataclass(frozen=True)
-class Group:
+class QueuedGroup:
     """The rollouts of one prompt."""
 
     group_id: int
@@ -31,7 +31,7 @@ class ReorderBuffer:
         self.following = first
         """The group that is to leave next."""
         self._holes = {hole for hole in holes if hole >= first}
-        self._held: dict[int, Group] = {}
+        self._held: dict[int, QueuedGroup] = {}
         self.rows = 0
         """Rows it holds."""
         self._pass_holes()
@@ -54,12 +54,12 @@ class ReorderBuffer:
                 share.release(group_id)
                 continue
             records = batch.records.slice(first, count)
-            self._held[group_id] = Group(group_id, records, partial(share.release, group_id))
+            self._held[group_id] = QueuedGroup(group_id, records, partial(share.release, group_id))
             new += count
         self.rows += new
         return new
 
-    def take(self) -> Group | None:
+    def take(self) -> QueuedGroup | None:
         """The next group in order; None while it is not here."""
         group = self._held.pop(self.following, None)
         if group is not None:
@@ -68,7 +68,7 @@ class ReorderBuffer:
             self._pass_holes()
         return group
 
-    def rest(self) -> list[Group]:
+    def rest(self) -> list[QueuedGroup]:
         """Everything that is left, in order; for the end of the rows."""
         groups = [self._held[group_id] for group_id in sorted(self._held)]
         self._held.clear()

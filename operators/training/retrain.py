@@ -23,7 +23,7 @@ from operators.models.loading import load_tokenizer
 from operators.training.checkpoints import checkpoint
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
-from operators.training.steps import Making
+from operators.training.steps import StepMaker
 
 
 def retrained(trainer: TrainerKnobs, script: Script) -> Iterator[Mapping[str, float]]:
@@ -47,7 +47,7 @@ def retrained(trainer: TrainerKnobs, script: Script) -> Iterator[Mapping[str, fl
         learner.everywhere(checkpoint.restore, folder=script.checkpoint)
     last = script.steps[-1].step
     context = Context(node=script.node, seed=script.seed, steps=last, threads=script.threads, device=script.device)
-    making = Making(trainer, context, learner, script.start)
+    making = StepMaker(trainer, context, learner, script.start)
     for step in script.steps:
         yield _make(making, step, script.read(step))
     if script.out is not None:
@@ -75,7 +75,7 @@ def find_loss(text: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _make(making: Making, step: MadeStep, table: pa.Table) -> dict[str, float]:
+def _make(making: StepMaker, step: MadeStep, table: pa.Table) -> dict[str, float]:
     loss = making.learner.loss
     lacking = [name for name in loss.columns if name not in table.column_names]
     if lacking:

@@ -24,9 +24,9 @@ from operators.training.journal import TOO_FEW, Journal, expected
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
 from operators.training.learner.learner import Learner
-from operators.training.metrics import Pace, step_metrics
-from operators.training.reorder_buffer import Group, ReorderBuffer
-from operators.training.steps import Making
+from operators.training.metrics import StepPace, step_metrics
+from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
+from operators.training.steps import StepMaker
 
 MOST_BAD_STEPS = 5
 """Steps in a row that may be skipped because a number was not finite; the last of them ends the run."""
@@ -57,7 +57,7 @@ class TrainerRuntime(Runtime):
         told: the metrics of the last committed step."""
         self._trainer, self._context, self._learner = trainer, context, learner
         self._lane = _only_lane(context)
-        self._making = Making(trainer, context, learner, start)
+        self._making = StepMaker(trainer, context, learner, start)
         debt = Debt(trainer.recover_within_s)
         self._journal = Journal(context, self._lane, learner, tokenizer, start, debt, trainer.checkpoint_every)
         self._behind: CatchUp | None = CatchUp(context, self._making, self._journal, missing)
@@ -66,7 +66,7 @@ class TrainerRuntime(Runtime):
         """Came before it had caught up."""
         self._bound = context.bounds.get(self._lane)
         self._group_rows = 1
-        self._groups: list[Group] = []
+        self._groups: list[QueuedGroup] = []
         """Of the step under way."""
         self._drops = Drops(context, self._journal, learner.loss.columns, self._bound, trainer.prompts_per_step)
         self._taken_back = 0
@@ -218,7 +218,7 @@ class TrainerRuntime(Runtime):
         self._drops.total = ended - step * self._trainer.prompts_per_step
         self._drops.recorded = _recorded_drops(context, step + 1)
         now = context.clock()
-        self._making.pace = Pace(now, now)
+        self._making.pace = StepPace(now, now)
         self._making.bring()
         if self._writer is not None:
             self._writer.publish(step, self._weights)
@@ -250,7 +250,7 @@ class TrainerRuntime(Runtime):
         self._making.begin([group.records for group in self._groups])
         return True
 
-    def _drop(self, groups: Sequence[Group], reason: str) -> None:
+    def _drop(self, groups: Sequence[QueuedGroup], reason: str) -> None:
         """Give groups up; the generators learn it at once, because they wait for others in their place."""
         self._drops.add(groups, reason, self._making.step + 1)
         self._note()
@@ -273,7 +273,7 @@ class TrainerRuntime(Runtime):
             return
         self._bad_steps = 0
         step, ended = making.step, clock()
-        making.pace = Pace(ended, ended)
+        making.pace = StepPace(ended, ended)
         metrics = step_metrics(
             node=context.node,
             step=step,
@@ -312,7 +312,7 @@ class TrainerRuntime(Runtime):
             journal.finish(step)
             self._done = True
 
-    def _skip(self, groups: Sequence[Group], culprit: str) -> None:
+    def _skip(self, groups: Sequence[QueuedGroup], culprit: str) -> None:
         self._bad_steps += 1
         self._skipped_steps += 1
         node = self._context.node

@@ -10,14 +10,14 @@ from dataflow.errors import GraphError
 from dataflow.node import Context
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner import memory
-from operators.training.learner.learner import Learner, Outcome
+from operators.training.learner.learner import Learner, StepOutcome
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows, step_rows
 from operators.training.learner.schedule import learning_rate
-from operators.training.metrics import Pace
+from operators.training.metrics import StepPace
 
 
-class Making:
+class StepMaker:
     """What is left of the step under way, and how many are behind the weights.
 
     The same rows on the same weights give the same weights, bit for bit on a CPU: nothing else is read.
@@ -34,7 +34,7 @@ class Making:
         self.seconds = 0.0
         """Of work for the step under way, or for the last one."""
         now = context.clock()
-        self.pace = Pace(now, now)
+        self.pace = StepPace(now, now)
         """Of the step under way, or of the wait for it."""
 
     @property
@@ -66,7 +66,7 @@ class Making:
         self.learner.micro(self._parts.pop(0))
         self._add("forward_backward", began)
 
-    def end(self, rate: float) -> Outcome:
+    def end(self, rate: float) -> StepOutcome:
         """The update, with this learning rate; the weights and `step` stay where anything was not finite."""
         began = self._clock()
         self.bring(moments=True)

@@ -95,9 +95,11 @@ def test_a_batch_has_a_heavy_tail_prompts_in_common_and_no_advantage_of_zero():
 def test_rows_and_padded_tensors_hold_the_same_rollouts():
     rollouts = make_rollouts("tail", groups=2, size="tiny")
     rows, padded = step_rows(as_groups(rollouts), ("advantage",)), as_padded(rollouts)
-    assert rows.mask_S.sum() == padded.completion_mask.sum() == rollouts.tokens
-    assert np.array_equal(rows.tokens_S[rows.mask_S], padded.completion_ids[padded.completion_ids != PAD].numpy())
-    assert np.array_equal(rows.tokens_S[~rows.mask_S], padded.prompt_ids[padded.prompt_ids != PAD].numpy())
+    assert rows.tokens.mask.sum() == padded.completion_mask.sum() == rollouts.tokens
+    assert np.array_equal(
+        rows.tokens.ids[rows.tokens.mask], padded.completion_ids[padded.completion_ids != PAD].numpy()
+    )
+    assert np.array_equal(rows.tokens.ids[~rows.tokens.mask], padded.prompt_ids[padded.prompt_ids != PAD].numpy())
     assert np.allclose(rows.columns_R["advantage"], padded.advantage.numpy())
 
 

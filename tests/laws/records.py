@@ -58,8 +58,8 @@ RECORDS = (
     Law(
         "the mask is 1 where the policy chose the token",
         "test_groups_leave_whole_with_the_promised_columns",
-        "operators.generation:rollouts",
-        expression("place >= 0", "place", ">=", kind=ast.Compare),
+        "operators.engine:Rows.rollouts",
+        expression("np.arange(length) >= 0", "length", ">=", kind=ast.Compare),
         "the prompt's share of it",
     ),
     Law(

@@ -182,7 +182,7 @@ def test_an_advantage_per_token_reaches_the_loss_at_its_own_token():
         for row in batch.to_pylist()
     ]  # fmt: skip
     assert np.allclose(rows.columns_S["advantage"], np.concatenate(wanted), atol=1e-6)
-    assert rows.columns_S["advantage"][rows.mask_S].any()
+    assert rows.columns_S["advantage"][rows.tokens.mask].any()
 
 
 def _with_values(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -94,7 +94,7 @@ def test_with_equal_weights_they_are_the_trainers_bit_for_bit(
     rows = step_rows(groups, ("logprobs",))
     compute = None if dtype == "float32" else torch.bfloat16
     trained = Policy(load_model(model, dtype="float32"), compute=compute)
-    new = trained.computed(pack(rows.tokens_S, rows.mask_S, rows.offsets), None, ())["new_logprobs"]
+    new = trained.computed(pack(rows.tokens.ids, rows.tokens.mask, rows.offsets), None, ())["new_logprobs"]
     found = flat(lists_of(table, "proximal_logprobs"))
     assert np.array_equal(found[rows.chosen_S], new.detach().numpy().astype(np.float64))
     assert not found[~rows.chosen_S].any()

@@ -8,8 +8,9 @@ from trainer_rig import VOCABULARY, gradient, group, rows_of, tiny_learner, tiny
 
 from dataflow.errors import RecordError
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE
+from dataflow.rollout_tokens import SamplingMask, gather
 from operators.engine.sampler import Sampling, draw
-from operators.training.learner.packing import Kept, gather, pack
+from operators.training.learner.packing import pack
 from operators.training.learner.policy import Policy
 
 
@@ -37,7 +38,7 @@ def _generated(sampling: Sampling, *, size: int = 4, seed: int = 0, prompt: int 
             drawn = draw(logits, sampling, seeds, torch.tensor([count]), seen=seen, keep=True)
             tokens.append(int(drawn.tokens))
             logprobs.append(float(drawn.logprobs))
-            masks.append(None if drawn.kept is None else drawn.kept[0].nonzero()[:, 0].tolist())
+            masks.append(None if drawn.left is None else drawn.left[0].nonzero()[:, 0].tolist())
         row |= {"tokens": tokens, "logprobs": logprobs, "mask": [at >= prompt for at in range(len(tokens))]}
         row |= {"versions": [0 if at >= prompt else -1 for at in range(len(tokens))], SAMPLING_MASK: masks}
     fields = [*group(0).schema, pa.field(SAMPLING_MASK, SAMPLING_MASK_TYPE)]
@@ -61,11 +62,11 @@ TRUNCATED = [
 @pytest.mark.parametrize("sampling", TRUNCATED, ids=str)
 def test_at_equal_weights_the_trainers_logprobs_are_those_recorded(sampling, packed):
     rows = rows_of(*(_generated(sampling, seed=seed) for seed in range(3)))
-    tree = pack(rows.tokens_S, rows.mask_S, rows.offsets)
+    tree = pack(rows.tokens.ids, rows.tokens.mask, rows.offsets)
     policy = Policy(tiny_llama(), temperature=sampling.temperature, packed=packed)
-    kept = None if rows.kept_S is None else rows.kept_S.select(tree.flat_T)
+    kept = None if rows.tokens.sampling_mask is None else rows.tokens.sampling_mask.take(tree.flat_T)
     found, _ = policy.logprobs(tree, kept)
-    recorded = torch.from_numpy(rows.columns_S["logprobs"][tree.flat_T])
+    recorded = torch.from_numpy(rows.tokens.logprobs[tree.flat_T])
     torch.testing.assert_close(found.detach(), recorded, atol=1e-5, rtol=0)
     unmasked, _ = policy.logprobs(tree)
     assert (sampling == Sampling()) == bool((unmasked - recorded).abs().max() < 1e-5)
@@ -92,7 +93,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_a_float64_reference(tempera
         np.union1d(random.choice(VOCABULARY, size, replace=False), [token][:size]).astype(np.int32)
         for token, size in zip(tokens, sizes, strict=True)
     ]
-    kept = Kept(ids_K=np.concatenate(ids), offsets=np.r_[0, np.cumsum([len(x) for x in ids])])
+    kept = SamplingMask(ids=np.concatenate(ids), offsets=np.r_[0, np.cumsum([len(x) for x in ids])])
     logits = torch.from_numpy(3 * random.normal(size=(len(tree.heads_U), VOCABULARY))).requires_grad_()
     weights = torch.from_numpy(random.normal(size=(2, len(tree.flat_T))))
 
@@ -107,7 +108,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_a_float64_reference(tempera
 
     policy = Policy(tiny_llama(), temperature=temperature)
     policy._logits = lambda packed: logits
-    found, entropy = policy.logprobs(tree, kept.select(tree.flat_T), entropy=True)
+    found, entropy = policy.logprobs(tree, kept.take(tree.flat_T), entropy=True)
     (gradients,) = torch.autograd.grad((weights[0] * found + weights[1] * entropy).sum(), logits)
     torch.testing.assert_close(found, torch.stack(logprobs), atol=1e-12, rtol=0)
     torch.testing.assert_close(entropy, torch.stack(entropies), atol=1e-12, rtol=0)
@@ -118,7 +119,7 @@ def test_siblings_that_share_a_node_keep_their_own_masks():
     tokens, mask = np.array([5, 6, 7, 5, 6, 7]), np.array([False, False, True] * 2)
     tree = pack(tokens, mask, np.array([0, 3, 6]))
     assert len(tree.heads_U) == 1
-    kept = Kept(ids_K=np.array([7, 7, 8, 9], np.int32), offsets=np.array([0, 1, 4]))
+    kept = SamplingMask(ids=np.array([7, 7, 8, 9], np.int32), offsets=np.array([0, 1, 4]))
     found, _ = Policy(tiny_llama()).logprobs(tree, kept)
     logits = tiny_llama()(torch.tensor([[5, 6]])).logits[0, -1]
     wanted = torch.stack([logits[7] - logits[7], logits[7] - logits[7:10].logsumexp(0)])
@@ -129,7 +130,7 @@ def test_small_restricted_shares_do_not_underflow():
     tree = pack(np.array([5, 7]), np.array([False, True]), np.array([0, 2]))
     policy = Policy(tiny_llama())
     policy._logits = lambda packed: torch.tensor([[500.0] + [0.0] * 6 + [1.0] + [0.0] * 15])
-    found, entropy = policy.logprobs(tree, Kept(ids_K=np.array([6, 7]), offsets=np.array([0, 2])), entropy=True)
+    found, entropy = policy.logprobs(tree, SamplingMask(ids=np.array([6, 7]), offsets=np.array([0, 2])), entropy=True)
     share = 1 / (1 + np.e)
     assert float(found) == pytest.approx(np.log(1 - share), abs=1e-6)
     assert float(entropy) == pytest.approx(-share * np.log(share) - (1 - share) * np.log(1 - share), abs=1e-6)
@@ -139,11 +140,11 @@ def test_rows_without_a_mask_train_as_if_there_were_no_such_column():
     batch = _generated(Sampling(top_k=4))
     bare = batch.drop_columns([SAMPLING_MASK])
     _, wanted, _ = gradient(tiny_learner(tiny_trainer()), rows_of(bare))
-    assert rows_of(bare).kept_S is None
+    assert rows_of(bare).tokens.sampling_mask is None
     for nothing in (None, [None], [[]]):
         masks = [None if nothing is None else nothing * len(tokens) for tokens in batch.column("tokens").to_pylist()]
         rows = rows_of(_with_masks(batch, masks))
-        assert rows.kept_S is None
+        assert rows.tokens.sampling_mask is None
         _, found, _ = gradient(tiny_learner(tiny_trainer()), rows)
         assert torch.equal(found, wanted)
     _, restricted, _ = gradient(tiny_learner(tiny_trainer()), rows_of(batch))
@@ -161,10 +162,10 @@ def test_masks_stay_with_their_tokens_when_rows_fail_or_have_none():
     rows = rows_of(first, second)
     wanted = [masks[0], [None] * len(first["tokens"][1]), masks[3], *second.column(SAMPLING_MASK).to_pylist()]
     flat = [mask or [] for row in wanted for mask in row]
-    assert rows.kept_S is not None
+    assert rows.tokens.sampling_mask is not None
     for at, mask in enumerate(flat):
-        found, _ = gather(rows.kept_S.offsets, np.array([at]))
-        assert rows.kept_S.ids_K[found].tolist() == mask
+        found, _ = gather(rows.tokens.sampling_mask.offsets, np.array([at]))
+        assert rows.tokens.sampling_mask.ids[found].tolist() == mask
 
 
 def test_a_mask_of_another_length_or_without_the_token_drawn_is_refused_by_rollout():

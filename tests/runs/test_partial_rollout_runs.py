@@ -11,7 +11,7 @@ from rigs.operators import struck
 from dataflow import Devices, Graph, inline, run
 from dataflow.errors import OperatorError
 from dataflow.folder.run_folder import RunFolder
-from operators.generation.partial_rollouts import Keeping
+from operators.generation.partial_rollouts import PartialRollouts
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
 
@@ -36,11 +36,11 @@ def test_rollouts_go_on_where_a_run_was_cut_off(
 ) -> None:
     recalled: list[int] = []
 
-    def noted(self: Keeping, close: Any = Keeping.close) -> None:
+    def noted(self: PartialRollouts, close: Any = PartialRollouts.close) -> None:
         recalled.append(self.recalled)
         close(self)
 
-    monkeypatch.setattr(Keeping, "close", noted)
+    monkeypatch.setattr(PartialRollouts, "close", noted)
     monkeypatch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
     undisturbed = run(graph(policy, max_staleness), steps=STEPS, on=inline(), runs=tmp_path / "whole", quiet=True)
 

@@ -23,7 +23,7 @@ from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Generator, Prompts, Trainer
 from operators.credit import advantage
 from operators.losses import aipo
-from operators.training.reorder_buffer import Group, ReorderBuffer
+from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
 
 STEPS = 4
 
@@ -50,7 +50,7 @@ class _Judging(Runtime):
         assert context.reader is not None
         self._reader = context.reader({name: tensor.detach() for name, tensor in self._tensors.items()})
         self._bound = context.feedback
-        self._held: list[Group] = []
+        self._held: list[QueuedGroup] = []
 
     def room(self) -> int:
         return 1 << 20

@@ -15,7 +15,7 @@ from dataflow.records import GROUP_ID, VERSIONS
 from dataflow.staleness import oldest_versions, sweep
 from dataflow.traits import Traits
 from operators.training.journal import expected
-from operators.training.reorder_buffer import Group, ReorderBuffer
+from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
 
 from .actors import digest, fails, tensors
 from .laws import check
@@ -74,8 +74,8 @@ class _Training(Runtime):
         first, holes, ended = expected(context, self._lane)
         self._buffer = ReorderBuffer(first, holes)
         self._told_dropped = ended - self._step * operator.prompts_per_step
-        self._groups: list[Group] = []
-        self._passed: list[Group] = []
+        self._groups: list[QueuedGroup] = []
+        self._passed: list[QueuedGroup] = []
         self._reasons: dict[int, str] = {}
         self._parts: deque[int] = deque()
         self._done = context.steps is not None and self._step >= context.steps
@@ -131,7 +131,7 @@ class _Training(Runtime):
         }  # fmt: skip
         return found | ({"done": 1} if self._done and self._probe.may_end() else {})
 
-    def _reason_to_drop(self, group: Group) -> str | None:
+    def _reason_to_drop(self, group: QueuedGroup) -> str | None:
         if fails(group.group_id, self._operator.filters):
             return "failed"
         oldest = oldest_versions(group.records.column(VERSIONS))

@@ -11,7 +11,7 @@ from operators.engine.attention import NAME, attend
 
 
 def fuse_layers(model: torch.nn.Module) -> int:
-    """Compile each decoder layer of a model that `proof.adapt` has switched; how many there are.
+    """Compile each decoder layer of a model that `self_test.adapt` has switched; how many there are.
 
     Layers of one kind share their code, which is made for any number of tokens when first called. Attention stays
     outside of it. Parameters, their names and their places stay as they are.

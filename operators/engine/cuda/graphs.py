@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from operators.engine.attention import Kernel, Layout
+from operators.engine.attention import AttentionLayout, Kernel
 from operators.engine.kv_cache import KVCache
 from operators.engine.pages import PAGE
 from operators.engine.sampler import Draw, Sampling
@@ -110,7 +110,7 @@ class FixedRows(Protocol):
         """Let the rows behind the live ones, up to `count`, stand at position 0 of `page`."""
 
 
-Forward = Callable[[torch.Tensor, torch.Tensor, Layout], torch.Tensor]
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionLayout], torch.Tensor]
 """Newest tokens [n], their positions [n], layout -> logits [n, V]."""
 
 Drawing = Callable[[torch.Tensor, Sampling, torch.Tensor, torch.Tensor], Draw]
@@ -147,7 +147,7 @@ class GraphedDecode:
 
     def _step(self, size: int, sampling: Sampling) -> None:
         last, positions, table, seeds, counts = self._rows.front(size)
-        layout = Layout(self._cache, positions, table.shape[1] * PAGE, table, kernel=self._kernel)
+        layout = AttentionLayout(self._cache, positions, table.shape[1] * PAGE, table, kernel=self._kernel)
         drawn = self._drawing(self._forward(last, positions, layout), sampling, seeds, counts)
         self._tokens[:size] = drawn.tokens
         self._logprobs[:size] = drawn.logprobs

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from operators.engine.attention import Layout
+from operators.engine.attention import AttentionLayout
 from operators.engine.pages import PAGE
 from operators.models.errors import ModelError
 
@@ -78,7 +78,7 @@ def paged_attention(
     value: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    layout: Layout,
+    layout: AttentionLayout,
     scale: float,
     window: int | None,
     softcap: float | None,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from operators.engine.attention import Layout
+from operators.engine.attention import AttentionLayout
 from operators.engine.native.build import library
 from operators.engine.pages import PAGE
 from operators.models.errors import ModelError
@@ -56,7 +56,7 @@ def decode_attention(
     value: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    layout: Layout,
+    layout: AttentionLayout,
     scale: float,
     window: int | None,
     softcap: float | None,

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from operators.engine.attention import Layout
+from operators.engine.attention import AttentionLayout
 from operators.engine.kv_cache import KVCache, huge_pages
 from operators.engine.native.attention import DTYPES
 from operators.engine.native.build import library
 from operators.engine.native.families import reason_against
 from operators.engine.native.packing import LONG, POINTER, PackedWeights
-from operators.engine.native.work import Work, copy_partial_pages
+from operators.engine.native.work import NativeRows, copy_partial_pages
 from operators.engine.pages import PAGE
 from operators.engine.prefill import Prefix
 from operators.models.errors import ModelError
@@ -68,7 +68,12 @@ class FusedStep:
         self._weights.refresh()
 
     def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, layout: Layout, new: Sequence[Prefix] = ()
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: KVCache,
+        layout: AttentionLayout,
+        new: Sequence[Prefix] = (),
     ) -> torch.Tensor:
         """Logits of each row's next token and of each new prefix's, float32 [n + I, V]; the cache is filled on the way.
 
@@ -82,7 +87,7 @@ class FusedStep:
         Raises:
             ModelError: a token or position is out of range, or the cache is not of the model's shape.
         """
-        work = Work.of(tokens, positions, layout, new)
+        work = NativeRows.of(tokens, positions, layout, new)
         decoder, threads = self._weights.decoder, torch.get_num_threads()
         layers = self._attach(cache)
         self._reach(work.longest)

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from operators.engine.attention import Layout
+from operators.engine.attention import AttentionLayout
 from operators.engine.native.packing import LONG, POINTER
 from operators.engine.pages import PAGE
 from operators.engine.prefill import Prefix
 
 
 class Structure(ctypes.Structure):
-    """See `Work` in decoder.c."""
+    """See `NativeRows` in decoder.c."""
 
     _fields_ = [
         ("tokens", POINTER), ("positions", POINTER), ("table", POINTER), ("table_rows", POINTER), ("table_width", LONG),
@@ -30,7 +30,7 @@ class Structure(ctypes.Structure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class NativeRows:
     """The rows of a step; a prefix is a run of rows that share all pages."""
 
     tokens: torch.Tensor
@@ -60,11 +60,11 @@ class Work:
         return len(self.tokens)
 
     @staticmethod
-    def of(tokens: torch.Tensor, positions: torch.Tensor, layout: Layout, new: Sequence[Prefix]) -> Work:
+    def of(tokens: torch.Tensor, positions: torch.Tensor, layout: AttentionLayout, new: Sequence[Prefix]) -> NativeRows:
         """The rows of `layout`, whose newest tokens are `tokens` at `positions` [n], and those of the prefixes."""
         n = len(tokens)
         if not new:
-            return Work(
+            return NativeRows(
                 tokens=tokens.contiguous(), positions=positions.contiguous(), decoded=n, longest=layout.longest,
                 table=layout.table, table_rows=None, runs=layout.runs, shared=layout.shared, joined=None, wanted=None,
             )  # fmt: skip
@@ -81,7 +81,7 @@ class Work:
             runs, shared = torch.arange(n + 1, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
         fresh = np.concatenate([prefix.tokens[begin:] for prefix, begin in zip(new, begins, strict=True)])
         places = [np.arange(begin, len(prefix.tokens)) for prefix, begin in zip(new, begins, strict=True)]
-        return Work(
+        return NativeRows(
             tokens=torch.cat([tokens, torch.from_numpy(fresh.astype(np.int64))]),
             positions=torch.cat([positions, torch.from_numpy(np.concatenate(places))]),
             decoded=n,

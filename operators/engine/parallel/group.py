@@ -10,7 +10,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from operators.engine.parallel.shards import AXES, Piece, Shard
+from operators.engine.parallel.shards import AXES, Shard, TensorSlice
 from operators.ranks import group
 from operators.ranks.group import leave, watched
 
@@ -32,7 +32,7 @@ def least(value: int) -> int:
 
 @torch.no_grad()
 def spread(
-    full: Mapping[str, torch.Tensor], shards: Mapping[str, Shard], others: Sequence[Mapping[str, Piece]]
+    full: Mapping[str, torch.Tensor], shards: Mapping[str, Shard], others: Sequence[Mapping[str, TensorSlice]]
 ) -> None:
     """Rank 0: keep its own slices of the full tensors, and send rank r + 1 those that `others[r]` names."""
     for name, shard in shards.items():

@@ -18,7 +18,7 @@ from dataflow.errors import RunError
 from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel import group
-from operators.engine.parallel.member import Member, state_of
+from operators.engine.parallel.member import RankEngine, state_of
 from operators.engine.parallel.messages import (
     Abort,
     Adopted,
@@ -32,9 +32,9 @@ from operators.engine.parallel.messages import (
     Step,
     Take,
 )
-from operators.engine.parallel.shards import Piece
-from operators.engine.results import Finished, Start
-from operators.engine.stops import StopStrings
+from operators.engine.parallel.shards import TensorSlice
+from operators.engine.results import FinishedRow, Start
+from operators.engine.stop_strings import StopStrings
 from operators.ranks.exchange import Exchange, named, next_message
 from operators.ranks.messages import Close
 from operators.ranks.watch import Watch
@@ -51,9 +51,9 @@ class Lockstep:
 
     def __init__(
         self,
-        member: Member,
+        member: RankEngine,
         exchange: Exchange,
-        others: Sequence[Mapping[str, Piece]],
+        others: Sequence[Mapping[str, TensorSlice]],
         clock: Callable[[], float],
         *,
         own_slices: bool = False,
@@ -80,13 +80,13 @@ class Lockstep:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self, starts: Sequence[Start] = ()) -> Finished | None:
+    def step(self, starts: Sequence[Start] = ()) -> list[FinishedRow]:
         """As `Engine.step`, on all ranks. Raises WorkerDied or DeadlineError when a rank does not take part."""
         with self._together(f"step {self._engine.steps + 1}"):
             self._tell(Step(state_of(self._engine), tuple(map(Prompt.of, starts))))
             return self._engine.step(starts)
 
-    def abort(self, tickets: Collection[int]) -> Finished | None:
+    def abort(self, tickets: Collection[int]) -> list[FinishedRow]:
         """As `Engine.abort`, on all ranks."""
         with self._together("an abort"):
             self._tell(Abort(tuple(map(int, tickets))))
@@ -132,7 +132,12 @@ class Lockstep:
 
 
 def follow(
-    member: Member, channel: Channel[Any], rank: int, wait_s: float, watch: Watch, beside: WeightsBeside | None = None
+    member: RankEngine,
+    channel: Channel[Any],
+    rank: int,
+    wait_s: float,
+    watch: Watch,
+    beside: WeightsBeside | None = None,
 ) -> None:
     """Do what rank 0 says until it says that all is over.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Member:
+class RankEngine:
     """One rank's engine and its parameters by name."""
 
     built: Built
@@ -40,8 +40,8 @@ class Member:
 
 def make_member(
     declaration: GeneratorKnobs, context: Context, mesh: DeviceMesh, loading: AbstractContextManager[None]
-) -> Member:
-    """Load this rank's slices and build its engine; all ranks together, since the engine's proof is a forward pass.
+) -> RankEngine:
+    """Load this rank's slices and build its engine; all ranks together, since the engine's self-test is a forward pass.
 
     loading: within it this rank alone reads the model, since it holds the whole of it for a moment; it ends when all
         ranks have read it, for which no exchange between ranks has to wait.
@@ -62,7 +62,7 @@ def make_member(
         own = default_budget(device)
         budget = group.least(own // size if device.type == "cpu" else own)
     built = build_native(dataclasses.replace(declaration, cache_bytes=budget), context, model)
-    return Member(built, shards)
+    return RankEngine(built, shards)
 
 
 def state_of(engine: Engine) -> int:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataflow.folder.partial_rollouts import Stretch
+from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.system.messages import Plain
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
-from operators.ranks.messages import Numbers, codec_of
+from operators.engine.stop_strings import StopStrings
+from operators.ranks.messages import Numbers, Tokens, codec_of
 
 # From rank 0
 
@@ -43,16 +43,6 @@ class Build:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Partial:
-    """What a rollout had drawn before it starts again."""
-
-    tokens: Numbers
-    logprobs: Numbers
-    versions: Numbers
-    masks: tuple[Numbers, ...] | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Prompt:
     """A prompt whose rollouts start, as `Start`."""
 
@@ -62,7 +52,8 @@ class Prompt:
     seeds: tuple[int, ...]
     sampling: Sampling | None
     stop: tuple[str, ...] | None
-    parts: tuple[Partial | None, ...]
+    partial: tuple[Tokens | None, ...]
+    """Of each rollout, what it had drawn before it starts again."""
 
     @classmethod
     def of(cls, start: Start) -> Prompt:
@@ -74,7 +65,7 @@ class Prompt:
             seeds=tuple(map(int, start.seeds)),
             sampling=start.sampling,
             stop=None if start.stop is None else tuple(start.stop.strings),
-            parts=tuple(None if part is None else _partial(part) for part in start.parts),
+            partial=tuple(None if rollout is None else Tokens.of(rollout.tokens) for rollout in start.partial),
         )
 
     def start(self, stops: Callable[[Sequence[str]], StopStrings]) -> Start:
@@ -86,7 +77,7 @@ class Prompt:
             seeds=self.seeds,
             sampling=self.sampling,
             stop=None if self.stop is None else stops(self.stop),
-            parts=[None if part is None else _stretch(part) for part in self.parts],
+            partial=[None if each is None else PartialRollout(begin=0, tokens=each.tokens) for each in self.partial],
         )
 
 
@@ -178,22 +169,3 @@ CODEC = codec_of(
     "engine-ranks", Settings, Build, Step, Abort, Receive, Adopted, Enter, Leave, Take, Digest, Started, Pieces, Entry,
     Digests,
 )  # fmt: skip
-
-
-def _partial(part: Stretch) -> Partial:
-    return Partial(
-        tokens=Numbers.of(part.tokens, np.int32),
-        logprobs=Numbers.of(part.logprobs, np.float32),
-        versions=Numbers.of(part.versions, np.int32),
-        masks=None if part.masks is None else tuple(Numbers.of(mask, np.int32) for mask in part.masks),
-    )
-
-
-def _stretch(part: Partial) -> Stretch:
-    return Stretch(
-        begin=0,
-        tokens=part.tokens.array,
-        logprobs=part.logprobs.array,
-        versions=part.versions.array,
-        masks=None if part.masks is None else [mask.array for mask in part.masks],
-    )

@@ -27,7 +27,7 @@ AXES = ("pp", "dp_replicate", "fsdp", "tp")
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """Which part of a full tensor a rank holds."""
 
     dim: int | None
@@ -51,7 +51,7 @@ class Shard:
     """Contiguous, and what the model computes with: its memory may be exchanged for another, by `local.data`."""
     shape: tuple[int, ...]
     """Of the full tensor."""
-    piece: Piece
+    piece: TensorSlice
 
 
 def check_divides(model: Any, size: int, name: str) -> None:
@@ -110,7 +110,7 @@ def _shard(model: nn.Module, name: str, *, keep: tuple[nn.Module, ...], device: 
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         parameter.data = parameter.data.to(device).contiguous()
-        return Shard(parameter, shape, Piece(None))
+        return Shard(parameter, shape, TensorSlice(None))
     local = nn.Parameter(parameter.to_local().detach(), requires_grad=False)
     if module in keep:
         parameter._local_tensor = local
@@ -119,18 +119,18 @@ def _shard(model: nn.Module, name: str, *, keep: tuple[nn.Module, ...], device: 
     return Shard(local, shape, _piece(parameter))
 
 
-def _piece(parameter: DTensor) -> Piece:
+def _piece(parameter: DTensor) -> TensorSlice:
     """Which part of it this rank holds, by cutting a tensor of indices in the same way."""
     (placement,) = parameter.placements
     dim = getattr(placement, "dim", None)
     if dim is None:
-        return Piece(None)
+        return TensorSlice(None)
     dim %= parameter.ndim
     shape = [1] * parameter.ndim
     shape[dim] = parameter.shape[dim]
     index = torch.arange(shape[dim]).view(shape)
     mine = distribute_tensor(index, parameter.device_mesh, [placement], src_data_rank=None).to_local()
-    return Piece(dim, runs_of(mine.flatten().tolist()))
+    return TensorSlice(dim, runs_of(mine.flatten().tolist()))
 
 
 def runs_of(index: list[int]) -> tuple[tuple[int, int], ...]:
@@ -152,6 +152,8 @@ def plain_pieces(shards: Mapping[str, Shard]) -> dict[str, Any]:
     }
 
 
-def pieces_of(plain: Mapping[str, Any]) -> dict[str, Piece]:
+def pieces_of(plain: Mapping[str, Any]) -> dict[str, TensorSlice]:
     """The pieces again."""
-    return {name: Piece(dim, tuple((first, last) for first, last in runs)) for name, (_, dim, runs) in plain.items()}
+    return {
+        name: TensorSlice(dim, tuple((first, last) for first, last in runs)) for name, (_, dim, runs) in plain.items()
+    }

@@ -1,4 +1,4 @@
-"""Formats of quantised numbers: floats to narrow values with scales, and back.
+"""Formats of quantised numbers: floats to values of 8 bits with scales, and back.
 
 A matrix [..., rows, columns] has a float32 scale per row and group of columns, [..., rows, groups]; symmetric, so
 that number = value * scale and the largest number of a group is the largest value.
@@ -23,14 +23,14 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Format:
-    """A narrow dtype, and whether a layer's inputs are brought into it too."""
+    """A dtype of 8 bits, and whether a layer's inputs are brought into it too."""
 
     dtype: torch.dtype
     """Of the values."""
     top: float
     """The largest value."""
     inputs: bool
-    """Inputs are quantised for each token on the fly, so that the product runs on the narrow dtype itself."""
+    """Inputs are quantised for each token on the fly, so that the product runs on that dtype itself."""
 
 
 FORMATS: dict[str, Format] = {
@@ -56,7 +56,7 @@ def pack(numbers: torch.Tensor, form: Format, values: torch.Tensor, scale: torch
         fine = (block.abs().amax(-1, keepdim=True) / form.top).clamp_(min=TINY)
         if coarse:
             fine = fine.bfloat16().float()
-        into[low : low + step] = _narrow(block / fine, form).view(-1, columns)
+        into[low : low + step] = _rounded(block / fine, form).view(-1, columns)
         scales[low : low + step] = fine[..., 0]
 
 
@@ -70,10 +70,10 @@ def per_token(inputs: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.T
     """Inputs [n, columns] as values of the format [n, columns] and a float32 scale for each token [n, 1]."""
     exact = inputs.float()
     scale = (exact.abs().amax(-1, keepdim=True) / form.top).clamp_(min=TINY)
-    return _narrow(exact / scale, form), scale
+    return _rounded(exact / scale, form), scale
 
 
-def _narrow(scaled: torch.Tensor, form: Format) -> torch.Tensor:
+def _rounded(scaled: torch.Tensor, form: Format) -> torch.Tensor:
     """Round to the nearest value of the format; `scaled` is overwritten."""
     scaled.clamp_(-form.top, form.top)
     return (scaled if form.dtype.is_floating_point else scaled.round_()).to(form.dtype)

@@ -1,4 +1,4 @@
-"""Makes a loaded decoder's weights narrow, and takes each new version of the full ones into them."""
+"""Quantises a loaded decoder's weights, and takes each new version of the full ones into them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FP8_CAPABILITY = (8, 9)
 """The least compute capability of a GPU that multiplies in fp8 (Ada; Hopper is 9.0)."""
 
 SCALE = ":scale"
-"""Behind a tensor's name: that of its scales, where it travels narrow."""
+"""Behind a tensor's name: that of its scales, where it travels quantised."""
 
 
 @dataclass
@@ -30,12 +30,12 @@ class _Staged:
 
 
 class Intake:
-    """Where new weights come in: full tensors under the trainer's names, quantised by `adopted`, or narrow ones."""
+    """Where new weights come in: full tensors under the trainer's names, quantised by `adopted`, or quantised ones."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], staged: list[_Staged]) -> None:
         self.tensors = tensors
         """For `WeightReader.attach`. Full: the names, shapes and dtypes of the model before; those that are quantised
-        are placeholders without memory of their own, on the CPU, until the reader turns them into views. Narrow: in
+        are placeholders without memory of their own, on the CPU, until the reader turns them into views. Quantised: in
         place of each of these the layer's own values, under its name, and scales, under that and `SCALE`."""
         self._staged = staged
 
@@ -43,7 +43,7 @@ class Intake:
         """Quantise what the reader wrote since the last call, tensor by tensor; between two decode steps.
 
         Buffers are filled in place. Views of the reader's memory are let go, so its closing copies nothing. Where
-        versions arrive narrow there is nothing to do.
+        versions arrive quantised there is nothing to do.
         """
         for staged in self._staged:
             if staged.empty is None:
@@ -86,7 +86,7 @@ def quantise(
     group: int | None = None,
     head: bool = False,
     adopt: Literal["view", "copy"] = "view",
-    narrow: bool = False,
+    arrives_quantised: bool = False,
 ) -> Intake:
     """Replace the weights of every linear layer, and of the experts of a mixture, by quantised ones.
 
@@ -100,8 +100,8 @@ def quantise(
         head: quantise the output layer too, unless it is tied to the embeddings.
         adopt: as the `WeightReader` adopts. "view" needs no memory for full weights, and a reader whose versions
             are in the model's dtype, in CPU memory; "copy" keeps a full copy for the reader to write into.
-        narrow: versions arrive quantised by the trainer, each of `linear_weights(model)` as values and scales, and
-            the reader puts them into the layers.
+        arrives_quantised: versions are quantised by the trainer, each of `linear_weights(model)` as values and
+            scales, and the reader puts them into the layers.
 
     Raises:
         ModelError: the device cannot, `group` does not divide a layer's inputs, or nothing is to be quantised.
@@ -113,9 +113,10 @@ def quantise(
         wrong = f'weights={weights!r} does not go with tensor parallelism; use weights="model", or one rank'
     if wrong is None and group is not None and weights != "int8":
         wrong = f'group={group} is for weights="int8", but weights={weights!r}; leave group out'
-    if wrong is None and narrow and (group is not None or head):
+    if wrong is None and arrives_quantised and (group is not None or head):
         wrong = (
-            f"weights that arrive narrow have a scale per row, and no head, but got {group=}, {head=}; leave both out"
+            f"weights that arrive quantised have a scale per row, and no head, but got {group=}, {head=}; "
+            f"leave both out"
         )
     if wrong is not None:
         raise ModelError(wrong)
@@ -131,7 +132,7 @@ def quantise(
     for name, groups in plan.items():
         full = tensors[name]
         made = _experts(model, name, form, groups) if name in experts else _linear(model, layers[name], form, groups)
-        if narrow:
+        if arrives_quantised:
             tensors[name], tensors[name + SCALE] = made.weight, made.scale
             continue
         empty = None if adopt == "copy" else torch.zeros((), dtype=full.dtype).expand(full.shape)
@@ -142,7 +143,7 @@ def quantise(
 
 
 def linear_weights(model: torch.nn.Module) -> frozenset[str]:
-    """Names of the parameters that `quantise` makes narrow: of a loaded decoder, or of one on the meta device."""
+    """Names of the parameters that `quantise` replaces: of a loaded decoder, or of one on the meta device."""
     layers, experts = _chosen(model, head=False)
     return frozenset(layers) | experts
 
@@ -176,11 +177,11 @@ def _linear(model: torch.nn.Module, paths: list[str], form: Format, groups: int)
     for path in paths:
         linear = model.get_submodule(path)
         assert isinstance(linear, torch.nn.Linear)
-        narrow = QuantisedLinear(linear, form, groups)
+        layer = QuantisedLinear(linear, form, groups)
         if made:
-            narrow._buffers.update(made[0]._buffers)
-        made.append(narrow)
-        model.set_submodule(path, narrow)
+            layer._buffers.update(made[0]._buffers)
+        made.append(layer)
+        model.set_submodule(path, layer)
     return made[0]
 
 
@@ -188,11 +189,11 @@ def _experts(model: torch.nn.Module, name: str, form: Format, groups: int) -> Qu
     """Put quantised experts in place of the parameter of that name, and have them computed one at a time."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
-    narrow = QuantisedExperts(getattr(module, key), form, groups)
+    layer = QuantisedExperts(getattr(module, key), form, groups)
     delattr(module, key)
-    setattr(module, key, narrow)
+    setattr(module, key, layer)
     model.set_experts_implementation("eager")  # type: ignore[operator]
-    return narrow
+    return layer
 
 
 def _groups(name: str, columns: int, group: int | None) -> int:

@@ -26,7 +26,7 @@ LEAST_INT_ROWS = 32
 class QuantisedLinear(torch.nn.Module):
     """`linear` with values and scales in place of its weight: buffers `weight` [out, in] and `scale` float32 [out, G].
 
-    Its bias stays the parameter that it was. There is no parameter of a narrow dtype.
+    Its bias stays the parameter that it was. There is no parameter of a quantised dtype.
     """
 
     weight: torch.Tensor
@@ -53,7 +53,7 @@ class QuantisedLinear(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out], in the dtype of `inputs`."""
         rows = inputs.reshape(-1, self.in_features)
-        product = _narrow_product if self.rounds else _product
+        product = _quantised_product if self.rounds else _product
         return product(rows, self).view(*inputs.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -118,7 +118,7 @@ def _product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
     return out if layer.bias is None else out.add_(layer.bias)
 
 
-def _narrow_product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
+def _quantised_product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
     """x [n, in], quantised for each token, times the weights as they are stored, plus bias."""
     values, tokens = per_token(x, layer.form)
     if layer.form.dtype is torch.int8:
@@ -145,5 +145,5 @@ def _integers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _scaled_mm_takes(x: torch.Tensor, layer: QuantisedLinear) -> bool:
     """Whether the GPU multiplies these in fp8: 16 features at a time, bfloat16 out."""
-    narrow = layer.in_features % 16 == 0 == layer.out_features % 16
-    return x.device.type == "cuda" and narrow and x.dtype is torch.bfloat16 and len(x) > 0
+    fits = layer.in_features % 16 == 0 == layer.out_features % 16
+    return x.device.type == "cuda" and fits and x.dtype is torch.bfloat16 and len(x) > 0

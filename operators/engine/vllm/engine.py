@@ -20,17 +20,17 @@ import numpy as np
 import torch
 
 from dataflow.errors import WorkerDied
-from dataflow.folder.partial_rollouts import Stretch
+from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.records import AnyArray
-from operators.engine.reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
-from operators.engine.results import Finished, Row, Start, finished_of, merged
+from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
+from operators.engine.results import FinishedRow, Row, Start, finished_row
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 from operators.engine.vllm.live import Live
 from operators.engine.vllm.process import INSTALL, SERVER, Process, environment_of, interpreter
-from operators.engine.vllm.weights import Weights, check_names
+from operators.engine.vllm.weights import VllmWeights, check_names
 from operators.models.errors import ModelError
 from operators.models.loading import load_model
 
@@ -41,7 +41,7 @@ AHEAD = 1
 class VllmEngine:
     """Drives one vLLM process; the methods are those of `decode.Engine`, and one thread calls them.
 
-    It keeps no parts of unfinished rollouts (`grown`): a process that comes after it generates them anew.
+    It keeps nothing of unfinished rollouts (`new_tokens`): a process that comes after it generates them anew.
     """
 
     def __init__(
@@ -97,8 +97,7 @@ class VllmEngine:
         self._deadline_s = deadline_s
         self._ends = frozenset(end_tokens)
         self._rows: dict[int, Live] = {}
-        self._ended: list[tuple[Row, int]] = []
-        self._texts: dict[int, str] = {}
+        self._ended: list[FinishedRow] = []
         self._gone: list[int] = []
         self._unanswered = 0
         self._born = 0
@@ -108,7 +107,7 @@ class VllmEngine:
         folder = _folder(model)
         check_names(model, dict(module.named_parameters()), folder)
         self.vocabulary = int(module.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-        self._weights = Weights(module, model.dtype, device)
+        self._weights = VllmWeights(module, model.dtype, device)
         self.tensors: dict[str, torch.Tensor] = self._weights.tensors
         del module
         self._process = Process(
@@ -174,8 +173,8 @@ class VllmEngine:
         """
         return wanted, 0
 
-    def step(self, starts: Sequence[Start] = ()) -> Finished | None:
-        """Have vLLM start rollouts and make one more step; the rollouts known to have ended, or None.
+    def step(self, starts: Sequence[Start] = ()) -> list[FinishedRow]:
+        """Have vLLM start rollouts and make one more step; the rollouts known to have ended.
 
         Raises WorkerDied when vLLM's process ended, failed, or did not answer within the deadline.
         """
@@ -189,17 +188,17 @@ class VllmEngine:
             self._settle(0)
         return self._take()
 
-    def abort(self, tickets: Collection[int]) -> Finished | None:
+    def abort(self, tickets: Collection[int]) -> list[FinishedRow]:
         """Take rollouts out with what they have drawn; tickets that are not live are passed over."""
         rows = [self._rows.pop(ticket).row() for ticket in tickets if ticket in self._rows]
         self._gone += [row.ticket for row in rows]
-        return merged([finished_of(rows, ABORTED)])
+        return [finished_row(row, ABORTED) for row in rows]
 
     def progress(self, ticket: int) -> Row | None:
         """A live rollout as it is now; None when it has ended or never started."""
         return self._rows[ticket].row() if ticket in self._rows else None
 
-    def grown(self, since: Callable[[int], int], least: int) -> list[tuple[int, Stretch]]:
+    def new_tokens(self, since: Callable[[int], int], least: int) -> list[tuple[int, PartialRollout]]:
         """Nothing: rollouts begin anew after a crash, as vLLM starts requests from a prompt alone."""
         return []
 
@@ -266,8 +265,7 @@ class VllmEngine:
             live.versions.append(version)
             text = self._stopped_text(live)
             if text is not None:
-                self._texts[ticket] = text
-                self._over(live, STOPPED)
+                self._over(live, STOPPED, text)
         for ticket, reason in zip(stepped["ended"], stepped["reasons"], strict=True):
             live = self._rows.get(ticket)
             if live is None:
@@ -282,18 +280,16 @@ class VllmEngine:
             return None
         return live.stop.find(np.array(live.tokens))
 
-    def _over(self, live: Live, reason: int) -> None:
+    def _over(self, live: Live, reason: int, text: str | None = None) -> None:
         """A rollout has ended; vLLM hears of it with the next step, in case it goes on."""
         del self._rows[live.ticket]
         self._gone.append(live.ticket)
-        self._ended.append((live.row(), reason))
+        self._ended.append(finished_row(live.row(), reason, text))
 
-    def _take(self) -> Finished | None:
+    def _take(self) -> list[FinishedRow]:
         """The rollouts that have ended since the last time."""
-        reasons = sorted({reason for _, reason in self._ended})
-        found = merged([finished_of([row for row, why in self._ended if why == reason], reason) for reason in reasons])
-        texts, self._ended, self._texts = self._texts, [], {}
-        return None if found is None else dataclasses.replace(found, texts=texts)
+        found, self._ended = self._ended, []
+        return found
 
 
 def _folder(model: Model) -> Path:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dataflow.rollout_tokens import RolloutTokens
 from operators.engine.results import Row, Start
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 
 
 @dataclass
@@ -28,16 +29,14 @@ class Live:
     def row(self) -> Row:
         """Prompt and completion so far."""
         before = len(self.start.prompt)
+        drawn = RolloutTokens.drawn(np.array(self.tokens), np.array(self.logprobs), np.array(self.versions))
         return Row(
             ticket=self.ticket,
             age=self.age,
-            tokens=np.concatenate([self.start.prompt, np.array(self.tokens, np.int64)]).astype(np.int32),
-            logprobs=np.concatenate([np.zeros(before), np.array(self.logprobs)]).astype(np.float32),
-            versions=np.concatenate([np.full(before, -1), np.array(self.versions, np.int64)]).astype(np.int32),
+            tokens=RolloutTokens.joined([RolloutTokens.given(self.start.prompt), drawn]),
             start=before,
             limit=self.start.limit,
             seed=self.seed,
             sampling=self.sampling,
             stop=self.stop,
-            kept=None,
         )

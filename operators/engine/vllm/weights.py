@@ -18,7 +18,7 @@ from operators.engine.vllm.shared import attach, lay_out, pack_handle, reserve
 from operators.models.errors import ModelError
 
 
-class Weights:
+class VllmWeights:
     """Full tensors under the trainer's names: in memory that both processes map, or on a GPU that both see."""
 
     def __init__(self, module: torch.nn.Module, dtype: str, device: str) -> None:

@@ -22,7 +22,7 @@ from dataflow.limits import Limits
 from operators.models import adapters
 from operators.models.loading import no_progress_bar
 from operators.training.checkpoints import shards
-from operators.training.checkpoints.staging import Background, Staging
+from operators.training.checkpoints.staging import Background, StagingBuffers
 from operators.training.learner.optimizer import fresh_state, state_tensors
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ DEADLINE_S = Limits().checkpoint_s
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedState:
     """One rank's part of a checkpoint, in main memory."""
 
     module: Any
     weights: Mapping[str, Tensor]
     """Whole, on rank 0; of a module with adapters these alone."""
-    pieces: Mapping[str, shards.Piece]
+    pieces: Mapping[str, shards.TensorPart]
     """Of the optimiser's state, <parameter>/<moment>."""
     rank: int
     ranks: int
@@ -74,15 +74,15 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class _Desk:
+class _Writer:
     """What a learner's checkpoints are written with."""
 
-    staging: Staging
+    staging: StagingBuffers
     background: Background
     """Of a rank behind rank 0."""
 
 
-_DESKS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Desk] = weakref.WeakKeyDictionary()
+_WRITERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Writer] = weakref.WeakKeyDictionary()
 """By optimiser, of which each learner of this process has one."""
 
 
@@ -97,29 +97,31 @@ def prepare(folder: Path) -> None:
         (folder / OPTIMIZER_FOLDER).mkdir(exist_ok=True)
 
 
-def stage(learner: Learner, rank: int, ranks: int, folder: Path, deadline_s: float = DEADLINE_S) -> Staged | None:
+def stage(learner: Learner, rank: int, ranks: int, folder: Path, deadline_s: float = DEADLINE_S) -> StagedState | None:
     """Copy this rank's part to main memory: for `Learner.everywhere`, as tensors are gathered one by one.
 
     folder: one that all ranks see, after `prepare`. Rank 0 gets its part, to write it when it likes, before the next
     call; the others write theirs in the background, and return None. What goes wrong there, rank 0's `write` raises.
     """
-    desk = _DESKS.setdefault(learner.optimizer, _Desk(Staging(), Background(f"rank {rank}'s part of a checkpoint")))
-    desk.background.wait(deadline_s)
+    writer = _WRITERS.setdefault(
+        learner.optimizer, _Writer(StagingBuffers(), Background(f"rank {rank}'s part of a checkpoint"))
+    )
+    writer.background.wait(deadline_s)
     weights = {}
     for name, tensor in _exported(learner.forward.module).items():
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         if rank == 0:
-            weights[name] = desk.staging.copy(name, whole)
+            weights[name] = writer.staging.copy(name, whole)
     pieces = {}
     for name, tensor in state_tensors(learner.optimizer, learner.parameters).items():
         piece = shards.piece_of(tensor, rank)
         if piece is not None:
-            pieces[name] = shards.Piece(desk.staging.copy(name, piece.tensor), piece.offsets)
-    desk.staging.settle()
-    staged = Staged(learner.forward.module, weights, pieces, rank, ranks, deadline_s)
+            pieces[name] = shards.TensorPart(writer.staging.copy(name, piece.tensor), piece.offsets)
+    writer.staging.settle()
+    staged = StagedState(learner.forward.module, weights, pieces, rank, ranks, deadline_s)
     if rank == 0:
         return staged
-    desk.background.start(functools.partial(_write_beside, staged, folder), deadline_s)
+    writer.background.start(functools.partial(_write_beside, staged, folder), deadline_s)
     return None
 
 
@@ -137,7 +139,7 @@ def save(
     if staged is not None:
         staged.write(folder, tokenizer, facts)
     else:
-        _DESKS[learner.optimizer].background.wait(DEADLINE_S)
+        _WRITERS[learner.optimizer].background.wait(DEADLINE_S)
 
 
 def restore(learner: Learner, rank: int, ranks: int, folder: Path) -> None:
@@ -170,7 +172,7 @@ def _exported(module: Any) -> dict[str, Any]:
     return dict(module.named_parameters()) | buffers
 
 
-def _write_beside(staged: Staged, folder: Path) -> None:
+def _write_beside(staged: StagedState, folder: Path) -> None:
     try:
         staged.write(folder, None, {})
     except Exception as error:  # rank 0 raises it

@@ -19,7 +19,7 @@ from operators.training.checkpoints import checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class StartPoint:
     """What a trainer begins with."""
 
     model: Model
@@ -34,7 +34,7 @@ class Start:
     """The metrics of the last committed step."""
 
 
-def find_start(model: Model, context: Context) -> Start:
+def find_start(model: Model, context: Context) -> StartPoint:
     """Look where to go on, and put right what a crash left: lines of metrics, checkpoints of steps taken back.
 
     Raises RunError when the checkpoint is of another release, or the disk refuses.
@@ -42,11 +42,11 @@ def find_start(model: Model, context: Context) -> Start:
     folder, ledger = context.folder, context.ledger
     last = ledger.last_step(context.node) if ledger is not None else 0
     if folder is None or ledger is None:
-        return Start(model=model)
+        return StartPoint(model=model)
     found = folder.latest_checkpoint(at_most=last, node=context.own_folder)
     set_aside(folder.checkpoints_of(context.own_folder).path, last)
     if not last:
-        return Start(model=model)
+        return StartPoint(model=model)
     made = ledger.steps(context.node)
     for line in missing_lines(made, folder.read_metrics()):
         folder.append_metrics(line)
@@ -65,7 +65,7 @@ def find_start(model: Model, context: Context) -> Start:
             "catching up", node=context.node, step=last, steps=len(missing),
             checkpoint=found.name if found is not None else "none: from the start",
         )  # fmt: skip
-    return Start(model=model, folder=found, step=step, missing=missing, told=made[-1].metrics)
+    return StartPoint(model=model, folder=found, step=step, missing=missing, told=made[-1].metrics)
 
 
 def missing_lines(made: Iterable[MadeStep], lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ _UNSAID = "writing '{folder}' failed on a rank behind rank 0, and its disk did n
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPart:
     """What one rank holds of a tensor, and writes."""
 
     tensor: Tensor
@@ -45,13 +45,13 @@ def file_name(rank: int, ranks: int) -> str:
     return f"shard-{rank + 1:05d}-of-{ranks:05d}{SUFFIX}"
 
 
-def piece_of(tensor: Tensor, rank: int) -> Piece | None:
+def piece_of(tensor: Tensor, rank: int) -> TensorPart | None:
     """What this rank is to write of a tensor; None where that is nothing, or another rank writes the same.
 
     tensor: whole, then rank 0 writes it; or a DTensor, then the first of those that hold a piece does.
     """
     if not hasattr(tensor, "to_local"):
-        return Piece(tensor, [0] * tensor.ndim) if rank == 0 else None
+        return TensorPart(tensor, [0] * tensor.ndim) if rank == 0 else None
     shared: Any = tensor
     mesh = shared.device_mesh
     at = mesh.get_coordinate()
@@ -59,10 +59,10 @@ def piece_of(tensor: Tensor, rank: int) -> Piece | None:
     if is_copy or not (mesh.mesh == 0).any() or not shared.to_local().numel():
         return None
     (chunk,) = shared.__create_chunk_list__()
-    return Piece(shared.to_local(), list(chunk.offsets))
+    return TensorPart(shared.to_local(), list(chunk.offsets))
 
 
-def write(path: Path, pieces: Mapping[str, Piece]) -> None:
+def write(path: Path, pieces: Mapping[str, TensorPart]) -> None:
     """Write a rank's pieces, contiguous and in main memory; the file appears whole. RunFolderError names it."""
     offsets = {name: {"saved_offsets": list(piece.offsets)} for name, piece in pieces.items()}
     temporary = path.with_name(f".{path.name}.tmp")

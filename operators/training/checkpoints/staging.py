@@ -14,7 +14,7 @@ from dataflow.system.clocks import Countdown
 
 
 @dataclass
-class Staging:
+class StagingBuffers:
     """Copies of tensors in main memory, in buffers that stay: fresh memory takes several times as long to fill."""
 
     _buffers: dict[str, Tensor] = field(default_factory=dict)

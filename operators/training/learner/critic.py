@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dataflow.rollout_tokens import SamplingMask
 from operators.models.errors import ModelError
 from operators.training.learner.packed_attention import (
     ATTENTION,
@@ -18,7 +19,7 @@ from operators.training.learner.packed_attention import (
     probe,
     switch_to_packed,
 )
-from operators.training.learner.packing import Array, Kept, Packed
+from operators.training.learner.packing import Array, TokenTree
 
 HEADS = ("score", "classifier")
 """What transformers calls the last layer of models that classify tokens or sequences."""
@@ -50,15 +51,15 @@ class Critic:
         if packed is None or packed:
             self.packs = switch_to_packed(module, self._probed, must=bool(packed))
 
-    def computed(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """`new_values`; truncation has no part in them."""
         return {"new_values": self.values(packed)}
 
-    def values(self, packed: Packed) -> Tensor:
+    def values(self, packed: TokenTree) -> Tensor:
         """[T] float32: the number at the node before each trained token."""
         return self._values(packed, self.packs)[self._to(packed.head_T)]
 
-    def _values(self, packed: Packed, is_packed: bool) -> Tensor:
+    def _values(self, packed: TokenTree, is_packed: bool) -> Tensor:
         """[U]."""
         if is_packed:
             return self._call(**packed_inputs(packed, self._device))[self._to(packed.heads_U)]

@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 
 from dataflow.errors import Unusable
-from dataflow.records import ADVANTAGE, REF_LOGPROBS, VALUES
+from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, VALUES
+from dataflow.rollout_tokens import SamplingMask, gather
 from dataflow.staleness import NO_TOKEN
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.learner.loss_function import LossFunction
 from operators.training.learner.memory import Parked
-from operators.training.learner.nonfinite import Findings, not_finite
-from operators.training.learner.packing import Array, Kept, Packed, gather, pack, split
+from operators.training.learner.nonfinite import NotFinite, not_finite
+from operators.training.learner.packing import Array, TokenTree, pack, split
 from operators.training.learner.rows import StepRows, whitened
 from operators.training.learner.together import Alone, Together
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StepOutcome:
     """What a step did; measures are over the tokens that were computed."""
 
     loss: float
@@ -55,7 +56,7 @@ class Forward(Protocol):
 
     module: Any
 
-    def computed(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """What the loss wants of `loss_function.WITH_GRADIENT`, each [T], and `new_logprobs` or `new_values` always."""
 
 
@@ -106,7 +107,7 @@ class Learner:
             return []
         positions, offsets = gather(step.rows.offsets, step.computed)
         parts = split(
-            step.rows.tokens_S[positions], offsets, step.rows.groups_R[step.computed], self.micro_batch_tokens,
+            step.rows.tokens.ids[positions], offsets, step.rows.groups_R[step.computed], self.micro_batch_tokens,
             whole=self.needs_groups,
         )  # fmt: skip
         return [step.computed[part] for part in parts]
@@ -156,13 +157,15 @@ class Learner:
             self._idle()
             return
         positions, offsets = gather(rows.offsets, part)
-        packed = pack(rows.tokens_S[positions], rows.mask_S[positions], offsets)
+        packed = pack(rows.tokens.ids[positions], rows.tokens.mask[positions], offsets)
         self._nodes += packed.nodes
         flat_T, row_T = positions[packed.flat_T], part[packed.row_T]
-        kept_T = None if rows.kept_S is None else rows.kept_S.select(flat_T)
-        computed = self.forward.computed(packed, kept_T, self.loss.computed)
+        left_T = None if rows.tokens.sampling_mask is None else rows.tokens.sampling_mask.take(flat_T)
+        computed = self.forward.computed(packed, left_T, self.loss.computed)
         new_T = next(iter(computed.values()))
-        given = {name: self._tensor(values[flat_T], new_T) for name, values in rows.columns_S.items()}
+        wanted = {LOGPROBS, *self.loss.columns}
+        per_token = {name: values for name, values in rows.per_token.items() if name in wanted}
+        given = {name: self._tensor(values[flat_T], new_T) for name, values in per_token.items()}
         given |= {name: self._tensor(values[row_T], new_T) for name, values in rows.columns_R.items()}
         groups_T = np.unique(rows.groups_R[row_T], return_inverse=True)[1]
         known = given | computed | {
@@ -176,7 +179,7 @@ class Learner:
         self._totals.append(total.detach().to(torch.float64))
         self._measure(losses, computed, given, rows.oldest_R[row_T], row_T)
 
-    def end(self, learning_rate: float) -> Outcome:
+    def end(self, learning_rate: float) -> StepOutcome:
         """Clip, update the weights and report; the weights stay as they were when anything was not finite."""
         assert self._diagnostics is not None
         for parameter in self.parameters.values():
@@ -201,7 +204,7 @@ class Learner:
             self.optimizer.step()
         else:
             culprit = str(self.findings())
-        return Outcome(
+        return StepOutcome(
             loss=loss, grad_norm=grad_norm, measures=self._diagnostics.measures(found, most), nodes=round(computed),
             culprit=culprit,
         )  # fmt: skip
@@ -232,7 +235,7 @@ class Learner:
             if "new_values" not in now and (oldest_T != NO_TOKEN).any():  # demonstrations were drawn from no weights
                 new_T = now["new_logprobs"]
                 self._diagnostics.policy(
-                    new_T, given["logprobs"], self._tensor(oldest_T, new_T), entropy_T=now.get("entropy"),
+                    new_T, given[LOGPROBS], self._tensor(oldest_T, new_T), entropy_T=now.get("entropy"),
                     reference_T=given.get(REF_LOGPROBS),
                 )  # fmt: skip
             elif VALUES in given and ADVANTAGE in given:
@@ -246,7 +249,7 @@ class Learner:
     def close(self) -> None:
         """Give back what it holds beside its model."""
 
-    def findings(self) -> Findings:
+    def findings(self) -> NotFinite:
         """What of the step was not finite, on this rank."""
         assert self._rows is not None
         rollouts: list[int] = []
@@ -254,7 +257,7 @@ class Learner:
             found = np.unique(row_T[bad_T.cpu().numpy()])
             rollouts += self._rows.rollout_ids_R[found].tolist()
         gradients = {name: weight.grad for name, weight in self.parameters.items() if weight.grad is not None}
-        return Findings(rollouts, not_finite(self.parameters), not_finite(gradients))
+        return NotFinite(rollouts, not_finite(self.parameters), not_finite(gradients))
 
     def _tensor(self, values: Array, like: Tensor) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))

@@ -12,7 +12,7 @@ from operators.training.learner.together import local
 
 
 @dataclass(frozen=True)
-class Findings:
+class NotFinite:
     """What was not finite."""
 
     rollouts: Sequence[int] = ()
@@ -22,9 +22,9 @@ class Findings:
     gradients: Sequence[str] = ()
     """Parameters."""
 
-    def __or__(self, other: Findings) -> Findings:
+    def __or__(self, other: NotFinite) -> NotFinite:
         """Those of two ranks."""
-        return Findings(
+        return NotFinite(
             list(dict.fromkeys([*self.rollouts, *other.rollouts])),
             list(dict.fromkeys([*self.weights, *other.weights])),
             list(dict.fromkeys([*self.gradients, *other.gradients])),

@@ -1,4 +1,4 @@
-"""Attention over packed nodes for any model of transformers, and the proof that it changes nothing; imports torch."""
+"""Attention over packed nodes for any model of transformers, and the self-test that it changes nothing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from operators.training.learner.packing import Array, Packed, pack
+from operators.training.learner.packing import Array, TokenTree, pack
 
 ATTENTION = "dataflow_packed"
 PROBE_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """The attention rows of a packed micro-batch, on the device: an argument of `packed_attention`."""
 
     buckets: tuple[Tensor, ...]
@@ -35,7 +35,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_rows: Rows,
+    packed_rows: PackedRows,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -78,13 +78,13 @@ def on_device(array: Array, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
-def packed_inputs(packed: Packed, device: torch.device) -> dict[str, Any]:
+def packed_inputs(packed: TokenTree, device: torch.device) -> dict[str, Any]:
     """What a model of transformers is called with, to see all nodes at once, as one row [1, N]."""
     buckets = tuple(on_device(bucket, device) for bucket in packed.buckets)
     return {
         "input_ids": on_device(packed.tokens_N, device)[None],
         "position_ids": on_device(packed.positions_N, device)[None],
-        "packed_rows": Rows(buckets, on_device(packed.back_N, device)),
+        "packed_rows": PackedRows(buckets, on_device(packed.back_N, device)),
         "use_cache": False,
     }
 
@@ -120,7 +120,7 @@ def switch_to_packed(module: Any, numbers: Callable[[bool], Tensor], *, must: bo
     return False
 
 
-def probe(module: Any) -> Packed:
+def probe(module: Any) -> TokenTree:
     """Three rollouts that share a prefix, and one that does not."""
     draw = np.random.default_rng(0)
     rows = [draw.integers(0, int(module.config.get_text_config().vocab_size), size) for size in (12, 9, 15, 7)]

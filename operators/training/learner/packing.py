@@ -24,7 +24,7 @@ BUCKET_GROWTH = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class TokenTree:
     """A micro-batch as a tree of tokens; all arrays int64."""
 
     tokens_N: Array
@@ -52,26 +52,7 @@ class Packed:
         return len(self.tokens_N)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """Which ids truncation left where some tokens were drawn.
-
-    It belongs to a token of a rollout, not to a node: rollouts that share a node may differ in it, because they
-    were drawn from other versions of the weights or with other knobs.
-    """
-
-    ids_K: Array
-    """int32 [K]."""
-    offsets: Array
-    """[tokens + 1] into K; a token without ids was drawn from the whole vocabulary."""
-
-    def select(self, tokens: Array) -> "Kept | None":
-        """Those of some tokens, in their order; None where truncation left out nothing of any."""
-        at_K, offsets = gather(self.offsets, tokens)
-        return Kept(ids_K=self.ids_K[at_K], offsets=offsets) if len(at_K) else None
-
-
-def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) -> Packed:
+def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) -> TokenTree:
     """Pack rollouts for one pass through the model.
 
     tokens_S: integer [S]. mask_S: bool [S], true where the policy chose the token; a first token is never
@@ -107,7 +88,7 @@ def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) 
     place_R = np.empty(rollouts, np.int64)
     place_R[order_R] = np.arange(rollouts)
     heads_U, head_T = np.unique(node_R_L[place_R[row_T], at_T - 1], return_inverse=True)
-    return Packed(
+    return TokenTree(
         tokens_N=sorted_R_L[new_R_L].astype(np.int64),
         positions_N=np.nonzero(new_R_L)[1],
         buckets=buckets,
@@ -152,13 +133,6 @@ def split(tokens_S: Array, offsets: Array, groups_R: Array, limit: int, *, whole
     if begin < rollouts:
         batches.append(np.arange(begin, rollouts))
     return batches
-
-
-def gather(offsets: Array, rows: Array) -> tuple[Array, Array]:
-    """The flat positions of some rows, and their offsets: x_S[positions] are those rows end to end."""
-    lengths = np.diff(offsets)[rows]
-    ends = np.r_[0, np.cumsum(lengths)]
-    return np.arange(ends[-1]) + np.repeat(offsets[:-1][rows] - ends[:-1], lengths), ends
 
 
 def _sorted(table_R_L: Array) -> Array:

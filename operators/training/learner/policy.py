@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataflow.rollout_tokens import SamplingMask
 from operators.training.learner.head import Shape, Wanted, logprobs_of_hidden, logprobs_of_logits
 from operators.training.learner.head_module import HeadModule
 from operators.training.learner.packed_attention import (
@@ -20,7 +21,7 @@ from operators.training.learner.packed_attention import (
     probe,
     switch_to_packed,
 )
-from operators.training.learner.packing import Array, Kept, Packed
+from operators.training.learner.packing import Array, TokenTree
 
 ROUNDED_TOLERANCE = 0.1
 """PROBE_TOLERANCE where logits are rounded to 16 bits, and the sliced head's are not."""
@@ -61,39 +62,43 @@ class Policy:
         """Whether large micro-batches are computed without ever holding all logits."""
         return self._head is not None
 
-    def computed(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """`new_logprobs` and, where wanted, `entropy`; see `logprobs`."""
-        logprobs_T, entropy_T = self.logprobs(packed, kept_T, entropy="entropy" in wanted)
+        logprobs_T, entropy_T = self.logprobs(packed, left_T, entropy="entropy" in wanted)
         return {"new_logprobs": logprobs_T} | ({} if entropy_T is None else {"entropy": entropy_T})
 
     def logprobs(
-        self, packed: Packed, kept_T: Kept | None = None, *, entropy: bool = False
+        self, packed: TokenTree, left_T: SamplingMask | None = None, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities [T] of the trained tokens and, where asked for, the entropy [T] in nats.
 
-        kept_T: the ids that truncation left at each of them; both numbers are then those of the distribution over
+        left_T: the ids that truncation left at each of them; both numbers are then those of the distribution over
         these ids alone, so that with the generator's weights they are the generator's, whatever top-k, top-p or min-p
         it used. A repetition penalty changes the logits themselves and is not undone: with one, the
         log-probabilities of trainer and generator differ, and the loss's importance ratio has to make up for it.
         """
         if self._head is not None and len(packed.heads_U) * self._vocabulary > MOST_LOGITS:
-            return self._through_head(self._head, packed, kept_T, entropy)
-        wanted = self._wanted(packed.head_T, packed.targets_T, kept_T)
+            return self._through_head(self._head, packed, left_T, entropy)
+        wanted = self._wanted(packed.head_T, packed.targets_T, left_T)
         return logprobs_of_logits(self._logits(packed), wanted, self.temperature, entropy=entropy)
 
-    def _wanted(self, head_T: Array, targets_T: Array, kept_T: Kept | None) -> Wanted:
+    def _wanted(self, head_T: Array, targets_T: Array, left_T: SamplingMask | None) -> Wanted:
         """On the device."""
-        if kept_T is None:
+        if left_T is None:
             return Wanted(self._to(head_T), self._to(targets_T))
-        lengths_T = np.diff(kept_T.offsets)
+        lengths_T = np.diff(left_T.offsets)
         masked = np.flatnonzero(lengths_T)
         segment_K = np.repeat(np.arange(len(masked)), lengths_T[masked])
         return Wanted(
-            self._to(head_T), self._to(targets_T), self._to(masked), self._to(segment_K), self._to(kept_T.ids_K).long()
+            self._to(head_T),
+            self._to(targets_T),
+            self._to(masked),
+            self._to(segment_K),
+            self._to(left_T.ids).long(),
         )
 
     def _through_head(
-        self, head: HeadModule, packed: Packed, kept_T: Kept | None, entropy: bool
+        self, head: HeadModule, packed: TokenTree, left_T: SamplingMask | None, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """`logprobs`, computed in the model's last layer, for all nodes or for one bucket of rows after the other."""
         shape = Shape(scale=head.after.scale / self.temperature, cap=head.after.cap)
@@ -108,19 +113,19 @@ class Policy:
 
         with computing(self._compute, self._device):
             if self.packs:
-                wanted = self._wanted(packed.head_T, packed.targets_T, kept_T)
+                wanted = self._wanted(packed.head_T, packed.targets_T, left_T)
                 found_T = found_by(None, wanted, lambda: self._run_packed(packed))
             else:
                 found, places = [], []
                 for bucket, rows_U, head_T, tokens in _by_bucket(packed):
-                    kept = None if kept_T is None else kept_T.select(tokens)
+                    kept = None if left_T is None else left_T.take(tokens)
                     wanted = self._wanted(head_T, packed.targets_T[tokens], kept)
                     found.append(found_by(self._to(rows_U), wanted, partial(self._run_padded, packed, bucket)))
                     places.append(tokens)
                 found_T = torch.cat(found)[self._to(np.argsort(np.concatenate(places)))]
         return found_T[:, 0], found_T[:, 1] if entropy else None
 
-    def _logits(self, packed: Packed) -> Tensor:
+    def _logits(self, packed: TokenTree) -> Tensor:
         """Logits [U, V] at the nodes that trained tokens are predicted from."""
         with computing(self._compute, self._device):
             if self.packs:
@@ -128,11 +133,11 @@ class Policy:
             logits = [self._run_padded(packed, bucket).logits.flatten(0, 1) for bucket in packed.buckets]
             return torch.cat(logits)[self._to(packed.back_N[packed.heads_U])]
 
-    def _run_packed(self, packed: Packed) -> Any:
+    def _run_packed(self, packed: TokenTree) -> Any:
         """The model on all nodes at once; its last layer sees those of U."""
         return self.module(logits_to_keep=self._to(packed.heads_U), **packed_inputs(packed, self._device))
 
-    def _run_padded(self, packed: Packed, bucket: Array) -> Any:
+    def _run_padded(self, packed: TokenTree, bucket: Array) -> Any:
         """The model on right-padded rows, where its attention cannot be replaced; its last layer sees them all."""
         return self.module(input_ids=self._to(packed.tokens_N)[self._to(bucket)], use_cache=False)
 
@@ -160,7 +165,7 @@ class Policy:
         return self.logprobs(probe(self.module))[0]
 
 
-def _by_bucket(packed: Packed) -> Iterator[tuple[Array, Array, Array, Array]]:
+def _by_bucket(packed: TokenTree) -> Iterator[tuple[Array, Array, Array, Array]]:
     """Each bucket, with the places in it that trained tokens are predicted from, for each such token an index into
     them, and which of the T it is."""
     at_U = packed.back_N[packed.heads_U]

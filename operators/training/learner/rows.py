@@ -9,20 +9,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow import records
-from dataflow.errors import RecordError
 from dataflow.records import AnyArray
+from dataflow.rollout_tokens import COLUMNS, RolloutTokens, one_chunk, per_token
 from dataflow.staleness import oldest_versions
-from operators.training.learner.packing import Kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRows:
     """The rollouts that one step trains; axis suffixes as in `operators.training.learner.packing`."""
 
-    tokens_S: AnyArray
-    """int32."""
-    mask_S: AnyArray
-    """bool."""
+    tokens: RolloutTokens
+    """Of all rollouts, end to end: [S]."""
     offsets: AnyArray
     """[R + 1] into S."""
     groups_R: AnyArray
@@ -34,9 +31,12 @@ class StepRows:
     columns_R: dict[str, AnyArray]
     """Columns of the loss with one number per rollout."""
     columns_S: dict[str, AnyArray]
-    """Columns of the loss with one number per token, and `logprobs` in any case."""
-    kept_S: Kept | None = None
-    """The ids that truncation left at each token, where the generator recorded them."""
+    """Columns of the loss with one number per token, but those of `tokens`."""
+
+    @property
+    def per_token(self) -> dict[str, AnyArray]:
+        """By column, all numbers per token, each [S]."""
+        return {name: getattr(self.tokens, array) for array, name in COLUMNS.items()} | self.columns_S
 
     @property
     def rollouts(self) -> int:
@@ -46,7 +46,7 @@ class StepRows:
     @cached_property
     def chosen_S(self) -> AnyArray:
         """Whether a token is trained: the policy chose it, and it is no first one; bool."""
-        chosen = self.mask_S.copy()
+        chosen = self.tokens.mask.copy()
         chosen[self.offsets[:-1][np.diff(self.offsets) > 0]] = False
         return chosen
 
@@ -97,33 +97,30 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
     Raises RecordError for lists of unequal length, and for a sampling mask that leaves out the token drawn.
     """
     columns = tuple(columns)
-    wanted = dict.fromkeys((records.LOGPROBS, *columns))
     table = pa.Table.from_batches(batches).combine_chunks()
     whole = table.to_batches()[0] if table.num_rows else batches[0]
     good = usable(whole, columns)
     if not good.all():
         table = table.filter(pa.array(good)).combine_chunks()
-    tokens = _column(table, records.TOKENS)
-    offsets = np.r_[0, np.cumsum(records.list_lengths(tokens))]
+    tokens, offsets = RolloutTokens.of_rows(table)
     columns_R: dict[str, AnyArray] = {}
     columns_S: dict[str, AnyArray] = {}
-    for name in wanted:
-        column = _column(table, name)
+    for name in dict.fromkeys(columns):
+        if name in COLUMNS.values():
+            continue
+        column = one_chunk(table, name)
         if pa.types.is_list(column.type):
-            columns_S[name] = _per_token(column, name, table, offsets)
+            columns_S[name] = per_token(table, name, offsets)
         else:
             columns_R[name] = column.to_numpy(zero_copy_only=False)
-    tokens_S = _flat(tokens)
     return StepRows(
-        tokens_S=tokens_S,
-        mask_S=_per_token(_column(table, records.MASK), records.MASK, table, offsets).astype(bool),
+        tokens=tokens,
         offsets=offsets,
-        groups_R=_column(table, records.GROUP_ID).to_numpy(),
-        rollout_ids_R=_column(table, records.ROLLOUT_ID).to_numpy(),
-        oldest_R=oldest_versions(_column(table, records.VERSIONS)),
+        groups_R=one_chunk(table, records.GROUP_ID).to_numpy(),
+        rollout_ids_R=one_chunk(table, records.ROLLOUT_ID).to_numpy(),
+        oldest_R=oldest_versions(one_chunk(table, records.VERSIONS)),
         columns_R=columns_R,
         columns_S=columns_S,
-        kept_S=_kept(table, tokens_S, offsets) if records.SAMPLING_MASK in table.column_names else None,
     )
 
 
@@ -147,56 +144,3 @@ def mean_of(batches: Sequence[pa.RecordBatch], name: str) -> float | None:
     if not batches or batches[0].schema.get_field_index(name) < 0:
         return None
     return pc.mean(pa.Table.from_batches(batches).column(name)).as_py()  # type: ignore[no-any-return]
-
-
-def _column(table: pa.Table, name: str) -> pa.Array:
-    column = table.column(name)
-    return column.chunk(0) if column.num_chunks else pa.array([], column.type)
-
-
-def _flat(column: pa.ListArray) -> AnyArray:
-    return np.asarray(column.flatten().to_numpy(zero_copy_only=False))
-
-
-def _kept(table: pa.Table, tokens_S: AnyArray, offsets: AnyArray) -> Kept | None:
-    """The column sampling_mask, flat; None where no token of the step was drawn from less than the vocabulary."""
-    name = records.SAMPLING_MASK
-    column = _column(table, name)
-    has_R = column.is_valid().to_numpy(zero_copy_only=False)
-    has_S = np.repeat(has_R, np.diff(offsets))
-    masks = column.flatten()
-    _check_lengths(np.where(has_R, pc.list_value_length(column).fill_null(0), np.diff(offsets)), name, table, offsets)
-    ids_K = _flat(masks)
-    if not len(ids_K):
-        return None
-    lengths_S = np.zeros(len(tokens_S), np.int64)
-    lengths_S[has_S] = pc.list_value_length(masks).fill_null(0).to_numpy(zero_copy_only=False)
-    found_S = np.bincount(
-        np.repeat(np.arange(len(tokens_S)), lengths_S)[ids_K == np.repeat(tokens_S, lengths_S)], minlength=len(tokens_S)
-    )
-    wrong = np.flatnonzero((lengths_S > 0) & (found_S == 0))
-    if len(wrong):
-        row = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
-        raise RecordError(
-            f"column '{name}' of rollout {table.column(records.ROLLOUT_ID)[row].as_py()} leaves out token "
-            f"{tokens_S[wrong[0]]} at {wrong[0] - offsets[row]}, which was drawn there; give the ids that truncation "
-            f"left, the drawn one among them, or null"
-        )
-    return Kept(ids_K=ids_K, offsets=np.r_[0, np.cumsum(lengths_S)])
-
-
-def _per_token(column: pa.ListArray, name: str, table: pa.Table, offsets: AnyArray) -> AnyArray:
-    _check_lengths(records.list_lengths(column), name, table, offsets)
-    return _flat(column)
-
-
-def _check_lengths(lengths: AnyArray, name: str, table: pa.Table, offsets: AnyArray) -> None:
-    """RecordError unless a column's lists are as long as the tokens."""
-    wrong = np.flatnonzero(lengths != np.diff(offsets))
-    if len(wrong):
-        row = int(wrong[0])
-        rollout = table.column(records.ROLLOUT_ID)[row].as_py()
-        raise RecordError(
-            f"column '{name}' of rollout {rollout} has {lengths[row]} numbers but the rollout has "
-            f"{np.diff(offsets)[row]} tokens, prompt included; give each token one, 0 where mask is false"
-        )

@@ -57,7 +57,7 @@ def run_rank(end: int, rank: int, duties: Duties) -> int:
     parent = os.getppid()
     try:
         folder = Path(expected(Join, channel, rank, parent, duties.limits.exchange_s).folder)
-        Follower(duties.build(channel, folder), channel, rank, duties).run()
+        RankFollower(duties.build(channel, folder), channel, rank, duties).run()
     except Exception as error:
         traceback.print_exc()
         last_words(channel, error)
@@ -68,7 +68,7 @@ def run_rank(end: int, rank: int, duties: Duties) -> int:
     return 0
 
 
-class Follower:
+class RankFollower:
     """The loop of one rank.
 
     consumes: messages of rank 0

@@ -14,8 +14,8 @@ from dataflow.weight_ends import OpensWriter, WeightsOut
 from operators.ranks import group
 from operators.ranks.exchange import Exchange
 from operators.ranks.messages import Numbers
-from operators.training.learner.learner import Learner, Outcome, Prepared
-from operators.training.learner.nonfinite import Findings
+from operators.training.learner.learner import Learner, Prepared, StepOutcome
+from operators.training.learner.nonfinite import NotFinite
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows
 from operators.training.parallel.dealing import deal
@@ -75,14 +75,14 @@ class LedLearner(Learner):
             self._exchange.tell(Micro())
             super().micro(part)
 
-    def end(self, learning_rate: float) -> Outcome:
+    def end(self, learning_rate: float) -> StepOutcome:
         """Update the weights on all ranks, or on none; what was not finite is named wherever it was found."""
         with self._exchange.together(f"the end of step {self._steps}"):
             self._exchange.tell(End(learning_rate))
             outcome = super().end(learning_rate)
             if outcome.culprit is None:
                 return outcome
-            found = functools.reduce(Findings.__or__, self._exchange.answers(Findings), self.findings())
+            found = functools.reduce(NotFinite.__or__, self._exchange.answers(NotFinite), self.findings())
             return dataclasses.replace(outcome, culprit=str(found))
 
     def opener(self, opens: Callable[[Mapping[str, Any]], WeightsOut]) -> Callable[[Mapping[str, Any]], WeightsOut]:
@@ -117,7 +117,7 @@ class LedLearner(Learner):
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one data rank computes of a step."""
 
     rows: StepRows
@@ -131,14 +131,14 @@ class Share:
         return Begin(version, Rows.of(self.rows), Numbers.of(self.scale_R), counts)
 
 
-def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[Share]:
+def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[RankShare]:
     """The share of each data rank; see `dealing.deal`."""
     rows = chosen(step.rows, step.computed)
     scale_R = step.scale_R[step.computed]
     shares = []
-    for parts in deal(rows.tokens_S, rows.offsets, rows.groups_R, ranks, limit, whole=whole):
+    for parts in deal(rows.tokens.ids, rows.offsets, rows.groups_R, ranks, limit, whole=whole):
         rollouts = np.concatenate([np.zeros(0, np.int64), *parts])
-        shares.append(Share(chosen(rows, rollouts), scale_R[rollouts], in_order([len(part) for part in parts])))
+        shares.append(RankShare(chosen(rows, rollouts), scale_R[rollouts], in_order([len(part) for part in parts])))
     return shares
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dataflow.rollout_tokens import gather
 from dataflow.system.messages import Plain
-from operators.ranks.messages import Numbers, codec_of
-from operators.training.learner.nonfinite import Findings
-from operators.training.learner.packing import Array, Kept, gather
+from operators.ranks.messages import Numbers, Tokens, codec_of
+from operators.training.learner.nonfinite import NotFinite
+from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows
 
-_ARRAYS = ("tokens_S", "mask_S", "offsets", "groups_R", "rollout_ids_R", "oldest_R")
+_ARRAYS = ("offsets", "groups_R", "rollout_ids_R", "oldest_R")
 
 # From rank 0
 
@@ -30,29 +31,28 @@ class Join:
 class Rows:
     """Rows of a step, as `StepRows`."""
 
+    tokens: Tokens
     arrays: Mapping[str, Numbers]
     columns_R: Mapping[str, Numbers]
     columns_S: Mapping[str, Numbers]
-    kept: tuple[Numbers, Numbers] | None
 
     @classmethod
     def of(cls, rows: StepRows) -> Rows:
         """The message of rows."""
-        kept = rows.kept_S
         return cls(
+            Tokens.of(rows.tokens),
             {name: Numbers.of(getattr(rows, name)) for name in _ARRAYS},
             {name: Numbers.of(values) for name, values in rows.columns_R.items()},
             {name: Numbers.of(values) for name, values in rows.columns_S.items()},
-            None if kept is None else (Numbers.of(kept.ids_K), Numbers.of(kept.offsets)),
         )
 
     def rows(self) -> StepRows:
         """The rows again."""
         return StepRows(
+            tokens=self.tokens.tokens,
             **{name: values.array for name, values in self.arrays.items()},
             columns_R={name: values.array for name, values in self.columns_R.items()},
             columns_S={name: values.array for name, values in self.columns_S.items()},
-            kept_S=None if self.kept is None else Kept(ids_K=self.kept[0].array, offsets=self.kept[1].array),
         )
 
 
@@ -123,23 +123,20 @@ class Result:
     value: Plain
 
 
-CODEC = codec_of("trainer-ranks", Join, Begin, Micro, End, Open, Publish, Call, Findings, Result)
+CODEC = codec_of("trainer-ranks", Join, Begin, Micro, End, Open, Publish, Call, NotFinite, Result)
 
 
 def chosen(rows: StepRows, rollouts: Array) -> StepRows:
     """Some of the rollouts, in that order."""
     positions, offsets = gather(rows.offsets, rollouts)
-    return replace(
-        rows,
-        tokens_S=rows.tokens_S[positions],
-        mask_S=rows.mask_S[positions],
+    return StepRows(
+        tokens=rows.tokens.take(positions),
         offsets=offsets,
         groups_R=rows.groups_R[rollouts],
         rollout_ids_R=rows.rollout_ids_R[rollouts],
         oldest_R=rows.oldest_R[rollouts],
         columns_R={name: values[rollouts] for name, values in rows.columns_R.items()},
         columns_S={name: values[positions] for name, values in rows.columns_S.items()},
-        kept_S=None if rows.kept_S is None else rows.kept_S.select(positions),
     )
 
 

@@ -18,8 +18,9 @@ from operators.training.parallel.mesh import MeshTogether
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dataflow.rollout_tokens import SamplingMask
     from operators.training.learner.learner import Forward, Learner
-    from operators.training.learner.packing import Kept, Packed
+    from operators.training.learner.packing import TokenTree
 
 
 class Sharded:
@@ -38,9 +39,9 @@ class Sharded:
         forward._device = device  # type: ignore[attr-defined]
         self._whole = whole
 
-    def computed(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """As the forward's."""
-        found: dict[str, Tensor] = self._whole(packed, kept_T, wanted)
+        found: dict[str, Tensor] = self._whole(packed, left_T, wanted)
         return found
 
 
@@ -52,8 +53,8 @@ class _Whole(nn.Module):
         self.module = forward.module
         self._computed = forward.computed
 
-    def forward(self, packed: Packed, kept_T: Kept | None, wanted: Collection[str]) -> dict[str, Tensor]:
-        return self._computed(packed, kept_T, wanted)
+    def forward(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
+        return self._computed(packed, left_T, wanted)
 
 
 def shard(learner: Learner, mesh: DeviceMesh, compute: torch.dtype | None, device: torch.device, name: str) -> None:

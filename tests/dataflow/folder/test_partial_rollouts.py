@@ -5,68 +5,69 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataflow.folder.partial_rollouts import Parts, Piece, Stretch
+from dataflow.folder.partial_rollouts import PartialRollout, PartialRolloutFiles, PartialRow
+from dataflow.rollout_tokens import KINDS, RolloutTokens, SamplingMask
 from dataflow.system.files import RunFolderError
 
 
-def stretch(begin: int, count: int, version: int = 0, masks: bool = False, **ended: str) -> Stretch:
+def stretch(begin: int, count: int, version: int = 0, masks: bool = False, **ended: str) -> PartialRollout:
     places = np.arange(begin, begin + count, dtype=np.int32)
-    return Stretch(
-        begin=begin, tokens=places + 100 * version, logprobs=-places.astype(np.float32),
-        versions=np.full(count, version, np.int32),
-        masks=[places[: i % 3] for i in range(count)] if masks else None, **ended,
-    )  # fmt: skip
+    left = SamplingMask.of([places[: i % 3] for i in range(count)]) if masks else None
+    tokens = RolloutTokens.drawn(places + 100 * version, -places, np.full(count, version), left)
+    return PartialRollout(begin=begin, tokens=tokens, **ended)
 
 
-def piece(group: int, position: int, begin: int, count: int, **more: object) -> Piece:
-    return Piece(group, position, 7, stretch(begin, count, **more))  # type: ignore[arg-type]
+def piece(group: int, position: int, begin: int, count: int, **more: object) -> PartialRow:
+    return PartialRow(group, position, 7, stretch(begin, count, **more))  # type: ignore[arg-type]
 
 
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*"))
 
 
-def later(folder: Path, waited_for: list[int], attempt: int = 1, replica: int = 0) -> Parts:
-    made = Parts(folder, "prompts", replica=replica, attempt=attempt)
+def later(folder: Path, waited_for: list[int], attempt: int = 1, replica: int = 0) -> PartialRolloutFiles:
+    made = PartialRolloutFiles(folder, "prompts", replica=replica, attempt=attempt)
     made.load(waited_for)
     return made
 
 
-def tokens(parts: Parts, group: int) -> dict[int, list[int]]:
+def tokens(parts: PartialRolloutFiles, group: int) -> dict[int, list[int]]:
     """By position, of the longest line."""
-    return {each.position: each.stretch.tokens.tolist() for each in reversed(parts.find(group))}
+    return {each.position: each.rollout.tokens.ids.tolist() for each in reversed(parts.find(group))}
 
 
 def test_stretches_are_joined_again_with_all_that_is_known_of_them(tmp_path: Path) -> None:
-    first = Parts(tmp_path, "prompts")
+    first = PartialRolloutFiles(tmp_path, "prompts")
     first.append([piece(0, 0, 0, 5, masks=True), piece(0, 1, 0, 6, masks=True), piece(3, 0, 0, 2, masks=True)])
     first.append([piece(0, 0, 5, 4, masks=True, finish_reason="stop", text="hi"), piece(1, 0, 0, 1, masks=True)])
     second = later(tmp_path, [0, 1, 2])
     whole, other = second.find(0)
     assert (whole.group, whole.position, whole.mark) == (0, 0, 7) and other.position == 1
-    found, expected = whole.stretch, stretch(0, 9)
-    for name in ("tokens", "logprobs", "versions"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-        assert getattr(found, name).dtype == getattr(expected, name).dtype
-    assert [mask.tolist() for mask in found.masks or ()] == [
-        mask.tolist() for part in (stretch(0, 5, masks=True), stretch(5, 4, masks=True)) for mask in part.masks or ()
+    found, expected = whole.rollout, stretch(0, 9)
+    for name, kind in KINDS.items():
+        np.testing.assert_array_equal(getattr(found.tokens, name), getattr(expected.tokens, name))
+        assert getattr(found.tokens, name).dtype == kind
+    assert [mask.tolist() for mask in found.tokens.sampling_mask.lists()] == [
+        mask.tolist()
+        for part in (stretch(0, 5, masks=True), stretch(5, 4, masks=True))
+        for mask in part.tokens.sampling_mask.lists()
     ]
     assert (found.begin, found.finish_reason, found.text) == (0, "stop", "hi")
-    assert other.stretch.finish_reason is None and other.stretch.text is None
+    assert other.rollout.finish_reason is None and other.rollout.text is None
     assert len(second.find(1)) == 1 and second.find(2) == []
     assert second.find(3) == [], "it has an outcome"
 
 
 def test_the_end_of_a_rollout_is_kept_where_its_tokens_were_before(tmp_path: Path) -> None:
-    first = Parts(tmp_path, "prompts")
+    first = PartialRolloutFiles(tmp_path, "prompts")
     first.append([piece(0, 0, 0, 5)])
     first.append([piece(0, 0, 5, 0, finish_reason="length")])
     (found,) = later(tmp_path, [0]).find(0)
-    assert found.stretch.tokens.tolist() == [0, 1, 2, 3, 4] and found.stretch.finish_reason == "length"
+    assert found.rollout.tokens.ids.tolist() == [0, 1, 2, 3, 4] and found.rollout.finish_reason == "length"
 
 
 def test_a_torn_end_takes_no_stretch_that_stood_before_it(tmp_path: Path) -> None:
-    first = Parts(tmp_path, "prompts")
+    first = PartialRolloutFiles(tmp_path, "prompts")
     sizes = []
     for begin in (0, 40, 80):
         first.append([piece(0, 0, begin, 40)])
@@ -81,7 +82,7 @@ def test_a_torn_end_takes_no_stretch_that_stood_before_it(tmp_path: Path) -> Non
 
 
 def test_a_stretch_is_passed_over_when_what_was_before_it_is_lost(tmp_path: Path) -> None:
-    first = Parts(tmp_path, "prompts", file_bytes=1)
+    first = PartialRolloutFiles(tmp_path, "prompts", file_bytes=1)
     for begin in (0, 4, 8):
         first.append([piece(0, 0, begin, 4)])
     (tmp_path / "0-0-1.prompts.parts").unlink()
@@ -89,7 +90,7 @@ def test_a_stretch_is_passed_over_when_what_was_before_it_is_lost(tmp_path: Path
 
 
 def test_a_line_goes_through_any_number_of_files_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
-    first = Parts(tmp_path, "prompts", file_bytes=1)
+    first = PartialRolloutFiles(tmp_path, "prompts", file_bytes=1)
     for begin in range(0, 24, 2):
         first.append([piece(0, 0, begin, 2)])
     assert len(files(tmp_path)) == 12
@@ -100,38 +101,38 @@ def test_a_line_goes_through_any_number_of_files_in_the_order_in_which_they_were
 
 
 def test_lines_of_several_processes_are_not_joined_and_the_longest_comes_first(tmp_path: Path) -> None:
-    Parts(tmp_path, "prompts", replica=0).append([piece(5, 0, 0, 4, version=1)])
-    other = Parts(tmp_path, "prompts", replica=1)
+    PartialRolloutFiles(tmp_path, "prompts", replica=0).append([piece(5, 0, 0, 4, version=1)])
+    other = PartialRolloutFiles(tmp_path, "prompts", replica=1)
     other.append([piece(5, 0, 0, 4, version=2)])
     other.append([piece(5, 0, 4, 1, version=2)])
-    Parts(tmp_path, "other").append([piece(5, 0, 0, 50)])
+    PartialRolloutFiles(tmp_path, "other").append([piece(5, 0, 0, 50)])
     found = later(tmp_path, [5], replica=2).find(5)
-    assert [each.stretch.tokens.tolist() for each in found] == [[200, 201, 202, 203, 204], [100, 101, 102, 103]]
+    assert [each.rollout.tokens.ids.tolist() for each in found] == [[200, 201, 202, 203, 204], [100, 101, 102, 103]]
 
 
 def test_a_rollout_that_begins_anew_is_a_new_one(tmp_path: Path) -> None:
-    first = Parts(tmp_path, "prompts")
+    first = PartialRolloutFiles(tmp_path, "prompts")
     first.append([piece(0, 0, 0, 9, version=1)])
     first.append([piece(0, 0, 0, 3, version=2)])
     assert tokens(later(tmp_path, [0]), 0) == {0: [200, 201, 202]}
 
 
 def test_a_process_of_the_same_name_in_a_run_that_goes_on_overwrites_nothing(tmp_path: Path) -> None:
-    Parts(tmp_path, "prompts").append([piece(0, 0, 0, 4)])
-    again = Parts(tmp_path, "prompts")
+    PartialRolloutFiles(tmp_path, "prompts").append([piece(0, 0, 0, 4)])
+    again = PartialRolloutFiles(tmp_path, "prompts")
     again.load([0])
     again.append([piece(0, 0, 0, 2, version=1)])
     assert files(tmp_path) == ["0-0-0.prompts.parts", "0-0-1.prompts.parts"]
-    assert [len(each.stretch.tokens) for each in later(tmp_path, [0]).find(0)] == [4, 2]
+    assert [len(each.rollout.tokens) for each in later(tmp_path, [0]).find(0)] == [4, 2]
 
 
 def test_files_go_when_all_their_groups_have_an_outcome_but_not_those_that_another_replica_writes(
     tmp_path: Path,
 ) -> None:
-    first = Parts(tmp_path, "prompts", file_bytes=1)
+    first = PartialRolloutFiles(tmp_path, "prompts", file_bytes=1)
     first.append([piece(0, 0, 0, 1), piece(1, 0, 0, 1)])
     first.append([piece(0, 0, 1, 1)])
-    writing = Parts(tmp_path, "prompts", replica=1)
+    writing = PartialRolloutFiles(tmp_path, "prompts", replica=1)
     writing.append([piece(2, 0, 0, 1)])
     first.forget(1)
     assert len(files(tmp_path)) == 3
@@ -149,11 +150,11 @@ def test_files_go_when_all_their_groups_have_an_outcome_but_not_those_that_anoth
 def test_a_disk_that_refuses_parts_is_named(tmp_path: Path) -> None:
     (tmp_path / "generator").write_text("a file where a folder should be")
     with pytest.raises(RunFolderError, match="generator"):
-        Parts(tmp_path / "generator", "prompts").append([piece(0, 0, 0, 1)])
+        PartialRolloutFiles(tmp_path / "generator", "prompts").append([piece(0, 0, 0, 1)])
 
 
 def test_what_others_drew_is_looked_through_when_the_first_group_is_asked_for(tmp_path: Path) -> None:
     """A trainer may go back while the others start."""
-    later = Parts(tmp_path, "prompts", attempt=1, waited_for=lambda: [0])
-    Parts(tmp_path, "prompts").append([piece(0, 0, 0, 4), piece(1, 0, 0, 4)])
+    later = PartialRolloutFiles(tmp_path, "prompts", attempt=1, waited_for=lambda: [0])
+    PartialRolloutFiles(tmp_path, "prompts").append([piece(0, 0, 0, 4), piece(1, 0, 0, 4)])
     assert tokens(later, 0) == {0: [0, 1, 2, 3]} and later.find(1) == []

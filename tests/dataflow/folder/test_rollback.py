@@ -7,8 +7,9 @@ import pyarrow as pa
 import pytest
 
 from dataflow.folder.finished import Finished
-from dataflow.folder.partial_rollouts import Parts, Piece, Stretch
+from dataflow.folder.partial_rollouts import PartialRollout, PartialRolloutFiles, PartialRow
 from dataflow.folder.rollback import take_out_abandoned
+from dataflow.rollout_tokens import RolloutTokens
 from dataflow.staleness import newest_versions
 from dataflow.system.files import RunFolderError
 
@@ -41,9 +42,9 @@ def found(folder: Path, groups: range) -> dict[int, pa.RecordBatch]:
     return {group: batch for group in groups if (batch := kept.find(group)) is not None}
 
 
-def stretch(begin: int, version: int, count: int = 3) -> Stretch:
+def stretch(begin: int, version: int, count: int = 3) -> PartialRollout:
     places = np.arange(begin, begin + count, dtype=np.int32)
-    return Stretch(begin=begin, tokens=places, logprobs=places.astype(np.float32), versions=np.full(count, version))
+    return PartialRollout(begin=begin, tokens=RolloutTokens.drawn(places, places, np.full(count, version)))
 
 
 def test_finished_groups_with_a_token_of_weights_that_are_gone_are_found_no_more(tmp_path: Path) -> None:
@@ -78,16 +79,16 @@ def test_other_lanes_and_files_that_may_be_written_to_are_not_touched(tmp_path: 
 
 
 def test_an_unfinished_rollout_keeps_what_weights_drew_that_are_still_there(tmp_path: Path) -> None:
-    parts = Parts(tmp_path / "generator", "prompts")
-    parts.append([Piece(0, 0, 7, stretch(0, 3)), Piece(0, 1, 7, stretch(0, 4))])
-    parts.append([Piece(0, 0, 7, stretch(3, 4)), Piece(0, 1, 7, stretch(3, 4))])
+    parts = PartialRolloutFiles(tmp_path / "generator", "prompts")
+    parts.append([PartialRow(0, 0, 7, stretch(0, 3)), PartialRow(0, 1, 7, stretch(0, 4))])
+    parts.append([PartialRow(0, 0, 7, stretch(3, 4)), PartialRow(0, 1, 7, stretch(3, 4))])
     parts.close()
     of_an_ended_part(tmp_path / "generator")
     assert take_out_abandoned(tmp_path, "prompts", 3) == 3
-    later = Parts(tmp_path / "generator", "prompts")
+    later = PartialRolloutFiles(tmp_path / "generator", "prompts")
     later.load([0])
     (left,) = later.find(0)
-    assert (left.position, left.stretch.tokens.tolist()) == (0, [0, 1, 2])
+    assert (left.position, left.rollout.tokens.ids.tolist()) == (0, [0, 1, 2])
 
 
 def test_a_disk_that_refuses_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

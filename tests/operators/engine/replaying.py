@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from operators.engine.decode import Engine
-from operators.engine.results import Finished, Start
+from operators.engine.results import FinishedRow, Start
 from operators.engine.sampler import Sampling, log_distribution
 
 
@@ -55,9 +55,7 @@ def drive(engine: Engine, starts: Sequence[Start], at_step: Any = lambda step: N
                 break
         if not now and not engine.live:
             return found
-        finished = engine.step(now)
-        if finished is not None:
-            _collect(finished, found)
+        _collect(engine.step(now), found)
     raise AssertionError("the engine did not come to an end")
 
 
@@ -76,16 +74,16 @@ def recomputed(
     return found
 
 
-def _collect(finished: Finished, found: dict[int, dict[str, Any]]) -> None:
-    for i, ticket in enumerate(finished.tickets.tolist()):
-        assert ticket not in found, "a rollout came out twice"
-        length = int(finished.lengths[i])
-        found[ticket] = {
-            "tokens": finished.tokens[i, :length],
-            "logprobs": finished.logprobs[i, :length],
-            "versions": finished.versions[i, :length],
-            "start": int(finished.starts[i]),
-            "reason": int(finished.reasons[i]),
-            "text": finished.texts.get(ticket),
-            "kept": finished.kept.get(ticket),
+def _collect(finished: Sequence[FinishedRow], found: dict[int, dict[str, Any]]) -> None:
+    for row in finished:
+        assert row.ticket not in found, "a rollout came out twice"
+        mask = row.tokens.sampling_mask
+        found[row.ticket] = {
+            "tokens": row.tokens.ids,
+            "logprobs": row.tokens.logprobs,
+            "versions": row.tokens.versions,
+            "start": row.start,
+            "reason": row.reason,
+            "text": row.text,
+            "left": None if mask is None else mask[row.start :].lists(),
         }

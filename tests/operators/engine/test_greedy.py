@@ -7,7 +7,7 @@ import pytest
 import torch
 from replaying import drive
 
-from operators.engine.reasons import STOPPED, TOO_LONG
+from operators.engine.finish_reasons import STOPPED, TOO_LONG
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 

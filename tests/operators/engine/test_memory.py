@@ -11,7 +11,7 @@ from replaying import drive, recomputed
 from rigs.examples import examples
 
 from operators.engine.attention import attend
-from operators.engine.reasons import ABORTED
+from operators.engine.finish_reasons import ABORTED
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 
@@ -153,12 +153,11 @@ def test_aborted_rollouts_come_back_as_far_as_they_got_and_the_rest_goes_on(adap
         engine.step()
     seen = engine.progress(5)
     gone = engine.abort([5, 6, 999])
-    assert sorted(gone.tickets.tolist()) == [5, 6] and (gone.reasons == ABORTED).all()
-    assert engine.progress(5) is None and engine.abort([5]) is None
-    at = gone.tickets.tolist().index(5)
-    assert gone.lengths[at] == len(prompts[1]) + 5
-    assert gone.tokens[at, : gone.lengths[at]].tolist() == whole[5]["tokens"][: gone.lengths[at]].tolist()
-    assert seen.tokens.tolist() == gone.tokens[at, : gone.lengths[at]].tolist()
+    assert sorted(row.ticket for row in gone) == [5, 6] and all(row.reason == ABORTED for row in gone)
+    assert engine.progress(5) is None and engine.abort([5]) == []
+    cut = next(row.tokens.ids.tolist() for row in gone if row.ticket == 5)
+    assert len(cut) == len(prompts[1]) + 5
+    assert cut == whole[5]["tokens"][: len(cut)].tolist() == seen.tokens.ids.tolist()
     rest = drive(engine, [])
     assert sorted(rest) == [ticket for ticket in range(12) if ticket not in (5, 6)]
     for ticket, row in rest.items():
@@ -193,7 +192,7 @@ def test_the_mask_names_every_token_that_truncation_left(adapted, make_model):
         with torch.no_grad():
             logits = model(torch.tensor(row["tokens"].astype(np.int64))[None]).logits[0, row["start"] - 1 : -1]
         left = log_distribution(logits, sampling) > -torch.inf
-        assert [ids.tolist() for ids in row["kept"]] == [mask.nonzero()[:, 0].tolist() for mask in left]
+        assert [ids.tolist() for ids in row["left"]] == [mask.nonzero()[:, 0].tolist() for mask in left]
 
 
 def test_attention_is_called_by_name_only_with_pages():

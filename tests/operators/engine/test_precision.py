@@ -13,7 +13,7 @@ from operators.engine.decode import Engine
 from operators.engine.precision import FORMATS, fault, formats, linear_weights, quantise, unrounded
 from operators.engine.precision.formats import pack, per_token, unpack
 from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, QuantisedLinear
-from operators.engine.precision.names import narrow_names
+from operators.engine.precision.quantized_names import quantized_names
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.self_test import adapt
@@ -259,7 +259,7 @@ def test_versions_that_the_trainer_quantised_give_the_same_bits(make_model, adop
     hub = Hub()
     model = make_model(family, seed=0, **changes).to(dtype)
     policies = [make_model(family, seed=seed, **changes) for seed in (1, 2, 3)]
-    intake = quantise(model, weights, adopt=adopt, narrow=True)
+    intake = quantise(model, weights, adopt=adopt, arrives_quantised=True)
     encoding = Encoding(
         dtype=str(dtype).removeprefix("torch."), quantized=NARROW[weights], names=linear_weights(policies[0])
     )
@@ -282,7 +282,7 @@ def test_versions_that_the_trainer_quantised_give_the_same_bits(make_model, adop
 def test_a_version_that_arrives_narrow_is_adopted_by_turning_pointers(make_model):
     hub = Hub()
     model, policy = make_model(), make_model(seed=1)
-    intake = quantise(model, "int8", narrow=True)
+    intake = quantise(model, "int8", arrives_quantised=True)
     encoder = Encoder(Encoding(quantized="int8", names=linear_weights(policy)), dict(policy.named_parameters()))
     writer, reader = WeightWriter(encoder.layout, hub), WeightReader(hub, "generator")
     reader.attach(intake.tensors)
@@ -301,7 +301,7 @@ def test_a_version_that_arrives_narrow_is_adopted_by_turning_pointers(make_model
 def test_the_narrow_tensors_are_told_by_a_models_config_alone(make_model, family, changes, tmp_path):
     model = make_model(family, **changes)
     model.config.save_pretrained(tmp_path)
-    names = narrow_names(Model(str(tmp_path)))
+    names = quantized_names(Model(str(tmp_path)))
     assert names == linear_weights(model)
     quantise(model, "int8")
     assert len(names) == len(narrow_layers(model))
@@ -310,7 +310,7 @@ def test_the_narrow_tensors_are_told_by_a_models_config_alone(make_model, family
 @pytest.mark.parametrize("knobs", [{"group": 16}, {"head": True}])
 def test_weights_that_arrive_narrow_have_a_scale_per_row_and_no_head(make_model, knobs):
     with pytest.raises(ModelError, match="leave both out"):
-        quantise(make_model(), "int8", narrow=True, **knobs)
+        quantise(make_model(), "int8", arrives_quantised=True, **knobs)
 
 
 def test_greedy_decoding_with_quantised_weights_is_that_of_the_dequantised_ones(make_model):
@@ -334,12 +334,9 @@ def decoded(model, *, steps=12, kernel=None, token_bytes=0):
     ]
     rows = {}
     for _ in range(steps):
-        done = engine.step(starts)
+        for row in engine.step(starts):
+            rows[row.ticket] = (row.tokens.ids, row.tokens.logprobs, row.start)
         starts = []
-        if done is not None:
-            for i, ticket in enumerate(done.tickets.tolist()):
-                length = done.lengths[i]
-                rows[ticket] = (done.tokens[i, :length], done.logprobs[i, :length], int(done.starts[i]))
     assert set(rows) == set(range(5))
     return rows
 

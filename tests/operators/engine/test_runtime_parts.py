@@ -8,13 +8,13 @@ from rigs.ending import at_end
 from test_runtime import COLUMNS, FakePlane, letters, prompts, rows_of, run_dry
 
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.partial_rollouts import Piece, Stretch
+from dataflow.folder.partial_rollouts import PartialRollout, PartialRow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.model import Model
 from dataflow.node import Batch, Bound, Context
 from dataflow.records import SAMPLING_MASK
 from operators.engine.sampler import Sampling
-from operators.generation.partial_rollouts import keeping_of
+from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generator import Generator
 
 SEGMENT = 8
@@ -152,7 +152,7 @@ def test_rollouts_that_ended_while_siblings_go_on_are_kept_with_their_text_and_r
     made = {(row["group_id"], row["position"]): row for row in rows_of(run_dry(second))}
     for key, row in ended.items():
         if key in made:
-            assert made[key]["tokens"] == row.tokens.tolist() and made[key]["finish_reason"] == "stop"
+            assert made[key]["tokens"] == row.tokens.ids.tolist() and made[key]["finish_reason"] == "stop"
             assert row.text is None or made[key]["completion"] == row.text
 
 
@@ -166,12 +166,8 @@ def test_a_group_all_of_whose_rollouts_had_ended_leaves_at_once(site):
         (group,) = {id(group): group for group, _ in runtime._tickets.values()}.values()
         row = runtime.engine.progress(min(runtime._tickets))
         for position in (0, 1) if runtime is one else (2, 3):
-            new = slice(row.start, None)
-            stretch = Stretch(
-                begin=0, tokens=row.tokens[new], logprobs=row.logprobs[new], versions=row.versions[new],
-                finish_reason="length",
-            )  # fmt: skip
-            runtime._keeping._parts["train"].append([Piece(0, position, group.mark, stretch)])
+            rollout = PartialRollout(begin=0, tokens=row.tokens[row.start :], finish_reason="length")
+            runtime._partial._files["train"].append([PartialRow(0, position, group.mark, rollout)])
     third = site.process()
     third.push(batch)
     rows = rows_of(third.work())
@@ -307,8 +303,8 @@ def test_parts_of_another_seed_or_another_prompt_begin_anew(site):
 
 def test_vllm_keeps_no_parts(site):
     context = Context(node="generator", folder=site.folder, ledger=site.ledger, columns={"train": COLUMNS})
-    assert keeping_of(Generator(Model("somewhere")), context) is not None
-    assert keeping_of(Generator(Model("somewhere"), engine="vllm"), context) is None
+    assert partial_rollouts_of(Generator(Model("somewhere")), context) is not None
+    assert partial_rollouts_of(Generator(Model("somewhere"), engine="vllm"), context) is None
 
 
 def test_little_memory_makes_recalled_rollouts_wait_and_changes_none(site, undisturbed):
@@ -352,14 +348,13 @@ def test_flags_that_are_read_late_let_no_token_after_the_end_be_kept(make_model)
     starts = [Start(prompt=np.array([2 + i, 3]), limit=60, tickets=[i], seeds=[i]) for i in range(16)]
     seen: dict[int, list[int]] = {}
     whole: dict[int, list[int]] = {}
-    finished = engine.step(starts)
+    engine.step(starts)
     while engine.live:
-        for ticket, stretch in engine.grown(lambda ticket: len(seen.get(ticket, [])), 1):
+        for ticket, stretch in engine.new_tokens(lambda ticket: len(seen.get(ticket, [])), 1):
             assert stretch.begin == len(seen.setdefault(ticket, []))
-            seen[ticket] += stretch.tokens.tolist()
-        if (finished := engine.step()) is not None:
-            for i, ticket in enumerate(finished.tickets.tolist()):
-                whole[ticket] = finished.tokens[i, 2 : finished.lengths[i]].tolist()
+            seen[ticket] += stretch.tokens.ids.tolist()
+        for row in engine.step():
+            whole[row.ticket] = row.tokens.ids[2:].tolist()
     assert len(whole) == 16 and any(tokens[-1] == 1 for tokens in whole.values())
     for ticket, tokens in seen.items():
         assert tokens == whole[ticket][: len(tokens)] and 1 not in tokens

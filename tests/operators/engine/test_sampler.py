@@ -88,8 +88,8 @@ def test_tokens_and_logprobs_are_equal_to_the_bit_in_any_company(vocabulary):
             for batch in (mixed, alike):
                 assert torch.equal(batch.tokens[one], alone.tokens)
                 assert torch.equal(batch.logprobs[one], alone.logprobs)
-                if batch.kept is not None and alone.kept is not None:
-                    assert torch.equal(batch.kept[one], alone.kept)
+                if batch.left is not None and alone.left is not None:
+                    assert torch.equal(batch.left[one], alone.left)
 
 
 @pytest.mark.parametrize("vocabulary", [8, 100, 50_257])
@@ -101,10 +101,10 @@ def test_a_draw_reports_the_logprob_of_its_token_and_the_tokens_that_were_left(s
     wanted = distribution.gather(1, drawn.tokens[:, None])[:, 0]
     torch.testing.assert_close(drawn.logprobs, wanted, atol=1e-6, rtol=0)
     assert float(drawn.logprobs.max()) <= 0
-    assert (drawn.kept is not None) == sampling.truncates
-    if drawn.kept is not None:
-        assert torch.equal(drawn.kept, distribution > -torch.inf)
-    assert draw(logits, sampling, seeds, counts, seen=seen).kept is None
+    assert (drawn.left is not None) == sampling.truncates
+    if drawn.left is not None:
+        assert torch.equal(drawn.left, distribution > -torch.inf)
+    assert draw(logits, sampling, seeds, counts, seen=seen).left is None
 
 
 def test_logprobs_are_right_where_a_float32_sum_over_the_vocabulary_is_not():

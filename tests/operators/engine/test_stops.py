@@ -7,10 +7,10 @@ from replaying import drive
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from operators.engine import decode
-from operators.engine.reasons import STOPPED, TOO_LONG
+from operators.engine.finish_reasons import STOPPED, TOO_LONG
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings, end_tokens, split
+from operators.engine.stop_strings import StopStrings, end_tokens, split
 from operators.models.errors import ModelError
 
 

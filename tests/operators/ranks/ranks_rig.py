@@ -18,7 +18,7 @@ from dataflow.system.channel import Channel
 from operators.ranks.messages import codec_of
 from operators.ranks.team import Team, forked
 from operators.trainer import Trainer
-from operators.training.learner.learner import Learner, Outcome
+from operators.training.learner.learner import Learner, StepOutcome
 from operators.training.learner.rows import StepRows
 from operators.training.parallel.launch import lead
 from operators.training.parallel.lead import LedLearner
@@ -83,7 +83,7 @@ def led(
         learner.close()
 
 
-def train(learner: Learner, steps: list[StepRows], lr: float = 1e-2) -> list[Outcome]:
+def train(learner: Learner, steps: list[StepRows], lr: float = 1e-2) -> list[StepOutcome]:
     """One step after the other."""
     outcomes = []
     for version, rows in enumerate(steps):

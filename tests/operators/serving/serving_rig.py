@@ -13,8 +13,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from operators.engine.reasons import ABORTED, STOPPED, TOO_LONG
-from operators.engine.results import Row, finished_of, merged
+from dataflow.rollout_tokens import RolloutTokens
+from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
+from operators.engine.results import Row, finished_row
 from operators.serving.app import make_app
 from operators.serving.serve import attend, bind, make_service
 
@@ -107,16 +108,16 @@ class ScriptedEngine:
             full = len(start.prompt) + len(drawn) >= start.limit
             if token == END or text is not None or full:
                 reason = TOO_LONG if token != END and text is None else STOPPED
-                ended.append(finished_of([self._row(ticket)], reason))
+                ended.append(finished_row(self._row(ticket), reason))
                 del self.rows[ticket]
-        return merged(ended)
+        return ended
 
     def abort(self, tickets):
         found = [self._row(ticket) for ticket in tickets if ticket in self.rows]
         self.aborted += tickets
         for ticket in tickets:
             self.rows.pop(ticket, None)
-        return merged([finished_of(found, ABORTED)])
+        return [finished_row(row, ABORTED) for row in found]
 
     def progress(self, ticket):
         return self._row(ticket) if ticket in self.rows else None
@@ -129,13 +130,14 @@ class ScriptedEngine:
 
     def _row(self, ticket):
         start, drawn, seed = self.rows[ticket]
-        length, count = len(start.prompt), len(drawn)
+        count = len(drawn)
         tokens, versions = zip(*drawn, strict=True) if drawn else ((), ())
         return Row(
-            ticket=ticket, age=0, tokens=np.array([*start.prompt, *tokens], np.int32),
-            logprobs=np.array([0.0] * length + [-0.5] * count, np.float32),
-            versions=np.array([-1] * length + list(versions), np.int32), start=length, limit=start.limit, seed=seed,
-            sampling=start.sampling, stop=start.stop, kept=None,
+            ticket=ticket, age=0,
+            tokens=RolloutTokens.joined(
+                [RolloutTokens.given(start.prompt), RolloutTokens.drawn(tokens, [-0.5] * count, versions)]
+            ),
+            start=len(start.prompt), limit=start.limit, seed=seed, sampling=start.sampling, stop=start.stop,
         )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from serving_rig import END, ScriptedEngine, byte_tokenizer, scripted, service_o
 from operators.serving import app as routes
 from operators.serving.bounds import Bounds, Budget, Latest, read_json
 from operators.serving.errors import ApiError
+from operators.serving.request_stops import MOST_STOPS, Stopping
 from operators.serving.requests import parse
-from operators.serving.stopping import MOST_STOPS, Stopping
 
 TEXT = {"model": "tiny", "prompt": "ab"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}

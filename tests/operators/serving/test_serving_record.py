@@ -5,13 +5,14 @@ import pyarrow as pa
 import pytest
 
 from dataflow.errors import RecordError, RunError
+from dataflow.rollout_tokens import RolloutTokens
 from operators.serving.conversations import conversations
-from operators.serving.rows import COLUMNS, Ended, Group, Numbers, rows_of
-from operators.serving.sink import RolloutFile, read_rollouts
+from operators.serving.rows import COLUMNS, CallGroup, Completion, Numbers, rows_of
+from operators.serving.sink import RolloutLog, read_rollouts
 
 
 def group(number=0, size=2, prompt=(3, 4), parent=None, reused=0):
-    return Group(
+    return CallGroup(
         group_id=number, size=size, prompt="hi", prompt_tokens=prompt, session="s", request_id=f"r{number}",
         created_ms=1_700_000_000_000, model="tiny", parent=parent, reused=reused, seeds=list(range(size)),
         parameters={"temperature": 0.5},
@@ -19,9 +20,10 @@ def group(number=0, size=2, prompt=(3, 4), parent=None, reused=0):
 
 
 def ended(tokens, version=1, error=None):
-    return Ended(
-        text="x" * len(tokens), tokens=np.array(tokens, np.int32), logprobs=np.full(len(tokens), -0.25, np.float32),
-        versions=np.full(len(tokens), version, np.int32), finish_reason="error" if error else "stop", error=error,
+    count = len(tokens)
+    return Completion(
+        text="x" * count, tokens=RolloutTokens.drawn(tokens, np.full(count, -0.25), np.full(count, version)),
+        finish_reason="error" if error else "stop", error=error,
     )  # fmt: skip
 
 
@@ -52,7 +54,7 @@ def test_numbers_never_name_two_rollouts_alike():
 
 def test_what_was_appended_is_read_while_the_file_is_open_and_after(tmp_path):
     path = tmp_path / "deep" / "rollouts.arrow"
-    file = RolloutFile(path)
+    file = RolloutLog(path)
     assert read_rollouts(path).num_rows == 0
     file.append(batch(0))
     assert read_rollouts(path).num_rows == 2
@@ -65,11 +67,11 @@ def test_what_was_appended_is_read_while_the_file_is_open_and_after(tmp_path):
 
 def test_a_file_that_is_opened_again_goes_on_with_free_numbers(tmp_path):
     path = tmp_path / "rollouts.arrow"
-    first = RolloutFile(path)
+    first = RolloutLog(path)
     first.append(batch(first.numbers.take(2)))
     first.append(batch(first.numbers.take(2)))
     first.close()
-    second = RolloutFile(path)
+    second = RolloutLog(path)
     number = second.numbers.take(2)
     second.append(batch(number))
     second.close()
@@ -80,7 +82,7 @@ def test_a_file_that_is_opened_again_goes_on_with_free_numbers(tmp_path):
 @pytest.mark.parametrize("torn", [1, 7, 100, 1000])
 def test_what_a_crash_tore_is_left_out_and_cut_off(tmp_path, torn):
     path = tmp_path / "rollouts.arrow"
-    file = RolloutFile(path)
+    file = RolloutLog(path)
     file.append(batch(0))
     whole = path.stat().st_size
     file.append(batch(1))
@@ -88,7 +90,7 @@ def test_what_a_crash_tore_is_left_out_and_cut_off(tmp_path, torn):
     with path.open("r+b") as cut:
         cut.truncate(path.stat().st_size - torn)
     assert read_rollouts(path).column("group_id").to_pylist() == [0, 0]
-    again = RolloutFile(path)
+    again = RolloutLog(path)
     assert path.stat().st_size == whole
     again.append(batch(again.numbers.take(2)))
     again.close()
@@ -96,23 +98,23 @@ def test_what_a_crash_tore_is_left_out_and_cut_off(tmp_path, torn):
 
 
 def test_one_process_writes_a_file(tmp_path):
-    file = RolloutFile(tmp_path / "rollouts.arrow")
+    file = RolloutLog(tmp_path / "rollouts.arrow")
     with pytest.raises(RunError, match="another process writing it"):
-        RolloutFile(tmp_path / "rollouts.arrow")
+        RolloutLog(tmp_path / "rollouts.arrow")
     file.close()
-    RolloutFile(tmp_path / "rollouts.arrow").close()
+    RolloutLog(tmp_path / "rollouts.arrow").close()
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("not Arrow, but longer than a header of Arrow would be")
     with pytest.raises(RunError, match="no stream of rollouts"):
-        RolloutFile(path)
+        RolloutLog(path)
     assert path.read_text().startswith("not Arrow")
     other = pa.schema([("a", pa.int64())])
     path.write_bytes(other.serialize())
     with pytest.raises(RunError, match="other columns"):
-        RolloutFile(path)
+        RolloutLog(path)
 
 
 def test_a_conversation_is_one_row_with_all_that_the_model_wrote():

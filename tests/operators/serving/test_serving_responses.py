@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_rig import END, byte_tokenizer
 
-from operators.engine.reasons import STOPPED, TOO_LONG
-from operators.serving.calls import Call, Choice, Part
+from dataflow.rollout_tokens import RolloutTokens
+from operators.engine.finish_reasons import STOPPED, TOO_LONG
+from operators.serving.calls import Call, CallPrompt, Choice
 from operators.serving.requests import parse
 from operators.serving.responses import Chunks, whole
-from operators.serving.rows import Group
+from operators.serving.rows import CallGroup
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import News
 
@@ -23,18 +24,18 @@ def call_of(kind, n, stops):
     logprobs = 0 if kind == "completion" else True
     body = {"model": "m", "n": n, "logprobs": logprobs, "return_token_ids": True, "stop": stops, **prompt}
     request = parse(kind, body)
-    group = Group(
+    group = CallGroup(
         group_id=0, size=n, prompt="x", prompt_tokens=(5,), session=None, request_id="r", created_ms=0, model="m",
         parent=None, reused=0, seeds=[0] * n, parameters={},
     )  # fmt: skip
-    part = Part(group, [Choice(i, Transcript(VOCABULARY, request.stop)) for i in range(n)], "x")
+    part = CallPrompt(group, [Choice(i, Transcript(VOCABULARY, request.stop)) for i in range(n)], "x")
     return Call(request, [part], ENDS, lambda part: None), part
 
 
 def news(position, tokens, reason=None):
     count = len(tokens)
     logprobs = -np.arange(count, dtype=np.float32) / 4
-    return News(position, np.array(tokens, np.int32), logprobs, np.zeros(count, np.int32), reason)
+    return News(position, RolloutTokens.drawn(tokens, logprobs, np.zeros(count)), reason)
 
 
 def added_up(kind, chunks, n):

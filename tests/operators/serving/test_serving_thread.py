@@ -7,7 +7,7 @@ import pytest
 from serving_rig import END, WAIT_S, ScriptedEngine, until
 
 from dataflow.errors import DeadlineError, RunError
-from operators.engine.reasons import ABORTED, STOPPED, TOO_LONG
+from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.serving.engine_thread import EngineThread, Overloaded
@@ -61,8 +61,8 @@ def test_each_rollout_ends_once_and_with_all_its_tokens(thread_of):
     all_heard = [Heard(count=3), Heard(prompt=(6, 7), limit=4), Heard()]
     thread.submit([heard.work for heard in all_heard])
     first, second, third = (heard.wait() for heard in all_heard)
-    assert [first[i].tokens.tolist() for i in range(3)] == [[10 + i, 11, 12, END] for i in range(3)]
-    assert (second[0].tokens.tolist(), second[0].reason) == ([10, 11], TOO_LONG)
+    assert [first[i].tokens.ids.tolist() for i in range(3)] == [[10 + i, 11, 12, END] for i in range(3)]
+    assert (second[0].tokens.ids.tolist(), second[0].reason) == ([10, 11], TOO_LONG)
     assert (third[0].reason, third[0].error) == (STOPPED, None)
     assert [len(heard.news) for heard in all_heard] == [3, 1, 1]
     assert thread.waiting == 0
@@ -84,10 +84,10 @@ def test_streams_hear_of_tokens_before_the_end(thread_of):
     heard, quiet = Heard(streams=True), Heard()
     thread.submit([heard.work, quiet.work])
     until(lambda: len(heard.news) == 2, "two tokens")
-    assert [news.tokens.tolist() for news in heard.news] == [[10], [10, 11]]
+    assert [news.tokens.ids.tolist() for news in heard.news] == [[10], [10, 11]]
     assert quiet.news == []
     permits.release(2)
-    assert heard.wait()[0].tokens.tolist() == [10, 11, 12, END]
+    assert heard.wait()[0].tokens.ids.tolist() == [10, 11, 12, END]
 
 
 def test_a_full_queue_refuses_all_prompts_of_a_call(thread_of):
@@ -114,7 +114,7 @@ def test_a_cancelled_work_keeps_what_it_drew_and_what_never_began_is_empty(threa
     thread.cancel(heard.work, "nobody wants it")
     permits.release(100)
     found = heard.wait()
-    assert found[0].tokens.tolist()[:2] == [10, 11] and found[1].tokens.tolist() == []
+    assert found[0].tokens.ids.tolist()[:2] == [10, 11] and found[1].tokens.ids.tolist() == []
     assert {news.reason for news in found.values()} == {ABORTED}
     assert {news.error for news in found.values()} == {"nobody wants it"}
     assert other.wait()[0].reason == STOPPED
@@ -139,7 +139,7 @@ def test_weights_change_between_two_steps_and_each_token_says_its_version(thread
     until(lambda: not thread._inbox.empty() or applied, "the update to be queued")
     permits.release(100)
     updating.join(WAIT_S)
-    versions = heard.wait()[0].versions.tolist()
+    versions = heard.wait()[0].tokens.versions.tolist()
     assert versions == sorted(versions) and set(versions) == {0, 7} and versions[:2] == [0, 0]
     assert applied == [("engine", ["weight"])]
 
@@ -175,7 +175,7 @@ def test_an_update_that_comes_too_late_is_not_made(thread_of):
     with pytest.raises(DeadlineError, match="version 3 waited for the engine's thread"):
         thread.update(3, lambda tensors: None, timeout_s=0.01)
     permits.release(100)
-    assert set(heard.wait()[0].versions.tolist()) == {0}
+    assert set(heard.wait()[0].tokens.versions.tolist()) == {0}
     assert engine.version == 0
 
 
@@ -215,7 +215,7 @@ def test_closing_ends_what_is_under_way_and_refuses_what_comes(thread_of):
     until(lambda: thread._closing, "the thread to be closing")
     permits.release(1)
     closing.join(WAIT_S)
-    assert running.wait()[0].tokens.tolist()[:1] == [10]
+    assert running.wait()[0].tokens.ids.tolist()[:1] == [10]
     assert "shut down" in running.wait()[0].error and "shut down" in waiting.wait()[0].error
     with pytest.raises(RunError, match="shutting down"):
         thread.submit([Heard().work])

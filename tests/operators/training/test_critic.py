@@ -21,14 +21,14 @@ def one_thread() -> None:
 
 def packed_rows() -> tuple[Any, Any]:
     rows = rows_of(group(0), group(1, completion=9), group(2))
-    return rows, pack(rows.tokens_S, rows.mask_S, rows.offsets)
+    return rows, pack(rows.tokens.ids, rows.tokens.mask, rows.offsets)
 
 
 def plain_values(module: Any, rows: Any) -> torch.Tensor:
     """Every rollout by itself: the number at the token before each chosen one."""
     found = []
     for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
-        logits = module(input_ids=torch.from_numpy(rows.tokens_S[None, start:end].astype(np.int64))).logits[0, :, 0]
+        logits = module(input_ids=torch.from_numpy(rows.tokens.ids[None, start:end].astype(np.int64))).logits[0, :, 0]
         chosen = np.flatnonzero(rows.chosen_S[start:end])
         found.append(logits[torch.from_numpy(chosen - 1)])
     return torch.cat(found)

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.examples import examples
 
-from operators.training.learner.packing import Packed, gather, pack, split
+from dataflow.rollout_tokens import gather
+from operators.training.learner.packing import TokenTree, pack, split
 
 ROWS = st.lists(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=9), min_size=1, max_size=9)
 
@@ -17,7 +18,7 @@ def _flat(rows: list[list[tuple[int, bool]]]) -> tuple[np.ndarray, np.ndarray, n
     return tokens, mask, np.r_[0, np.cumsum([len(row) for row in rows])]
 
 
-def _path(packed: Packed, node: int) -> list[int]:
+def _path(packed: TokenTree, node: int) -> list[int]:
     """Tokens that the node attends to in the row that its output is taken from."""
     at = int(packed.back_N[node])
     for bucket in packed.buckets:

@@ -362,15 +362,15 @@ def test_drops_of_the_step_under_way_are_taken_back_with_it(policy, tmp_path):
 
 def failing(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Let the disk be full when the checkpoints of these steps are written."""
-    write = checkpoint.Staged.write
+    write = checkpoint.StagedState.write
 
-    def full(self: checkpoint.Staged, folder: Path, tokenizer: Any, facts: Any) -> None:
+    def full(self: checkpoint.StagedState, folder: Path, tokenizer: Any, facts: Any) -> None:
         if facts["step"] in steps:
             with checkpoint.shards.explained(folder / "model.safetensors"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(self, folder, tokenizer, facts)
 
-    monkeypatch.setattr(checkpoint.Staged, "write", full)
+    monkeypatch.setattr(checkpoint.StagedState, "write", full)
 
 
 def test_training_goes_on_where_a_checkpoint_cannot_be_written_and_the_next_is_tried(policy, tmp_path, monkeypatch):

@@ -21,9 +21,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from dataflow.rollout_tokens import SamplingMask
 from operators.training.learner import head, policy
 from operators.training.learner.head import Shape, Wanted, logprobs_of_hidden, slice_width
-from operators.training.learner.packing import Kept, Packed, pack
+from operators.training.learner.packing import TokenTree, pack
 from operators.training.learner.policy import Policy
 
 ROWS, IDS, WIDTH = 7, 53, 5
@@ -229,7 +230,9 @@ def _tree(seed: int = 3, ids: int = 67):
     for target, few in zip(tree.targets_T, left, strict=True):
         few[:1] = target
     left = [np.unique(few) for few in left]
-    kept = Kept(ids_K=np.concatenate(left).astype(np.int32), offsets=np.r_[0, np.cumsum([len(few) for few in left])])
+    kept = SamplingMask(
+        ids=np.concatenate(left).astype(np.int32), offsets=np.r_[0, np.cumsum([len(few) for few in left])]
+    )
     return tree, kept
 
 
@@ -293,7 +296,7 @@ def test_large_micro_batches_never_ask_the_model_for_its_logits(monkeypatch):
     assert sizes == [1, 2]
 
 
-def _paths(tree: Packed) -> list[list[int]]:
+def _paths(tree: TokenTree) -> list[list[int]]:
     """Tokens before each trained one."""
     flat = np.concatenate([bucket.ravel() for bucket in tree.buckets])
     starts = np.concatenate([np.repeat(np.arange(0, b.size, b.shape[1]), b.shape[1]) for b in tree.buckets])

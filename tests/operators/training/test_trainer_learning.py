@@ -173,7 +173,7 @@ def test_a_loss_reads_columns_per_rollout_and_per_token():
     counts = rows.trained_R
     assert torch.equal(seen["index"], torch.from_numpy(np.repeat(np.arange(8), counts)))
     assert np.allclose(seen["advantage"].numpy(), np.repeat(rows.columns_R["advantage"], counts))
-    assert np.allclose(seen["logprobs"].numpy(), rows.columns_S["logprobs"][rows.mask_S])
+    assert np.allclose(seen["logprobs"].numpy(), rows.tokens.logprobs[rows.tokens.mask])
     assert seen["mask"].all()
     assert len(seen["mask"]) == counts.sum()
     row = GROUPS[0].to_pylist()[0]
@@ -233,7 +233,7 @@ def test_divergence_and_truncation_are_measured_as_defined():
     outcome = learner.end(0.0)
     every = [row for batch in GROUPS for row in batch.to_pylist()]
     new = torch.cat([reference_logprobs(tiny_llama(), row["tokens"], row["mask"]) for row in every])
-    old = torch.from_numpy(rows.columns_S["logprobs"][rows.mask_S])
+    old = torch.from_numpy(rows.tokens.logprobs[rows.tokens.mask])
     ratio = (new - old).exp()
     assert abs(outcome.measures["ratio_mean"] - ratio.mean().item()) < 1e-4
     assert abs(outcome.measures["kl"] - (ratio - 1 - ratio.log()).mean().item()) < 1e-4

@@ -146,7 +146,7 @@ def test_ranks_train_a_critic_as_one_does(knobs):
     trainer = Trainer(Model("tiny", head="value"), loss=value_loss, lr=1e-2, eps=EPS, **knobs)
     draw = np.random.default_rng(0)
     given = [
-        dataclasses.replace(rows, columns_S=rows.columns_S | {"values": draw.normal(size=len(rows.tokens_S))})
+        dataclasses.replace(rows, columns_S=rows.columns_S | {"values": draw.normal(size=len(rows.tokens.ids))})
         for rows in steps()
     ]
     compare(trainer, 2, given, lambda: learner_of(trainer, forward_of(trainer, critic()), node="trainer"))

@@ -1,13 +1,16 @@
 """How a step is dealt out to ranks: all of it, once, alike in number, and of like size; and how rows travel."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_rig import group, rows_of
 
+from dataflow.rollout_tokens import RolloutTokens, SamplingMask
 from operators.ranks.messages import Numbers
 from operators.training.learner.learner import Prepared
-from operators.training.learner.packing import Kept, pack
+from operators.training.learner.packing import pack
 from operators.training.parallel.dealing import Unit, cost, deal, fill, pieces, spread, units
 from operators.training.parallel.lead import dealt, in_order
 from operators.training.parallel.messages import CODEC, Begin, Call, Rows, chosen, function_of
@@ -119,8 +122,8 @@ def test_a_share_has_the_rows_of_its_micro_batches_and_their_scales():
             held[row] = share.scale_R[at]
             mine = slice(share.rows.offsets[at], share.rows.offsets[at + 1])
             its = slice(rows.offsets[row], rows.offsets[row + 1])
-            assert share.rows.tokens_S[mine].tolist() == rows.tokens_S[its].tolist()
-            assert share.rows.columns_S["logprobs"][mine].tolist() == rows.columns_S["logprobs"][its].tolist()
+            assert share.rows.tokens.ids[mine].tolist() == rows.tokens.ids[its].tolist()
+            assert share.rows.tokens.logprobs[mine].tolist() == rows.tokens.logprobs[its].tolist()
             assert share.rows.columns_R["advantage"][at] == rows.columns_R["advantage"][row]
     assert held == {row: float(row) for row in computed.tolist()}
 
@@ -128,11 +131,11 @@ def test_a_share_has_the_rows_of_its_micro_batches_and_their_scales():
 def test_rows_come_through_a_message_as_they_were():
     rows = rows_of(group(0, size=3), group(1, size=2))
     ids = np.arange(4, dtype=np.int32)
-    kept = Kept(ids_K=ids, offsets=np.r_[0, 4, np.full(len(rows.tokens_S) - 1, 4)])
+    kept = SamplingMask(ids=ids, offsets=np.r_[0, 4, np.full(len(rows.tokens.ids) - 1, 4)])
     for given_rows in (
         rows,
         chosen(rows, np.array([3, 1])),
-        chosen(type(rows)(**{**vars_of(rows), "kept_S": kept}), np.arange(5)),
+        chosen(replace(rows, tokens=replace(rows.tokens, sampling_mask=kept)), np.arange(5)),
     ):
         begin = Begin(3, Rows.of(given_rows), Numbers.of(ids), (2, 3))
         found = CODEC.decode(CODEC.encode(begin))
@@ -140,7 +143,7 @@ def test_rows_come_through_a_message_as_they_were():
         again = found.rows.rows()
         for name, value in vars_of(given_rows).items():
             same(value, getattr(again, name))
-        assert again.tokens_S.flags.writeable
+        assert again.tokens.ids.flags.writeable
 
 
 def vars_of(rows):
@@ -152,9 +155,8 @@ def same(one, other):
         assert one.keys() == other.keys()
         for name in one:
             same(one[name], other[name])
-    elif isinstance(one, Kept):
-        same(one.ids_K, other.ids_K)
-        same(one.offsets, other.offsets)
+    elif isinstance(one, RolloutTokens | SamplingMask):
+        same(vars_of(one), vars_of(other))
     elif one is None:
         assert other is None
     else:

@@ -177,14 +177,14 @@ def test_what_is_made_again_counts_too(policy, tmp_path):
 
 def test_training_never_waits_for_one_that_is_being_written(policy, tmp_path, monkeypatch):
     go_on, begun = threading.Event(), []
-    write = checkpoint.Staged.write
+    write = checkpoint.StagedState.write
 
-    def slow(self: checkpoint.Staged, folder: Path, tokenizer: Any, facts: Any) -> None:
+    def slow(self: checkpoint.StagedState, folder: Path, tokenizer: Any, facts: Any) -> None:
         begun.append(facts["step"])
         assert go_on.wait(DISK_S)
         write(self, folder, tokenizer, facts)
 
-    monkeypatch.setattr(checkpoint.Staged, "write", slow)
+    monkeypatch.setattr(checkpoint.StagedState, "write", slow)
     folder = run_folder(tmp_path)
     life = Life(folder, declared(policy, recover_within_s=1.0), clock=Clock()).run(range(12))
     assert life.runtime.status()["step"] == 6 and begun == [1]
@@ -202,15 +202,15 @@ def test_training_never_waits_for_one_that_is_being_written(policy, tmp_path, mo
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     """Steps for whose checkpoints there is no room."""
     steps: set[int] = set()
-    write = checkpoint.Staged.write
+    write = checkpoint.StagedState.write
 
-    def refuse(self: checkpoint.Staged, folder: Path, tokenizer: Any, facts: Any) -> None:
+    def refuse(self: checkpoint.StagedState, folder: Path, tokenizer: Any, facts: Any) -> None:
         if facts["step"] in steps:
             with checkpoint.shards.explained(folder / "model.safetensors"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(self, folder, tokenizer, facts)
 
-    monkeypatch.setattr(checkpoint.Staged, "write", refuse)
+    monkeypatch.setattr(checkpoint.StagedState, "write", refuse)
     yield steps
 
 
@@ -308,15 +308,15 @@ def test_an_offloading_trainer_that_caught_up_tries_its_last_checkpoint_again(po
     monkeypatch.setattr(build, "Parked", lambda learner: Parked(learner, kind="cpu"))
     folder, left = run_folder(tmp_path), [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
     die(live(folder, declared(policy, recover_within_s=float("inf")), range(4)))
-    write = checkpoint.Staged.write
+    write = checkpoint.StagedState.write
 
-    def refuse_once(self: checkpoint.Staged, folder: Path, tokenizer: Any, facts: Any) -> None:
+    def refuse_once(self: checkpoint.StagedState, folder: Path, tokenizer: Any, facts: Any) -> None:
         with checkpoint.shards.explained(folder / "model.safetensors"):
             while left:
                 raise left.pop()
         write(self, folder, tokenizer, facts)
 
-    monkeypatch.setattr(checkpoint.Staged, "write", refuse_once)
+    monkeypatch.setattr(checkpoint.StagedState, "write", refuse_once)
     again = live(folder, declared(policy, offload=True), range(0), steps=2)
     assert "checkpoint not written" in again.log and again.runtime.status()["done"] == 1
     again.end()

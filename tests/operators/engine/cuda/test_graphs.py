@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from operators.engine.attention import Layout
+from operators.engine.attention import AttentionLayout
 from operators.engine.cuda.graphs import GraphedDecode, Replays, bucket_of, buckets
 from operators.engine.kv_cache import KVCache
 from operators.engine.sampler import Draw, Sampling
@@ -61,7 +61,7 @@ def test_rows_that_fill_the_bucket_write_to_the_scratch_page_and_are_not_returne
     rows, cache, seen = Rows(5, 30), KVCache(90), []
 
     def forward(tokens, positions, layout):
-        assert isinstance(layout, Layout) and layout.cache is cache
+        assert isinstance(layout, AttentionLayout) and layout.cache is cache
         assert layout.longest == 48 and layout.new is None
         seen.append((tokens.clone(), positions.clone(), layout.table.clone()))
         return torch.stack([tokens, positions], 1).float()

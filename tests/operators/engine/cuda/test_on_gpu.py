@@ -7,7 +7,7 @@ import transformers
 
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
-from operators.engine.reasons import STOPPED, TOO_LONG
+from operators.engine.finish_reasons import STOPPED, TOO_LONG
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.self_test import adapt
@@ -79,17 +79,10 @@ def drive(engine, given, between=None):
     while waiting or engine.live:
         if between is not None:
             between(step)
-        found = engine.step([waiting.pop(0)] if waiting else [])
+        for row in engine.step([waiting.pop(0)] if waiting else []):
+            assert row.ticket not in rows
+            rows[row.ticket] = (row.tokens.ids, row.tokens.logprobs, row.tokens.versions, row.start, row.reason)
         step += 1
-        if found is None:
-            continue
-        for i, ticket in enumerate(found.tickets.tolist()):
-            whole = slice(0, found.lengths[i])
-            assert ticket not in rows
-            rows[ticket] = (
-                found.tokens[i, whole].copy(), found.logprobs[i, whole].copy(), found.versions[i, whole].copy(),
-                int(found.starts[i]), int(found.reasons[i]),
-            )  # fmt: skip
     return rows
 
 
@@ -162,7 +155,7 @@ def test_a_step_in_which_nothing_starts_or_ends_waits_for_nothing(gpu):
     try:
         torch.cuda.set_sync_debug_mode("error")
         for _ in range(20):
-            assert engine.step() is None
+            assert not engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     engine.close()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from operators.engine.attention import Layout
+from operators.engine.attention import AttentionLayout
 from operators.engine.kv_cache import KVCache
 from operators.engine.pages import PAGE
 from operators.models.errors import ModelError
@@ -46,7 +46,7 @@ def case(device, *, heads, kv_heads, width, value_width=None, positions, dtype=t
             keys[page, :, at % PAGE] = numbers(kv_heads, width)
             values[page, :, at % PAGE] = numbers(kv_heads, value_width)
     at = torch.tensor(positions, device=device)
-    layout = Layout(cache, at, max(positions) + 1, table)
+    layout = AttentionLayout(cache, at, max(positions) + 1, table)
     query = numbers(1, rows, heads, width).transpose(1, 2)[0]
     key, value = (numbers(rows, kv_heads, size).transpose(0, 1) for size in (width, value_width))
     return query, key, value, keys, values, layout

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from operators.engine.decode import Engine
-from operators.engine.reasons import ABORTED, STOPPED, TOO_LONG
+from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.self_test import adapt
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 
 VOCABULARY = 32
 ENDS = [1, 7]
@@ -40,17 +40,13 @@ def drive(engine, given, between=None):
     """By ticket: tokens, log-probabilities, versions, reason, text; and the tokens that the engine says it drew."""
     rows, waiting, step = {}, list(given), 0
     while waiting or engine.live:
-        extra = between(engine, step) if between is not None else None
+        extra = between(engine, step) if between is not None else ()
         begin = [waiting.pop(0)] if waiting and engine.free >= 3 and engine.spare_pages >= 4 else []
         step += 1
-        for found in (extra, engine.step(begin)):
-            for i in range(0 if found is None else len(found.tickets)):
-                ticket, end = int(found.tickets[i]), int(found.lengths[i])
-                assert ticket not in rows
-                rows[ticket] = (
-                    found.tokens[i, :end].tolist(), found.logprobs[i, :end].copy(), found.versions[i, :end].tolist(),
-                    int(found.reasons[i]), found.texts.get(ticket),
-                )  # fmt: skip
+        for row in (*(extra or ()), *engine.step(begin)):
+            assert row.ticket not in rows
+            tokens = row.tokens
+            rows[row.ticket] = (tokens.ids.tolist(), tokens.logprobs, tokens.versions.tolist(), row.reason, row.text)
     return rows
 
 

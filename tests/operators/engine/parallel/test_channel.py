@@ -6,13 +6,14 @@ import dataclasses
 
 import numpy as np
 
-from dataflow.folder.partial_rollouts import Stretch
+from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.model import Model
+from dataflow.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.parallel.messages import CODEC, Prompt, Settings, Step
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 from operators.generator import Generator
 
 
@@ -25,11 +26,13 @@ def test_a_start_and_a_declaration_come_through_as_they_were(tokenizer):
     start = Start(
         prompt=np.array([3, 4, 5]), limit=9, tickets=range(2), seeds=[-7, 1 << 62],
         sampling=Sampling(temperature=0.5, top_p=0.9), stop=stop,
-        parts=[
+        partial=[
             None,
-            Stretch(
-                begin=0, tokens=np.array([7, 8], np.int32), logprobs=np.array([-1.5, -2.5], np.float32),
-                versions=np.array([3, 4], np.int32), masks=[np.array([7], np.int32), np.array([], np.int32)],
+            PartialRollout(
+                begin=0,
+                tokens=RolloutTokens.drawn(
+                    [7, 8], [-1.5, -2.5], [3, 4], SamplingMask.of([np.array([7], np.int32), np.array([], np.int32)])
+                ),
             ),
         ],
     )  # fmt: skip
@@ -39,10 +42,11 @@ def test_a_start_and_a_declaration_come_through_as_they_were(tokenizer):
     assert found.prompt.tolist() == [3, 4, 5] and found.prompt.dtype == np.int64
     assert list(found.tickets) == [0, 1] and list(found.seeds) == [-7, 1 << 62]
     assert (found.limit, found.sampling, found.stop) == (9, start.sampling, stop)
-    none, part = found.parts
-    assert none is None and part is not None
-    assert (part.tokens.tolist(), part.logprobs.tolist(), part.versions.tolist()) == ([7, 8], [-1.5, -2.5], [3, 4])
-    assert [mask.tolist() for mask in part.masks or ()] == [[7], []]
+    none, partial = found.partial
+    assert none is None and partial is not None
+    tokens = partial.tokens
+    assert (tokens.ids.tolist(), tokens.logprobs.tolist(), tokens.versions.tolist()) == ([7, 8], [-1.5, -2.5], [3, 4])
+    assert tokens.mask.all() and [mask.tolist() for mask in tokens.sampling_mask.lists()] == [[7], []]
     declaration = Generator(Model("somewhere", dtype="bfloat16"), stop=("a", "b"), top_k=3, name="sampler")
     settings = Settings(
         declaration=declaration, node="n", replica=0, rank=1, size=2, device="cpu", threads=1, folder="f", site=None,

@@ -143,7 +143,7 @@ def test_under_a_running_trainer_each_rank_holds_its_slices_of_every_version_it_
     finally:
         end(process)
     assert seen == sorted(set(seen)) and len(seen) > 20
-    assert ranks.engine.progress(0).versions[-20:].tolist() == seen[-20:]
+    assert ranks.engine.progress(0).tokens.versions[-20:].tolist() == seen[-20:]
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_twenty_versions_are_taken_by_both_ranks_byte_for_byte_between_steps(rig
         assert ranks.take() == version
         ranks.assert_slices(version)
         ranks.engine.step()
-    drawn = ranks.engine.progress(0).versions[-20:].tolist()
+    drawn = ranks.engine.progress(0).tokens.versions[-20:].tolist()
     assert drawn == list(range(20))
 
 

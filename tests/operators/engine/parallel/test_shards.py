@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from operators.engine.parallel.shards import Piece, check_divides, runs_of
+from operators.engine.parallel.shards import TensorSlice, check_divides, runs_of
 from operators.models.errors import ModelError
 
 
@@ -17,13 +17,13 @@ def test_neighbouring_indices_are_one_range():
 
 def test_a_piece_of_several_ranges_puts_them_end_to_end():
     full = torch.arange(12).view(2, 6)
-    assert Piece(1, ((0, 2), (4, 5))).of(full).tolist() == [[0, 1, 4], [6, 7, 10]]
-    assert Piece(None).of(full) is full
+    assert TensorSlice(1, ((0, 2), (4, 5))).of(full).tolist() == [[0, 1, 4], [6, 7, 10]]
+    assert TensorSlice(None).of(full) is full
 
 
 def test_a_piece_of_one_range_is_a_view():
     full = torch.arange(12).view(6, 2)
-    assert Piece(0, ((2, 4),)).of(full).data_ptr() == full[2].data_ptr()
+    assert TensorSlice(0, ((2, 4),)).of(full).data_ptr() == full[2].data_ptr()
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(make_model):

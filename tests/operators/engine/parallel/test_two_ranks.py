@@ -12,12 +12,12 @@ import xxhash
 from replaying import drive
 
 from dataflow.node import Context
+from operators.engine.finish_reasons import ABORTED
 from operators.engine.make import make_engine
 from operators.engine.parallel.launch import make_parallel
-from operators.engine.reasons import ABORTED
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -75,9 +75,9 @@ def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(on_update,
                 take(engine, 1 + (step > 4), newer[1 + (step > 4)])
             if step == 6:
                 row = engine.progress(1)
-                seen.append((row.tokens.tolist(), row.versions.tolist()))
+                seen.append((row.tokens.ids.tolist(), row.tokens.versions.tolist()))
                 gone = engine.abort([0, 2, 99])
-                seen.append((sorted(gone.tickets.tolist()), gone.tokens.tolist(), set(gone.reasons.tolist())))
+                seen.append(sorted((row.ticket, row.tokens.ids.tolist(), row.reason) for row in gone))
 
         return drive(engine, groups(), at_step), seen
 

@@ -13,9 +13,9 @@ import pytest
 from replaying import drive
 
 from dataflow.errors import WorkerDied
-from operators.engine.reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
+from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 from operators.engine.vllm.engine import VllmEngine
 from operators.engine.vllm.process import PYTHON, interpreter
 from operators.models.errors import ModelError
@@ -28,8 +28,7 @@ MOST_STEPS = 200
 def finish(engine):
     """Step until something ends."""
     for _ in range(MOST_STEPS):
-        found = engine.step()
-        if found is not None:
+        if found := engine.step():
             return found
     raise AssertionError("nothing ended")
 
@@ -66,11 +65,11 @@ def test_tokens_carry_the_version_and_the_weights_that_they_were_drawn_with(scri
         engine.adopted(version)
         engine.step()
         engine.step()
-    (row,) = [finish(engine)]
-    versions, logprobs = row.versions[0, 3:], row.logprobs[0, 3:]
+    (row,) = finish(engine)
+    versions, logprobs = row.tokens.versions[3:], row.tokens.logprobs[3:]
     assert set(versions.tolist()) == {0, 3, 4} and (np.diff(versions) >= 0).all() and len(versions) == 30
     np.testing.assert_array_equal(logprobs, -np.select([versions == 0, versions == 3], [1.0, 2.0], 5.0))
-    assert row.tokens[0, 3:].tolist() == list(range(30))
+    assert row.tokens.ids[3:].tolist() == list(range(30))
     assert engine.version == 4
 
 
@@ -86,13 +85,13 @@ def test_an_aborted_rollout_keeps_what_it_drew_and_the_others_go_on(scripted, st
     for _ in range(4):
         engine.step()
     before = engine.progress(0)
-    cut = engine.abort([0, 77])
-    assert cut.tickets.tolist() == [0] and cut.reasons.tolist() == [ABORTED]
-    assert cut.tokens[0].tolist() == before.tokens.tolist() == [7, 8, 9, *range(len(before.tokens) - 3)]
+    (cut,) = engine.abort([0, 77])
+    assert (cut.ticket, cut.reason) == (0, ABORTED)
+    assert cut.tokens.ids.tolist() == before.tokens.ids.tolist() == [7, 8, 9, *range(len(before.tokens) - 3)]
     assert len(before.tokens) > 4 and engine.progress(0) is None and engine.live == 1
-    rest = finish(engine)
-    assert rest.tickets.tolist() == [1] and rest.lengths.tolist() == [23] and engine.step() is None
-    assert engine.abort([0, 1]) is None
+    (rest,) = finish(engine)
+    assert (rest.ticket, len(rest.tokens)) == (1, 23) and not engine.step()
+    assert not engine.abort([0, 1])
 
 
 def test_a_stop_string_that_spans_tokens_ends_a_rollout_and_what_comes_after_it_is_cut(scripted, start, tokenizer):

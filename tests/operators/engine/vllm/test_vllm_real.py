@@ -13,10 +13,10 @@ from test_runtime import prompts as batch_of
 
 from dataflow.model import Model
 from dataflow.node import Context
-from operators.engine.reasons import ABORTED, STOPPED, TOO_LONG
+from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
 from operators.engine.results import Start
 from operators.engine.sampler import Sampling
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 from operators.generator import Generator
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -186,10 +186,10 @@ def test_an_aborted_rollout_keeps_its_partial_output_and_the_others_go_on(real, 
     engine.step([whole])
     for _ in range(5):
         engine.step()
-    cut = engine.abort([longest])
-    length = int(cut.lengths[0])
-    assert cut.reasons.tolist() == [ABORTED] and len(tokens[0]) < length < len(expected[longest]["tokens"])
-    assert cut.tokens[0, :length].tolist() == expected[longest]["tokens"][:length].tolist()
+    (cut,) = engine.abort([longest])
+    length = len(cut.tokens)
+    assert cut.reason == ABORTED and len(tokens[0]) < length < len(expected[longest]["tokens"])
+    assert cut.tokens.ids.tolist() == expected[longest]["tokens"][:length].tolist()
     rest = drive(engine, [])
     assert longest not in rest and engine.live == 0 and engine.free == 8
 

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dataflow.system.child import die_with_parent
 from operators.engine.parallel import group
-from operators.engine.parallel.shards import Piece, distribute
+from operators.engine.parallel.shards import TensorSlice, distribute
 from transport.weights.layout.from_torch import layout_of, tensor_parallel_layout
 from transport.weights.protocol.pace import Deadlines
 from transport.weights.sharded.reader import ShardedReader
@@ -103,7 +103,7 @@ def generate(case: Case, number: int, rank: int) -> None:
     aliases = {HEAD: EMBEDDING} if case.tied else {}
     layout = tensor_parallel_layout(tensors, model.tp_plan, range(size), aliases)
     mesh = group.join(case.meeting("generator", number), rank, size, CPU, EXCHANGE_S)
-    pieces = {name: Piece(None) for name in tensors}
+    pieces = {name: TensorSlice(None) for name in tensors}
     if size > 1:
         pieces = {name: shard.piece for name, shard in distribute(model, mesh, CPU).items()}
     reader = ShardedReader(layout, rank, case.address, f"generator-{number}", ranks=size, deadlines=PACE)
@@ -134,7 +134,10 @@ def generate(case: Case, number: int, rank: int) -> None:
 
 
 def prove(
-    mine: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece], full: Mapping[str, torch.Tensor], dtype: torch.dtype
+    mine: Mapping[str, torch.Tensor],
+    pieces: Mapping[str, TensorSlice],
+    full: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
 ) -> None:
     """AssertionError unless the rank's bytes are those of gather-then-shard, as transformers' own rule shards."""
     assert mine.keys() == pieces.keys() == full.keys()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dataflow.records import AnyArray
-from operators.engine.stops import StopStrings
+from operators.engine.stop_strings import StopStrings
 from operators.serving.bounds import Latest
 
 MOST_STOPS = 64

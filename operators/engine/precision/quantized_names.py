@@ -1,4 +1,4 @@
-"""Which of a model's tensors a quantised generator takes narrow, told without its weights: where the trainer is."""
+"""Which of a model's tensors a quantised generator takes quantised, told without its weights: where the trainer is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from operators.engine.precision.intake import linear_weights
 from operators.models.loading import load_configs
 
 
-def narrow_names(model: Model) -> frozenset[str]:
+def quantized_names(model: Model) -> frozenset[str]:
     """The names that `linear_weights` gives for `model`, from its config alone. ModelError as `load_configs`."""
     from transformers import AutoModelForCausalLM
 

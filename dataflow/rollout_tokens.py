@@ -1,0 +1,248 @@
+"""What is known of a rollout's tokens, one array per column: from the engine, over wire and disk, to the trainer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow.errors import RecordError
+from dataflow.records import (
+    LOGPROBS,
+    MASK,
+    ROLLOUT_ID,
+    SAMPLING_MASK,
+    TOKENS,
+    VERSIONS,
+    AnyArray,
+    list_lengths,
+)
+
+NO_VERSION = -1
+"""Of a token that no policy drew."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingMask:
+    """Which ids truncation (top_k, top_p, min_p) left where some tokens were drawn, token after token.
+
+    It belongs to a token of a rollout, not to a text: equal texts may differ in it, because they were drawn from other
+    versions of the weights or with other knobs. A token without ids was drawn from the whole vocabulary, or not drawn.
+    """
+
+    ids: AnyArray
+    """int32 [K], those of one token after the other."""
+    offsets: AnyArray
+    """int64 [tokens + 1] into `ids`."""
+
+    @staticmethod
+    def of(lists: Sequence[AnyArray], *, before: int = 0) -> SamplingMask:
+        """From the ids of each token, behind so many from which nothing was left out."""
+        return SamplingMask(
+            np.concatenate([np.zeros(0, np.int32), *lists]),
+            np.concatenate([np.zeros(before + 1, np.int64), np.cumsum([len(ids) for ids in lists], dtype=np.int64)]),
+        )
+
+    @staticmethod
+    def of_lists(column: pa.ListArray) -> SamplingMask:
+        """From a list of ids for each token; null, like an empty one: all were left."""
+        offsets = np.concatenate([[0], np.cumsum(pc.list_value_length(column).fill_null(0).to_numpy())])
+        return SamplingMask(flat(column), offsets.astype(np.int64))
+
+    @staticmethod
+    def none(tokens: int) -> SamplingMask:
+        """Of tokens from which nothing was left out."""
+        return SamplingMask(np.zeros(0, np.int32), np.zeros(tokens + 1, np.int64))
+
+    @staticmethod
+    def joined(parts: Sequence[SamplingMask]) -> SamplingMask:
+        """Several, end to end."""
+        counts = np.concatenate([np.diff(part.offsets) for part in parts])
+        return SamplingMask(
+            np.concatenate([part.ids for part in parts]), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        )
+
+    def lists(self) -> list[AnyArray]:
+        """The ids of each token."""
+        return [self.ids[first:end] for first, end in itertools.pairwise(self.offsets.tolist())]
+
+    def __getitem__(self, cut: slice) -> SamplingMask:
+        """Those of neighbouring tokens; views."""
+        first, end, _ = cut.indices(len(self.offsets) - 1)
+        offsets = self.offsets[first : max(first, end) + 1]
+        return SamplingMask(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    def take(self, tokens: AnyArray) -> SamplingMask | None:
+        """Those of some tokens, in their order; None where truncation left out nothing of any."""
+        at, offsets = gather(self.offsets, tokens)
+        return SamplingMask(self.ids[at], offsets) if len(at) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutTokens:
+    """Neighbouring tokens of a rollout, or those of several rollouts end to end; all arrays [tokens]."""
+
+    ids: AnyArray
+    """int32."""
+    mask: AnyArray
+    """bool; true where the policy chose the token."""
+    logprobs: AnyArray
+    """float32, of the distribution really sampled from; 0 where the mask is false."""
+    versions: AnyArray
+    """int32, which weights produced the token; NO_VERSION where the mask is false."""
+    sampling_mask: SamplingMask | None = None
+    """Of as many tokens; None where it is not recorded."""
+
+    @staticmethod
+    def given(ids: AnyArray, *, mask: bool = False) -> RolloutTokens:
+        """Tokens that no policy drew: a prompt's, what the world said. mask: to be trained all the same."""
+        count = len(ids)
+        return RolloutTokens(
+            np.asarray(ids, np.int32), np.full(count, mask), np.zeros(count, np.float32),
+            np.full(count, NO_VERSION, np.int32),
+        )  # fmt: skip
+
+    @staticmethod
+    def drawn(
+        ids: AnyArray, logprobs: AnyArray, versions: AnyArray, sampling_mask: SamplingMask | None = None
+    ) -> RolloutTokens:
+        """Tokens that a policy drew."""
+        return RolloutTokens(
+            np.asarray(ids, np.int32), np.ones(len(ids), bool), np.asarray(logprobs, np.float32),
+            np.asarray(versions, np.int32), sampling_mask,
+        )  # fmt: skip
+
+    @staticmethod
+    def joined(parts: Sequence[RolloutTokens]) -> RolloutTokens:
+        """Several, end to end. Where one of them has a sampling mask, nothing was left out from the others."""
+        if len(parts) == 1:
+            return parts[0]
+        ids, mask, logprobs, versions = (
+            np.concatenate([np.zeros(0, kind), *(getattr(part, name) for part in parts)])
+            for name, kind in KINDS.items()
+        )
+        sampling_mask = None
+        if any(part.sampling_mask is not None for part in parts):
+            sampling_mask = SamplingMask.joined([part.sampling_mask or SamplingMask.none(len(part)) for part in parts])
+        return RolloutTokens(ids, mask, logprobs, versions, sampling_mask)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, cut: slice) -> RolloutTokens:
+        """Neighbouring ones; views."""
+        mask = self.sampling_mask
+        return RolloutTokens(
+            self.ids[cut], self.mask[cut], self.logprobs[cut], self.versions[cut], None if mask is None else mask[cut]
+        )
+
+    def take(self, tokens: AnyArray) -> RolloutTokens:
+        """Some of them, in their order."""
+        mask = self.sampling_mask
+        return RolloutTokens(
+            self.ids[tokens], self.mask[tokens], self.logprobs[tokens], self.versions[tokens],
+            None if mask is None else mask.take(tokens),
+        )  # fmt: skip
+
+    def columns(self, offsets: AnyArray, *, sampling_mask: bool = False) -> dict[str, pa.Array]:
+        """A list per rollout of each of `COLUMNS`, and of `sampling_mask` where asked for: null where it left out none.
+
+        offsets: int [rollouts + 1], where each rollout begins.
+        """
+        offsets = offsets.astype(np.int32, copy=False)
+        made = {name: pa.ListArray.from_arrays(offsets, pa.array(getattr(self, at))) for at, name in COLUMNS.items()}
+        if not sampling_mask:
+            return made
+        mask = self.sampling_mask or SamplingMask.none(len(self))
+        inner = pa.ListArray.from_arrays(
+            mask.offsets.astype(np.int32), pa.array(mask.ids, pa.int32()), mask=pa.array(np.diff(mask.offsets) == 0)
+        )
+        return made | {SAMPLING_MASK: pa.ListArray.from_arrays(offsets, inner)}
+
+    @staticmethod
+    def of_rows(rows: pa.Table) -> tuple[RolloutTokens, AnyArray]:
+        """The tokens of all rows end to end, and where each row begins, int64 [rows + 1].
+
+        Raises RecordError for lists of unequal length, and for a sampling mask that leaves out the token drawn.
+        """
+        lists = one_chunk(rows, TOKENS)
+        offsets = np.r_[0, np.cumsum(list_lengths(lists))]
+        ids = flat(lists).astype(np.int32, copy=False)
+        mask, logprobs, versions = (per_token(rows, name, offsets) for name in (MASK, LOGPROBS, VERSIONS))
+        return RolloutTokens(
+            ids, mask.astype(bool, copy=False), logprobs.astype(np.float32, copy=False),
+            versions.astype(np.int32, copy=False), _sampling_mask(rows, ids, offsets),
+        ), offsets  # fmt: skip
+
+
+COLUMNS = {"ids": TOKENS, "mask": MASK, "logprobs": LOGPROBS, "versions": VERSIONS}
+"""The column of each array."""
+KINDS = {"ids": np.int32, "mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
+"""And its type."""
+
+
+def gather(offsets: AnyArray, rows: AnyArray) -> tuple[AnyArray, AnyArray]:
+    """The flat positions of some rows, and their offsets: x[positions] are those rows end to end."""
+    lengths = np.diff(offsets)[rows]
+    ends = np.r_[0, np.cumsum(lengths)]
+    return np.arange(ends[-1]) + np.repeat(offsets[:-1][rows] - ends[:-1], lengths), ends
+
+
+def per_token(rows: pa.Table, name: str, offsets: AnyArray) -> AnyArray:
+    """A column of numbers per token, flat. RecordError unless its lists are as long as the rows' tokens."""
+    column = one_chunk(rows, name)
+    _check_lengths(list_lengths(column), name, rows, offsets)
+    return flat(column)
+
+
+def one_chunk(rows: pa.Table, name: str) -> pa.Array:
+    """A column of a table whose chunks are combined."""
+    column = rows.column(name)
+    return column.chunk(0) if column.num_chunks else pa.array([], column.type)
+
+
+def flat(column: pa.ListArray) -> AnyArray:
+    """The numbers of all lists, end to end."""
+    return np.asarray(column.flatten().to_numpy(zero_copy_only=False))
+
+
+def _sampling_mask(rows: pa.Table, ids: AnyArray, offsets: AnyArray) -> SamplingMask | None:
+    """None where there is no such column, or no token was drawn from less than the vocabulary."""
+    if SAMPLING_MASK not in rows.column_names:
+        return None
+    column, wanted = one_chunk(rows, SAMPLING_MASK), np.diff(offsets)
+    has = column.is_valid().to_numpy(zero_copy_only=False)
+    lengths = np.where(has, pc.list_value_length(column).fill_null(0), wanted)
+    _check_lengths(lengths, SAMPLING_MASK, rows, offsets)
+    lists = column.flatten()
+    left = flat(lists)
+    if not len(left):
+        return None
+    counts = np.zeros(len(ids), np.int64)
+    counts[np.repeat(has, wanted)] = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
+    found = np.bincount(np.repeat(np.arange(len(ids)), counts)[left == np.repeat(ids, counts)], minlength=len(ids))
+    wrong = np.flatnonzero((counts > 0) & (found == 0))
+    if len(wrong):
+        row = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
+        raise RecordError(
+            f"column '{SAMPLING_MASK}' of rollout {rows.column(ROLLOUT_ID)[row].as_py()} leaves out token "
+            f"{ids[wrong[0]]} at {wrong[0] - offsets[row]}, which was drawn there; give the ids that truncation "
+            f"left, the drawn one among them, or null"
+        )
+    return SamplingMask(left, np.r_[0, np.cumsum(counts)])
+
+
+def _check_lengths(lengths: AnyArray, name: str, rows: pa.Table, offsets: AnyArray) -> None:
+    """RecordError unless a column's lists are as long as the tokens."""
+    wrong = np.flatnonzero(lengths != np.diff(offsets))
+    if len(wrong):
+        row = int(wrong[0])
+        rollout = rows.column(ROLLOUT_ID)[row].as_py()
+        raise RecordError(
+            f"column '{name}' of rollout {rollout} has {lengths[row]} numbers but the rollout has "
+            f"{np.diff(offsets)[row]} tokens, prompt included; give each token one, 0 where mask is false"
+        )
