@@ -172,6 +172,7 @@ class TakenOverForkserver(ForkserverClient):
         connection = Channel(end, CODEC, SEND_S)
         try:
             end.connect(door)
+            end.settimeout(None)  # the channel says itself which of its calls wait
             while isinstance(message := connection.receive(timeout_s), Handed):
                 self.handed.append(vars(message))
             if isinstance(message, AllHanded):
