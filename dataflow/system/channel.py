@@ -126,6 +126,13 @@ class Channel(Generic[M]):
         """Whether a message, or a part of one, or the peer's end comes within `wait_s` seconds; None: waits for it."""
         return bool(self._frames) or self._is_over or bool(select.select([self._end], [], [], wait_s)[0])
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the peer has closed its end, whatever of it is still to be read."""
+        look = select.poll()
+        look.register(self._end, 0)
+        return bool(look.poll(0))
+
     def close(self) -> None:
         """Close this end."""
         self._end.close()
