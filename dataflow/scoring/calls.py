@@ -167,7 +167,9 @@ async def _by_tasks(channel: Channel[Any], lanes: list[Lane], settings: Settings
             loop.call_soon(send)
 
     loop.add_reader(channel.fileno(), read)
-    await asyncio.gather(*(work(lane) for lane in lanes))
+    async with asyncio.TaskGroup() as workers:
+        for lane in lanes:
+            workers.create_task(work(lane))
 
 
 def _enter(lane: Lane, chunk: int, index: int, now_ns: int) -> None:

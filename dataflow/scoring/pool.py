@@ -237,11 +237,11 @@ class Pool:
             self._answer(frame)
             if not frame.chunk.open:
                 self._pace(process, time.monotonic() - frame.chunk.sent_s)
-        if is_over and (
-            self._control.is_abandoned or self._server.poll() is not None
-        ):  # its processes have ended with it
-            self._restart_server()
-        elif is_over:
+        if is_over and (self._control.is_abandoned or self._server.poll() is not None):
+            self._restart_server()  # its processes have ended with it
+        elif (
+            is_over and process.pid
+        ):  # else the server had its end, and is about to say that it started, or ends itself
             self._deaths += 1
             self._end(process, Lost)
 
