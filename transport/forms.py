@@ -290,7 +290,7 @@ def _plain(value: Any, depth: int = PLAIN_DEPTH) -> Any:
         _plain(list(value), 2)
         _plain(list(value.values()), depth)
     elif kind is list:
-        if not set(map(type, value)) <= _PLAIN:
+        if depth == 1 or not set(map(type, value)) <= _PLAIN:
             for each in value:
                 _plain(each, depth - 1)
     elif kind not in _PLAIN:

@@ -93,9 +93,23 @@ def world() -> Iterator[World]:
                     made.reached.append(name)
 
 
+_LAST_BREATH_S = 2.0
+"""For a killed process to be gone."""
+
+
+def _alive() -> set[int]:
+    """Processes below this one; those that have ended and wait for whoever takes their status are not among them."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.add(child.pid)
+    return found
+
+
 def attack(hostile: Hostile) -> Result:
     """Run a hostile program in a new world, and look at what it has done."""
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = _alive()
     with world() as made:
         kept = sorted(path.name for path in made.home.iterdir())
         program = made.filled(hostile.program)
@@ -104,7 +118,9 @@ def attack(hostile: Hostile) -> Result:
         with _peak(before) as peak:
             (outcome,) = run(program, [test], LIMITS)
         seconds = time.monotonic() - began
-        left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+        deadline = time.monotonic() + _LAST_BREATH_S
+        while (left := _alive() - before) and time.monotonic() < deadline:
+            time.sleep(0.01)
         changed = sorted(path.name for path in made.home.iterdir()) != kept
     said = f"{outcome.output} {outcome.note}"
     found = {

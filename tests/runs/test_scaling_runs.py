@@ -477,7 +477,7 @@ def test_the_command_reaches_the_run_which_does_what_can_be_and_says_what_cannot
 
     def ask() -> None:
         try:
-            wait_until(lambda: (runs.path / "latest" / CONTROL).exists(), 30.0, "a run that takes commands")
+            wait_until(lambda: any(runs.path.glob("latest/rollouts/*.arrow")), 30.0, "a run that has made a step")
             heard["done"] = typed(runs, "generator=2")
             for node in ("generater", "trainer"):
                 with pytest.raises(RunError) as refused:
