@@ -48,6 +48,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of whole runs begin first: they take longest, and wait while others compute."""
+    items.sort(key=lambda item: item.path.parent.name not in ("runs", "parallel"))
+
+
 @pytest.fixture(autouse=True)
 def rigs_closed() -> Iterator[None]:
     """Closes what rigs opened."""
