@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from rigs import connections, ending
-from rigs.forked import forked, fresh, prepare
+from rigs.forked import finish, forked, fresh, prepare
 from rigs.machine import folders_made, nothing_left_behind
 from rigs.policy import tiny_policy
 
@@ -27,6 +27,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     prepare()
+
+
+def pytest_unconfigure() -> None:
+    """No program is forked any more."""
+    finish()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -78,6 +78,14 @@ def prepare() -> None:
     theirs.close()
 
 
+def finish() -> None:
+    """End what programs are forked from."""
+    global _source
+    if _source is not None:
+        _source.close()
+        _source = None
+
+
 def _is_program(command: Sequence[str]) -> bool:
     """Whether it is this interpreter with a program, and no option that a fork cannot heed."""
     how = next((word for word in command[1:] if word not in _HEEDED), "-")
