@@ -1,6 +1,7 @@
 """Fixtures of the tests of whole runs."""
 
 import gc
+import os
 import sqlite3
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from dataflow.planning.plan import Devices
 from dataflow.worker import worker
 
 sqlite3.connect = connections.connect
+if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # of kernels it is read when they are first imported, by any test
 
 __all__ = ["forked", "fresh"]
 

@@ -1,13 +1,9 @@
 """The GPU's sums and copies agree with the processor's; interpreted by Triton where there is no GPU."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
     pytest.skip("Triton's interpreter needs numpy below 2.4, and there is no GPU", allow_module_level=True)

@@ -1,13 +1,8 @@
 """Where Triton runs: on the GPU if there is one, else interpreted on the processor."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
