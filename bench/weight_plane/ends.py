@@ -1,6 +1,9 @@
 """The two ends of a system of the weight-plane bench, and those that tell the reader through a pipe."""
 
+from abc import ABC, abstractmethod
 from typing import Protocol
+
+# ruff: noqa: B027 - most ends have nothing to do in some of the methods
 
 import torch
 
@@ -36,7 +39,7 @@ class ReaderEnd(Protocol):
         """End it."""
 
 
-class Announcing:
+class Announcing(ABC):
     """A trainer's end that has done all when `publish` returns, and tells the reader of it through the pipe."""
 
     def __init__(self, seat: Seat) -> None:
@@ -48,9 +51,9 @@ class Announcing:
         self.hand_over()
         self.seat.words.send(version)
 
+    @abstractmethod
     def hand_over(self) -> None:
         """Put the tensors where the reader will find them."""
-        raise NotImplementedError
 
     def poll(self) -> None:
         """Nothing to answer."""
@@ -62,7 +65,7 @@ class Announcing:
         """Nothing is held."""
 
 
-class Told:
+class Told(ABC):
     """A reader's end that hears of versions through the pipe."""
 
     def __init__(self, seat: Seat) -> None:
@@ -81,9 +84,9 @@ class Told:
         self.load()
         return True
 
+    @abstractmethod
     def load(self) -> None:
         """Bring the version into the parameters."""
-        raise NotImplementedError
 
     def put(self, state: dict[str, torch.Tensor]) -> None:
         """Copy a state dict into the parameters."""

@@ -167,12 +167,11 @@ class TakenOverForkserver(ForkserverClient):
         """Take the workers over. Errors: RunError when there is no such forkserver, or it does not answer."""
         self.handed: list[Event] = []
         """Every worker, as it was when its scheduler had ended: "name", "pid", "settings", "alive", "status"."""
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        end.settimeout(timeout_s)
-        connection = Channel(end, CODEC, SEND_S)
         try:
-            end.connect(door)
-            end.settimeout(None)  # the channel says itself which of its calls wait
+            connection = Channel(_connected(door, timeout_s), CODEC, SEND_S)
+        except OSError as error:
+            raise _nobody(door, error) from error
+        try:
             while isinstance(message := connection.receive(timeout_s), Handed):
                 self.handed.append(vars(message))
             if isinstance(message, AllHanded):
@@ -183,7 +182,21 @@ class TakenOverForkserver(ForkserverClient):
             raise ConnectionResetError("it ended in the midst of its answer")
         except (OSError, EOFError) as error:
             connection.close()
-            raise RunError(
-                f"nobody keeps workers at '{Path(door).parent.name}' ({error}): they have ended, or their scheduler "
-                f"lives; look with ps"
-            ) from error
+            raise _nobody(door, error) from error
+
+
+def _connected(door: str, timeout_s: float) -> socket.socket:
+    """A connection to the socket at a path. Raises OSError."""
+    with contextlib.ExitStack() as on_error:
+        end = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        end.settimeout(timeout_s)
+        end.connect(door)
+        on_error.pop_all()
+    return end
+
+
+def _nobody(door: str, error: Exception) -> RunError:
+    return RunError(
+        f"nobody keeps workers at '{Path(door).parent.name}' ({error}): they have ended, or their scheduler lives; "
+        f"look with ps"
+    )

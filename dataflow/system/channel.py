@@ -35,6 +35,7 @@ class Channel(Generic[M]):
 
     def __init__(self, end: socket.socket, codec: Codec[M], send_s: float = 0.0) -> None:
         """Take over a connected stream socket; `send_s` bounds the wait for a peer that does not read."""
+        end.settimeout(None)  # one of its own would make calls wait that return at once
         self._end, self._codec, self._send_s = end, codec, send_s
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._inbox = bytearray()

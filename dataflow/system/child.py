@@ -85,7 +85,7 @@ class Forked:
             self.signal(signal.SIGKILL, group=self._leads)
 
     def change(self) -> Literal["stopped", "continued"] | None:
-        """ "stopped" or "continued" where a signal has done that since the last look."""
+        """What a signal has done to it since the last look."""
         with contextlib.suppress(ChildProcessError):
             found = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
             if found is not None:
@@ -111,7 +111,7 @@ def fork(
             if os.getppid() != parent:
                 return 1
         if keep is not None:
-            _let_go_of_files(keep)
+            let_go_of_files((0, 1, 2, *keep))
             _open_streams()
         return body()
 
@@ -194,12 +194,12 @@ def _signal(send: Callable[[int, int], None], whom: int, number: int) -> bool:
     return False
 
 
-def _let_go_of_files(keep: Sequence[int]) -> None:
-    """Close what the parent has open, but for its streams. The numbers stay taken: an inherited object that still
+def let_go_of_files(keep: Sequence[int]) -> None:
+    """In a fork, close what the parent has open, but for these. The numbers stay taken: an inherited object that still
     writes to one (a log handler) would else write into the next socket that gets it."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in [int(each.name) for each in Path("/dev/fd").iterdir()]:
-        if number > 2 and number not in (*keep, nothing):
+        if number not in (*keep, nothing):
             with contextlib.suppress(OSError):
                 os.fstat(number)
                 os.dup2(nothing, number, inheritable=False)

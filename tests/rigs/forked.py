@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import msgpack
 import pytest
 
-from dataflow.scheduler.forkserver import die_with_parent
+from dataflow.system.child import die_with_parent, let_go_of_files
 from dataflow.system.forking import fork, has_used_cuda
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -118,7 +118,7 @@ def _serve(asked: socket.socket) -> NoReturn:
     status = 1
     try:
         die_with_parent()
-        _leave_all_files(asked.fileno())
+        let_go_of_files((asked.fileno(),))
         _forget_the_parent()
         tests = os.getppid()
         while request := socket.recv_fds(asked, _BYTES, _FILES):
@@ -181,16 +181,6 @@ def _set_up(request: Mapping[str, Any], files: Sequence[int], tests: int) -> Non
     for each in logging._handlerList:  # type: ignore[attr-defined]
         if type(handler := each()) is logging.StreamHandler:
             handler.stream = sys.stderr
-
-
-def _leave_all_files(but: int) -> None:
-    """Whoever still holds one of the tests' files writes to nobody: their numbers stay taken."""
-    nobody = os.open(os.devnull, os.O_RDWR)
-    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        with contextlib.suppress(OSError):  # the listing's own
-            os.fstat(number)
-            if number not in (but, nobody):
-                os.dup2(nobody, number, inheritable=False)
 
 
 def _forget_the_parent() -> None:

@@ -240,6 +240,22 @@ def test_a_server_killed_from_outside_costs_no_call() -> None:
         assert made.restarts == 1
 
 
+def test_an_end_of_a_process_that_nobody_has_said_started_is_told_by_the_server() -> None:
+    """A server that is killed closes the ends that it had not handed to a process, one after the other."""
+    with pool("processes", timeout_s=20.0) as made:
+        while len(made.pids) < 3:
+            made.poll()
+        process = made._processes[0]
+        pid, process.pid = process.pid, 0
+        os.kill(pid, signal.SIGKILL)
+        assert process.channel is not None and process.channel.readable(20.0)
+        made.poll()
+        assert made.restarts == 0
+        process.pid = pid
+        made.poll()
+        assert made.restarts == 1
+
+
 def _drain(made: Pool) -> list[Any]:
     got: list[Any] = []
     deadline = time.monotonic() + 30

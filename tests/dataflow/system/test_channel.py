@@ -103,3 +103,12 @@ def test_open_files_come_with_a_message(ends, tmp_path):
     ends[1].close()
     with pytest.raises(OSError):
         os.fstat(taken)
+
+
+def test_a_time_out_of_the_socket_makes_no_call_wait_that_returns_at_once():
+    one, other = socket.socketpair()
+    one.settimeout(0.2)
+    channel = Channel(one, CODEC)
+    assert channel.arrived() == []
+    channel.close()
+    other.close()

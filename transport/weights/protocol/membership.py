@@ -4,6 +4,7 @@ Pure: every call takes what happened and the time, and returns the messages to s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from transport.weights.protocol.messages import (
 from transport.weights.protocol.pace import Pace
 
 
-class Membership:
+class Membership(ABC):
     """One rank of a reader group. Subclasses take versions: `_receive`, and what ends with an epoch."""
 
     def __init__(self, join: Join, pace: Pace) -> None:
@@ -98,17 +99,17 @@ class Membership:
     def _verified(self) -> int:
         return -1
 
+    @abstractmethod
     def _welcomed(self, message: Welcome) -> Sequence[Any]:
         """A new epoch begins, or this one was told of twice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ended(self) -> Sequence[Any]:
         """The epoch is over."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _receive(self, message: GroupMessage) -> Sequence[Any]:
         """A message of this epoch."""
-        raise NotImplementedError
 
     def _fenced(self, message: Fenced, now: float) -> Sequence[Any]:
         out = self._ended()

@@ -6,6 +6,7 @@ of one. What stands here is the same however bytes move; `segments` and `rounds`
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -148,7 +149,7 @@ class Group:
         return {seat.peer for seat in self.seats.values()}
 
 
-class Roster:
+class Roster(ABC):
     """Who is in. Subclasses say what follows: `_gathered`, `_receive`, and what they send besides."""
 
     def __init__(self, writer: int, layout: Mapping[str, Any], pace: Pace) -> None:
@@ -163,9 +164,9 @@ class Roster:
         self._told_at = float("-inf")
 
     @property
+    @abstractmethod
     def newest(self) -> int:
         """The newest version that can be offered, -1 for none."""
-        raise NotImplementedError
 
     def receive(self, peer: bytes, message: MemberMessage, now: float) -> Outgoing:
         """Answer one message of one rank."""
@@ -222,13 +223,13 @@ class Roster:
 
     # What the ways to move versions add
 
+    @abstractmethod
     def _gathered(self, group: Group, now: float) -> Outgoing:
         """A rank has joined: begin an epoch if the group is complete."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _receive(self, group: Group, peer: bytes, message: MemberMessage, now: float) -> Outgoing:
         """A message of the group's epoch."""
-        raise NotImplementedError
 
     def _repeated(self, group: Group, seat: Seat, now: float) -> Outgoing:
         """A Join has come twice."""
