@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from typing import Protocol
 
 # ruff: noqa: B027 - most ends have nothing to do in some of the methods
-
 import torch
 
 from bench.weight_plane.cases import Seat
