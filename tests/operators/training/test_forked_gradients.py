@@ -1,4 +1,4 @@
-"""A trainer in a fork of a program that has computed gradients with several threads: only with torch builds for GPUs."""
+"""A trainer in a fork of a program that computed gradients with several threads, as torch for GPUs does."""
 
 from typing import Any
 
