@@ -150,10 +150,3 @@ def plain_pieces(shards: Mapping[str, Shard]) -> dict[str, Any]:
         name: [list(shard.shape), shard.piece.dim, [list(run) for run in shard.piece.runs]]
         for name, shard in shards.items()
     }
-
-
-def pieces_of(plain: Mapping[str, Any]) -> dict[str, TensorSlice]:
-    """The pieces again."""
-    return {
-        name: TensorSlice(dim, tuple((first, last) for first, last in runs)) for name, (_, dim, runs) in plain.items()
-    }
