@@ -34,6 +34,8 @@ class Settings:
     """Where the ranks meet."""
     site: Mapping[str, str] | None
     """As `OpensWeights.site`."""
+    narrow: str | None
+    """As `Context.narrow`."""
     limits: Limits
 
 
