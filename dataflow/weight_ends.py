@@ -1,6 +1,6 @@
 """The ends of the weight plane as operators see them: a trainer's, a reader's, and those of further ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -22,13 +22,16 @@ class OpensWriter(Protocol):
     """Opens a trainer's end of the weight plane for these tensors."""
 
     @property
-    def sites(self) -> Sequence[Mapping[str, str]]:
-        """In plain values, where the trainer's other ranks offer their shards (`ports.offer_beside`).
+    def sites(self) -> Sequence[Mapping[str, Any]]:
+        """In plain values, where the trainer's other ranks offer their shards, and as what (`ports.offer_beside`).
 
         Where there are any, tensors are DTensors; where there are none, one rank offers whole tensors."""
 
-    def __call__(self, tensors: Mapping[str, Any]) -> WeightsOut:
-        """The end of the trainer's first rank."""
+    def __call__(self, tensors: Mapping[str, Any], largest: Callable[[Any], object] | None = None) -> WeightsOut:
+        """The end of the trainer's first rank.
+
+        largest: where there are sites; it replaces the numbers of a torch tensor by the largest that any rank has at
+        their places, when all ranks call it. They do so in each publishing in which scales are of rows that are cut."""
 
 
 class Offered(Protocol):

@@ -22,8 +22,10 @@ from transport.data import LocalNetwork, Receiver, Sender, SocketNetwork, keep_f
 
 if TYPE_CHECKING:
     from transport.weights import FlatLayout, ShardedReader
+    from transport.weights.encoding import Encoding
     from transport.weights.layout.layout import Layout
     from transport.weights.protocol.pace import Deadlines
+    from transport.weights.shard_encoder import ShardEncoder
 
 _SENDERS = 64
 """Replicas that may send to a trainer without a scorer between them: what it has not trained stays on the edge."""
@@ -118,23 +120,21 @@ class Ports:
         if ranks > 1:
             sites = [self._shards_site(trainer, executor) for executor in self._executors(trainer)]
 
-            def open_shards(tensors: Mapping[str, Any]) -> WeightsOut:
+            def open_shards(tensors: Mapping[str, Any], largest: Callable[[Any], object] | None) -> WeightsOut:
                 limits, attempt = self._settings.limits, self._settings.attempt
-                end = offer_beside(sites, 0, ranks, self._settings.device, tensors, limits=limits, attempt=attempt)
+                assert largest is not None, "ranks agree on numbers"
+                end = offer_beside(
+                    sites, 0, ranks, self._settings.device, tensors, largest=largest, limits=limits, attempt=attempt
+                )
                 self._weights.append(end)
                 return end
 
             return _WriterOpener(open_shards, sites)
 
-        def open_writer(tensors: Mapping[str, Any]) -> WeightsOut:
+        def open_writer(tensors: Mapping[str, Any], _: object) -> WeightsOut:
             from transport.weights.encoder import EncodedWriter, Encoder
-            from transport.weights.encoding import Encoding
 
-            model = self._graph.operators[trainer].uses
-            assert model is not None, "a trainer has a model"
-            quantized = narrow_format(self._graph, trainer)
-            names = readers_of(self._graph, trainer)[0].narrow_tensors() if quantized else None
-            encoder = Encoder(Encoding(dtype=model.dtype, quantized=quantized, names=names), tensors)
+            encoder = Encoder(self._encoding(trainer), tensors)
             ends = [self._writer(trainer, executor, encoder.layout) for executor in self._executors(trainer)]
             self._weights += ends
             return EncodedWriter(ends[0] if len(ends) == 1 else FanOut(ends), encoder)
@@ -238,11 +238,23 @@ class Ports:
         address = self._meeting(trainer, executor)
         return {"executor": executor, "address": address, "folder": self._settings.sockets, "name": name}
 
-    def _shards_site(self, trainer: str, executor: str) -> dict[str, str]:
-        """Where the ranks of a trainer offer their shards, in plain values."""
+    def _encoding(self, trainer: str) -> "Encoding":
+        """What travels in place of the trainer's tensors."""
+        from transport.weights.encoding import Encoding
+
         model = self._graph.operators[trainer].uses
-        assert model is not None and executor in COLLECTIVE, "a trainer has a model, and ranks need a collective"
-        return {"executor": executor, "address": self._meeting(trainer, executor), "dtype": model.dtype}
+        assert model is not None, "a trainer has a model"
+        quantized = narrow_format(self._graph, trainer)
+        names = readers_of(self._graph, trainer)[0].narrow_tensors() if quantized else None
+        return Encoding(dtype=model.dtype, quantized=quantized, names=names)
+
+    def _shards_site(self, trainer: str, executor: str) -> dict[str, Any]:
+        """Where the ranks of a trainer offer their shards, and as what, in plain values."""
+        assert executor in COLLECTIVE, "ranks need a collective"
+        return {
+            "executor": executor, "address": self._meeting(trainer, executor),
+            "encoding": self._encoding(trainer).to_plain(),
+        }  # fmt: skip
 
     def _meeting(self, trainer: str, executor: str) -> str:
         return f"ipc://{self._settings.sockets}/weights.{trainer}.{executor}"
@@ -289,26 +301,34 @@ def _sharded_reader(
 
 
 def offer_beside(
-    sites: Sequence[Mapping[str, str]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any],
-    *, limits: Limits, attempt: int,
+    sites: Sequence[Mapping[str, Any]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any],
+    *, largest: Callable[[Any], object], limits: Limits, attempt: int,
 ) -> "ShardsOut":  # fmt: skip
     """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
 
-    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them.
-    attempt: the scheduler's, at the worker of the first rank."""
+    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them. largest: as for
+    `OpensWriter`. attempt: the scheduler's, at the worker of the first rank."""
     from transport.weights import ShardedWriter
+    from transport.weights.encoding import Encoding
     from transport.weights.layout.from_torch import layout_of
+    from transport.weights.shard_encoder import ShardEncoder
 
     patience = _deadlines(limits)
-    layout = layout_of(tensors, range(ranks))
+    encoding = Encoding.from_plain(sites[0]["encoding"])
+    encoder = ShardEncoder(encoding, layout_of(tensors, range(ranks)), rank, _local(tensors), largest)
     return ShardsOut([
         ShardedWriter(
-            layout.cast(site["dtype"]), rank, site["address"], ranks=ranks, backend=site["executor"],  # type: ignore[arg-type]
+            encoder.layout, rank, site["address"], ranks=ranks, backend=site["executor"],
             device=device if site["executor"] == "nccl" else "cpu", deadlines=patience, attempt=attempt,
             clock=AwakeClock(),
         )
         for site in sites
-    ])  # fmt: skip
+    ], encoder)  # fmt: skip
+
+
+def _local(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank holds of each DTensor."""
+    return {name: tensor.detach().to_local() for name, tensor in tensors.items()}
 
 
 def abort_gloo(group: Any, rank: int, size: int) -> None:
@@ -319,11 +339,15 @@ def abort_gloo(group: Any, rank: int, size: int) -> None:
 
 
 class ShardsOut(FanOut):
-    """One rank's end: what it holds of each DTensor that it is given goes out, over each of its sites."""
+    """One rank's end: what it holds of each DTensor that it is given goes out encoded, over each of its sites."""
+
+    def __init__(self, ends: Sequence[Any], encoder: "ShardEncoder") -> None:
+        super().__init__(ends)
+        self._encoder = encoder
 
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
-        """As `FanOut.publish`."""
-        return super().publish(version, {name: tensor.detach().to_local() for name, tensor in tensors.items()})
+        """As `FanOut.publish`; on all ranks at once, for they may have to agree on scales."""
+        return super().publish(version, self._encoder.encode(_local(tensors)))
 
     def close(self) -> None:
         """Leave the weight plane."""
@@ -335,11 +359,11 @@ class ShardsOut(FanOut):
 class _WriterOpener:
     """OpensWriter."""
 
-    opened: Callable[[Mapping[str, Any]], WeightsOut]
-    sites: Sequence[Mapping[str, str]]
+    opened: Callable[[Mapping[str, Any], Callable[[Any], object] | None], WeightsOut]
+    sites: Sequence[Mapping[str, Any]]
 
-    def __call__(self, tensors: Mapping[str, Any]) -> WeightsOut:
-        return self.opened(tensors)
+    def __call__(self, tensors: Mapping[str, Any], largest: Callable[[Any], object] | None = None) -> WeightsOut:
+        return self.opened(tensors, largest)
 
 
 @dataclass(frozen=True)

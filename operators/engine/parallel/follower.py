@@ -67,7 +67,7 @@ def _serve(channel: Channel[Any], settings: Settings) -> None:
             channel.send(Loaded())
             expected(Build, channel, rank, os.getppid(), wait_s)
 
-    context = Context(node=node, device=device, threads=settings.threads)
+    context = Context(node=node, device=device, threads=settings.threads, narrow=settings.narrow)
     with watch.within():
         member = make_member(settings.declaration, context, mesh, loading())
     channel.send(Pieces(plain_pieces(member.shards)))

@@ -14,7 +14,7 @@ from operators.engine.parallel.shards import AXES, Shard
 from operators.ranks import group
 from operators.ranks.group import leave, watched
 
-__all__ = ["digests", "join", "least", "leave", "watched"]
+__all__ = ["digests", "join", "largest", "least", "leave", "watched"]
 
 
 def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> DeviceMesh:
@@ -28,6 +28,11 @@ def least(value: int) -> int:
     agreed = torch.tensor([value])
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     return int(agreed)
+
+
+def largest(numbers: torch.Tensor) -> None:
+    """Replace each number by the largest that any rank has in its place; every rank calls this."""
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
 
 
 def digests(shards: Mapping[str, Shard]) -> dict[str, int]:

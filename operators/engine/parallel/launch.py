@@ -42,7 +42,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
             settings = Settings(
                 declaration=declaration, node=context.node, replica=context.rank, rank=rank, size=size, device=place,
                 threads=context.threads, folder=str(team.folder), site=None if opens is None else opens.site,
-                attempt=context.attempt, limits=context.limits,
+                attempt=context.attempt, narrow=context.narrow, limits=context.limits,
             )  # fmt: skip
             team.tell(settings, rank)
         mesh = group.join(team.folder, 0, size, device, context.limits.exchange_s)

@@ -36,6 +36,8 @@ class Settings:
     """As `OpensWeights.site`."""
     attempt: int
     """The scheduler's, at rank 0."""
+    narrow: str | None
+    """As `Context.narrow`."""
     limits: Limits
 
 
