@@ -136,6 +136,32 @@ def test_after_two_updates_each_rank_holds_exactly_its_slices(family, size, chan
         assert not digests
 
 
+@pytest.mark.parametrize(
+    ("family", "size", "heads"),
+    [
+        ("qwen2", 2, 1),
+        pytest.param("qwen3", 2, 1, marks=pytest.mark.slow),
+        pytest.param("llama", 4, 2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("fresh")
+def test_ranks_that_hold_the_same_key_value_head_draw_what_one_draws(
+    family, size, heads, declare, make_model, alone, together
+):
+    changes = {"num_key_value_heads": heads}
+    declaration = declare(family, changes)
+    engine = together(declaration, size)
+    assert_alike(drive(engine, groups()), drive(alone(declaration), groups()))
+    assert engine.cache.layers[0][0].shape[1] == 1
+    new = dict(make_model(family, seed=1, **changes).named_parameters())
+    take(engine, 1, new)
+    for rank, digests in enumerate(engine.digests()):
+        for name, full in new.items():
+            of_head = name.split(".")[-2] in ("k_proj", "v_proj")
+            mine = full.chunk(heads)[rank * heads // size] if of_head else part(name, full.detach(), rank, size)
+            assert digests[name] == xxhash.xxh3_64_intdigest(mine.contiguous().numpy().tobytes()), f"{name} on {rank}"
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
 def test_four_ranks_draw_what_one_draws(declare, alone, together):
