@@ -301,7 +301,7 @@ WEIGHT_PLANE = (
     Law(
         "no full tensor is ever gathered",
         "test_no_full_tensor_is_gathered_on_the_weight_plane",
-        "dataflow:ShardsOut.publish",
+        "dataflow.worker.ports:_local",
         expression("tensor.detach().full_tensor", "to_local"),
         "that a rank offers its own part",
     ),
