@@ -18,7 +18,7 @@ import torch
 from dataflow.limits import Limits
 from dataflow.node import Context
 from dataflow.system.channel import Channel
-from dataflow.worker.ports import open_beside
+from dataflow.worker.weight_ports import open_beside
 from operators.engine.parallel import group
 from operators.engine.parallel.lockstep import follow
 from operators.engine.parallel.member import make_member

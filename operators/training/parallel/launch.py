@@ -14,7 +14,7 @@ from dataflow.model import Model
 from dataflow.node import Context
 from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsOut
-from dataflow.worker.ports import offer_beside
+from dataflow.worker.weight_ports import offer_beside
 from operators.ranks import group
 from operators.ranks.exchange import Exchange, expected
 from operators.ranks.messages import Load, Loaded
