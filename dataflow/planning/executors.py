@@ -92,6 +92,11 @@ def weight_paths(
     found: list[WeightPath] = []
     for feedback in graph.feedbacks:
         trainer, reader = placements[feedback.weights.trainer.name], placements[feedback.reader.name]
+        if one_process and reader.ranks > 1:
+            raise GraphError(
+                f"'{reader.node}' is to take trained weights on {reader.ranks} ranks, but a run in one process has one "
+                f"of everything; use tensor_parallel=1, or run in processes"
+            )
         model = graph.operators[trainer.node].uses
         size = sizes.get(model.source) if model else None
         nbytes = size.sent_bytes(model.dtype, model.lora) // reader.ranks if size and model else None

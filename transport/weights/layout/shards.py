@@ -69,6 +69,7 @@ class Shards:
         """Whether some box has a part of its rows alone, which are `columns` long (the last dimension)."""
         return bool((self.start[:, -1] > 0).any() or (self.stop[:, -1] < columns).any())
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  (shards are values, and equal ones are one entry)
     def of_rows(self) -> Shards:
         """Of a tensor with one number for each row of this one [..., rows, 1]: ranks hold those of their rows, once."""
         sides = ((self.start, 0), (self.stop, 1), (self.local_start, 0), (self.local_shape, 1))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slices_rig import Rig
 
 from dataflow.limits import Limits
 from dataflow.model import Model
@@ -52,3 +53,17 @@ def together() -> Iterator[Callable[..., Any]]:
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig]]:
+    """An engine of several ranks that has versions sent to all of them."""
+    made: list[Rig] = []
+
+    def make(declaration: Generator, size: int = 2, **knobs: Any) -> Rig:
+        made.append(Rig(declaration, tmp_path_factory.mktemp("w"), size, **knobs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
