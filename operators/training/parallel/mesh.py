@@ -113,10 +113,14 @@ class MeshTogether:
         """The sums of all data ranks added up, and the largest of their maxima."""
         sums, largest = sums / self.tensor, largest.clone()
         dist.all_reduce(sums)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        if largest.is_cuda:
-            self._settle()
+        self.largest(largest)
         return sums, largest
+
+    def largest(self, numbers: Tensor) -> None:
+        """Replace each number by the largest that any rank has in its place."""
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        if numbers.is_cuda:
+            self._settle()
 
     def _alike(self, gradient: Tensor) -> dist.ProcessGroup | None:
         """The ranks that have each computed this gradient from the same rollouts; None: no other one has."""
