@@ -43,7 +43,6 @@ def mine(name: str, full: torch.Tensor, rank: int, size: int, heads: int) -> tor
         pytest.param("llama", 4, 2, "gloo", "bfloat16", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.usefixtures("fresh")
 def test_ranks_merge_into_their_slices_what_one_rank_merges(
     family, size, heads, executor, dtype, declare, alone, fed
 ) -> None:

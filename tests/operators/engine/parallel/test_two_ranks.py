@@ -134,7 +134,6 @@ def test_after_two_updates_each_rank_holds_its_slices_alone(family, size, change
         pytest.param("llama", 4, 2, "gloo", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.usefixtures("fresh")
 def test_ranks_that_hold_the_same_key_value_head_draw_what_one_draws(
     family, size, heads, executor, declare, make_model, alone, fed
 ):
