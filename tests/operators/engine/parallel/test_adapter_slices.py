@@ -15,6 +15,9 @@ from slices_rig import part, values
 from test_two_ranks import assert_alike, groups, take
 
 from dataflow.model import LoRA, Model
+from dataflow.node import Context
+from operators.engine.make import make_engine
+from operators.engine.parallel.launch import make_parallel
 from operators.generator import Generator
 from operators.models import adapters
 from operators.models.loading import load_adapted
@@ -73,21 +76,41 @@ def test_ranks_merge_into_their_slices_what_one_rank_merges(
     assert drawn[0] != drawn[1]
 
 
-def test_ranks_begin_with_the_adapters_of_a_folder(declare, alone, together, tmp_path) -> None:
+def of_a_folder(declaration: Generator, folder: Path) -> Generator:
+    """The same, with adapters that a trainer might have left."""
     pytest.importorskip("peft")
-    declaration = declare("llama")
     trained = load_adapted(Model(declaration.model.source, lora=LoRA(3)))
     with torch.no_grad():
         for name, weight in trained.named_parameters():
             if weight.requires_grad:
                 weight.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
-    folder = tmp_path / "adapters"
     folder.mkdir()
     adapters.save(folder, trained)
-    shutil.copy(Path(declaration.model.source) / "tokenizer.json", folder)
-    shutil.copy(Path(declaration.model.source) / "tokenizer_config.json", folder)
-    model = dataclasses.replace(declaration.model, source=str(folder), lora=LoRA(3))
-    expected = drive(alone(dataclasses.replace(declaration, model=model)), groups())
-    assert_alike(drive(together(dataclasses.replace(declaration, model=model)), groups()), expected)
-    plain = drive(alone(declaration), groups())
-    assert any(row["tokens"].tolist() != plain[ticket]["tokens"].tolist() for ticket, row in expected.items())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(declaration.model.source) / name, folder)
+    return dataclasses.replace(
+        declaration, model=dataclasses.replace(declaration.model, source=str(folder), lora=LoRA(3))
+    )
+
+
+def test_ranks_begin_with_the_adapters_of_a_folder(declare, alone, together, tmp_path) -> None:
+    plain = declare("llama")
+    declaration = of_a_folder(plain, tmp_path / "adapters")
+    expected = drive(alone(declaration), groups())
+    assert_alike(drive(together(declaration), groups()), expected)
+    before = drive(alone(plain), groups())
+    assert any(row["tokens"].tolist() != before[ticket]["tokens"].tolist() for ticket, row in expected.items())
+
+
+@pytest.mark.gpu
+def test_two_gpus_merge_adapters_into_their_slices(declare, tmp_path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    declaration = of_a_folder(declare("llama", temperature=0.0), tmp_path / "adapters")
+    context = Context(node="generator", device="cuda:0")
+    expected = drive(make_engine(declaration, context).engine, groups())
+    engine = make_parallel(declaration, context, 2).engine
+    try:
+        assert_alike(drive(engine, groups()), expected)
+    finally:
+        engine.close()
