@@ -18,8 +18,10 @@ from operators.engine.decode import Engine
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.kv_cache import default_budget
 from operators.engine.parallel import group
+from operators.engine.parallel.adapter_slices import merged_slices
 from operators.engine.parallel.shards import Shard, connect, cut_rows, distribute, taken
 from operators.engine.precision import Sliced
+from operators.models.folders import base_of
 from operators.models.loading import load_merged
 
 if TYPE_CHECKING:
@@ -55,15 +57,20 @@ def make_member(
     device = torch.device(context.device)
     if device.type == "cpu":
         torch.set_num_threads(context.threads)
+    lora = declaration.model.lora
+    base, folder = base_of(declaration.model) if lora is not None else (declaration.model, None)
     with loading:
-        model, _ = load_merged(declaration.model)
+        model, _ = load_merged(base)
         shards = distribute(model, mesh, device, declaration.model.name)
+    merged = None
+    if lora is not None:
+        merged, shards = merged_slices(model, lora, shards, folder)
     budget = declaration.cache_bytes
     if budget is None:
         own = default_budget(device)
         budget = group.least(own // size if device.type == "cpu" else own)
     sliced = Sliced(cut_rows(shards), group.largest, functools.partial(connect, model, mesh))
-    built = build_native(dataclasses.replace(declaration, cache_bytes=budget), context, model, sliced)
+    built = build_native(dataclasses.replace(declaration, cache_bytes=budget), context, model, sliced, merged)
     return RankEngine(built, taken(shards, built.engine.tensors))
 
 
