@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,8 +18,8 @@ from operators.engine.decode import Engine
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.kv_cache import default_budget
 from operators.engine.parallel import group
-from operators.engine.parallel.shards import Shard, check_divides, distribute
-from operators.models.loading import load_merged
+from operators.engine.parallel.shards import Shard, check_divides, distribute, read_slices
+from operators.models.loading import load_merged, outlined
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,12 +40,13 @@ class RankEngine:
 
 
 def make_member(
-    declaration: GeneratorKnobs, context: Context, mesh: DeviceMesh, loading: AbstractContextManager[None]
-) -> RankEngine:
+    declaration: GeneratorKnobs, context: Context, mesh: DeviceMesh,
+    loading: Callable[[bool], AbstractContextManager[None]],
+) -> RankEngine:  # fmt: skip
     """Load this rank's slices and build its engine; all ranks together, since the engine's self-test is a forward pass.
 
-    loading: within it this rank alone reads the model, since it holds the whole of it for a moment; it ends when all
-        ranks have read it, for which no exchange between ranks has to wait.
+    loading: within it this rank reads the model; given True, it alone, since it holds the whole of it for a moment. It
+        ends when all ranks have read it, for which no exchange between ranks has to wait.
 
     Raises:
         ModelError: no plan for this family, heads that cannot be dealt out, or as `build_native`.
@@ -53,10 +55,14 @@ def make_member(
     device = torch.device(context.device)
     if device.type == "cpu":
         torch.set_num_threads(context.threads)
-    with loading:
-        model, _ = load_merged(declaration.model)
+    found = outlined(declaration.model)
+    with loading(found is None):
+        model = load_merged(declaration.model)[0] if found is None else found.module
         check_divides(model, size, declaration.model.name)
-        shards = distribute(model, mesh, device)
+        if found is None:
+            shards = distribute(model, mesh, device)
+        else:
+            shards = read_slices(declaration.model, found, mesh, device)
     budget = declaration.cache_bytes
     if budget is None:
         own = default_budget(device)

@@ -37,11 +37,6 @@ class Settings:
     limits: Limits
 
 
-@dataclass(frozen=True)
-class Build:
-    """All have read the model."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """A prompt whose rollouts start, as `Start`."""
@@ -166,6 +161,6 @@ class Digests:
 
 
 CODEC = codec_of(
-    "engine-ranks", Settings, Build, Step, Abort, Receive, Adopted, Enter, Leave, Take, Digest, Started, Pieces, Entry,
+    "engine-ranks", Settings, Step, Abort, Receive, Adopted, Enter, Leave, Take, Digest, Started, Pieces, Entry,
     Digests,
 )  # fmt: skip

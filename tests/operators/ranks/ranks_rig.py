@@ -15,6 +15,7 @@ from trainer_rig import tiny_learner, tiny_llama
 from dataflow.limits import Limits
 from dataflow.node import Context
 from dataflow.system.channel import Channel
+from operators.models.slices import Outline
 from operators.ranks.messages import codec_of
 from operators.ranks.team import Team, forked
 from operators.trainer import Trainer
@@ -69,14 +70,15 @@ def led(
     ranks: int,
     make: Callable[[], Learner] | None = None,
     *,
+    found: Outline | None = None,
     timeout_s: float = 30.0,
     **facts: Any,
 ) -> Iterator[LedLearner]:
-    """The learner of so many ranks; they end with the block."""
+    """The learner of so many ranks; they end with the block. found: what they read slices of, instead of `make`."""
     torch.set_num_threads(1)
     limits = Limits(start_s=90.0, exchange_s=timeout_s)
     context = Context(node="trainer", ranks=ranks, limits=limits, **facts)
-    learner = lead(trainer, context, make or (lambda: tiny_learner(trainer, tiny_llama())))
+    learner = lead(trainer, context, make or (lambda: tiny_learner(trainer, tiny_llama())), found)
     try:
         yield learner
     finally:
