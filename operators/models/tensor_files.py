@@ -129,7 +129,8 @@ def write_part(file: int, stored: StoredTensor, offsets: Sequence[int], part: Te
         return
     size, stride = place.run * stored.dtype.itemsize, place.stride * stored.dtype.itemsize
     for block, begin in place.blocks(part.detach().reshape(place.sizes), with_gaps=False):
-        here = _bytes(block.to("cpu", stored.dtype).contiguous())
+        kept = block.to("cpu", stored.dtype).contiguous()
+        here = _bytes(kept)
         if size == stride:
             _write(file, here, begin)
             continue

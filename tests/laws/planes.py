@@ -238,7 +238,7 @@ WEIGHT_PLANE = (
     Law(
         "the reader keeps the old version; the new one is proved by checksum",
         "test_a_flipped_byte_is_found_at_that_sync_and_the_old_version_stays",
-        "transport:WeightReader.verify",
+        "transport:WeightReader._verify",
         never("damage"),
         "what the checksums say",
     ),
@@ -266,7 +266,7 @@ WEIGHT_PLANE = (
     Law(
         "no full tensor is ever gathered",
         "test_no_full_tensor_is_gathered_on_the_weight_plane",
-        "dataflow:ShardsOut.publish",
+        "dataflow.worker.ports:_local",
         expression("tensor.detach().full_tensor", "to_local"),
         "that a rank offers its own part",
     ),
