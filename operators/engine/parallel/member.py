@@ -19,7 +19,7 @@ from operators.engine.decode import Engine
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.kv_cache import default_budget
 from operators.engine.parallel import group
-from operators.engine.parallel.shards import Shard, check_divides, connect, cut_rows, distribute, read_slices, taken
+from operators.engine.parallel.shards import Shard, connect, cut_rows, distribute, read_slices, taken
 from operators.engine.precision import Sliced
 from operators.models.loading import load_merged, outlined
 
@@ -59,11 +59,11 @@ def make_member(
         torch.set_num_threads(context.threads)
     found = outlined(declaration.model)
     with loading(found is None):
-        model = load_merged(declaration.model)[0] if found is None else found.module
-        check_divides(model, size, declaration.model.name)
         if found is None:
-            shards = distribute(model, mesh, device)
+            model = load_merged(declaration.model)[0]
+            shards = distribute(model, mesh, device, declaration.model.name)
         else:
+            model = found.module
             shards = read_slices(declaration.model, found, mesh, device)
     budget = declaration.cache_bytes
     if budget is None:

@@ -64,6 +64,7 @@ def held(learner: Learner, rank: int, ranks: int) -> int:
         pytest.param("mixtral", "lm", None, 2, 1, marks=SLOW),
         pytest.param("mixtral", "lm", None, 2, 2, marks=SLOW),
         pytest.param("tied qwen3", "lm", None, 4, 2, marks=SLOW),
+        pytest.param("llama", "lm", None, 4, 4, marks=SLOW),
         pytest.param("tied qwen3", "lm", LoRA(3), 2, 1, marks=SLOW),
     ],
     ids=str,
