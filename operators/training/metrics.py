@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from dataflow.records import ADVANTAGE
 from dataflow.staleness import NO_TOKEN
+from dataflow.weight_ends import WeightsOut
 from operators.training.learner.learner import StepOutcome
 from operators.training.learner.rows import StepRows, mean_of
 from operators.training.signal import no_signal
@@ -91,6 +92,16 @@ def step_metrics(
         **{f"seconds_{stage}": seconds for stage, seconds in pace.seconds.items()},
         "dropped": dict(dropped),
         "skipped_steps": skipped_steps,
+    }
+
+
+def weights_sent(writer: WeightsOut | None) -> dict[str, dict[str, Any]]:
+    """By reader: the newest version that it has whole, and its bytes from each rank of the trainer to each of the
+    reader's, [from][to], where ranks sent it to ranks."""
+    found = {} if writer is None else writer.sent
+    return {
+        reader: {"version": sent.version, "pair_bytes": [list(row) for row in sent.pair_bytes]}
+        for reader, sent in found.items()
     }
 
 
