@@ -142,7 +142,7 @@ class Rig:
 
 
 def assert_slices(engine: Any, full: Mapping[str, torch.Tensor], size: int, heads: int | None = None) -> None:
-    """Every rank holds its slices of these tensors, byte for byte, and nothing else. heads: as of `part`."""
+    """Every rank holds its slices of these tensors, byte for byte, and nothing else. heads: as in `part`."""
     found = engine.digests()
     assert len(found) == size
     for rank, digests in enumerate(found):
@@ -153,9 +153,8 @@ def assert_slices(engine: Any, full: Mapping[str, torch.Tensor], size: int, head
 
 
 def part(name: str, full: torch.Tensor, rank: int, size: int, heads: int | None = None) -> torch.Tensor:
-    """What a rank holds, written out: a range of rows or columns, one of each half where gate and up are fused.
-
-    heads: of keys and values, where several ranks hold the same one."""
+    """What a rank holds, written out: a range of rows or columns, one of each half where gate and up are fused; of keys
+    and values one of `heads` heads, where there are fewer than ranks."""
     kind = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
     if heads is not None and kind in ("k_proj", "v_proj"):
         return full.chunk(heads)[rank * heads // size]
