@@ -14,6 +14,9 @@ from operators.training.learner.learner import StepOutcome
 from operators.training.learner.rows import StepRows, mean_of
 from operators.training.signal import no_signal
 
+MOST_PAIRS = 1024
+"""Pairs of ranks of which a line of metrics tells one by one."""
+
 
 @dataclass
 class StepPace:
@@ -96,13 +99,15 @@ def step_metrics(
 
 
 def weights_sent(writer: WeightsOut | None) -> dict[str, dict[str, Any]]:
-    """By reader: the newest version that it has whole, and its bytes from each rank of the trainer to each of the
-    reader's, [from][to], where ranks sent it to ranks."""
-    found = {} if writer is None else writer.sent
-    return {
-        reader: {"version": sent.version, "pair_bytes": [list(row) for row in sent.pair_bytes]}
-        for reader, sent in found.items()
-    }
+    """By reader to whose ranks ranks send: the newest version that it has whole, its bytes, and those from each rank of
+    the trainer to each of the reader's, [from][to], up to `MOST_PAIRS`."""
+    told: dict[str, dict[str, Any]] = {}
+    for reader, sent in ({} if writer is None else writer.sent).items():
+        rows = [list(row) for row in sent.pair_bytes]
+        told[reader] = {"version": sent.version, "nbytes": sum(map(sum, rows))}
+        if sum(map(len, rows)) <= MOST_PAIRS:
+            told[reader]["pair_bytes"] = rows
+    return told
 
 
 def by_staleness(version: int, rows: StepRows) -> dict[str, dict[str, float | int]]:
