@@ -4,6 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 
+class SentVersion(Protocol):
+    """What one version has taken."""
+
+    @property
+    def version(self) -> int:
+        """Its number."""
+
+    @property
+    def pair_bytes(self) -> Sequence[Sequence[int]]:
+        """[ranks of the trainer][ranks of the reader]: bytes from each to each."""
+
+
 class WeightsOut(Protocol):
     """The trainer's end of the weight plane (transport/weights)."""
 
@@ -15,6 +27,10 @@ class WeightsOut(Protocol):
 
     def poll(self) -> None:
         """Answer the readers; never waits."""
+
+    @property
+    def sent(self) -> Mapping[str, SentVersion]:
+        """What the newest version that each reader has whole has taken, where ranks sent it to ranks."""
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataflow.weight_ends import WeightsOut
+from dataflow.weight_ends import SentVersion, WeightsOut
 
 
 class FanOut:
@@ -29,6 +29,11 @@ class FanOut:
         """The same note on every end."""
         for end in self._ends:
             end.tell(note)
+
+    @property
+    def sent(self) -> Mapping[str, SentVersion]:
+        """Of all ends together; each reader has one of them."""
+        return {reader: sent for end in self._ends for reader, sent in end.sent.items()}
 
     def poll(self) -> None:
         """Answer all readers."""

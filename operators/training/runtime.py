@@ -24,7 +24,7 @@ from operators.training.journal import TOO_FEW, Journal, expected
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import check_gradients, make_learner
 from operators.training.learner.learner import Learner
-from operators.training.metrics import StepPace, step_metrics
+from operators.training.metrics import StepPace, step_metrics, weights_sent
 from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
 from operators.training.steps import StepMaker
 
@@ -300,6 +300,7 @@ class TrainerRuntime(Runtime):
             self._note()
         published = clock()
         metrics |= {"seconds_record": recorded - ended, "seconds_publish": published - recorded}
+        metrics |= {"weights_sent": weights_sent(self._writer)}
         if journal.is_due(step):
             journal.keep(step)
             metrics["seconds_checkpoint"] = clock() - published

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dataflow.errors import RunError
-from dataflow.weight_ends import OpensWriter, WeightsOut
+from dataflow.weight_ends import OpensWriter, SentVersion, WeightsOut
 from operators.ranks import group
 from operators.ranks.exchange import Exchange
 from operators.ranks.messages import Numbers
@@ -164,6 +164,11 @@ class _LedWriter:
         with self._exchange.together(f"publishing version {version}"):
             self._exchange.tell(Publish(version))
             return self._own.publish(version, tensors)
+
+    @property
+    def sent(self) -> Mapping[str, SentVersion]:
+        """By all ranks, as the end of rank 0 hears of it."""
+        return self._own.sent
 
     def tell(self, note: dict[str, int | float | str]) -> None:
         """The note of rank 0 is that of all."""
