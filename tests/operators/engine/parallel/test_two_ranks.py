@@ -115,8 +115,11 @@ def test_prompts_with_knobs_and_stop_strings_of_their_own_end_alike_on_all_ranks
         pytest.param("llama", 4, {"num_key_value_heads": 4}, "gloo", marks=pytest.mark.slow),
     ],
 )
-def test_after_two_updates_each_rank_holds_its_slices_alone(family, size, changes, executor, declare, make_model, fed):
+def test_at_first_and_after_updates_each_rank_holds_its_slices_alone(
+    family, size, changes, executor, declare, make_model, fed
+):
     ranks = fed(declare(family, changes), size, executor=executor)
+    assert_slices(ranks.engine, dict(make_model(family, **changes).named_parameters()), size)
     for version in (1, 2):
         new = dict(make_model(family, seed=version, **changes).named_parameters())
         assert set(ranks.shapes) == set(new)
