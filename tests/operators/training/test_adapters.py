@@ -283,12 +283,13 @@ def test_declarations_that_cannot_be_right_are_refused(make: Any, why: str) -> N
         make()
 
 
-@pytest.mark.parametrize("knobs", [{"engine": "vllm"}, {"weights": "int8"}, {"tensor_parallel": 2}])
+@pytest.mark.parametrize("knobs", [{"engine": "vllm"}, {"weights": "int8"}])
 def test_a_generator_that_cannot_merge_adapters_is_refused(knobs: dict[str, Any]) -> None:
     (knob,) = knobs
     found = Generator(Model("m", lora=LoRA()), **knobs).faults()
     assert [fault for fault in found if "merges adapters" in fault and knob in fault]
     assert not Generator(Model("m"), **knobs).faults()
+    assert not Generator(Model("m", lora=LoRA()), tensor_parallel=2).faults()
 
 
 def test_without_peft_the_error_says_what_to_install(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

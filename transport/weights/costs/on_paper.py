@@ -100,15 +100,19 @@ def on_paper(
     dtype: in which weights travel; quantized: the format in which linear layers do, int8 or fp8, with their scales.
     LayoutMismatch for an unknown dtype or format, and where tensor parallelism would cut heads."""
     for side in (trainer, generator):
-        if model.kv_heads % side.tensor_parallel:
+        ranks, keys = side.tensor_parallel, model.kv_heads
+        if model.heads % ranks or (keys % ranks and ranks % keys):
             raise LayoutMismatch(
-                f"heads cannot be dealt out evenly; found {model.kv_heads} key/value heads for "
-                f"{side.tensor_parallel} tensor-parallel ranks; give a number that divides them"
+                f"heads cannot be dealt out evenly; found {model.heads} attention heads and {keys} key/value heads for "
+                f"{ranks} tensor-parallel ranks; give a number that divides the first, and divides the second or is a "
+                f"multiple of it"
             )
     whole = model.tensors("float32")
     encoding = Encoding(dtype=dtype, quantized=quantized)
-    trained = mesh_layout(whole, STYLES, trainer.mesh)
-    sent, wanted = encoding.layout(trained), encoding.layout(mesh_layout(whole, STYLES, generator.mesh))
+    trained, read = (
+        mesh_layout(whole, STYLES, side.mesh, key_value_heads=model.kv_heads) for side in (trainer, generator)
+    )
+    sent, wanted = encoding.layout(trained), encoding.layout(read)
     plan = reshard(sent, wanted)
     parameters = trained.rank_bytes // 4
     return OnPaper(

@@ -30,6 +30,9 @@ UNCUT = frozenset({
 })  # fmt: skip
 """Styles that leave every rank the whole parameter."""
 
+KEYS_AND_VALUES = re.compile(r"\b[kv]_proj\b")
+"""Names of projections whose rows are key/value heads."""
+
 
 def tensor_parallel_layout(
     tensors: Mapping[str, tuple[Shape, str]],
@@ -50,18 +53,27 @@ def mesh_layout(
     plan: Mapping[str, str],
     mesh: Mesh,
     aliases: Mapping[str, str] | None = None,
+    *,
+    key_value_heads: int | None = None,
 ) -> Layout:
     """The layout over replicas x FSDP x tensor parallel, which `mesh` has; all else as `tensor_parallel_layout`.
 
-    FSDP cuts dim 0 of what tensor parallelism has left of a tensor."""
+    FSDP cuts dim 0 of what tensor parallelism has left of a tensor. key_value_heads: of the model; of more ranks than
+    these, neighbouring ones hold the same one."""
     held, known = {}, dict[tuple[str, int], Cut]()
+    *outer, ranks = mesh.shape
+    heads = min(ranks, key_value_heads or ranks)
+    by_heads = Mesh((*outer, heads, ranks // heads), mesh.ranks)
     for name, (shape, dtype) in tensors.items():
         like = _generic(name), len(shape)
         if like not in known:
             known[like] = cut_of(*like, plan)
         dim, parts = known[like]
         cuts = (None, 0 if shape else None, dim)
-        shards = Shards.cut(shape, mesh, cuts, order=(0, 2, 1), parts=(1, 1, parts))
+        if heads < ranks and KEYS_AND_VALUES.search(name):
+            shards = Shards.cut(shape, by_heads, (*cuts, None), order=(0, 2, 3, 1), parts=(1, 1, parts, 1))
+        else:
+            shards = Shards.cut(shape, mesh, cuts, order=(0, 2, 1), parts=(1, 1, parts))
         held[name] = Held(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
     return Layout(tensors=held, aliases=dict(aliases or {}))
 

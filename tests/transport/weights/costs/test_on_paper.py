@@ -58,12 +58,14 @@ def test_what_a_trainer_s_parameter_takes_is_what_the_planner_says():
     assert ModelSize(parameters=1).parts("bfloat16", trains=True) == STATE
 
 
-def test_a_small_plan_is_filled_copy_by_copy():
-    """What is summed above is what the copies themselves come to, at ranks that are replicas, shards and slices."""
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_small_plan_is_filled_copy_by_copy(ranks):
+    """What is summed above is what the copies themselves come to, at ranks that are replicas, shards and slices, of
+    which several may hold the same key/value head."""
     small = Decoder(layers=2, width=16, inner=24, heads=4, kv_heads=2, vocabulary=29, head_width=4)
     made = on_paper(
-        small, Ranks(replicas=2, shards=3, tensor_parallel=2), Ranks(replicas=2, tensor_parallel=2), Interconnect(),
-        quantized="int8",
+        small, Ranks(replicas=2, shards=3, tensor_parallel=ranks), Ranks(replicas=2, tensor_parallel=ranks),
+        Interconnect(), quantized="int8",
     )  # fmt: skip
     filled: dict[tuple[int, str], np.ndarray] = {}
     pairs = np.zeros_like(made.plan.pair_bytes)
@@ -73,11 +75,11 @@ def test_a_small_plan_is_filled_copy_by_copy():
         into[copy.destination_box] += 1
         pairs[copy.source_rank, copy.destination_rank] += copy.nbytes
     assert all((times == 1).all() for times in filled.values())
-    wanted = {(rank, name) for rank in range(4) for name in made.plan.destination.local(rank)}
+    wanted = {(rank, name) for rank in range(2 * ranks) for name in made.plan.destination.local(rank)}
     assert filled.keys() == wanted
     assert pairs.tolist() == made.plan.pair_bytes.tolist()
     held = [sum(math.prod(s) * {"int8": 1, "bfloat16": 2, "float32": 4}[d] for s, d in local.values())
-            for local in map(made.plan.destination.local, range(4))]  # fmt: skip
+            for local in map(made.plan.destination.local, range(2 * ranks))]  # fmt: skip
     assert made.plan.destination.rank_bytes.tolist() == held
 
 
@@ -132,9 +134,21 @@ def test_the_tensors_of_a_config_are_those_of_its_model(family, tmp_path):
     assert tensor_parallel_layout(found, STYLES, range(2)) == tensor_parallel_layout(found, model.tp_plan, range(2))
 
 
+def test_of_more_ranks_than_key_value_heads_neighbours_hold_the_same_rows():
+    tensors = {
+        "layers.0.self_attn.k_proj.weight": ((8, 3), "float32"),
+        "layers.0.self_attn.k_proj.bias": ((8,), "float32"),
+    }
+    for held in mesh_layout(tensors, STYLES, Ranks(tensor_parallel=4).mesh, key_value_heads=2).tensors.values():
+        rows = zip(
+            held.shards.ranks.tolist(), held.shards.start[:, 0].tolist(), held.shards.stop[:, 0].tolist(), strict=True
+        )
+        assert sorted(rows) == [(0, 0, 4), (1, 0, 4), (2, 4, 8), (3, 4, 8)]
+
+
 def test_what_cannot_be_put_on_paper_is_refused(tmp_path, capsys):
-    with pytest.raises(LayoutMismatch, match=r"found 8 key/value heads for 16 .* give a number that divides"):
-        on_paper(NAMED["llama-8b"], Ranks(), Ranks(tensor_parallel=16), Interconnect())
+    with pytest.raises(LayoutMismatch, match=r"found 32 .* and 8 key/value heads for 12 .* give a number that divides"):
+        on_paper(NAMED["llama-8b"], Ranks(), Ranks(tensor_parallel=12), Interconnect())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     for model in (str(tmp_path), str(tmp_path / "nowhere"), "llama-9b"):
         assert main(["--model", model]) == 2
