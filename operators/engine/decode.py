@@ -30,6 +30,7 @@ from operators.engine.rows import Rows, put
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.models.errors import ModelError
+from operators.models.heap import trim_memory
 
 PREFILL_TOKENS = 4096
 """Most tokens whose keys and values are computed anew in one step (one prefix may have more)."""
@@ -230,6 +231,8 @@ class Engine:
             self._on_adopt()
         if self._fused is not None:
             self._fused.refresh()
+        if self.version == 0:  # parameters that are views of a version now have let go of what was loaded
+            trim_memory()
         self.version = version
         self.pages.forget()
         if self._recomputes:
