@@ -9,6 +9,8 @@ class Traits:
 
     tensor_parallel: int = 1
     """Processes that share out each layer of its model."""
+    sleeps: bool = False
+    """Whether its runtime can give its devices' memory back and take it again, so that it may share them in turns."""
     temperature: float | None = None
     """At which it samples, or computes log-probabilities; None: it does neither."""
     chat: bool | None = None

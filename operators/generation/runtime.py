@@ -11,16 +11,18 @@ import xxhash
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
-from dataflow.weight_ends import WeightsIn
-from operators.engine.decode import PREFILL_TOKENS
+from dataflow.weight_ends import Offered, WeightsAgain, WeightsIn
+from operators.engine.decode import PREFILL_TOKENS, Engine
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.make import make_engine
 from operators.engine.results import Start
+from operators.engine.sleep import put_aside
 from operators.generation import groups
 from operators.generation.admission import Admission
 from operators.generation.groups import PromptBatch, PromptGroup
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.tokenize import encode
+from operators.models.shelf import Shelf
 
 LINGER_STEPS = 4
 """Decode steps after the first group of a slice is complete before it is sent on: others often follow."""
@@ -57,6 +59,14 @@ class GeneratorRuntime(Runtime):
         self._started: dict[str, list[int]] = {}
         self._owed = 0
         self._seen = (context.clock(), 0, 0)
+        self._awake = self._ready = True
+        """Whether it has the memory of its devices, and weights in it."""
+        self._may_return = False
+        """Whether the weights that it let go of may still be there to be taken again."""
+        self._offer: Offered | None = None
+        """While it sleeps: a version that it may adopt."""
+        self._drains = False
+        self._shelf = Shelf(context.aside)
 
     def room(self) -> int:
         """Prompts it would take now; above 0 while any lane that may arrive has no prompt waiting."""
@@ -97,11 +107,16 @@ class GeneratorRuntime(Runtime):
 
     def work(self) -> list[Batch] | None:
         """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be done."""
+        if not self._awake:
+            self._offer = self._reader.poll() if self._reader is not None else None
+            return self._out() if self._complete else None
         since = 0
         enough = max(1, self._declaration.slots // (4 * self._declaration.group_size))
         worked = False
         for _ in range(self._declaration.segment_tokens):
             self._listen()
+            if not self._ready:
+                break
             starts = self._starts()
             if not starts and not self.engine.live:
                 break
@@ -118,6 +133,28 @@ class GeneratorRuntime(Runtime):
         """Rollouts that it still owes."""
         return self._owed
 
+    def wants_devices(self) -> bool:
+        """While rollouts are under way, or may start, and weights can be had for them."""
+        if self._drains or (not self._ready and self._offer is None and not self._may_return):
+            return False
+        version = self.engine.version if self._offer is None else self._offer.version
+        return bool(self.engine.live) or self._admission.has_due(version, self._dropped())
+
+    def sleep(self) -> None:
+        """Give weights and cache back; rollouts under way go on later. Notes and offers are still heard."""
+        assert isinstance(self.engine, Engine), "what takes turns runs this project's own engine, on one rank"
+        again = isinstance(self._reader, WeightsAgain) and self._reader.let_go()
+        put_aside(self.engine, self._shelf, refilled=again)
+        self._may_return = again and (self._ready or self._may_return)
+        self._ready, self._awake = not again, False
+
+    def wake(self) -> None:
+        """Have memory for the weights again; they are adopted, as they were or newer, before the next step."""
+        self._shelf.back()
+        self._awake = True
+        if self._ready:
+            self.engine.adopted(self.engine.version)
+
     def waits(self) -> Sequence[Any]:
         """The weight plane's socket, where it has one."""
         socket = getattr(self._reader, "socket", None)
@@ -129,7 +166,8 @@ class GeneratorRuntime(Runtime):
             self._partial.forget(lane, group)
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Hears {"dropped": groups that the trainer gave up}."""
+        """Hears {"dropped": groups that the trainer gave up} and {"drain": whether those it takes turns with end}."""
+        self._drains = bool(message.get("drain", self._drains))
         self._told_dropped = max(self._told_dropped, int(message.get("dropped", 0)))
 
     def status(self) -> dict[str, float | int | str]:
@@ -153,15 +191,22 @@ class GeneratorRuntime(Runtime):
     def close(self) -> None:
         """Give up the rollouts that are under way; what was written down of them stays."""
         self.engine.close()
+        self._shelf.close()
         if self._partial is not None:
             self._partial.close()
 
     def _listen(self) -> None:
         """A safe point: take the newest weights that are offered; a restarted trainer's may have the same number."""
-        offer = self._reader.poll() if self._reader is not None else None
-        if self._reader is not None and offer is not None and self._reader.adopt() == offer.version:
-            self.engine.adopted(offer.version)
-            self._first_version = offer.version if self._first_version < 0 else self._first_version
+        self._offer = self._reader.poll() if self._reader is not None else None
+        if self._reader is not None and self._offer is not None and self._reader.adopt() == self._offer.version:
+            self.engine.adopted(self._offer.version)
+            self._first_version = self._offer.version if self._first_version < 0 else self._first_version
+            self._ready, self._offer = True, None
+        elif not self._ready and self._offer is None and self._may_return:
+            assert isinstance(self._reader, WeightsAgain)
+            self._ready = self._may_return = self._reader.again()
+            if self._ready:
+                self.engine.adopted(self.engine.version)
 
     def _starts(self) -> list[Start]:
         """Groups that start in the next step."""
@@ -169,9 +214,8 @@ class GeneratorRuntime(Runtime):
             return []
         starts: list[Start] = []
         tokens = 0
-        note = self._reader.note if self._reader is not None else {}
         left = self.engine.spare_pages
-        dropped = max(self._told_dropped, int(note.get("dropped", 0)))
+        dropped = self._dropped()
 
         def prepare(group: PromptGroup) -> None:
             if self._partial is not None and group.mark is None:
@@ -205,6 +249,11 @@ class GeneratorRuntime(Runtime):
             if tokens >= PREFILL_TOKENS:
                 break
         return starts
+
+    def _dropped(self) -> int:
+        """Groups that the trainer gave up, as far as is known."""
+        note = self._reader.note if self._reader is not None else {}
+        return max(self._told_dropped, int(note.get("dropped", 0)))
 
     def _start(self, group: PromptGroup, count: int) -> Start:
         """Begin `count` more rollouts of a group."""

@@ -83,6 +83,8 @@ class Learner:
     together: Together = field(default_factory=Alone)
     parked: Parked | None = None
     """Takes what it does not need off its device, where the trainer offloads; see `memory`."""
+    writer: Any = None
+    """This rank's end of the weight plane, where each rank has its own."""
     _rows: StepRows | None = None
     _diagnostics: Diagnostics | None = None
     _scale_R: Array = field(default_factory=lambda: np.zeros(0))

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearner, Context]:
     """The learner of several ranks that load `model`, and the context with a weight plane that all of them feed."""
     learner = lead(
-        trainer, context, lambda: make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed)
+        trainer,
+        context,
+        lambda: make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed, aside=context.aside),
     )
     if context.writer is None:
         return learner, context
