@@ -74,7 +74,7 @@ class LogprobsKnobs(ForwardKnobs):
     @property
     def traits(self) -> Traits:
         """Its temperature has to be the generator's."""
-        return Traits(temperature=self.temperature)
+        return Traits(temperature=self.temperature, sleeps=True)
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
@@ -105,7 +105,7 @@ class RewardKnobs(ForwardKnobs):
     @property
     def traits(self) -> Traits:
         """It reads prompts as text."""
-        return Traits(chat=self.chat)
+        return Traits(chat=self.chat, sleeps=True)
 
     @property
     def column(self) -> pa.DataType:

@@ -11,7 +11,7 @@ import xxhash
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
-from dataflow.weight_ends import Offered, WeightsAgain, WeightsIn
+from dataflow.weight_ends import WeightsIn
 from operators.engine.decode import PREFILL_TOKENS, Engine
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.make import make_engine
@@ -22,7 +22,7 @@ from operators.generation.admission import Admission
 from operators.generation.groups import PromptBatch, PromptGroup
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.tokenize import encode
-from operators.models.shelf import Shelf
+from operators.models.read_weights import ReadWeights
 
 LINGER_STEPS = 4
 """Decode steps after the first group of a slice is complete before it is sent on: others often follow."""
@@ -44,29 +44,25 @@ class GeneratorRuntime(Runtime):
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._context_tokens = self.engine.context_tokens
         self._admission: Admission[PromptGroup] = Admission(context.bounds, declaration.in_flight)
-        self._reader: WeightsIn | None = None
+        reader: WeightsIn | None = None
         if built.reader is not None:
-            self._reader = built.reader()
+            reader = built.reader()
         elif context.reader is not None:
-            self._reader = context.reader(self.engine.tensors)
+            reader = context.reader(self.engine.tensors)
+        self._weights = ReadWeights(reader, self.engine.tensors, context.aside)
         self._told_dropped = 0
         self._tickets: dict[int, tuple[PromptGroup, int]] = {}
         self._next_ticket = 0
         self._complete: list[PromptGroup] = []
         self._partial = partial_rollouts_of(declaration, context)
-        self._first_version = -1 if self._reader is not None else 0
+        self._first_version = -1 if reader is not None else 0
         """The first that it took."""
         self._started: dict[str, list[int]] = {}
         self._owed = 0
         self._seen = (context.clock(), 0, 0)
-        self._awake = self._ready = True
-        """Whether it has the memory of its devices, and weights in it."""
-        self._may_return = False
-        """Whether the weights that it let go of may still be there to be taken again."""
-        self._offer: Offered | None = None
-        """While it sleeps: a version that it may adopt."""
+        self._awake = True
+        """Whether it has the memory of its devices."""
         self._drains = False
-        self._shelf = Shelf(context.aside)
 
     def room(self) -> int:
         """Prompts it would take now; above 0 while any lane that may arrive has no prompt waiting."""
@@ -108,14 +104,14 @@ class GeneratorRuntime(Runtime):
     def work(self) -> list[Batch] | None:
         """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be done."""
         if not self._awake:
-            self._offer = self._reader.poll() if self._reader is not None else None
+            self._weights.hear()
             return self._out() if self._complete else None
         since = 0
         enough = max(1, self._declaration.slots // (4 * self._declaration.group_size))
         worked = False
         for _ in range(self._declaration.segment_tokens):
             self._listen()
-            if not self._ready:
+            if not self._weights.ready:
                 break
             starts = self._starts()
             if not starts and not self.engine.live:
@@ -135,30 +131,24 @@ class GeneratorRuntime(Runtime):
 
     def wants_devices(self) -> bool:
         """While rollouts are under way, or may start, and weights can be had for them."""
-        if self._drains or (not self._ready and self._offer is None and not self._may_return):
+        if self._drains or not self._weights.can_be_had:
             return False
-        version = self.engine.version if self._offer is None else self._offer.version
-        return bool(self.engine.live) or self._admission.has_due(version, self._dropped())
+        return bool(self.engine.live) or self._admission.has_due(self._weights.version, self._dropped())
 
     def sleep(self) -> None:
         """Give weights and cache back; rollouts under way go on later. Notes and offers are still heard."""
         assert isinstance(self.engine, Engine), "what takes turns runs this project's own engine, on one rank"
-        again = isinstance(self._reader, WeightsAgain) and self._reader.let_go()
-        put_aside(self.engine, self._shelf, refilled=again)
-        self._may_return = again and (self._ready or self._may_return)
-        self._ready, self._awake = not again, False
+        self._weights.sleep(put_aside(self.engine))
+        self._awake = False
 
     def wake(self) -> None:
         """Have memory for the weights again; they are adopted, as they were or newer, before the next step."""
-        self._shelf.back()
+        self._weights.wake()
         self._awake = True
-        if self._ready:
-            self.engine.adopted(self.engine.version)
 
     def waits(self) -> Sequence[Any]:
         """The weight plane's socket, where it has one."""
-        socket = getattr(self._reader, "socket", None)
-        return () if socket is None else (socket,)
+        return () if self._weights.socket is None else (self._weights.socket,)
 
     def forget(self, lane: str, group: int) -> None:
         """Let go of what is on the disk of a group that has an outcome."""
@@ -191,26 +181,20 @@ class GeneratorRuntime(Runtime):
     def close(self) -> None:
         """Give up the rollouts that are under way; what was written down of them stays."""
         self.engine.close()
-        self._shelf.close()
+        self._weights.close()
         if self._partial is not None:
             self._partial.close()
 
     def _listen(self) -> None:
         """A safe point: take the newest weights that are offered; a restarted trainer's may have the same number."""
-        self._offer = self._reader.poll() if self._reader is not None else None
-        if self._reader is not None and self._offer is not None and self._reader.adopt() == self._offer.version:
-            self.engine.adopted(self._offer.version)
-            self._first_version = self._offer.version if self._first_version < 0 else self._first_version
-            self._ready, self._offer = True, None
-        elif not self._ready and self._offer is None and self._may_return:
-            assert isinstance(self._reader, WeightsAgain)
-            self._ready = self._may_return = self._reader.again()
-            if self._ready:
-                self.engine.adopted(self.engine.version)
+        taken = self._weights.take()
+        if taken is not None:
+            self.engine.adopted(taken)
+            self._first_version = taken if self._first_version < 0 else self._first_version
 
     def _starts(self) -> list[Start]:
         """Groups that start in the next step."""
-        if self._reader is not None and self._reader.version < 0:
+        if self._weights.version < 0:
             return []
         starts: list[Start] = []
         tokens = 0
@@ -252,8 +236,7 @@ class GeneratorRuntime(Runtime):
 
     def _dropped(self) -> int:
         """Groups that the trainer gave up, as far as is known."""
-        note = self._reader.note if self._reader is not None else {}
-        return max(self._told_dropped, int(note.get("dropped", 0)))
+        return max(self._told_dropped, int(self._weights.note.get("dropped", 0)))
 
     def _start(self, group: PromptGroup, count: int) -> Start:
         """Begin `count` more rollouts of a group."""
