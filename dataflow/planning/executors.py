@@ -92,6 +92,11 @@ def weight_paths(
     found: list[WeightPath] = []
     for feedback in graph.feedbacks:
         trainer, reader = placements[feedback.weights.trainer.name], placements[feedback.reader.name]
+        if one_process and reader.ranks > 1:
+            raise GraphError(
+                f"'{reader.node}' is to take trained weights on {reader.ranks} ranks, but a run in one process has one "
+                f"of everything; use tensor_parallel=1, or run in processes"
+            )
         model = graph.operators[trainer.node].uses
         size = sizes.get(model.source) if model else None
         nbytes = size.sent_bytes(model.dtype, model.lora) // reader.ranks if size and model else None
@@ -100,7 +105,6 @@ def weight_paths(
             _seat(reader, replica, rank, one_process)
             for replica in range(reader.replicas) for rank in range(reader.ranks)
         ]  # fmt: skip
-        _check_narrow(graph, trainer)
         collective = _collective(sources, destinations) if trainer.ranks > 1 else None
         for replica in range(reader.replicas):
             for rank in range(reader.ranks):
@@ -146,16 +150,6 @@ def _collective(sources: list[Seat], destinations: list[Seat]) -> str:
     """The executor for a trainer of several ranks, each of which sends its own shards: one for all pairs."""
     serves = all(obstacle("nccl", source, to) is None for source in sources for to in destinations)
     return "nccl" if serves else "gloo"
-
-
-def _check_narrow(graph: Structure, trainer: Placement) -> None:
-    """Refuse readers that want narrow weights of a trainer whose ranks hold parts of rows."""
-    narrow = {feedback.reader.narrow for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer.node}
-    if trainer.ranks > 1 and len(narrow) == 1 and (form := narrow.pop()) is not None:
-        raise GraphError(
-            f"'{trainer.node}' runs on {trainer.ranks} ranks, but all readers of its weights take them as {form}, "
-            f"which one rank makes of whole tensors; train on 1 rank, or let a reader take them as they are"
-        )
 
 
 def _executor(

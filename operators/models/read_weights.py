@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dataflow.weight_ends import Offered, WeightsAgain, WeightsIn
+from dataflow.weight_ends import Offered, WeightsAgain, WeightsIn, taken
 from operators.models.shelf import Shelf, return_freed_memory
 
 
@@ -59,21 +59,24 @@ class ReadWeights:
     def take(self) -> int | None:
         """A safe point: adopt the newest version that is offered, or have again what was put aside; a restarted
         trainer's may have the same number. The version, where the tensors have other values or another memory now."""
-        reader = self._reader
-        self._offer = reader.poll() if reader is not None else None
-        if reader is not None and self._offer is not None:
-            taken, self._offer = self._offer.version, None
-            if reader.adopt() != taken:
-                return None
+        version = self._adopted(self._reader) if self._reader is not None else None
+        if version is not None:
             self.ready, self._moved = True, False
-            return taken
+            return version
         if not self.ready and self._may_return:
-            assert isinstance(reader, WeightsAgain)
-            self.ready = self._may_return = self._moved = reader.again()
+            assert isinstance(self._reader, WeightsAgain)
+            self.ready = self._may_return = self._moved = self._reader.again()
         if self.ready and self._moved and self.version >= 0:
             self._moved = False
             return self.version
         return None
+
+    def _adopted(self, reader: WeightsIn) -> int | None:
+        heard, self._offer = self._offer, None
+        if heard is None:
+            return taken(reader)
+        before, version = reader.version, reader.adopt()
+        return version if version == heard.version or version != before else None
 
     def hear(self) -> None:
         """Listen to the trainer, of one that is put aside; what it offers is adopted later."""

@@ -20,7 +20,7 @@ from operators.training.learner.nonfinite import NotFinite
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows
 from operators.training.parallel.dealing import deal
-from operators.training.parallel.mesh import data_rank, placed
+from operators.training.parallel.mesh import MeshTogether, data_rank, placed
 from operators.training.parallel.messages import (
     Begin,
     Call,
@@ -99,7 +99,8 @@ class LedLearner(Learner):
         def opened(tensors: Mapping[str, Any]) -> WeightsOut:
             with self._exchange.together("opening the weight plane"):
                 self._exchange.tell(Open(tuple(opens.sites)))
-                self.writer = opens(placed(tensors, self._mesh))
+                assert isinstance(self.together, MeshTogether), "its model is shared out"
+                self.writer = opens(placed(tensors, self._mesh), self.together.largest)
                 return _LedWriter(self.writer, self)
 
         return opened

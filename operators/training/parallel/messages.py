@@ -82,7 +82,7 @@ class End:
 class Open:
     """Open your end of the weight plane at these sites."""
 
-    sites: tuple[Mapping[str, str], ...]
+    sites: tuple[Mapping[str, Plain], ...]
 
 
 @dataclass(frozen=True)
