@@ -36,6 +36,11 @@ class ForwardKnobs(Transform):
         """Type of the column it writes."""
         return TOKEN_NUMBERS
 
+    @property
+    def traits(self) -> Traits:
+        """It may share its devices."""
+        return Traits(sleeps=True)
+
     def reads(self) -> Mapping[str, Any]:
         """The rollout's tokens, and what says which of them count."""
         return {TOKENS: list[int], MASK: list[bool], LOGPROBS: list[float], VERSIONS: list[int], ERROR: str}
