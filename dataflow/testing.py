@@ -223,8 +223,8 @@ class _Count(_Sleeps):
         self._acknowledge()
         return []
 
-    def wants_devices(self) -> bool:
-        return bool(self._wanted())
+    def pending(self) -> int:
+        return len(self._wanted())
 
     def _wanted(self) -> range:
         """The groups of a step that can be made."""

@@ -33,10 +33,10 @@ def marked(operator: O, folder: Path) -> O:
 
 
 def graph(policy: str, pids: Path) -> Graph:
-    """Two prompts a step, short completions, the likeliest token each time."""
+    """Two prompts a step, short completions."""
     g, model = Graph("pair"), Model(policy)
     generator = marked(
-        Generator(model, group_size=2, max_tokens=8, segment_tokens=4, slots=8, cache_bytes=64 << 20, temperature=0.0),
+        Generator(model, group_size=2, max_tokens=8, segment_tokens=4, slots=8, cache_bytes=64 << 20),
         pids,
     )
     trainer = marked(Trainer(model, loss=partial(aipo, rho=4.0), prompts_per_step=2, lr=1e-4), pids)
