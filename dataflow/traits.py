@@ -11,6 +11,8 @@ class Traits:
     """Processes that share out each layer of its model."""
     sleeps: bool = False
     """Whether its runtime can give its devices' memory back and take it again, so that it may share them in turns."""
+    dp_replicate: int = 1
+    """Copies of its model among a trainer's processes."""
     temperature: float | None = None
     """At which it samples, or computes log-probabilities; None: it does neither."""
     chat: bool | None = None

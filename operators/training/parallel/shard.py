@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +11,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from operators.models import adapters
 from operators.models.errors import ModelError
-from operators.training.parallel.mesh import MeshTogether
+from operators.models.heads import heads_of, place_of, settle_groups, shared_places
+from operators.models.held import held
+from operators.models.loading import fill
+from operators.training.learner.build import forward_of, learner_of
+from operators.training.learner.together import local
+from operators.training.parallel.mesh import MeshTogether, TrainerMesh
+from operators.training.parallel.shared_heads import share
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
+    from dataflow.model import Model
     from dataflow.rollout_tokens import SamplingMask
+    from operators.models.slices import Outline
+    from operators.training.knobs import TrainerKnobs
     from operators.training.learner.learner import Forward, Learner
     from operators.training.learner.packing import TokenTree
 
@@ -26,57 +31,111 @@ if TYPE_CHECKING:
 class Sharded:
     """A `Forward` whose parameters are gathered layer by layer while it computes, and given back after."""
 
-    def __init__(self, forward: Forward, mesh: DeviceMesh, compute: torch.dtype | None, device: torch.device) -> None:
-        """compute: type in which parameters are gathered; None: their own. All ranks call `computed` as often."""
-        self.module = forward.module
+    def __init__(self, module: Any, mesh: TrainerMesh, compute: torch.dtype | None) -> None:
+        """module: whole, or on the meta device. compute: type in which parameters are gathered; None: their own. All
+        ranks call `computed` as often."""
+        self.module = module
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        whole = _Whole(forward)
-        for each in [*layers_of(forward.module), whole]:
-            shard: Any = fully_shard(each, mesh=mesh["fsdp"], mp_policy=precision)
+        whole = _Whole(module)
+        for each in [*layers_of(module), whole]:
+            shard: Any = fully_shard(each, mesh=mesh.data, mp_policy=precision)
             assert isinstance(shard, FSDPModule)
             shard.set_gradient_divide_factor(1.0)  # the loss is divided by the whole step's tokens already
             shard.set_force_sum_reduction_for_comms(True)
+        self._whole: Any = whole
+        self._forward: Forward | None = None
+
+    def computes_by(self, forward: Forward, device: torch.device) -> None:
+        """Say how it computes."""
         forward._device = device  # type: ignore[attr-defined]
-        self._whole = whole
+        self._forward = forward
+
+    def take_memory(self, device: torch.device) -> None:
+        """Have memory for this rank's parts of a module on the meta device, not set to anything."""
+        self._whole._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
+        self.module.tie_weights()
+
+    @torch.no_grad()
+    def made(self, make: Callable[[], Forward]) -> Forward:
+        """What `make` makes, which may call the module for it; all ranks do so together."""
+        forward: Forward = self._whole(make)
+        self._whole.reshard()
+        return forward
 
     def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """As the forward's."""
-        found: dict[str, Tensor] = self._whole(packed, left_T, wanted)
+        assert self._forward is not None, "it was said how it computes"
+        found: dict[str, Tensor] = self._whole(self._forward.computed, packed, left_T, wanted)
         return found
 
 
 class _Whole(nn.Module):
-    """The root that gathers what no layer has: whatever of the model a forward reads, it reads in here."""
+    """The root that gathers what no layer has: whatever of the model is read, is read in here."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = forward.module
-        self._computed = forward.computed
+        self.module = module
 
-    def forward(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
-        return self._computed(packed, left_T, wanted)
+    def forward(self, call: Callable[..., Any], *given: Any) -> Any:
+        return call(*given)
 
 
-def shard(learner: Learner, mesh: DeviceMesh, compute: torch.dtype | None, device: torch.device, name: str) -> None:
+def shard(learner: Learner, mesh: TrainerMesh, compute: torch.dtype | None, device: torch.device, name: str) -> None:
     """Turn a learner of a whole model in main memory, which has made no step, into that of one rank on `device`.
 
     Raises ModelError for a model that cannot be shared out.
     """
     forward = learner.forward
-    if not getattr(forward, "packs", True):
-        raise ModelError(
-            f"model '{name}' cannot be trained on several ranks: {type(forward.module).__name__} keeps its own "
-            f"attention, which is called once for each length, and ranks must be called alike; train it on one rank"
-        )
+    _check_packs(forward, name)
     before = {id(weight): at for at, weight in forward.module.named_parameters()}
-    if mesh["tp"].size() > 1:
-        cut(forward.module, mesh, name)
-    learner.forward = Sharded(forward, mesh, compute, device)
+    sharded = _shared_out(forward.module, mesh, compute, name)
+    sharded.computes_by(forward, device)
+    learner.forward = sharded
     learner.together = MeshTogether(mesh)
     after = dict(forward.module.named_parameters())
     for group in learner.optimizer.param_groups:
         group["params"] = [after[before[id(weight)]] for weight in group["params"]]
     learner.parameters = {at: weight for at, weight in after.items() if weight.requires_grad}
+
+
+def read_slices(
+    model: Model, found: Outline, mesh: TrainerMesh, compute: torch.dtype | None, device: torch.device
+) -> Sharded:
+    """One rank's part of a model, on `device`, read from the model's files: the whole is nowhere.
+
+    How it computes is not said yet. Raises ModelError as `shard`, and where a file cannot be read."""
+    sharded = _shared_out(found.module, mesh, compute, model.name)
+    sharded.take_memory(device)
+    with torch.no_grad():
+        tensors = {**dict(found.module.named_parameters()), **dict(found.module.named_buffers())}
+        fill(model, found, {name: (local(tensors[name].detach()), held(tensors[name])) for name in found.names})
+    return sharded
+
+
+def learner_of_slices(
+    trainer: TrainerKnobs, sharded: Sharded, mesh: TrainerMesh, device: torch.device, *, node: str, seed: int
+) -> Learner:
+    """A learner of what `read_slices` has read; all ranks make theirs together. ModelError as `shard`."""
+    forward = sharded.made(lambda: forward_of(trainer, sharded.module))
+    _check_packs(forward, trainer.model.name)
+    sharded.computes_by(forward, device)
+    learner = learner_of(trainer, sharded, node=node, seed=seed)
+    learner.together = MeshTogether(mesh)
+    return learner
+
+
+def _shared_out(module: Any, mesh: TrainerMesh, compute: torch.dtype | None, name: str) -> Sharded:
+    if mesh["tp"].size() > 1:
+        cut(module, mesh, name)
+    return Sharded(module, mesh, compute)
+
+
+def _check_packs(forward: Forward, name: str) -> None:
+    if not getattr(forward, "packs", True):
+        raise ModelError(
+            f"model '{name}' cannot be trained on several ranks: {type(forward.module).__name__} keeps its own "
+            f"attention, which is called once for each length, and ranks must be called alike; train it on one rank"
+        )
 
 
 def layers_of(module: Any) -> list[nn.Module]:
@@ -85,32 +144,27 @@ def layers_of(module: Any) -> list[nn.Module]:
     return [each for each in module.modules() if type(each).__name__ in names]
 
 
-def cut(module: Any, mesh: DeviceMesh, name: str) -> None:
+def cut(module: Any, mesh: TrainerMesh, name: str) -> None:
     """Leave in each layer of `module` this rank's slices of its matrices; the ends of the model stay whole.
 
     The losses read log-probabilities from the head's weight directly, so it is not cut; FSDP shards it all the same.
-    Raises ModelError where transformers has no plan, an adapted layer is cut in a way that its adapters cannot be, or
-    heads cannot be dealt out evenly.
+    Raises ModelError as `heads_of`, and where an adapted layer is cut in a way that its adapters cannot be.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    size = mesh["tp"].size()
-    plan: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
-    if not plan:
-        raise ModelError(
-            f"model '{name}' cannot be trained with tensor_parallel={size}: transformers has no tensor-parallel plan "
-            f"for {type(module).__name__}; use tensor_parallel=1, or a family with base_model_tp_plan in its config"
-        )
-    config = module.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    if heads % size or kv_heads % size:
-        raise ModelError(
-            f"model '{name}' cannot be dealt out to {size} ranks: it has {heads} attention heads and {kv_heads} "
-            f"key/value heads, and {size} does not divide both; use tensor_parallel={_divisors(heads, kv_heads)}"
-        )
-    layers = {place: style for place, style in plan.items() if "*" in place}
-    apply_tensor_parallelism(module, mesh["tp"], _expanded(module, layers))
+    ranks = mesh["tp"]
+    heads = heads_of(module, ranks.size(), name)
+    shared = shared_places(module.tp_plan) if heads.copies > 1 else []
+    layers = {place: style for place, style in module.tp_plan.items() if "*" in place}
+    theirs = {place: style for place, style in layers.items() if place not in shared}
+    apply_tensor_parallelism(module, ranks, _expanded(module, theirs))
+    if shared:
+        assert mesh.by_heads is not None, "the mesh is made for the heads of the model"
+        modules = dict(module.named_modules())
+        for place in _expanded(module, {place: layers[place] for place in shared}):
+            if place in modules:
+                share(modules[place], ranks, mesh.by_heads)
+    settle_groups(module, heads)
 
 
 def _expanded(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -120,7 +174,7 @@ def _expanded(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name, each in module.named_modules():
-        style = plan.get(re.sub(r"\d+", "*", name))
+        style = plan.get(place_of(name))
         if style is not None and adapters.is_adapted_layer(each):
             for part in adapters.parts_cut(name, style):
                 found |= {part: style} | {
@@ -130,12 +184,7 @@ def _expanded(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         if style is not None:
             found[name] = style
         for leaf, _ in each.named_parameters(recurse=False):
-            own = plan.get(re.sub(r"\d+", "*", f"{name}.{leaf}"), style)
+            own = plan.get(place_of(f"{name}.{leaf}"), style)
             if own is not None:
                 found[f"{name}.{leaf}"] = own
     return found
-
-
-def _divisors(heads: int, kv_heads: int) -> str:
-    most = math.gcd(heads, kv_heads)
-    return " or ".join(str(size) for size in range(1, most + 1) if not most % size)
