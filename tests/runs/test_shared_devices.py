@@ -111,7 +111,8 @@ def test_with_staleness_a_turn_is_of_several_steps(policy: Path, machine: None, 
     folder = RunFolder.open(result.folder)
     drawn = [set(pc.unique(pc.list_flatten(folder.read_rollouts(step).column("versions"))).to_pylist()) - {-1}
              for step in range(1, 7)]  # fmt: skip
-    assert drawn == [{0}, {0}, {0}, {3}, {3}, {3}], "three steps of the trainer for each turn of the generator"
+    assert drawn[:3] == [{0}, {0}, {0}], "the generator draws for three steps before its turn ends"
+    assert all(step - 1 - min(versions) <= 2 for step, versions in enumerate(drawn, 1))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
