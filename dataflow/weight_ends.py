@@ -90,6 +90,17 @@ def taken(reader: WeightsIn) -> int | None:
     return version if version == offer.version or version != before else None
 
 
+@runtime_checkable
+class WeightsAgain(WeightsIn, Protocol):
+    """The end of a reader that may sleep: the trainer's memory keeps the version for it."""
+
+    def let_go(self) -> bool:
+        """Leave the memory of the version in use, which the tensors lose; True: `adopt` or `again` fills them all."""
+
+    def again(self) -> bool:
+        """Take the version in use once more; False where it is not there any more, and another has to be adopted."""
+
+
 class VerifiedOffer(Offered, Protocol):
     """A version that is held still."""
 

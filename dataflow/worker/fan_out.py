@@ -20,6 +20,12 @@ class FanOut:
         self._ends: Sequence[WeightsOut] = ends
         self.socket = ends[0].socket
 
+    @property
+    def pending(self) -> int | None:
+        """The version that some end still has to offer."""
+        waiting = (getattr(end, "pending", None) for end in self._ends)
+        return next((version for version in waiting if version is not None), None)
+
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """False when some end offers it later."""
         offered = [end.publish(version, tensors) for end in self._ends]

@@ -83,6 +83,8 @@ class Learner:
     together: Together = field(default_factory=Alone)
     parked: Parked | None = None
     """Takes what it does not need off its device, where the trainer offloads; see `memory`."""
+    writer: Any = None
+    """This rank's end of the weight plane, where each rank has its own."""
     before_change: Callable[[], None] | None = None
     """Waits for those who read the weights and the optimiser's state, a checkpoint; see `unread`."""
     _rows: StepRows | None = None
