@@ -8,7 +8,8 @@ from dataflow.errors import GraphError, nearest
 from dataflow.planning.memory_need import amount
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.placement import Placement
-from dataflow.structure import Structure
+from dataflow.structure import Feedback, Structure, readers_of
+from dataflow.weight_ends import Refresh
 
 EXECUTORS = ("local", "shared_memory", "cuda_ipc", "gloo", "nccl")
 COLLECTIVE = ("gloo", "nccl")
@@ -42,6 +43,8 @@ class WeightPath:
     rank: int
     """Of the replica's processes."""
     executor: str
+    refresh: Refresh | None = None
+    """Which versions take this way; None: all that the reader takes."""
     nbytes: int | None = None
     """Most bytes that the reader's rank takes of a version, from all trainer ranks together; None: unknown."""
 
@@ -101,6 +104,7 @@ def weight_paths(
             for replica in range(reader.replicas) for rank in range(reader.ranks)
         ]  # fmt: skip
         _check_narrow(graph, trainer)
+        _check_alike(graph, feedback, sizes)
         collective = _collective(sources, destinations) if trainer.ranks > 1 else None
         for replica in range(reader.replicas):
             for rank in range(reader.ranks):
@@ -110,7 +114,7 @@ def weight_paths(
                         WeightPath(
                             trainer=trainer.node, trainer_rank=number, reader=reader.node, replica=replica, rank=rank,
                             executor=_executor(forced, trainer.node, source, reader.node, destination, collective),
-                            nbytes=nbytes,
+                            refresh=feedback.refresh, nbytes=nbytes,
                         )
                     )  # fmt: skip
     return tuple(found)
@@ -127,6 +131,7 @@ def explain(paths: tuple[WeightPath, ...]) -> list[str]:
         text = f"{senders} trainer rank{'s' if senders > 1 else ''} -> {readers} reader{'s' if readers > 1 else ''}"
         text += f" of {ranks} ranks" if ranks > 1 else ""
         text += f", up to {amount(own[0].nbytes)} each" if own[0].nbytes is not None else ""
+        text += f", {own[0].refresh}" if own[0].refresh is not None else ""
         lines.append(f"weights {trainer} -> {reader}: {summary(own)} ({text})")
     return lines
 
@@ -150,11 +155,22 @@ def _collective(sources: list[Seat], destinations: list[Seat]) -> str:
 
 def _check_narrow(graph: Structure, trainer: Placement) -> None:
     """Refuse readers that want narrow weights of a trainer whose ranks hold parts of rows."""
-    narrow = {feedback.reader.narrow for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer.node}
+    narrow = {reader.narrow for reader in readers_of(graph, trainer.node)}
     if trainer.ranks > 1 and len(narrow) == 1 and (form := narrow.pop()) is not None:
         raise GraphError(
             f"'{trainer.node}' runs on {trainer.ranks} ranks, but all readers of its weights take them as {form}, "
             f"which one rank makes of whole tensors; train on 1 rank, or let a reader take them as they are"
+        )
+
+
+def _check_alike(graph: Structure, feedback: Feedback, sizes: Mapping[str, ModelSize]) -> None:
+    """Refuse to refresh a model of another architecture, as far as the folders of both tell."""
+    models = feedback.weights.trainer.uses, feedback.reader.uses
+    trained, read = (sizes.get(model.source) if model else None for model in models)
+    if trained is not None and read is not None and trained.architecture != read.architecture:
+        raise GraphError(
+            f"'{feedback.reader.name}' cannot be refreshed with the weights of '{feedback.weights.trainer.name}': it "
+            f"reads a model of {read.told}, and trained is one of {trained.told}; give it a model of the same shapes"
         )
 
 

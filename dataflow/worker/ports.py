@@ -11,11 +11,12 @@ from dataflow.group_bytes import CAPACITY_BYTES
 from dataflow.limits import Limits
 from dataflow.planning.executors import COLLECTIVE
 from dataflow.planning.plan import Plan
-from dataflow.planning.wiring import Edge, edges, narrow_format, readers_of
+from dataflow.planning.wiring import Edge, edges, narrow_format
 from dataflow.records import schema
+from dataflow.structure import readers_of, refreshes_of
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.security import RunKeys, endpoint, reachable
-from dataflow.weight_ends import OpensWeights, OpensWriter, WeightsBeside, WeightsIn, WeightsOut
+from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsBeside, WeightsIn, WeightsOut
 from dataflow.worker.fan_out import FanOut
 from dataflow.worker.host import Host, Settings
 from transport.data import LocalNetwork, Receiver, Sender, SocketNetwork, keep_freed_memory
@@ -112,11 +113,13 @@ class Ports:
         """Whether all that was sent is acknowledged and, once finished, every receiver knows the end."""
         return all(outlet.drained for outlet in self._outlets.values())
 
-    def writer_of(self, trainer: str) -> OpensWriter:
-        """Opens the trainer's end of its weight plane; of several ranks, that of the first."""
-        ranks = self._plan.placements[trainer].ranks
+    def writer_of(self, trainer: str, refresh: Refresh | None = None) -> OpensWriter:
+        """Opens the trainer's end of its weight plane, or of that for readers which are refreshed; of several ranks,
+        that of the first."""
+        ranks, line = self._plan.placements[trainer].ranks, self._line(trainer, refresh)
+        executors = self._executors(trainer, refresh)
         if ranks > 1:
-            sites = [self._shards_site(trainer, executor) for executor in self._executors(trainer)]
+            sites = [self._shards_site(trainer, line, executor) for executor in executors]
 
             def open_shards(tensors: Mapping[str, Any]) -> WeightsOut:
                 limits, attempt = self._settings.limits, self._settings.attempt
@@ -132,10 +135,10 @@ class Ports:
 
             model = self._graph.operators[trainer].uses
             assert model is not None, "a trainer has a model"
-            quantized = narrow_format(self._graph, trainer)
+            quantized = None if refresh else narrow_format(self._graph, trainer)
             names = readers_of(self._graph, trainer)[0].narrow_tensors() if quantized else None
             encoder = Encoder(Encoding(dtype=model.dtype, quantized=quantized, names=names), tensors)
-            ends = [self._writer(trainer, executor, encoder.layout) for executor in self._executors(trainer)]
+            ends = [self._writer(line, executor, encoder.layout) for executor in executors]
             self._weights += ends
             return EncodedWriter(ends[0] if len(ends) == 1 else FanOut(ends), encoder)
 
@@ -144,13 +147,15 @@ class Ports:
     def reader_of(self, trainer: str, reader: str) -> OpensWeights:
         """Opens a reader's end."""
         executor = self._executor(trainer, reader, self._settings.replica)
+        refresh = next(each.refresh for each in self._graph.feedbacks if each.reader.name == reader)
+        line = self._line(trainer, refresh)
 
         def open_reader(tensors: Mapping[str, Any], slices: Mapping[str, Any] | None) -> WeightsIn:
-            end: WeightsIn = self._reader(trainer, executor, tensors, slices, f"{reader}-{self._settings.replica}")
+            end: WeightsIn = self._reader(line, executor, tensors, slices, f"{reader}-{self._settings.replica}")
             self._weights.append(end)
             return end
 
-        return _Opener(open_reader, self._place(trainer, executor))
+        return _Opener(open_reader, self._place(line, executor))
 
     def poll(self) -> None:
         """Answer on the weight planes, whatever the operators are doing."""
@@ -192,21 +197,25 @@ class Ports:
     def _executor(self, trainer: str, reader: str, replica: int) -> str:
         return self._plan.executor(trainer, reader, replica) if self._settings.sockets else "local"
 
-    def _executors(self, trainer: str) -> list[str]:
+    def _line(self, trainer: str, refresh: Refresh | None) -> str:
+        """What a trainer's weight plane is called where its ends meet: readers that are refreshed have their own."""
+        return trainer if refresh is None else f"{trainer}.{refreshes_of(self._graph, trainer).index(refresh)}"
+
+    def _executors(self, trainer: str, refresh: Refresh | None = None) -> list[str]:
         """Those that some reader of this trainer needs."""
-        readers = [reader.name for reader in readers_of(self._graph, trainer)]
+        readers = [reader.name for reader in readers_of(self._graph, trainer, refresh)]
         pairs = [(name, replica) for name in readers for replica in range(self._plan.placements[name].replicas)]
         return list(dict.fromkeys(self._executor(trainer, name, replica) for name, replica in pairs))
 
-    def _writer(self, trainer: str, executor: str, layout: Any) -> Any:
+    def _writer(self, line: str, executor: str, layout: Any) -> Any:
         from transport.weights import ShardedWriter, WeightWriter
 
         if executor not in COLLECTIVE:
-            return WeightWriter(layout, self._site(trainer, executor))
-        return ShardedWriter(_whole(layout), 0, self._meeting(trainer, executor), **self._collective(executor))
+            return WeightWriter(layout, self._site(line, executor))
+        return ShardedWriter(_whole(layout), 0, self._meeting(line, executor), **self._collective(executor))
 
     def _reader(
-        self, trainer: str, executor: str, tensors: Mapping[str, Any], slices: Mapping[str, Any] | None, name: str
+        self, line: str, executor: str, tensors: Mapping[str, Any], slices: Mapping[str, Any] | None, name: str
     ) -> Any:
         from transport.weights import FlatLayout, ShardedReader, WeightReader
 
@@ -214,11 +223,11 @@ class Ports:
         if executor in COLLECTIVE:
             layout = _whole(FlatLayout.of(tensors))
             knobs = {key: value for key, value in self._collective(executor).items() if key != "backend"}
-            end = ShardedReader(layout, 0, self._meeting(trainer, executor), name, **knobs)
+            end = ShardedReader(layout, 0, self._meeting(line, executor), name, **knobs)
             end.attach(tensors)
         else:
             end = WeightReader(
-                self._site(trainer, executor), name, adopt=_adopt(executor), on_damage="keep",
+                self._site(line, executor), name, adopt=_adopt(executor), on_damage="keep",
                 attempt=self._settings.attempt,
             )  # fmt: skip
             end.attach(tensors, slices)
@@ -233,31 +242,31 @@ class Ports:
             "clock": AwakeClock(),
         }  # fmt: skip
 
-    def _site(self, trainer: str, executor: str) -> Any:
+    def _site(self, line: str, executor: str) -> Any:
         """Where a trainer and its readers meet: a socket between processes, a hub within one."""
         if executor == "local":
             from transport.weights import Hub
 
-            return self._hubs.setdefault(trainer, Hub())
-        place = self._place(trainer, executor)
+            return self._hubs.setdefault(line, Hub())
+        place = self._place(line, executor)
         assert place is not None, "the others do not meet at a site"
         return _site_at(place, self._settings.device)
 
-    def _place(self, trainer: str, executor: str) -> dict[str, str] | None:
+    def _place(self, line: str, executor: str) -> dict[str, str] | None:
         """Where the processes of one machine meet, in plain values; None where they meet otherwise."""
         if executor == "local" or executor in COLLECTIVE:
             return None
-        address = self._meeting(trainer, executor)
+        address = self._meeting(line, executor)
         return {"executor": executor, "address": address, "folder": self._settings.sockets}
 
-    def _shards_site(self, trainer: str, executor: str) -> dict[str, str]:
+    def _shards_site(self, trainer: str, line: str, executor: str) -> dict[str, str]:
         """Where the ranks of a trainer offer their shards, in plain values."""
         model = self._graph.operators[trainer].uses
         assert model is not None and executor in COLLECTIVE, "a trainer has a model, and ranks need a collective"
-        return {"executor": executor, "address": self._meeting(trainer, executor), "dtype": model.dtype}
+        return {"executor": executor, "address": self._meeting(line, executor), "dtype": model.dtype}
 
-    def _meeting(self, trainer: str, executor: str) -> str:
-        return f"ipc://{self._settings.sockets}/weights.{trainer}.{executor}"
+    def _meeting(self, line: str, executor: str) -> str:
+        return f"ipc://{self._settings.sockets}/weights.{line}.{executor}"
 
 
 def _whole(flat: "FlatLayout") -> "Layout":

@@ -11,7 +11,18 @@ import pyarrow as pa
 
 from dataflow.model import Model
 from dataflow.node import Transform
-from dataflow.records import COMPLETION, ERROR, LOGPROBS, MASK, PROMPT, TOKEN_NUMBERS, TOKENS, VERSIONS, Columns
+from dataflow.records import (
+    COMPLETION,
+    ERROR,
+    LOGPROBS,
+    MASK,
+    PROMPT,
+    TOKEN_NUMBERS,
+    TOKENS,
+    VERSIONS,
+    Columns,
+    version_column,
+)
 from dataflow.traits import Traits
 
 
@@ -23,7 +34,8 @@ class ForwardKnobs(Transform):
     """
 
     model: Model
-    """What reads the rollouts. Frozen, or fed by its trainer: g.feedback(trainer.weights, this, max_staleness=n)."""
+    """What reads the rollouts. Frozen; or fed by its trainer: g.feedback(trainer.weights, this, max_staleness=n); or
+    refreshed: g.feedback(trainer.weights, this, every=n)."""
     _: KW_ONLY
     micro_batch_tokens: int = 8192
     """Tokens of one forward pass; prompts that a group has in common count once."""
@@ -41,8 +53,9 @@ class ForwardKnobs(Transform):
         return {TOKENS: list[int], MASK: list[bool], LOGPROBS: list[float], VERSIONS: list[int], ERROR: str}
 
     def provides(self, columns: Columns) -> Columns:
-        """Its input's columns, `error` where failures are recorded, and its own."""
-        return {**columns, ERROR: pa.string(), self.name: self.column}
+        """Its input's columns, `error` where failures are recorded, its own, and the version of the weights that made
+        it."""
+        return {**columns, ERROR: pa.string(), self.name: self.column, version_column(self.name): pa.int32()}
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""

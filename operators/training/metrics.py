@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from dataflow.records import ADVANTAGE
+from dataflow.records import ADVANTAGE, version_column
 from dataflow.staleness import NO_TOKEN
 from operators.training.learner.learner import StepOutcome
 from operators.training.learner.rows import StepRows, mean_of
@@ -47,12 +48,14 @@ def step_metrics(
     dropped: Mapping[str, int],
     skipped_steps: int,
     scores: Mapping[str, str],
+    forwards: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Every figure of one step, under its plain name.
 
     Units: seconds; versions for staleness; shares from 0 to 1; for measures see `Diagnostics.measures`, which leave
     out rollouts of advantage 0 where the trainer skips them, and for by_staleness the function of that name.
-    dropped: groups given up since the step before, by reason. rollouts: trained. scores: as `Context.scores`.
+    dropped: groups given up since the step before, by reason. rollouts: trained. scores, forwards: as `Context` has
+    them. forward_versions: the newest version behind each column of `forwards`.
     no_signal: see the function of that name; null where some group had one, or advantages are not asked for.
     """
     wall = max(now - pace.began, 1e-9)
@@ -79,6 +82,7 @@ def step_metrics(
         "staleness_max": int(staleness.max()) if len(staleness) else 0,
         "by_staleness": by_staleness(version - 1, rows),
         **outcome.measures,
+        **({"forward_versions": _newest(trained, forwards)} if forwards else {}),
         "grad_norm": outcome.grad_norm,
         "lr": lr,
         "completion_tokens_mean": float(tokens.mean()) if len(tokens) else 0.0,
@@ -92,6 +96,13 @@ def step_metrics(
         "dropped": dict(dropped),
         "skipped_steps": skipped_steps,
     }
+
+
+def _newest(trained: Sequence[pa.RecordBatch], forwards: Sequence[str]) -> dict[str, int]:
+    """Without the columns that are null in all rows."""
+    newest = {name: [pc.max(rows.column(version_column(name))).as_py() for rows in trained] for name in forwards}
+    known = {name: [each for each in found if each is not None] for name, found in newest.items()}
+    return {name: max(found) for name, found in known.items() if found}
 
 
 def by_staleness(version: int, rows: StepRows) -> dict[str, dict[str, float | int]]:

@@ -24,6 +24,7 @@ from operators.models.loading import no_progress_bar
 from operators.training.checkpoints import shards
 from operators.training.checkpoints.staging import Background, StagingBuffers
 from operators.training.learner.optimizer import fresh_state, state_tensors
+from operators.training.learner.refreshed import tensors_of
 
 if TYPE_CHECKING:
     from operators.training.learner.learner import Learner
@@ -43,7 +44,7 @@ class StagedState:
     weights: Mapping[str, Tensor]
     """Whole, on rank 0; of a module with adapters these alone."""
     pieces: Mapping[str, shards.TensorPart]
-    """Of the optimiser's state, <parameter>/<moment>."""
+    """Of the optimiser's state, <parameter>/<moment>, and of what is kept for refreshed readers."""
     rank: int
     ranks: int
     deadline_s: float
@@ -87,8 +88,9 @@ _WRITERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Writer] = weakref.We
 
 
 def nbytes(learner: Learner) -> int:
-    """About how many bytes a checkpoint takes: what is trained, and AdamW's two moments of it."""
-    return sum(3 * int(weight.nbytes) for weight in learner.parameters.values())
+    """About how many bytes a checkpoint takes: what is trained, AdamW's two moments of it, what is kept beside."""
+    kept = sum(int(tensor.nbytes) for tensor in tensors_of(learner.refreshed).values())
+    return sum(3 * int(weight.nbytes) for weight in learner.parameters.values()) + kept
 
 
 def prepare(folder: Path) -> None:
@@ -113,7 +115,7 @@ def stage(learner: Learner, rank: int, ranks: int, folder: Path, deadline_s: flo
         if rank == 0:
             weights[name] = writer.staging.copy(name, whole)
     pieces = {}
-    for name, tensor in state_tensors(learner.optimizer, learner.parameters).items():
+    for name, tensor in (state_tensors(learner.optimizer, learner.parameters) | tensors_of(learner.refreshed)).items():
         piece = shards.piece_of(tensor, rank)
         if piece is not None:
             pieces[name] = shards.TensorPart(writer.staging.copy(name, piece.tensor), piece.offsets)
@@ -143,11 +145,13 @@ def save(
 
 
 def restore(learner: Learner, rank: int, ranks: int, folder: Path) -> None:
-    """Put the optimiser's state of a checkpoint back, whatever number of ranks wrote it: for `Learner.everywhere`.
+    """Put back the optimiser's state of a checkpoint, and what is kept for refreshed readers: for `Learner.everywhere`.
 
-    The weights are loaded with the model, from the same folder. Raises RunError when the state does not fit.
+    Whatever number of ranks wrote them. The weights are loaded with the model, from the same folder. Raises RunError
+    when the state does not fit.
     """
-    shards.read(folder / OPTIMIZER_FOLDER, fresh_state(learner.optimizer, learner.parameters))
+    state = fresh_state(learner.optimizer, learner.parameters) | tensors_of(learner.refreshed)
+    shards.read(folder / OPTIMIZER_FOLDER, state)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

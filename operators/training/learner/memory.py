@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from operators.models.errors import ModelError
+from operators.training.learner.refreshed import Refreshed, tensors_of
 
 
 def prepare(module: Any, *, gradient_checkpointing: bool, compile: bool) -> None:
@@ -152,6 +153,7 @@ class Parking(Protocol):
     """Those that are trained."""
     optimizer: torch.optim.Optimizer
     parked: Parked | None
+    refreshed: list[Refreshed]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -187,7 +189,8 @@ class Parked:
         state = self._learner.optimizer.state.values()
         self._moments.park(value for values in state for value in values.values() if _is_large(value))
         if weights:
-            self._weights.park(self._learner.module.parameters())
+            kept = tensors_of(self._learner.refreshed).values()
+            self._weights.park([*self._learner.module.parameters(), *kept])
 
 
 def bring(*, learner: Parking, rank: int, ranks: int, moments: bool) -> None:

@@ -37,9 +37,10 @@ def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearn
     learner = lead(
         trainer, context, lambda: make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed)
     )
-    if context.writer is None:
-        return learner, context
-    return learner, dataclasses.replace(context, writer=learner.opener(context.writer))
+    writer = None if context.writer is None else learner.opener(context.writer)
+    lines = enumerate(context.refreshers.items(), 1)
+    refreshers = {refresh: learner.opener(opens, line) for line, (refresh, opens) in lines}
+    return learner, dataclasses.replace(context, writer=writer, refreshers=refreshers)
 
 
 def lead(trainer: TrainerKnobs, context: Context, make: Callable[[], Learner]) -> LedLearner:
@@ -74,9 +75,9 @@ def lead(trainer: TrainerKnobs, context: Context, make: Callable[[], Learner]) -
             channel.send(Loaded())
             return learner
 
-        def opened(sites: Sequence[Mapping[str, str]], learner: Learner) -> WeightsOut:
+        def opened(sites: Sequence[Mapping[str, str]], line: int, learner: Learner) -> WeightsOut:
             assert isinstance(learner.together, MeshTogether), "its model is shared out"
-            tensors = placed(learner.parameters, learner.together.mesh)
+            tensors = placed(learner.offered(line), learner.together.mesh)
             device = str(device_of(context.device, rank))
             return offer_beside(sites, rank, ranks, device, tensors, limits=limits, attempt=context.attempt)
 

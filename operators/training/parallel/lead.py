@@ -85,10 +85,12 @@ class LedLearner(Learner):
             found = functools.reduce(NotFinite.__or__, self._exchange.answers(NotFinite), self.findings())
             return dataclasses.replace(outcome, culprit=str(found))
 
-    def opener(self, opens: Callable[[Mapping[str, Any]], WeightsOut]) -> Callable[[Mapping[str, Any]], WeightsOut]:
-        """Opens the weight plane on every rank, each for its own shards; `opens` is rank 0's. For the runtime.
+    def opener(
+        self, opens: Callable[[Mapping[str, Any]], WeightsOut], line: int = 0
+    ) -> Callable[[Mapping[str, Any]], WeightsOut]:
+        """Opens a weight plane on every rank, each for its own shards; `opens` is rank 0's. For the runtime.
 
-        Raises RunError where the plane takes whole tensors from one rank alone."""
+        line: which, by `offered`. Raises RunError where the plane takes whole tensors from one rank alone."""
         if not isinstance(opens, OpensWriter) or not opens.sites:
             raise RunError(
                 f"the weights of '{self.node}' lie on {self.ranks} ranks, but its weight plane takes them from one; "
@@ -97,8 +99,8 @@ class LedLearner(Learner):
 
         def opened(tensors: Mapping[str, Any]) -> WeightsOut:
             with self._exchange.together("opening the weight plane"):
-                self._exchange.tell(Open(tuple(opens.sites)))
-                return _LedWriter(opens(placed(tensors, self._mesh)), self._exchange)
+                self._exchange.tell(Open(line, tuple(opens.sites)))
+                return _LedWriter(opens(placed(tensors, self._mesh)), self._exchange, line)
 
         return opened
 
@@ -151,8 +153,8 @@ def in_order(counts: Sequence[int]) -> list[Array]:
 class _LedWriter:
     """Rank 0's end of the weight plane: when it publishes, all ranks do."""
 
-    def __init__(self, own: WeightsOut, exchange: Exchange) -> None:
-        self._own, self._exchange = own, exchange
+    def __init__(self, own: WeightsOut, exchange: Exchange, line: int) -> None:
+        self._own, self._exchange, self._line = own, exchange, line
 
     @property
     def socket(self) -> Any:
@@ -162,7 +164,7 @@ class _LedWriter:
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """Offer each rank's shards of a version."""
         with self._exchange.together(f"publishing version {version}"):
-            self._exchange.tell(Publish(version))
+            self._exchange.tell(Publish(self._line, version))
             return self._own.publish(version, tensors)
 
     def tell(self, note: dict[str, int | float | str]) -> None:

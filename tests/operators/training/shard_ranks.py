@@ -14,11 +14,16 @@ from torch.distributed.tensor import distribute_tensor
 from trainer_rig import Tokenizer, tiny_learner, tiny_llama, tiny_trainer
 from transformers import AutoModelForCausalLM
 
+from dataflow.weight_ends import Refresh
 from operators.training.checkpoints import checkpoint
+from operators.training.learner import refreshed
 from operators.training.learner.learner import Learner
 from operators.training.learner.optimizer import state_tensors
 from operators.training.parallel.mesh import make_mesh
 from operators.training.parallel.shard import shard
+
+REFRESHES = (Refresh(every=2), Refresh(every=1, decay=0.75))
+"""Of readers whose weights are in the checkpoints too."""
 
 
 def step(learner: Learner, number: int) -> None:
@@ -40,7 +45,8 @@ def whole(tensor: Any) -> torch.Tensor:
 
 def be_rank(what: str, rank: int, ranks: int, tensor_parallel: int, folder: Path) -> None:
     """One of so many. save: two steps of made-up gradients, then a checkpoint in the folder. go_on: load it, one step
-    more; rank 0 writes what it loaded, and the weights then, to loaded-RANKS-TENSOR_PARALLEL.safetensors beside it."""
+    more; rank 0 writes what it loaded, and the weights then, to loaded-RANKS-TENSOR_PARALLEL.safetensors beside it.
+    go_on_refreshed: with what is kept for readers that are refreshed."""
     torch.set_num_threads(1)
     module = tiny_llama() if what == "save" else AutoModelForCausalLM.from_pretrained(folder).eval()
     learner = tiny_learner(tiny_trainer(), module)
@@ -49,12 +55,34 @@ def be_rank(what: str, rank: int, ranks: int, tensor_parallel: int, folder: Path
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
         shard(learner, make_mesh(torch.device("cpu"), ranks, tensor_parallel), None, torch.device("cpu"), "tiny")
     if what == "save":
+        for refresh in REFRESHES:
+            refreshed.add(
+                learner=learner,
+                rank=rank,
+                ranks=ranks,
+                every=refresh.every,
+                decay=refresh.decay,
+                step=0,
+                dtype="bfloat16",
+            )
         for number in range(2):
             step(learner, number)
+            refreshed.follow(learner=learner, rank=rank, ranks=ranks, step=number + 1)
         checkpoint.save(folder, learner, Tokenizer(), {"step": 2}, rank, ranks)
     else:
+        for refresh in REFRESHES if what == "go_on_refreshed" else ():
+            refreshed.add(
+                learner=learner,
+                rank=rank,
+                ranks=ranks,
+                every=refresh.every,
+                decay=refresh.decay,
+                step=2,
+                dtype="bfloat16",
+            )
         checkpoint.restore(learner, rank, ranks, folder)
         found = {name: whole(tensor) for name, tensor in state_tensors(learner.optimizer, learner.parameters).items()}
+        found |= {name: whole(tensor) for name, tensor in refreshed.tensors_of(learner.refreshed).items()}
         step(learner, 2)
         found |= {f"after/{name}": whole(weight) for name, weight in learner.parameters.items()}
         if rank == 0:
