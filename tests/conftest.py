@@ -29,6 +29,12 @@ def pytest_collection_finish() -> None:
     """Before any test computes; what is forked from then on collects its garbage."""
     gc.freeze()
     gc.enable()
+    if "torch" in sys.modules:
+        # The first backward decides for the whole process whether other threads compute gradients, which no fork has:
+        # torch's builds for GPUs, where there is none, make such threads once DTensor has been used.
+        import torch
+
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     prepare()
 
 

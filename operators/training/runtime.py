@@ -22,7 +22,7 @@ from operators.training.drops import Drops
 from operators.training.journal import TOO_FEW, Journal, expected
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner import refreshed
-from operators.training.learner.build import make_learner
+from operators.training.learner.build import check_gradients, make_learner
 from operators.training.learner.learner import Learner
 from operators.training.metrics import StepPace, step_metrics
 from operators.training.offers import Offers
@@ -91,6 +91,7 @@ class TrainerRuntime(Runtime):
         """Load model and tokenizer: those of the newest good checkpoint where the ledger knows steps."""
         from operators.models.loading import load_tokenizer
 
+        check_gradients(context.node)
         torch.set_num_threads(context.threads)
         start = find_start(trainer.model, context)
         learner, context = _learner(trainer, start.model, context)

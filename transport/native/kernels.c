@@ -161,7 +161,7 @@ INLINE uint16_t half(float x) {
 enum { AS_IS, TO_BRAIN, TO_HALF }; /* what happens on the way; casts are from float */
 
 typedef struct {
-    char *to;
+    char *to; /* null: only sum */
     const char *from;
     int64_t rows, row;              /* rows of so many bytes at the destination, one after the other */
     int64_t to_stride, from_stride; /* bytes from row to row */
@@ -188,7 +188,7 @@ static Sum copy_piece(const Box *b, int64_t begin, int64_t end, int streamed) {
     for (int64_t at = begin; at < end;) {
         int64_t row = at / b->row, column = at - row * b->row;
         int64_t n = b->row - column < end - at ? b->row - column : end - at;
-        char *to = b->to + row * b->to_stride + column;
+        char *to = b->to ? b->to + row * b->to_stride + column : 0;
         if (b->cast == AS_IS) copy_run(&r, to, b->from + row * b->from_stride + column, n, streamed);
         else cast_run(&r, to, b->from + row * b->from_stride + 2 * column, n, b->cast, streamed);
         at += n;

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dataflow.errors import Unusable
 from dataflow.model import Model
 from operators.models.loading import load_adapted, load_model
 from operators.training.knobs import TrainerKnobs
@@ -14,6 +15,18 @@ from operators.training.learner.learner import Forward, Learner
 from operators.training.learner.memory import Parked, prepare
 from operators.training.learner.optimizer import adamw
 from operators.training.learner.policy import Policy
+
+
+def check_gradients(node: str) -> None:
+    """Raise Unusable where this process cannot compute gradients: a fork has lost the threads that compute them."""
+    try:
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise Unusable(
+            f"'{node}' cannot train: its process was forked from a program that had computed gradients with more than "
+            f"one thread; found: {str(error).splitlines()[0]}; call run(...) before the program's first backward(), or "
+            f"in a process of its own"
+        ) from error
 
 
 def make_learner(trainer: TrainerKnobs, model: Model, *, node: str, device: str, seed: int = 0) -> Learner:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from transport.weights import Deadlines, Layout, ShardedReader, ShardedWriter
+from transport.weights.executors.device_memory import HostMemory
 
 FAST = Deadlines(heartbeat_s=0.05, gone_s=20.0, form_s=20.0, ready_s=10.0, transfer_s=10.0)
 DEADLINE_S = 30.0
@@ -112,11 +113,16 @@ def until(condition, *busy) -> None:
         time.sleep(0.001)
 
 
+def backed(backend: str, folder) -> dict[str, object]:
+    """Knobs of a writer; on this processor files stand in for a GPU's memory, which is spoiled when it is freed."""
+    return {"backend": backend, "memory": HostMemory(folder) if backend == "cuda_ipc" else None}
+
+
 @contextmanager
 def plane(source: Layout, destination: Layout, address: str, **knobs):
     """A trainer and one reader group."""
     trainer = Trainer(source, address, **knobs)
-    group = Group(destination, address)
+    group = Group(destination, address, memory=knobs.get("memory"))
     try:
         yield trainer, group
     finally:

@@ -31,8 +31,7 @@ class Address:
     def __init__(self, url: str, folder: str | Path | None = None) -> None:
         """`folder`: for files that belong to the address, /dev/shm where there is one; the same for all who use it."""
         self.url = checked(url)
-        shm = Path("/dev/shm")
-        self.folder = Path(folder) if folder else shm if shm.is_dir() else Path(tempfile.gettempdir())
+        self.folder = memory_folder(folder)
         self.prefix = f"dataflow-{xxhash.xxh3_64_hexdigest(self.url.encode())}-"
         self._path = Path(self.url.removeprefix("ipc://")) if self.url.startswith("ipc://") else None
         self.lock_path = Path(f"{self._path or self.folder / self.prefix}.lock")
@@ -99,6 +98,12 @@ class Address:
         _bounded(socket)
         socket.connect(self.url)
         return socket
+
+
+def memory_folder(folder: str | Path | None = None) -> Path:
+    """Where files are that lie in memory: `folder`, else /dev/shm where there is one."""
+    shm = Path("/dev/shm")
+    return Path(folder) if folder else shm if shm.is_dir() else Path(tempfile.gettempdir())
 
 
 def checked(url: str) -> str:

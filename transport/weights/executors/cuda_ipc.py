@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,9 +29,9 @@ from transport.codec import Codec
 from transport.errors import MessageError
 from transport.weights.errors import SegmentError
 from transport.weights.executors.address import Address, flock
-from transport.weights.executors.device_memory import DeviceMemory, Handle
+from transport.weights.executors.device_memory import DeviceMemory, Handle, departing
 from transport.weights.executors.shared_memory import SharedMemory
-from transport.weights.memory.ports import ReaderPort, ReaderSegment, WriterPort, WriterSegment
+from transport.weights.memory.ports import ReaderPort, ReaderSegment, WriterPort
 from transport.weights.protocol.messages import ReaderMessage, WriterMessage
 
 HANDLE_BYTES = 1024
@@ -100,30 +99,6 @@ class CudaIpc:
         return CudaMemory(self.device)
 
 
-class _Departing:
-    """Buffers that their writers have closed while some reader still has them open."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[WriterSegment, torch.Tensor]] = []
-        self._lock = threading.Lock()
-
-    def add(self, lease: WriterSegment, buffer: torch.Tensor) -> None:
-        with self._lock:
-            self._held.append((lease, buffer))
-
-    def release(self) -> None:
-        """Let go of those that nobody has open any more."""
-        with self._lock:
-            ended = [lease for lease, _ in self._held if lease.seal()]
-            self._held = [held for held in self._held if held[0] not in ended]
-        for lease in ended:
-            lease.close()
-
-
-_departing = _Departing()
-"""Outlives the writers: the memory is the process's."""
-
-
 class _WriterSegment:
     progress: torch.Tensor | None
 
@@ -157,9 +132,9 @@ class _WriterSegment:
 
     def close(self) -> None:
         self._gate.close()
-        _departing.add(self._lease, self.buffer)
+        departing.add(self._lease, self.buffer)
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        _departing.release()
+        departing.release()
 
 
 class _ReaderSegment:
@@ -195,7 +170,7 @@ class _WriterPort:
         return _WriterSegment(self._files, self._memory, nbytes)
 
     def receive(self) -> list[tuple[bytes, ReaderMessage]]:
-        _departing.release()
+        departing.release()
         return self._files.receive()
 
     def send(self, peer: bytes, message: WriterMessage) -> bool:

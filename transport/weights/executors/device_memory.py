@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,41 @@ class DeviceMemory(Protocol):
 
     def read(self, buffer: torch.Tensor) -> None:
         """Until nothing that this process has asked for reads `buffer` any more."""
+
+
+class Lease(Protocol):
+    """What every process that has a buffer open holds a lock on."""
+
+    def seal(self) -> bool:
+        """Whether nobody has it open; nobody can open it from then on."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Departing:
+    """Buffers that their owners have let go while some other process still has them open."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Lease, torch.Tensor]] = []
+        self._lock = threading.Lock()
+
+    def add(self, lease: Lease, buffer: torch.Tensor) -> None:
+        """Keep the buffer until its lease has ended."""
+        with self._lock:
+            self._held.append((lease, buffer))
+
+    def release(self) -> None:
+        """Let go of those that nobody has open any more."""
+        with self._lock:
+            ended = [lease for lease, _ in self._held if lease.seal()]
+            self._held = [held for held in self._held if held[0] not in ended]
+        for lease in ended:
+            lease.close()
+
+
+departing = Departing()
+"""Outlives the owners: the memory is the process's."""
 
 
 class HostMemory:

@@ -86,7 +86,7 @@ class _WriterSegment:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.pwrite(self._file, struct.pack("<8sqqq", MAGIC, -1, -1, 0), 0)
-            _allocate(self._file, HEADER_BYTES + nbytes)
+            allocate(self._file, HEADER_BYTES + nbytes)
             mapping = mmap.mmap(self._file, HEADER_BYTES + nbytes)
         except OSError as error:
             self.retire()
@@ -222,7 +222,7 @@ def _progress(mapping: mmap.mmap) -> torch.Tensor:
         return torch.frombuffer(mapping, dtype=torch.int64, count=2, offset=2 * len(MAGIC))
 
 
-def _allocate(file: int, nbytes: int) -> None:
+def allocate(file: int, nbytes: int) -> None:
     """Take the pages now, so that a full /dev/shm is an error here and no SIGBUS while writing."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, nbytes)

@@ -23,6 +23,9 @@ class EpochTransfers(Protocol):
     def abort(self) -> None:
         """End what runs, from another thread; never waits long."""
 
+    def close(self) -> None:
+        """Let go of what it holds, in its own thread: nothing runs any more."""
+
 
 class EpochThread(threading.Thread):
     """Consumes: transfers. Produces: outcomes. Waits for: its peers. Unblocked by: them, `abort`, `look`."""
@@ -86,11 +89,13 @@ class EpochThread(threading.Thread):
             return self._formed(f"{type(error).__name__}: {error}"[:300], False)
         self._end = end
         if self._over.is_set():
-            return end.abort()
-        self._formed("", False)
-        while (job := self._jobs.get()) is not None:
-            self._transferred(job[0], self._transfer(end, *job))
-        return None
+            end.abort()
+        else:
+            self._formed("", False)
+            while (job := self._jobs.get()) is not None:
+                self._transferred(job[0], self._transfer(end, *job))
+        self._end = None
+        return end.close()
 
     def _transfer(self, end: EpochTransfers, transfer: Transfer, deadline: float) -> TransferOutcome:
         self._deadline = deadline

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from transport.errors import WaitTimeout
 from transport.weights.sharded.rendezvous import Rendezvous
 
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["gloo", "nccl", "shared_memory", "cuda_ipc"]
+ONE_SIDED = ("shared_memory", "cuda_ipc")
+"""Within a machine: the sender writes into the receiver's memory, and gloo carries the few words about it."""
 CONNECT_S = 3.0
 """For connections to ranks that have come to the rendezvous: one that died since keeps gloo waiting so long."""
 NEVER = datetime.timedelta(days=365)
@@ -39,6 +41,7 @@ class ProcessGroup:
         """Meets the other ranks, all of which do the same, within `connect_s`; RuntimeError if they do not.
 
         `stop`: ends the waiting for them."""
+        backend = "gloo" if backend in ONE_SIDED else backend
         self.rank, self.size, self.backend = rank, size, backend
         rendezvous = dist.FileStore(store, size)  # type: ignore[attr-defined]
         timeout = datetime.timedelta(seconds=connect_s)

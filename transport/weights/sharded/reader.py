@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket as sockets
 import threading
 import time
@@ -12,15 +13,17 @@ from typing import Literal
 
 import torch
 
-from transport.weights.errors import AddressTaken, LayoutMismatch, WeightError, waited
+from transport.weights.errors import AddressTaken, LayoutMismatch, SegmentError, WeightError, waited
 from transport.weights.executors.address import Address
+from transport.weights.executors.device_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
-from transport.weights.protocol.messages import WHOLE, FormGroup, Join, Note
+from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup, Join, Note
 from transport.weights.protocol.pace import Deadlines
 from transport.weights.protocol.ranks import ReaderRank, TransferOutcome
 from transport.weights.sharded.chunks import chunks_between
 from transport.weights.sharded.control import ControlThread
+from transport.weights.sharded.put import Arrivals, peer_memory
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
 from transport.weights.sharded.steps import Step, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, Exchange
@@ -58,18 +61,22 @@ class ShardedReader:
         deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.monotonic,
         attempt: int = 0,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """`layout`: of all ranks of the group called `name`. `ranks`: how many they are, if the last hold nothing.
 
         `adopt`: "view" turns parameters into views of the buffer received into, so that an update is a pointer
         flip; "copy" copies into the parameters' own memory. Tensors that are no Parameter, or have another dtype
         or device, are always copied. `device`: where versions arrive; a GPU where the trainer sends by nccl.
-        `attempt`: the scheduler's, at this process; a later one takes the rank's place, whatever clocks say."""
+        `attempt`: the scheduler's, at this process; a later one takes the rank's place, whatever clocks say.
+        `memory`: stands in for a GPU's, by cuda_ipc."""
         self.layout, self.rank, self.name = layout, rank, name
         self.ranks = ranks if ranks is not None else layout.ranks
         self._deadlines = deadlines or Deadlines()
         self._view, self._device, self._clock = adopt == "view", torch.device(device), clock
         self._buffers: ReceiveBuffers | None = None
+        self._memory_of = functools.cache(lambda backend: peer_memory(backend, self._device, memory))
+        self._no_room: SegmentError | None = None
         self._woken, self._waker = sockets.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
@@ -133,7 +140,8 @@ class ShardedReader:
         """What may be adopted, or None. Never waits.
 
         AddressTaken when another process has taken this rank's place; LayoutMismatch when the trainer's layout, or
-        the group's other ranks, do not fit this rank."""
+        the group's other ranks, do not fit this rank; SegmentError when there was no room for a version: it is left
+        out, the one before is kept, and the next is tried."""
         self._require_open()
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
@@ -147,6 +155,9 @@ class ShardedReader:
             )
         if self._member.denied:
             raise LayoutMismatch(f"group '{self.name}' cannot take the trainer's weights; {self._member.denied}")
+        if no_room := self._no_room:
+            self._no_room = None
+            raise no_room
         offer = self._member.offer
         return Offered(offer, self._member.epoch) if offer >= 0 else None
 
@@ -195,6 +206,8 @@ class ShardedReader:
             return
         self._closed = True
         self._control.close([self._member.leaving()] if self._started else [])
+        if self._buffers is not None:
+            self._buffers.close()
         self._woken.close()
         self._waker.close()
 
@@ -235,26 +248,53 @@ class Receiving:
         self._exchange = Exchange(
             form, form.sources + reader.rank, self._chunks, self._device, reader._deadlines.form_s, stop, reader._clock
         )  # fmt: skip
+        self._reader = reader
+        self._memory = reader._memory_of(form.backend)
+        self._arrivals = Arrivals(self._exchange, self._chunks, first=self._first) if self._memory else None
 
     def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Receive a version."""
-        with self._lock:
-            buffer = self._buffers.take()
-        if buffer is None:
+        if self._buffers.is_empty:
             return TransferOutcome(WHOLE)
-        state = ""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what was asked for before the last adoption reads the free buffer
         try:
-            steps = recent(self._steps, buffer.number, lambda: self._compiled(buffer))
-            outcome = self._receive(steps, deadline)
+            buffer = self._take()
+        except SegmentError as error:
+            assert self._arrivals is not None, "other memory has other errors"
+            self._arrivals.refuse(deadline)
+            self._reader._no_room = error
+            return TransferOutcome(DAMAGED, str(error))
+        state = BROKEN
+        try:
+            outcome = self._received(buffer, deadline)
             state = outcome.state
         finally:
             with self._lock:
-                self._buffers.give_back(buffer, self._epoch, version if state == WHOLE else -1)
+                self._buffers.give_back(buffer, self._epoch, version, state)
         return outcome
 
     def abort(self) -> None:
         """End what runs, from another thread."""
         self._exchange.abort()
+
+    def close(self) -> None:
+        """Nothing to let go of but the buffers, which are the reader's."""
+
+    def _take(self) -> Buffer:
+        with self._lock:
+            buffer = self._buffers.take(self._epoch, self._memory)
+        if buffer is None:
+            buffer = self._buffers.make(self._memory)
+            with self._lock:
+                self._buffers.add(buffer)
+        return buffer
+
+    def _received(self, buffer: Buffer, deadline: float) -> TransferOutcome:
+        if self._arrivals is not None:
+            arrivals = self._arrivals.steps(buffer, deadline)
+            return self._exchange.receive(arrivals, len(arrivals), deadline)
+        return self._receive(recent(self._steps, buffer.number, lambda: self._compiled(buffer)), deadline)
 
     def _receive(self, steps: list[Step], deadline: float) -> TransferOutcome:
         return self._exchange.receive(steps, self._depth, deadline)

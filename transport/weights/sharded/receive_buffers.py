@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Literal
 
 import torch
 
+from transport.weights.executors.peer_memory import PeerMemory
 from transport.weights.layout.flat import FlatLayout
 from transport.weights.layout.layout import Layout
 from transport.weights.memory import buffers
+from transport.weights.protocol.messages import BROKEN, WHOLE
 
 Use = Literal["free", "receiving", "whole", "front"]
 
@@ -17,11 +20,13 @@ Use = Literal["free", "receiving", "whole", "front"]
 class Buffer:
     """One version's local tensors, flat."""
 
-    def __init__(self, number: int, flat: FlatLayout, device: torch.device) -> None:
-        self.number = number
+    def __init__(self, number: int, flat: FlatLayout, device: torch.device, shared: PeerMemory | None) -> None:
+        self.number, self.shared = number, shared
         self.use: Use = "free"
         self.epoch, self.version = 0, -1
-        self.memory = torch.empty(flat.nbytes, dtype=torch.uint8, device=device)
+        self.own = None if shared is None else shared.allocate(flat.nbytes)
+        """What opens it to the senders, where they write into it."""
+        self.memory = self.own.buffer if self.own else torch.empty(flat.nbytes, dtype=torch.uint8, device=device)
         self.views = {
             spec.name: view for spec, view in zip(flat.tensors, buffers.views(flat, self.memory), strict=True)
         }
@@ -42,36 +47,63 @@ class ReceiveBuffers:
             self._targets = {spec.name: tied for spec, tied in zip(self._flat.tensors, found, strict=True)}
         self._partial = _partial(layout, rank)
         self._buffers: list[Buffer] = []
-        self._made = 0
+        self._numbers = itertools.count(1)
 
-    def take(self) -> Buffer | None:
-        """A buffer to receive into; None for a rank that holds nothing."""
-        if self._flat is None:
-            return None
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank holds nothing."""
+        return self._flat is None
+
+    def take(self, epoch: int, shared: PeerMemory | None) -> Buffer | None:
+        """A buffer of that memory to receive into in this epoch; None: one must be made.
+
+        What was whole and not adopted before a transfer begins never will be."""
+        for old in self._buffers:
+            if old.use == "whole" and old.epoch <= epoch:
+                old.use = "free"
+        self._keep([each for each in self._buffers if each.use != "free" or each.shared is shared])
         buffer = next((each for each in self._buffers if each.use == "free"), None)
-        if buffer is None:
-            self._made += 1
-            buffer = Buffer(self._made, self._flat, self._device)
-            for name in self._partial:
-                buffer.views[name].copy_(self._targets[name][0].detach())
-            self._buffers.append(buffer)
-        buffer.use = "receiving"
+        if buffer is not None:
+            buffer.use = "receiving"
         return buffer
+
+    def make(self, shared: PeerMemory | None) -> Buffer:
+        """A new buffer, which `add` takes in; SegmentError where `shared` has no room for it. Takes long."""
+        assert self._flat is not None, "who holds nothing receives nothing"
+        buffer = Buffer(next(self._numbers), self._flat, self._device, shared)
+        for name in self._partial:
+            buffer.views[name].copy_(self._targets[name][0].detach())
+        return buffer
+
+    def add(self, buffer: Buffer) -> None:
+        """A new buffer, to receive into."""
+        buffer.use = "receiving"
+        self._buffers.append(buffer)
 
     def base(self, epoch: int) -> Buffer | None:
         """The one with the newest version verified in this epoch, which `take` may have given out to be overwritten."""
         held = [each for each in self._buffers if each.epoch == epoch and each.version >= 0]
         return max(held, key=lambda each: each.version, default=None)
 
-    def give_back(self, buffer: Buffer, epoch: int, version: int) -> None:
-        """It has been received in this epoch: `version` whole, or -1."""
-        for old in self._buffers:
-            if old.use == "whole" and old.epoch <= epoch and version >= 0:
-                old.use = "free"
-        buffer.use, buffer.epoch, buffer.version = ("whole" if version >= 0 else "free"), epoch, version
-        idle = [each for each in self._buffers if each.use == "free"]
-        for extra in idle[1:]:
-            self._buffers.remove(extra)
+    def give_back(self, buffer: Buffer, epoch: int, version: int, state: str) -> None:
+        """A transfer into it has ended in this epoch.
+
+        One that did not come to its end spoils it: its senders may still be at it."""
+        buffer.use, buffer.epoch = ("whole" if state == WHOLE else "free"), epoch
+        buffer.version = version if state == WHOLE else -1
+        spoilt = buffer if state == BROKEN else None
+        idle = [each for each in self._buffers if each.use == "free" and each is not spoilt]
+        self._keep([each for each in self._buffers if each not in (spoilt, *idle[1:])])
+
+    def close(self) -> None:
+        """Let go of all; the attached tensors keep their memory."""
+        self._keep([])
+
+    def _keep(self, kept: list[Buffer]) -> None:
+        for each in self._buffers:
+            if each.own is not None and each not in kept:
+                each.own.release()
+        self._buffers = kept
 
     @torch.no_grad()
     def adopt(self, version: int, epoch: int) -> None:

@@ -7,7 +7,7 @@ a bucket, which one call packs or unpacks, casting on the way. Both ends sum the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import TypeVar
 
 import torch
@@ -17,7 +17,9 @@ from transport.weights.layout.flat import ALIGNMENT
 from transport.weights.sharded.chunks import Chunk, Fragment, Sums, place
 
 Fragments = list[tuple[Fragment, torch.Tensor]]
+Key = TypeVar("Key", int, bytes)
 Compiled = TypeVar("Compiled")
+Message = TypeVar("Message")
 
 
 class Step:
@@ -89,13 +91,25 @@ class Step:
         return wordsums(self.data, self._offsets, self._sizes)
 
 
-def recent(cache: dict[int, Compiled], number: int, make: Callable[[], Compiled]) -> Compiled:
-    """What was made for a buffer of this number; of the two last ones only."""
-    if number not in cache:
+def recent(
+    cache: dict[Key, Compiled],
+    key: Key,
+    make: Callable[[], Compiled],
+    end: Callable[[Compiled], object] = lambda made: None,
+) -> Compiled:
+    """What was made for a buffer of this key; of the two last ones only. `end`: of what is forgotten."""
+    if key not in cache:
         while len(cache) > 1:
-            cache.pop(next(iter(cache)))
-        cache[number] = make()
-    return cache[number]
+            end(cache.pop(next(iter(cache))))
+        cache[key] = make()
+    return cache[key]
+
+
+def in_turns(steps: Mapping[int, Sequence[Message]], first: int) -> list[Message]:
+    """The messages by peer, each peer's in their order, while the peers take turns from `first` on."""
+    peers = sorted(steps, key=lambda peer: (peer < first, peer))
+    rows = zip_longest(*(steps[peer] for peer in peers))
+    return [step for row in rows for step in row if step is not None]
 
 
 def compiled(
@@ -110,11 +124,10 @@ def compiled(
     """The steps of a transfer: the peers take turns, from `first` on; `depth` of them may be under way at once.
 
     `chunks`: by the peer's rank in the process group. `device`: where messages lie."""
-    peers = sorted(chunks, key=lambda peer: (peer < first, peer))
-    order = sorted(
-        ((number, turn, peer) for turn, peer in enumerate(peers) for number in range(len(chunks[peer]))),
-    )
-    steps = [step_of(peer, number + 1, chunks[peer][number], tensors, sending, device) for number, _, peer in order]
+    steps = in_turns({
+        peer: [step_of(peer, number, chunk, tensors, sending, device) for number, chunk in enumerate(cut, 1)]
+        for peer, cut in chunks.items()
+    }, first)  # fmt: skip
     packed = [step for step in steps if step.needs_bucket]
     size = -(-max((step.nbytes for step in packed), default=0) // ALIGNMENT) * ALIGNMENT
     buckets = torch.empty(min(depth, len(packed)), size, dtype=torch.uint8, device=device)

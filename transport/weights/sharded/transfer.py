@@ -13,7 +13,7 @@ import torch
 from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup
 from transport.weights.protocol.ranks import TransferOutcome
 from transport.weights.sharded.chunks import Sums
-from transport.weights.sharded.process_group import ProcessGroup
+from transport.weights.sharded.process_group import ONE_SIDED, ProcessGroup
 
 DEPTH = 4
 """Messages under way at once, at least."""
@@ -85,13 +85,15 @@ class Exchange:
     ) -> None:
         """Meets the epoch's other ranks. `rank`: among them, source ranks first. `peers`: those it exchanges with.
 
-        `device`: where messages lie. `stop`: set by whoever gives the epoch up, while they meet or later."""
+        `device`: where weights lie, and messages if they carry them. `stop`: set by whoever gives the epoch up, while
+        they meet or later."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._group = ProcessGroup(
             form.backend, form.store, rank, form.sources + form.ranks, connect_s=connect_s, stop=stop,
             clock=clock,
         )  # fmt: skip
+        device = torch.device("cpu") if form.backend in ONE_SIDED else device
         self._device, self._clock = device, clock
         self._stop = stop
         # One byte to each in the order of the ranks, which is the same for all: NCCL connects a pair at its first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 from transport.errors import PeerGone
 from transport.weights.errors import WeightError
 from transport.weights.executors.address import Address
+from transport.weights.executors.device_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import WHOLE, FormGroup, Note
@@ -24,6 +26,7 @@ from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded.chunks import chunks_between
 from transport.weights.sharded.control import ControlThread, Listener
 from transport.weights.sharded.process_group import Backend
+from transport.weights.sharded.put import Deposits, peer_memory
 from transport.weights.sharded.staging import BorrowedTensors, Snapshots, Staging, Tensors, checked
 from transport.weights.sharded.steps import Step, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, Exchange, Outbound
@@ -59,21 +62,25 @@ class ShardedWriter:
         deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.monotonic,
         attempt: int = 0,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """`layout`: of all ranks of the trainer. `ranks`: how many they are, if some of the last hold nothing.
 
-        `address`: ipc:///folder/name.sock or tcp://127.0.0.1:port; the same at every rank. `hold`: "snapshot"
+        `address`: ipc:///folder/name.sock or tcp://127.0.0.1:port; the same at every rank. `backend`: shared_memory
+        and cuda_ipc write straight into the memory of readers, all of which are on this machine. `hold`: "snapshot"
         copies each version into one of at most two buffers, so that groups may take it at any later time; with
         "until_settle" it is sent from the trainer's tensors, which must not change until `settle` has returned.
-        `device`: where versions are sent from; this rank's GPU with nccl. `bucket_bytes`: of a message, at most.
-        `threads`: for the copy. `attempt`: the scheduler's, at this process; a later one takes the rank's place,
-        whatever clocks say. Rank 0 raises AddressTaken when another live writer has the address."""
+        `device`: where versions are sent from; this rank's GPU with nccl and cuda_ipc. `bucket_bytes`: of a message,
+        at most. `threads`: for the copy. `attempt`: the scheduler's, at this process; a later one takes the rank's
+        place, whatever clocks say. `memory`: stands in for a GPU's, by cuda_ipc. Rank 0 raises AddressTaken when
+        another live writer has the address."""
         self.layout, self.rank = layout, rank
         self.ranks = ranks if ranks is not None else layout.ranks
         self._local = layout.local(rank)
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
-        self._device = torch.device(device)
+        self._device, self._threads = torch.device(device), threads
+        self._memory_of = functools.cache(lambda backend: peer_memory(backend, self._device, memory))
         self._borrows = hold == "until_settle"
         self._staging: Staging = (
             BorrowedTensors() if self._borrows
@@ -229,7 +236,8 @@ class Sending:
     """The sender's end of one epoch."""
 
     def __init__(self, writer: ShardedWriter, form: FormGroup, stop: threading.Event) -> None:
-        plan = reshard(writer.layout, Layout.from_plain(form.layout))
+        theirs = Layout.from_plain(form.layout)
+        plan = reshard(writer.layout, theirs)
         cuts = [chunks_between(plan, writer.rank, to, form.bucket_bytes) for to in range(form.ranks)]
         self._chunks = {form.sources + to: cut for to, cut in enumerate(cuts) if cut}
         self._depth = max(DEPTH, len(self._chunks))
@@ -239,13 +247,24 @@ class Sending:
         self._exchange = Exchange(
             form, writer.rank, self._chunks, self._device, writer._deadlines.form_s, stop, writer._clock
         )
+        self._deposits: Deposits | None = None
+        if memory := writer._memory_of(form.backend):
+            self._deposits = Deposits(
+                self._exchange, self._chunks, {peer: theirs.flat(peer - form.sources) for peer in self._chunks}, memory,
+                first=self._first, threads=writer._threads,
+            )  # fmt: skip
 
     def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Send a version."""
         key, tensors = self._staging.of(version)
-        steps = recent(self._steps, key, lambda: self._compiled(tensors))
-        messages = self._agreed(version, steps, deadline)
-        outcome = self._exchange.send(messages, self._staging.sums(version), self._depth, deadline)
+        messages: Sequence[Outbound]
+        if self._deposits is not None:
+            messages = self._deposits.steps(key, tensors, deadline)
+        else:
+            steps = recent(self._steps, key, lambda: self._compiled(tensors))
+            messages = self._agreed(version, steps, deadline)
+        depth = len(messages) if self._deposits else self._depth
+        outcome = self._exchange.send(messages, self._staging.sums(version), depth, deadline)
         if outcome.state == WHOLE:
             with self._writer._control.changed:
                 self._writer._sent[self._group] += sum(message.nbytes for message in messages)
@@ -254,6 +273,12 @@ class Sending:
     def abort(self) -> None:
         """End what runs, from another thread."""
         self._exchange.abort()
+
+    def close(self) -> None:
+        """Let go of the receivers' buffers."""
+        self._steps.clear()
+        if self._deposits is not None:
+            self._deposits.close()
 
     def _agreed(self, version: int, steps: list[Step], deadline: float) -> Sequence[Outbound]:
         """The messages as their receivers expect them."""

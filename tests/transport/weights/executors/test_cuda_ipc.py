@@ -18,7 +18,7 @@ from transport.weights import (
     WeightReader,
     WeightWriter,
 )
-from transport.weights.executors import cuda_ipc, shared_memory
+from transport.weights.executors import cuda_ipc, device_memory, shared_memory
 from transport.weights.executors.cuda_ipc import CudaIpc
 from transport.weights.executors.cuda_memory import CudaMemory
 from transport.weights.executors.device_memory import HostMemory
@@ -69,8 +69,8 @@ def site(tmp_path, memory):
 @pytest.fixture(autouse=True)
 def nothing_departs_for_good():
     yield
-    cuda_ipc._departing.release()
-    assert cuda_ipc._departing._held == []
+    device_memory.departing.release()
+    assert device_memory.departing._held == []
 
 
 def buffers(memory):
@@ -98,7 +98,7 @@ def test_a_closed_writers_buffer_stays_whole_until_its_reader_has_closed_it(site
     assert buffers(memory) == 1
     reader.close()
     assert values(mine) == {1} and mine["up"].data_ptr() != pointer
-    cuda_ipc._departing.release()
+    device_memory.departing.release()
     assert buffers(memory) == 0
 
 
@@ -306,7 +306,7 @@ def test_a_reader_killed_in_a_transfer_holds_nobody_up_and_no_lease(start, site,
         until(writer, lambda: other.exitcode is not None)
         assert (other.exitcode, writer.segments) == (0, (2, 0))
     victim.join(10)
-    cuda_ipc._departing.release()
+    device_memory.departing.release()
     assert buffers(memory) == 0
 
 

@@ -7,7 +7,7 @@ import torch
 
 from transport.weights import Layout, Mesh, ShardedReader
 
-from ..sharded_rig import FAST, full, plane, shards, until
+from ..sharded_rig import FAST, backed, full, plane, shards, until
 
 MODEL = {
     "embed": ((31, 8), "float32"),
@@ -45,6 +45,15 @@ def assert_bytes(group, tensors) -> None:
             assert torch.equal(mine[name].detach(), wanted[name]), (rank, name)
 
 
+BACKENDS = ("gloo", "shared_memory", "cuda_ipc")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, tmp_path):
+    """Knobs of both ends; a GPU's memory is in files here."""
+    return backed(request.param, tmp_path)
+
+
 @pytest.mark.parametrize("hold", ["snapshot", "until_settle"])
 @pytest.mark.parametrize(
     ("source", "destination"),
@@ -59,8 +68,9 @@ def assert_bytes(group, tensors) -> None:
     ],
     ids=["one", "fsdp-tp", "tp-fsdp", "grid-one", "cast-down", "cast-up", "replicas-grid"],
 )
-def test_every_rank_gets_the_bytes_of_its_own_boxes(tmp_path, source, destination, hold):
-    with plane(source, destination, f"ipc://{tmp_path}/w", hold=hold, bucket_bytes=512) as (trainer, group):
+def test_every_rank_gets_the_bytes_of_its_own_boxes(tmp_path, source, destination, hold, backend):
+    address = f"ipc://{tmp_path}/w"
+    with plane(source, destination, address, hold=hold, bucket_bytes=512, **backend) as (trainer, group):
         for version in (0, 1, 2):
             assert all(writer.settle(10.0) for writer in trainer.writers)
             tensors = trainer.publish(version)
@@ -68,8 +78,8 @@ def test_every_rank_gets_the_bytes_of_its_own_boxes(tmp_path, source, destinatio
             assert_bytes(group, tensors)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_random_layouts_get_the_bytes_of_a_gather_and_a_cut(tmp_path, seed):
+@pytest.mark.parametrize(("seed", "backend"), [(seed, BACKENDS[seed % 2]) for seed in range(12)], indirect=["backend"])
+def test_random_layouts_get_the_bytes_of_a_gather_and_a_cut(tmp_path, seed, backend):
     draw = random.Random(seed)
 
     def layout() -> Layout:
@@ -79,21 +89,21 @@ def test_random_layouts_get_the_bytes_of_a_gather_and_a_cut(tmp_path, seed):
 
     source, destination = layout(), layout()
     bucket = draw.choice([64, 300, 1 << 20])
-    with plane(source, destination, f"ipc://{tmp_path}/w", bucket_bytes=bucket) as (trainer, group):
+    with plane(source, destination, f"ipc://{tmp_path}/w", bucket_bytes=bucket, **backend) as (trainer, group):
         for version in (1, 2):
             tensors = trainer.publish(version)
             until(lambda version=version: group.versions == {version}, group)
             assert_bytes(group, tensors)
 
 
-def test_what_the_layout_does_not_describe_keeps_its_values(tmp_path):
+def test_what_the_layout_does_not_describe_keeps_its_values(tmp_path, backend):
     source = Layout.whole({"a": ((4, 8), "float32"), "b": ((4, 8), "float32")})
     both = source.fused("ab", ["a", "b"])
     part = Layout(tensors={"b": both.tensors["b"]})
-    with plane(source, part, f"ipc://{tmp_path}/w") as (trainer, group):
+    with plane(source, part, f"ipc://{tmp_path}/w", **backend) as (trainer, group):
         group.close()
         mine = {"ab": torch.nn.Parameter(torch.full((8, 8), 77.0))}
-        reader = ShardedReader(part, 0, f"ipc://{tmp_path}/w", "other", deadlines=FAST)
+        reader = ShardedReader(part, 0, f"ipc://{tmp_path}/w", "other", deadlines=FAST, memory=backend["memory"])
         reader.attach(mine)
         for version in (1, 2, 3):
             tensors = trainer.publish(version)

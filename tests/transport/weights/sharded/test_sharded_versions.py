@@ -14,6 +14,7 @@ from transport.weights.protocol.messages import BROKEN
 from transport.weights.protocol.ranks import Transfer, TransferOutcome
 from transport.weights.sharded.epoch_thread import EpochThread
 from transport.weights.sharded.process_group import ProcessGroup
+from transport.weights.sharded.put import Arrival
 from transport.weights.sharded.steps import Step
 
 from ..sharded_rig import DEADLINE_S, FAST, Group, Trainer, full, parameters, plane, shards, until
@@ -27,18 +28,22 @@ def address(tmp_path):
     return f"ipc://{tmp_path}/w"
 
 
+@pytest.fixture(params=["gloo", "shared_memory"])
+def backend(request):
+    return request.param
+
+
 @pytest.fixture
 def gate(monkeypatch):
-    """Receivers wait at it before they put a message into place."""
+    """Receivers wait at it before they put a message into place, or sum what was put there."""
     opened = threading.Event()
     opened.set()
-    unpack = Step.unpack
 
-    def waiting(step):
-        assert opened.wait(DEADLINE_S)
-        return unpack(step)
+    def waiting(unpack):
+        return lambda step: unpack(step) if opened.wait(DEADLINE_S) else None
 
-    monkeypatch.setattr(Step, "unpack", waiting)
+    for kind in (Step, Arrival):
+        monkeypatch.setattr(kind, "unpack", waiting(kind.unpack))
     yield opened
     opened.set()
 
@@ -51,8 +56,8 @@ def holds(group, tensors) -> bool:
     )
 
 
-def test_a_version_goes_into_parameters_by_a_pointer_flip_between_two_buffers(address):
-    with plane(SOURCE, TARGET, address) as (trainer, group):
+def test_a_version_goes_into_parameters_by_a_pointer_flip_between_two_buffers(address, backend):
+    with plane(SOURCE, TARGET, address, backend=backend) as (trainer, group):
         places = []
         for version in range(1, 6):
             trainer.publish(version)
@@ -61,8 +66,8 @@ def test_a_version_goes_into_parameters_by_a_pointer_flip_between_two_buffers(ad
         assert places[0] == places[2] == places[4] != places[1] == places[3]
 
 
-def test_parameters_keep_their_memory_where_they_are_asked_to(address):
-    trainer = Trainer(SOURCE, address)
+def test_parameters_keep_their_memory_where_they_are_asked_to(address, backend):
+    trainer = Trainer(SOURCE, address, backend=backend)
     group = Group(TARGET, address, adopt="copy")
     place = group.tensors[1]["a"].data_ptr()
     for version in (1, 2):
@@ -74,8 +79,8 @@ def test_parameters_keep_their_memory_where_they_are_asked_to(address):
     trainer.close()
 
 
-def test_an_old_version_stays_until_the_new_one_is_adopted(address):
-    with plane(SOURCE, TARGET, address) as (trainer, group):
+def test_an_old_version_stays_until_the_new_one_is_adopted(address, backend):
+    with plane(SOURCE, TARGET, address, backend=backend) as (trainer, group):
         first = trainer.publish(1)
         until(lambda: group.versions == {1}, group)
         second = trainer.publish(2)
@@ -100,8 +105,8 @@ def test_a_snapshot_may_change_at_once_and_late_groups_still_get_it(address):
     trainer.close()
 
 
-def test_tensors_that_are_sent_in_place_may_change_once_settled(address, gate):
-    with plane(SOURCE, TARGET, address, hold="until_settle", bucket_bytes=64) as (trainer, group):
+def test_tensors_that_are_sent_in_place_may_change_once_settled(address, gate, backend):
+    with plane(SOURCE, TARGET, address, backend=backend, hold="until_settle", bucket_bytes=64) as (trainer, group):
         until(lambda: all(reader.epoch for reader in group.readers))
         gate.clear()
         mine = [shards(SOURCE, rank, full(SOURCE, 1)) for rank in range(2)]
@@ -119,8 +124,8 @@ def test_tensors_that_are_sent_in_place_may_change_once_settled(address, gate):
         assert holds(group, full(SOURCE, 1))
 
 
-def test_a_trainer_that_will_not_wait_gives_the_transfer_up_and_the_group_takes_the_next(address, gate):
-    with plane(SOURCE, TARGET, address, hold="until_settle", bucket_bytes=64) as (trainer, group):
+def test_a_trainer_that_will_not_wait_gives_the_transfer_up_and_the_group_takes_the_next(address, gate, backend):
+    with plane(SOURCE, TARGET, address, backend=backend, hold="until_settle", bucket_bytes=64) as (trainer, group):
         until(lambda: all(reader.epoch for reader in group.readers))
         gate.clear()
         trainer.publish(1)
@@ -134,8 +139,8 @@ def test_a_trainer_that_will_not_wait_gives_the_transfer_up_and_the_group_takes_
         assert "generator-0" in trainer.writers[0].faults
 
 
-def test_a_publish_never_waits_and_the_newest_version_goes_out_when_a_buffer_is_free(address, gate):
-    with plane(SOURCE, TARGET, address, bucket_bytes=64) as (trainer, group):
+def test_a_publish_never_waits_and_the_newest_version_goes_out_when_a_buffer_is_free(address, gate, backend):
+    with plane(SOURCE, TARGET, address, backend=backend, bucket_bytes=64) as (trainer, group):
         until(lambda: all(reader.epoch for reader in group.readers))
         gate.clear()
         trainer.publish(1)
@@ -146,8 +151,8 @@ def test_a_publish_never_waits_and_the_newest_version_goes_out_when_a_buffer_is_
         assert holds(group, tensors)
 
 
-def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate):
-    trainer = Trainer(SOURCE, address, bucket_bytes=64)
+def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate, backend):
+    trainer = Trainer(SOURCE, address, backend=backend, bucket_bytes=64)
     gate.clear()
     trainer.publish(1)
     slow = Group(TARGET, address, "slow")
@@ -187,8 +192,8 @@ def test_a_byte_flipped_on_the_way_is_found_and_the_next_version_taken(address, 
         assert holds(group, tensors)
 
 
-def test_a_byte_flipped_in_the_trainers_buffer_is_found(address):
-    with plane(SOURCE, SOURCE, address) as (trainer, group):
+def test_a_byte_flipped_in_the_trainers_buffer_is_found(address, backend):
+    with plane(SOURCE, SOURCE, address, backend=backend) as (trainer, group):
         first = trainer.publish(1)
         until(lambda: group.versions == {1}, group)
         staging, fill = trainer.writers[1]._staging, trainer.writers[1]._staging.fill
@@ -398,6 +403,9 @@ def test_a_collective_never_holds_the_thread_that_keeps_the_deadline():
         def abort(self) -> None:
             over.set()
 
+        def close(self) -> None:
+            pass
+
     def transferred(transfer: Transfer, outcome: TransferOutcome) -> None:
         outcomes.append((transfer.version, outcome.fault))
         ended.set()
@@ -421,6 +429,9 @@ def test_the_thread_that_keeps_the_deadline_breaks_a_transfer_off_that_passes_it
 
         def abort(self) -> None:
             over.set()
+
+        def close(self) -> None:
+            pass
 
     def transferred(transfer: Transfer, outcome: TransferOutcome) -> None:
         outcomes.append(outcome.fault)

@@ -1,0 +1,209 @@
+"""One-sided transfers within a machine: each source rank writes its boxes into the receivers' buffers, where they stay.
+
+Before each transfer a receiver tells its senders which buffer is free. A sender copies straight into it, casting on the
+way, and its messages only say that a chunk is there; then it is verified as any other. A buffer of a transfer that did
+not come to its end is never used again: a sender that was stopped in the middle may still write to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from transport.codec import Codec
+from transport.native import Copier, Summer
+from transport.weights.errors import SegmentError
+from transport.weights.executors.device_memory import DeviceMemory, Handle
+from transport.weights.executors.peer_memory import PeerBuffer, PeerMemory
+from transport.weights.layout.flat import FlatLayout
+from transport.weights.memory import buffers
+from transport.weights.sharded.chunks import Chunk, Sums, place
+from transport.weights.sharded.receive_buffers import Buffer
+from transport.weights.sharded.staging import Tensors
+from transport.weights.sharded.steps import in_turns, recent
+from transport.weights.sharded.transfer import Exchange
+
+HANDLE_WORDS = 128
+"""Of what a receiver tells, int64: the bytes of a `Place`, and those."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Receiver: write the next version here."""
+
+    handle: Handle
+
+
+CODEC: Codec[Place] = Codec("put", 1, Place)
+
+
+def peer_memory(backend: str, device: torch.device, memory: DeviceMemory | None) -> PeerMemory | None:
+    """What a receiver's buffers are taken from; None where messages carry the bytes. `memory` stands in for a GPU's."""
+    if backend == "cuda_ipc":
+        if memory is None:
+            from transport.weights.executors.cuda_memory import CudaMemory
+
+            memory = CudaMemory(device)
+        return PeerMemory(memory)
+    return PeerMemory() if backend == "shared_memory" else None
+
+
+class Deposit:
+    """A chunk that its sender writes into the receiver's buffer; the message tells that it is there."""
+
+    def __init__(self, peer: int, tag: int, chunk: Chunk, ours: Tensors, theirs: Tensors, threads: int) -> None:
+        self.peer, self.tag = peer, tag
+        self.nbytes = sum(fragment.nbytes for fragment in chunk.fragments)
+        self.data = torch.zeros(1, dtype=torch.uint8)
+        parts = chunk.fragments
+        sources = [ours[part.copy.source_name].detach()[part.source] for part in parts]
+        there = [theirs[part.copy.destination_name][part.destination] for part in parts]
+        self._keys = [(part.copy.source_name, place(part.source)) for part in parts]
+        self._same = all(a.dtype == b.dtype for a, b in zip(sources, there, strict=True))
+        shaped = [source.view(target.shape) for source, target in zip(sources, there, strict=True)]
+        self._copier = Copier(there, shaped, threads=threads)
+
+    def pack(self) -> list[int]:
+        """Write it; the checksum of each fragment."""
+        return self._copier.run()
+
+    def known(self, sums: Sums) -> list[int] | None:
+        """The checksums made when the tensors were copied; None where they are not of these fragments."""
+        found = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
+        return None if -1 in found else found
+
+    def sums(self) -> list[int]:
+        """None: `pack` makes them."""
+        return []
+
+
+class Arrival:
+    """A chunk in this rank's buffer, of which a message tells that it is there."""
+
+    def __init__(self, peer: int, tag: int, chunk: Chunk, ours: Tensors) -> None:
+        self.peer, self.tag = peer, tag
+        self.data = torch.zeros(1, dtype=torch.uint8)
+        self.names = [part.copy.tensor for part in chunk.fragments]
+        self._summer = Summer([ours[part.copy.destination_name][part.destination] for part in chunk.fragments])
+
+    def unpack(self) -> list[int]:
+        """The checksum of each fragment as it lies there."""
+        return self._summer.run()
+
+
+class _Opened:
+    """A receiver's buffer, and the chunks that are written into it."""
+
+    def __init__(self, buffer: PeerBuffer, flat: FlatLayout) -> None:
+        self._buffer = buffer
+        named = zip(flat.tensors, buffers.views(flat, buffer.buffer), strict=True)
+        self.views = {spec.name: view for spec, view in named}
+        self.steps: dict[int, list[Deposit]] = {}
+
+    def close(self) -> None:
+        self.views.clear()
+        self.steps.clear()
+        self._buffer.close()
+
+
+class Deposits:
+    """What one source rank writes in an epoch.
+
+    Consumes: the receivers' places. Produces: bytes there. Waits for: the places, in `steps`. Unblocked by: receivers.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        chunks: Mapping[int, Sequence[Chunk]],
+        flats: Mapping[int, FlatLayout],
+        memory: PeerMemory,
+        *,
+        first: int,
+        threads: int,
+    ) -> None:
+        """`chunks`, `flats`: what goes to each peer, and how its buffers are laid out. `first`: whose turn is first."""
+        self._exchange, self._chunks, self._flats, self._memory = exchange, chunks, flats, memory
+        self._first, self._threads = first, threads
+        self._opened: dict[int, dict[bytes, _Opened]] = {peer: {} for peer in chunks}
+
+    def steps(self, key: int, tensors: Tensors, deadline: float) -> list[Deposit]:
+        """The next transfer's: nothing for a receiver that has no room.
+
+        `key`: equal while the tensors lie where they lay. SegmentError where a buffer cannot be opened."""
+        places = self._exchange.agree({}, dict.fromkeys(self._chunks, HANDLE_WORDS), deadline)
+        told = {peer: _told(words) for peer, words in places.items()}
+        return in_turns({
+            peer: self._steps_to(peer, place, key, tensors) for peer, place in told.items() if place
+        }, self._first)  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of all buffers."""
+        for opened in self._opened.values():
+            while opened:
+                opened.popitem()[1].close()
+
+    def _steps_to(self, peer: int, told: bytes, key: int, tensors: Tensors) -> list[Deposit]:
+        opened = recent(self._opened[peer], told, lambda: self._open(peer, told), _Opened.close)
+        return recent(opened.steps, key, lambda: self._compiled(peer, tensors, opened))
+
+    def _open(self, peer: int, told: bytes) -> _Opened:
+        buffer, flat = self._memory.open(CODEC.decode(told).handle), self._flats[peer]
+        if len(buffer.buffer) != flat.nbytes:
+            found = len(buffer.buffer)
+            buffer.close()
+            raise SegmentError(
+                f"the buffer of a receiver is not laid out as its layout says; found {found} bytes for {flat.nbytes}; "
+                "trainer and generators must run the same release"
+            )
+        return _Opened(buffer, flat)
+
+    def _compiled(self, peer: int, tensors: Tensors, opened: _Opened) -> list[Deposit]:
+        return [
+            Deposit(peer, number, chunk, tensors, opened.views, self._threads)
+            for number, chunk in enumerate(self._chunks[peer], 1)
+        ]
+
+
+class Arrivals:
+    """What one destination rank is written in an epoch.
+
+    Consumes: a free buffer. Produces: its place, for the senders. Waits for: them to hear it, in `steps` and `refuse`.
+    Unblocked by: the senders."""
+
+    def __init__(self, exchange: Exchange, chunks: Mapping[int, Sequence[Chunk]], *, first: int) -> None:
+        """`chunks`: what comes from each peer. `first`: whose turn is first."""
+        self._exchange, self._chunks, self._first = exchange, chunks, first
+        self._steps: dict[int, list[Arrival]] = {}
+
+    def steps(self, buffer: Buffer, deadline: float) -> list[Arrival]:
+        """The next transfer's, into this buffer."""
+        assert buffer.own is not None, "buffers are taken from the epoch's memory"
+        self._tell(_words(CODEC.encode(Place(handle=buffer.own.handle))), deadline)
+        return recent(self._steps, buffer.number, lambda: self._compiled(buffer))
+
+    def refuse(self, deadline: float) -> None:
+        """There is no room for the next transfer."""
+        self._tell(_words(b""), deadline)
+
+    def _tell(self, words: list[int], deadline: float) -> None:
+        self._exchange.agree(dict.fromkeys(self._chunks, words), {}, deadline)
+
+    def _compiled(self, buffer: Buffer) -> list[Arrival]:
+        return in_turns({
+            peer: [Arrival(peer, number, chunk, buffer.views) for number, chunk in enumerate(cut, 1)]
+            for peer, cut in self._chunks.items()
+        }, self._first)  # fmt: skip
+
+
+def _words(told: bytes) -> list[int]:
+    assert len(told) <= 8 * HANDLE_WORDS - 8, "a handle is short"
+    words: list[int] = np.frombuffer(told.ljust(8 * HANDLE_WORDS - 8, b"\0"), "<i8").tolist()
+    return [len(told), *words]
+
+
+def _told(words: Sequence[int]) -> bytes:
+    return np.array(words[1:], "<i8").tobytes()[: words[0]]
