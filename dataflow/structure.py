@@ -107,6 +107,16 @@ def refreshes_of(graph: Structure, trainer: str) -> list[Refresh]:
     return list(dict.fromkeys(refresh for refresh in found if refresh is not None))
 
 
+def refresh_of(graph: Structure, reader: str) -> Refresh | None:
+    """How a reader of weights is refreshed; None: it is not."""
+    return next((feedback.refresh for feedback in graph.feedbacks if feedback.reader.name == reader), None)
+
+
+def line_of(graph: Structure, trainer: str, refresh: Refresh | None) -> str:
+    """What a trainer's weight plane is called where its ends meet: readers that are refreshed have one of their own."""
+    return trainer if refresh is None else f"{trainer}.{refreshes_of(graph, trainer).index(refresh)}"
+
+
 def generators_of(graph: Structure, node: str) -> list[Generate]:
     """The generators upstream of a node."""
     lanes = set(lanes_of(graph, node))

@@ -1,6 +1,6 @@
 """The ends of the weight plane as operators see them: a trainer's, a reader's, and those of further ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -48,13 +48,16 @@ class OpensWriter(Protocol):
     """Opens a trainer's end of the weight plane for these tensors."""
 
     @property
-    def sites(self) -> Sequence[Mapping[str, str]]:
-        """In plain values, where the trainer's other ranks offer their shards (`ports.offer_beside`).
+    def sites(self) -> Sequence[Mapping[str, Any]]:
+        """In plain values, where the trainer's other ranks offer their shards, and as what (`ports.offer_beside`).
 
         Where there are any, tensors are DTensors; where there are none, one rank offers whole tensors."""
 
-    def __call__(self, tensors: Mapping[str, Any]) -> WeightsOut:
-        """The end of the trainer's first rank."""
+    def __call__(self, tensors: Mapping[str, Any], largest: Callable[[Any], object] | None = None) -> WeightsOut:
+        """The end of the trainer's first rank.
+
+        largest: where there are sites; it replaces the numbers of a torch tensor by the largest that any rank has at
+        their places, when all ranks call it. They do so in each publishing in which scales are of rows that are cut."""
 
 
 class Offered(Protocol):
@@ -86,20 +89,31 @@ class WeightsIn(Protocol):
         """Take the newest offered version into the attached tensors; its number, or that of the version kept."""
 
 
+def taken(reader: WeightsIn) -> int | None:
+    """Take what is offered, if anything: the number of what was taken, None where the version in use was kept.
+
+    What is offered may be another one by the time it is taken."""
+    offer, before = reader.poll(), reader.version
+    if offer is None:
+        return None
+    version = reader.adopt()
+    return version if version == offer.version or version != before else None
+
+
 class VerifiedOffer(Offered, Protocol):
     """A version that is held still."""
 
     @property
     def segment(self) -> str:
-        """Where it lies."""
+        """Tells it from every other that was offered under its number."""
+
+    @property
+    def layout(self) -> Mapping[str, Any] | None:
+        """What the other ranks need to find their slices, where it is another than before."""
 
 
 class LeadingWeightsIn(WeightsIn, Protocol):
     """The end of the first of several ranks, each of which takes its own part of a version."""
-
-    @property
-    def layout(self) -> Any:
-        """The trainer's layout; `to_plain` gives it in plain values."""
 
     def verify(self) -> VerifiedOffer | None:
         """Hold the offered version still, verified, until `adopt` or `decline`; None when it was withdrawn."""
@@ -109,15 +123,15 @@ class LeadingWeightsIn(WeightsIn, Protocol):
 
 
 class WeightsBeside(Protocol):
-    """The end of one of the other ranks."""
+    """The end of one of the other ranks, each of which holds what the first one holds before any of them takes it."""
 
     def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None = None) -> bool:
         """Hold the version that the first rank has verified; False when it cannot. `layout` where it is a new one."""
 
-    def leave(self) -> None:
+    def decline(self) -> None:
         """Let go of it."""
 
-    def take(self) -> int:
+    def adopt(self) -> int:
         """Its part of the version into the attached tensors; its number."""
 
     def close(self) -> None:
@@ -130,9 +144,10 @@ class OpensWeights(Protocol):
 
     @property
     def site(self) -> Mapping[str, str] | None:
-        """In plain values, where other ranks of this machine find the same versions (`ports.open_beside`), if they can.
+        """In plain values, where other ranks find the same versions (`ports.open_beside`); None within one process.
 
         Where it is given, the end is a LeadingWeightsIn and may hold slices of the full tensors."""
 
-    def __call__(self, tensors: Mapping[str, Any], slices: Mapping[str, Any] | None = None) -> WeightsIn:
-        """`slices`: (full shape, dimension, ranges along it) by name, of tensors that are parts of full ones."""
+    def __call__(self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)) -> WeightsIn:
+        """The end of the first rank. `slices`: of each rank, (full shape, dimension, ranges along it) by name, of
+        tensors that are parts of full ones."""

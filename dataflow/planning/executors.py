@@ -8,7 +8,7 @@ from dataflow.errors import GraphError, nearest
 from dataflow.planning.memory_need import amount
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.placement import Placement
-from dataflow.structure import Feedback, Structure, readers_of
+from dataflow.structure import Feedback, Structure
 from dataflow.weight_ends import Refresh
 
 EXECUTORS = ("local", "shared_memory", "cuda_ipc", "gloo", "nccl")
@@ -95,6 +95,11 @@ def weight_paths(
     found: list[WeightPath] = []
     for feedback in graph.feedbacks:
         trainer, reader = placements[feedback.weights.trainer.name], placements[feedback.reader.name]
+        if one_process and reader.ranks > 1:
+            raise GraphError(
+                f"'{reader.node}' is to take trained weights on {reader.ranks} ranks, but a run in one process has one "
+                f"of everything; use tensor_parallel=1, or run in processes"
+            )
         model = graph.operators[trainer.node].uses
         size = sizes.get(model.source) if model else None
         nbytes = size.sent_bytes(model.dtype, model.lora) // reader.ranks if size and model else None
@@ -103,7 +108,6 @@ def weight_paths(
             _seat(reader, replica, rank, one_process)
             for replica in range(reader.replicas) for rank in range(reader.ranks)
         ]  # fmt: skip
-        _check_narrow(graph, trainer)
         _check_alike(graph, feedback, sizes)
         collective = _collective(sources, destinations) if trainer.ranks > 1 else None
         for replica in range(reader.replicas):
@@ -151,16 +155,6 @@ def _collective(sources: list[Seat], destinations: list[Seat]) -> str:
     """The executor for a trainer of several ranks, each of which sends its own shards: one for all pairs."""
     serves = all(obstacle("nccl", source, to) is None for source in sources for to in destinations)
     return "nccl" if serves else "gloo"
-
-
-def _check_narrow(graph: Structure, trainer: Placement) -> None:
-    """Refuse readers that want narrow weights of a trainer whose ranks hold parts of rows."""
-    narrow = {reader.narrow for reader in readers_of(graph, trainer.node)}
-    if trainer.ranks > 1 and len(narrow) == 1 and (form := narrow.pop()) is not None:
-        raise GraphError(
-            f"'{trainer.node}' runs on {trainer.ranks} ranks, but all readers of its weights take them as {form}, "
-            f"which one rank makes of whole tensors; train on 1 rank, or let a reader take them as they are"
-        )
 
 
 def _check_alike(graph: Structure, feedback: Feedback, sizes: Mapping[str, ModelSize]) -> None:

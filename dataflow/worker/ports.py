@@ -13,7 +13,7 @@ from dataflow.planning.executors import COLLECTIVE
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, edges, narrow_format
 from dataflow.records import schema
-from dataflow.structure import readers_of, refreshes_of
+from dataflow.structure import line_of, readers_of, refresh_of
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.security import RunKeys, endpoint, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsBeside, WeightsIn, WeightsOut
@@ -22,9 +22,11 @@ from dataflow.worker.host import Host, Settings
 from transport.data import LocalNetwork, Receiver, Sender, SocketNetwork, keep_freed_memory
 
 if TYPE_CHECKING:
-    from transport.weights import FlatLayout
+    from transport.weights import FlatLayout, ShardedReader
+    from transport.weights.encoding import Encoding
     from transport.weights.layout.layout import Layout
     from transport.weights.protocol.pace import Deadlines
+    from transport.weights.shard_encoder import ShardEncoder
 
 _SENDERS = 64
 """Replicas that may send to a trainer without a scorer between them: what it has not trained stays on the edge."""
@@ -114,30 +116,29 @@ class Ports:
         return all(outlet.drained for outlet in self._outlets.values())
 
     def writer_of(self, trainer: str, refresh: Refresh | None = None) -> OpensWriter:
-        """Opens the trainer's end of its weight plane, or of that for readers which are refreshed; of several ranks,
-        that of the first."""
-        ranks, line = self._plan.placements[trainer].ranks, self._line(trainer, refresh)
+        """Opens the trainer's end of one of its weight planes; of several ranks, that of the first."""
+        ranks, line = self._plan.placements[trainer].ranks, line_of(self._graph, trainer, refresh)
         executors = self._executors(trainer, refresh)
         if ranks > 1:
-            sites = [self._shards_site(trainer, line, executor) for executor in executors]
+            assert set(executors) <= set(COLLECTIVE), "ranks need a collective"
+            encoding = self._encoding(trainer, refresh).to_plain()
+            sites = [{**self._place(line, executor), "encoding": encoding} for executor in executors]
 
-            def open_shards(tensors: Mapping[str, Any]) -> WeightsOut:
+            def open_shards(tensors: Mapping[str, Any], largest: Callable[[Any], object] | None) -> WeightsOut:
                 limits, attempt = self._settings.limits, self._settings.attempt
-                end = offer_beside(sites, 0, ranks, self._settings.device, tensors, limits=limits, attempt=attempt)
+                assert largest is not None, "ranks agree on numbers"
+                end = offer_beside(
+                    sites, 0, ranks, self._settings.device, tensors, largest=largest, limits=limits, attempt=attempt
+                )
                 self._weights.append(end)
                 return end
 
             return _WriterOpener(open_shards, sites)
 
-        def open_writer(tensors: Mapping[str, Any]) -> WeightsOut:
+        def open_writer(tensors: Mapping[str, Any], _: object) -> WeightsOut:
             from transport.weights.encoder import EncodedWriter, Encoder
-            from transport.weights.encoding import Encoding
 
-            model = self._graph.operators[trainer].uses
-            assert model is not None, "a trainer has a model"
-            quantized = None if refresh else narrow_format(self._graph, trainer)
-            names = readers_of(self._graph, trainer)[0].narrow_tensors() if quantized else None
-            encoder = Encoder(Encoding(dtype=model.dtype, quantized=quantized, names=names), tensors)
+            encoder = Encoder(self._encoding(trainer, refresh), tensors)
             ends = [self._writer(line, executor, encoder.layout) for executor in executors]
             self._weights += ends
             return EncodedWriter(ends[0] if len(ends) == 1 else FanOut(ends), encoder)
@@ -145,17 +146,17 @@ class Ports:
         return _WriterOpener(open_writer, [])
 
     def reader_of(self, trainer: str, reader: str) -> OpensWeights:
-        """Opens a reader's end."""
+        """Opens a reader's end; of several ranks, that of the first."""
         executor = self._executor(trainer, reader, self._settings.replica)
-        refresh = next(each.refresh for each in self._graph.feedbacks if each.reader.name == reader)
-        line = self._line(trainer, refresh)
+        line = line_of(self._graph, trainer, refresh_of(self._graph, reader))
+        site = self._place(line, executor, f"{reader}-{self._settings.replica}")
 
-        def open_reader(tensors: Mapping[str, Any], slices: Mapping[str, Any] | None) -> WeightsIn:
-            end: WeightsIn = self._reader(line, executor, tensors, slices, f"{reader}-{self._settings.replica}")
+        def open_reader(tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> WeightsIn:
+            end: WeightsIn = self._reader(line, executor, site["name"], tensors, slices)
             self._weights.append(end)
             return end
 
-        return _Opener(open_reader, self._place(line, executor))
+        return _Opener(open_reader, None if executor == "local" else site)
 
     def poll(self) -> None:
         """Answer on the weight planes, whatever the operators are doing."""
@@ -197,10 +198,6 @@ class Ports:
     def _executor(self, trainer: str, reader: str, replica: int) -> str:
         return self._plan.executor(trainer, reader, replica) if self._settings.sockets else "local"
 
-    def _line(self, trainer: str, refresh: Refresh | None) -> str:
-        """What a trainer's weight plane is called where its ends meet: readers that are refreshed have their own."""
-        return trainer if refresh is None else f"{trainer}.{refreshes_of(self._graph, trainer).index(refresh)}"
-
     def _executors(self, trainer: str, refresh: Refresh | None = None) -> list[str]:
         """Those that some reader of this trainer needs."""
         readers = [reader.name for reader in readers_of(self._graph, trainer, refresh)]
@@ -212,35 +209,26 @@ class Ports:
 
         if executor not in COLLECTIVE:
             return WeightWriter(layout, self._site(line, executor))
-        return ShardedWriter(_whole(layout), 0, self._meeting(line, executor), **self._collective(executor))
+        return ShardedWriter(
+            _whole(layout), 0, self._meeting(line, executor), backend=executor,  # type: ignore[arg-type]
+            device=self._settings.device if executor == "nccl" else "cpu", deadlines=_deadlines(self._settings.limits),
+            attempt=self._settings.attempt, clock=AwakeClock(),
+        )  # fmt: skip
 
     def _reader(
-        self, line: str, executor: str, tensors: Mapping[str, Any], slices: Mapping[str, Any] | None, name: str
+        self, line: str, executor: str, name: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]
     ) -> Any:
-        from transport.weights import FlatLayout, ShardedReader, WeightReader
-
-        end: Any
+        device, limits, attempt = self._settings.device, self._settings.limits, self._settings.attempt
         if executor in COLLECTIVE:
-            layout = _whole(FlatLayout.of(tensors))
-            knobs = {key: value for key, value in self._collective(executor).items() if key != "backend"}
-            end = ShardedReader(layout, 0, self._meeting(line, executor), name, **knobs)
-            end.attach(tensors)
-        else:
-            end = WeightReader(
-                self._site(line, executor), name, adopt=_adopt(executor), on_damage="keep",
-                attempt=self._settings.attempt,
-            )  # fmt: skip
-            end.attach(tensors, slices)
-        return end
+            site = self._place(line, executor, name)
+            return _sharded_reader(site, 0, device, tensors, slices, limits=limits, attempt=attempt)
+        from transport.weights import WeightReader
 
-    def _collective(self, executor: str) -> dict[str, Any]:
-        """How torch.distributed carries the weights, and where they are sent from or arrive."""
-        device = self._settings.device if executor == "nccl" else "cpu"
-        deadlines = _deadlines(self._settings.limits)
-        return {
-            "backend": executor, "device": device, "deadlines": deadlines, "attempt": self._settings.attempt,
-            "clock": AwakeClock(),
-        }  # fmt: skip
+        end = WeightReader(
+            self._site(line, executor), name, adopt=_adopt(device), on_damage="keep", attempt=attempt
+        )  # fmt: skip
+        end.attach(tensors, slices[0])
+        return end
 
     def _site(self, line: str, executor: str) -> Any:
         """Where a trainer and its readers meet: a socket between processes, a hub within one."""
@@ -248,22 +236,22 @@ class Ports:
             from transport.weights import Hub
 
             return self._hubs.setdefault(line, Hub())
-        place = self._place(line, executor)
-        assert place is not None, "the others do not meet at a site"
-        return _site_at(place, self._settings.device)
+        return _site_at(self._place(line, executor), self._settings.device)
 
-    def _place(self, line: str, executor: str) -> dict[str, str] | None:
-        """Where the processes of one machine meet, in plain values; None where they meet otherwise."""
-        if executor == "local" or executor in COLLECTIVE:
-            return None
+    def _place(self, line: str, executor: str, name: str = "") -> dict[str, str]:
+        """Where processes meet, in plain values; for a reader of this name."""
         address = self._meeting(line, executor)
-        return {"executor": executor, "address": address, "folder": self._settings.sockets}
+        return {"executor": executor, "address": address, "folder": self._settings.sockets, "name": name}
 
-    def _shards_site(self, trainer: str, line: str, executor: str) -> dict[str, str]:
-        """Where the ranks of a trainer offer their shards, in plain values."""
+    def _encoding(self, trainer: str, refresh: Refresh | None) -> "Encoding":
+        """What travels in place of the trainer's tensors."""
+        from transport.weights.encoding import Encoding
+
         model = self._graph.operators[trainer].uses
-        assert model is not None and executor in COLLECTIVE, "a trainer has a model, and ranks need a collective"
-        return {"executor": executor, "address": self._meeting(line, executor), "dtype": model.dtype}
+        assert model is not None, "a trainer has a model"
+        quantized = None if refresh else narrow_format(self._graph, trainer)
+        names = readers_of(self._graph, trainer)[0].narrow_tensors() if quantized else None
+        return Encoding(dtype=model.dtype, quantized=quantized, names=names)
 
     def _meeting(self, line: str, executor: str) -> str:
         return f"ipc://{self._settings.sockets}/weights.{line}.{executor}"
@@ -277,37 +265,67 @@ def _whole(flat: "FlatLayout") -> "Layout":
 
 
 def open_beside(
-    site: Mapping[str, str], device: str, name: str, tensors: Mapping[str, Any], slices: Mapping[str, Any]
-) -> WeightsBeside:
-    """The end of another rank, on `device`, where `OpensWeights.site` says; it enters what the first one tells it."""
+    site: Mapping[str, str], rank: int, device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
+    *, limits: Limits, attempt: int,
+) -> WeightsBeside:  # fmt: skip
+    """The end of another rank of a reader, on `device`, where `OpensWeights.site` says.
+
+    slices: of each rank, as for `OpensWeights`. attempt: the scheduler's, at the worker of the first rank."""
+    if site["executor"] in COLLECTIVE:
+        return _sharded_reader(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
     from transport.weights.rank_reader import RankReader
 
-    end = RankReader(_site_at(site, device), name, adopt=_adopt(site["executor"]))
-    end.attach(tensors, slices)
+    end = RankReader(_site_at(site, device), f"{site['name']}.{rank}", adopt=_adopt(device))
+    end.attach(tensors, slices[rank])
+    return end
+
+
+def _sharded_reader(
+    site: Mapping[str, str], rank: int, device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
+    *, limits: Limits, attempt: int,
+) -> "ShardedReader":  # fmt: skip
+    """The end of any rank of a reader to which each rank of the trainer sends what it needs."""
+    from transport.weights import FlatLayout, ShardedReader
+    from transport.weights.layout.rank_slices import layout_of_slices
+
+    end = ShardedReader(
+        layout_of_slices(FlatLayout.of(tensors), slices), rank, site["address"], site["name"], ranks=len(slices),
+        adopt=_adopt(device), device=device if site["executor"] == "nccl" else "cpu", deadlines=_deadlines(limits),
+        attempt=attempt, clock=AwakeClock(),
+    )  # fmt: skip
+    end.attach(tensors)
     return end
 
 
 def offer_beside(
-    sites: Sequence[Mapping[str, str]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any],
-    *, limits: Limits, attempt: int,
+    sites: Sequence[Mapping[str, Any]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any],
+    *, largest: Callable[[Any], object], limits: Limits, attempt: int,
 ) -> "ShardsOut":  # fmt: skip
     """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
 
-    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them.
-    attempt: the scheduler's, at the worker of the first rank."""
+    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them. largest: as for
+    `OpensWriter`. attempt: the scheduler's, at the worker of the first rank."""
     from transport.weights import ShardedWriter
+    from transport.weights.encoding import Encoding
     from transport.weights.layout.from_torch import layout_of
+    from transport.weights.shard_encoder import ShardEncoder
 
     patience = _deadlines(limits)
-    layout = layout_of(tensors, range(ranks))
+    encoding = Encoding.from_plain(sites[0]["encoding"])
+    encoder = ShardEncoder(encoding, layout_of(tensors, range(ranks)), rank, _local(tensors), largest)
     return ShardsOut([
         ShardedWriter(
-            layout.cast(site["dtype"]), rank, site["address"], ranks=ranks, backend=site["executor"],  # type: ignore[arg-type]
+            encoder.layout, rank, site["address"], ranks=ranks, backend=site["executor"],
             device=device if site["executor"] == "nccl" else "cpu", deadlines=patience, attempt=attempt,
             clock=AwakeClock(),
         )
         for site in sites
-    ])  # fmt: skip
+    ], encoder)  # fmt: skip
+
+
+def _local(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank holds of each DTensor."""
+    return {name: tensor.detach().to_local() for name, tensor in tensors.items()}
 
 
 def abort_gloo(group: Any, rank: int, size: int) -> None:
@@ -318,11 +336,15 @@ def abort_gloo(group: Any, rank: int, size: int) -> None:
 
 
 class ShardsOut(FanOut):
-    """One rank's end: what it holds of each DTensor that it is given goes out, over each of its sites."""
+    """One rank's end: what it holds of each DTensor that it is given goes out encoded, over each of its sites."""
+
+    def __init__(self, ends: Sequence[Any], encoder: "ShardEncoder") -> None:
+        super().__init__(ends)
+        self._encoder = encoder
 
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
-        """As `FanOut.publish`."""
-        return super().publish(version, {name: tensor.detach().to_local() for name, tensor in tensors.items()})
+        """As `FanOut.publish`; on all ranks at once, for they may have to agree on scales."""
+        return super().publish(version, self._encoder.encode(_local(tensors)))
 
     def close(self) -> None:
         """Leave the weight plane."""
@@ -334,21 +356,21 @@ class ShardsOut(FanOut):
 class _WriterOpener:
     """OpensWriter."""
 
-    opened: Callable[[Mapping[str, Any]], WeightsOut]
-    sites: Sequence[Mapping[str, str]]
+    opened: Callable[[Mapping[str, Any], Callable[[Any], object] | None], WeightsOut]
+    sites: Sequence[Mapping[str, Any]]
 
-    def __call__(self, tensors: Mapping[str, Any]) -> WeightsOut:
-        return self.opened(tensors)
+    def __call__(self, tensors: Mapping[str, Any], largest: Callable[[Any], object] | None = None) -> WeightsOut:
+        return self.opened(tensors, largest)
 
 
 @dataclass(frozen=True)
 class _Opener:
     """OpensWeights."""
 
-    opened: Callable[[Mapping[str, Any], Mapping[str, Any] | None], WeightsIn]
+    opened: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], WeightsIn]
     site: Mapping[str, str] | None
 
-    def __call__(self, tensors: Mapping[str, Any], slices: Mapping[str, Any] | None = None) -> WeightsIn:
+    def __call__(self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)) -> WeightsIn:
         return self.opened(tensors, slices)
 
 
@@ -369,6 +391,6 @@ def _site_at(place: Mapping[str, str], device: str) -> Any:
     return SharedMemory(place["address"], folder=place["folder"])
 
 
-def _adopt(executor: str) -> Literal["view", "copy"]:
+def _adopt(device: str) -> Literal["view", "copy"]:
     """On a GPU an engine's captured graphs keep pointers to its parameters, which must not move."""
-    return "copy" if executor == "cuda_ipc" else "view"
+    return "view" if device == "cpu" else "copy"

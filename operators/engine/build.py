@@ -13,7 +13,7 @@ from dataflow.weight_ends import WeightsIn
 from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine
 from operators.engine.knobs import GeneratorKnobs
-from operators.engine.precision import quantise
+from operators.engine.precision import Sliced, quantise
 from operators.engine.precision.intake import Intake
 from operators.engine.sampler import Sampling
 from operators.engine.self_test import adapt
@@ -37,10 +37,15 @@ class Built:
     """Opens its end of the weight plane, where it is more than the engine's `tensors`, attached to the context's."""
 
 
-def build_native(declaration: GeneratorKnobs, context: Context, model: torch.nn.Module | None = None) -> Built:
+def build_native(
+    declaration: GeneratorKnobs,
+    context: Context,
+    model: torch.nn.Module | None = None,
+    sliced: Sliced | None = None,
+) -> Built:
     """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be used.
 
-    `model`: loaded already, such as one rank's slices.
+    `model`: loaded already. `sliced`: where it is one rank's slices, how they are quantised.
     """
     if context.device == "cpu":
         torch.set_num_threads(context.threads)
@@ -50,7 +55,10 @@ def build_native(declaration: GeneratorKnobs, context: Context, model: torch.nn.
     tokenizer = load_tokenizer(declaration.model)
     tested = adapt(model, declaration.model.name)
     if declaration.weights != "model":
-        intake = quantise(model, declaration.weights, arrives_quantised=context.narrow is not None)
+        intake = quantise(
+            model, declaration.weights, adopt="view" if context.device == "cpu" and sliced is None else "copy",
+            arrives_quantised=context.narrow is not None, sliced=sliced,
+        )  # fmt: skip
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
     ends, stop = stops_of(declaration, tokenizer, model, vocabulary)
     engine = Engine(

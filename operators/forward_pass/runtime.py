@@ -17,7 +17,7 @@ from dataflow.node import Batch, Context, Runtime, Share
 from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, VERSIONS, AnyArray, group_slices, version_column
 from dataflow.rollout_tokens import gather
 from dataflow.scoring.values import error_column
-from dataflow.weight_ends import WeightsIn
+from dataflow.weight_ends import WeightsIn, taken
 from operators.forward_pass.asked import Asked, Reading
 from operators.forward_pass.due import Known, is_due, is_first, needed
 from operators.forward_pass.knobs import ForwardKnobs
@@ -144,8 +144,7 @@ class ForwardRuntime(Runtime):
 
     def _listen(self) -> None:
         """Take the newest weights that are offered; a restarted trainer's may have the same number."""
-        offer = self._reader.poll() if self._reader is not None else None
-        if self._reader is not None and offer is not None and self._reader.adopt() == offer.version:
+        if self._reader is not None and taken(self._reader) is not None:
             self._moved = self._context.clock()
             if self._merged is not None:
                 self._merged.adopted()

@@ -11,7 +11,7 @@ import xxhash
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
-from dataflow.weight_ends import WeightsIn
+from dataflow.weight_ends import WeightsIn, taken
 from operators.engine.decode import PREFILL_TOKENS
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.make import make_engine
@@ -158,10 +158,10 @@ class GeneratorRuntime(Runtime):
 
     def _listen(self) -> None:
         """A safe point: take the newest weights that are offered; a restarted trainer's may have the same number."""
-        offer = self._reader.poll() if self._reader is not None else None
-        if self._reader is not None and offer is not None and self._reader.adopt() == offer.version:
-            self.engine.adopted(offer.version)
-            self._first_version = offer.version if self._first_version < 0 else self._first_version
+        version = taken(self._reader) if self._reader is not None else None
+        if version is not None:
+            self.engine.adopted(version)
+            self._first_version = version if self._first_version < 0 else self._first_version
 
     def _starts(self) -> list[Start]:
         """Groups that start in the next step."""

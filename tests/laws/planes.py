@@ -238,7 +238,7 @@ WEIGHT_PLANE = (
     Law(
         "the reader keeps the old version; the new one is proved by checksum",
         "test_a_flipped_byte_is_found_at_that_sync_and_the_old_version_stays",
-        "transport:WeightReader.verify",
+        "transport:WeightReader._verify",
         never("damage"),
         "what the checksums say",
     ),

@@ -6,14 +6,16 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789= .-"
 CONTEXT_TOKENS = 64
 
 
-def tiny_policy(folder: Path, seed: int = 0) -> Path:
+def tiny_policy(
+    folder: Path, seed: int = 0, *, layers: int = 1, width: int = 32, heads: int = 2, mlp_width: int = 64
+) -> Path:
     """Write it; prompts and completions are up to `CONTEXT_TOKENS` characters together."""
     from operators.warm_start.policy import character_tokenizer, small_llama
     from operators.warm_start.spec import WarmStartSpec
 
     spec = WarmStartSpec(
-        alphabet=ALPHABET, layers=1, width=32, heads=2, mlp_width=64, max_positions=CONTEXT_TOKENS, steps=1,
-        batch_size=1, learning_rate=1e-3, seed=seed, threads=1, examples_sha256="",
+        alphabet=ALPHABET, layers=layers, width=width, heads=heads, mlp_width=mlp_width, max_positions=CONTEXT_TOKENS,
+        steps=1, batch_size=1, learning_rate=1e-3, seed=seed, threads=1, examples_sha256="",
     )  # fmt: skip
     tokenizer = character_tokenizer(ALPHABET, CONTEXT_TOKENS)
     small_llama(spec, tokenizer).save_pretrained(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """A tensor to be quantized."""
 
     names: tuple[str, ...]
@@ -30,8 +30,45 @@ class _Job:
     through: torch.dtype
     """The dtype it is cast to first."""
 
+    @classmethod
+    def of(cls, names: tuple[str, ...], full: torch.Tensor, encoding: Encoding) -> Job:
+        """Takes the memory of its values and scales, on the device of the full tensor."""
+        assert encoding.quantized is not None, "the encoding quantizes it"
+        form = QUANTIZED[encoding.quantized]
+        values = torch.empty(full.shape, dtype=getattr(torch, form.dtype), device=full.device)
+        scale = torch.empty((*full.shape[:-1], 1), device=full.device)
+        through = getattr(torch, encoding.dtype) if encoding.dtype else full.dtype
+        return cls(names, values, scale, form.top, through)
 
-class Encoder:
+    def quantize(self, numbers: torch.Tensor, largest: torch.Tensor | None = None) -> None:
+        """As `quantize`."""
+        quantize(numbers, self.values, self.scale, top=self.top, through=self.through, largest=largest)
+
+
+class BaseEncoder:
+    """Encodes versions by the jobs that it is made with, into their memory."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = jobs
+
+    def encode(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A version as it travels: the quantized tensors in this encoder's own memory, until the next version, and
+        the others as they are; they are cast when they are copied into a buffer of `layout`.
+
+        LayoutMismatch when a tensor that is to be quantized is missing, or has another shape."""
+        travelling = dict(tensors)
+        self._quantize([_taken(job, travelling) for job in self._jobs])
+        for job in self._jobs:
+            travelling[job.names[0]], travelling[job.names[0] + SCALE] = job.values, job.scale
+        return travelling
+
+    def _quantize(self, full: Sequence[torch.Tensor]) -> None:
+        """Each tensor by its job."""
+        for job, numbers in zip(self._jobs, full, strict=True):
+            job.quantize(numbers)
+
+
+class Encoder(BaseEncoder):
     """Encodes the versions of one model's tensors."""
 
     def __init__(self, encoding: Encoding, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -40,43 +77,37 @@ class Encoder:
         Takes the memory of the quantized tensors, on the devices of the full ones. Raises as `flat_layout`."""
         self.layout = encoding.flat_layout(tensors)
         """What travels."""
-        self._jobs: list[_Job] = []
-        if encoding.quantized is None:
-            return
-        form = QUANTIZED[encoding.quantized]
-        for spec in self.layout.tensors:
-            if spec.name in tensors and encoding.quantizes(spec.name, spec.shape, _dtype(tensors[spec.name])):
-                full = tensors[spec.name]
-                tied = (alias for alias, name in self.layout.aliases.items() if name == spec.name)
-                values = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=full.device)
-                scale = torch.empty((*spec.shape[:-1], 1), device=full.device)
-                through = getattr(torch, encoding.dtype) if encoding.dtype else full.dtype
-                self._jobs.append(_Job((spec.name, *tied), values, scale, form.top, through))
+        names = dict.fromkeys(spec.name for spec in self.layout.tensors)
+        super().__init__(jobs_of(encoding, names, self.layout.aliases, tensors))
 
-    def encode(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A version as it travels: the quantized tensors in this encoder's own memory, until the next version, and
-        the others as they are; they are cast when they are copied into a buffer of `layout`.
 
-        LayoutMismatch when a tensor that is to be quantized is missing, or has another shape."""
-        travelling = dict(tensors)
-        for job in self._jobs:
-            tied = [travelling.pop(name) for name in job.names if name in travelling]
-            found = list(tied[0].shape) if tied else "no such tensor"
-            if found != list(job.values.shape):
-                raise LayoutMismatch(
-                    f"'{job.names[0]}' cannot be quantized; found {found}, not {list(job.values.shape)}; "
-                    "publish the tensors that the encoder was made for"
-                )
-            quantize(tied[0], job.values, job.scale, top=job.top, through=job.through)
-            travelling[job.names[0]], travelling[job.names[0] + SCALE] = job.values, job.scale
-        return travelling
+def jobs_of(
+    encoding: Encoding, names: Collection[str], aliases: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+) -> list[Job]:
+    """What is to be quantized of `tensors`, where tensors of these names travel."""
+    return [
+        Job.of((name, *(alias for alias, of in aliases.items() if of == name)), tensors[name], encoding)
+        for name in names if name + SCALE in names
+    ]  # fmt: skip
+
+
+def _taken(job: Job, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What a job is to quantize, which leaves `tensors` under all of its names."""
+    found = [tensors.pop(name) for name in job.names if name in tensors]
+    shape = list(found[0].shape) if found else "no such tensor"
+    if shape != list(job.values.shape):
+        raise LayoutMismatch(
+            f"'{job.names[0]}' cannot be quantized; found {shape}, not {list(job.values.shape)}; "
+            "publish the tensors that the encoder was made for"
+        )
+    return found[0]
 
 
 class EncodedWriter:
-    """A writer that is given full tensors and publishes them encoded; in all else it is that writer."""
+    """A writer that is given tensors as they are and publishes them encoded; in all else it is that writer."""
 
-    def __init__(self, writer: Any, encoder: Encoder) -> None:
-        """`writer`: a WeightWriter, made with the layout of `encoder`."""
+    def __init__(self, writer: Any, encoder: BaseEncoder) -> None:
+        """`writer`: a WeightWriter or ShardedWriter, made with the layout of `encoder`."""
         self._writer, self._encoder = writer, encoder
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -90,23 +121,48 @@ class EncodedWriter:
 
 @torch.no_grad()
 def quantize(
-    numbers: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, *, top: float, through: torch.dtype
+    numbers: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    top: float,
+    through: torch.dtype,
+    largest: torch.Tensor | None = None,
 ) -> None:
     """Round `numbers` [..., rows, columns] to `values` (same shape) times `scale` float32 [..., rows, 1], in place.
 
     They are cast to `through` first; where that is bfloat16, scales are numbers of bfloat16 too, so that a product
-    may take them in that dtype. At most a slice is held in float32. A row that is not finite gets such a scale."""
-    columns = values.shape[-1]
-    from_, into, scales = numbers.reshape(-1, columns), values.view(-1, columns), scale.view(-1, 1)
-    step = max(1, SLICE.get(values.device.type, 1 << 26) // max(1, columns))
-    for low in range(0, len(into), step):
-        block = from_[low : low + step].to(through).to(values.device, torch.float32)
-        fine = (block.abs().amax(-1, keepdim=True) / top).clamp_(min=TINY)
+    may take them in that dtype. At most a slice is held in float32. A row that is not finite gets such a scale.
+    `largest`: as `magnitudes`, shaped as `scale` (or `scale` itself), of rows of which these are parts."""
+    into, scales = values.view(-1, values.shape[-1]), scale.view(-1, 1)
+    found = None if largest is None else largest.view(-1, 1)
+    for low, block in _slices(numbers, values, through):
+        high = low + len(block)
+        fine = block.abs().amax(-1, keepdim=True) if found is None else found[low:high]
+        fine = (fine / top).clamp_(min=TINY)
         if through is torch.bfloat16:
             fine = fine.bfloat16().float()
         block = (block / fine).clamp_(-top, top)
-        into[low : low + step] = block if values.dtype.is_floating_point else block.round_()
-        scales[low : low + step] = fine
+        into[low:high] = block if values.dtype.is_floating_point else block.round_()
+        scales[low:high] = fine
+
+
+@torch.no_grad()
+def magnitudes(numbers: torch.Tensor, largest: torch.Tensor, *, through: torch.dtype) -> None:
+    """The largest magnitude of each row of `numbers` [..., rows, columns], cast to `through`, into `largest`
+    float32 [..., rows, 1]."""
+    into = largest.view(-1, 1)
+    for low, block in _slices(numbers, largest, through):
+        into[low : low + len(block)] = block.abs().amax(-1, keepdim=True)
+
+
+def _slices(numbers: torch.Tensor, beside: torch.Tensor, through: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, rows in float32 on the device of `beside`), slice by slice; callers may not write into them."""
+    columns = numbers.shape[-1]
+    rows = numbers.reshape(-1, columns)
+    step = max(1, SLICE.get(beside.device.type, 1 << 26) // max(1, columns))
+    for low in range(0, len(rows), step):
+        yield low, rows[low : low + step].to(through).to(beside.device, torch.float32)
 
 
 @torch.no_grad()
@@ -117,7 +173,3 @@ def decode(travelled: Mapping[str, torch.Tensor], destinations: Mapping[str, tor
     for name, into in destinations.items():
         found, scale = travelled[name], travelled.get(name + SCALE)
         into.copy_(found if scale is None else found.float().mul_(scale))
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.flat import FLOATING, FlatLayout
+from transport.weights.layout.layout import Held, Layout
 
 SCALE = ":scale"
 """Behind a tensor's name: that of its scales, float32 [..., rows, 1]."""
@@ -57,24 +58,66 @@ class Encoding:
             return False
         return name in self.names if self.names is not None else not any(fnmatchcase(name, each) for each in self.kept)
 
+    def travels_as(self, dtype: str) -> str:
+        """The dtype of what is not quantized."""
+        return self.dtype if self.dtype and dtype in FLOATING else dtype
+
     def flat_layout(self, tensors: Mapping[str, Any]) -> FlatLayout:
         """The layout of what travels for these torch tensors: a quantized one is followed by `NAME:scale`.
 
         Tied tensors travel once. LayoutMismatch where `names` has one that is not there, or cannot be quantized."""
         whole = FlatLayout.of(tensors)
+        chosen = self._chosen((spec.name, spec.shape, spec.dtype) for spec in whole.tensors)
         entries: list[tuple[str, tuple[int, ...], str]] = []
-        left = set(self.names or ()) if self.quantized else set()
         for spec in whole.tensors:
-            if self.quantized is not None and self.quantizes(spec.name, spec.shape, spec.dtype):
-                entries.append((spec.name, spec.shape, QUANTIZED[self.quantized].dtype))
+            if spec.name in chosen:
+                entries.append((spec.name, spec.shape, chosen[spec.name].dtype))
                 entries.append((spec.name + SCALE, (*spec.shape[:-1], 1), "float32"))
-                left.discard(spec.name)
             else:
-                dtype = self.dtype if self.dtype and spec.dtype in FLOATING else spec.dtype
-                entries.append((spec.name, spec.shape, dtype))
-        if left:
+                entries.append((spec.name, spec.shape, self.travels_as(spec.dtype)))
+        return FlatLayout.build(entries, whole.aliases)
+
+    def layout(self, full: Layout) -> Layout:
+        """The layout of what travels from ranks that hold `full`; who holds a part of a row holds its scale.
+
+        LayoutMismatch as `flat_layout`, and where a tensor to be quantized lies in one of another name."""
+        chosen = self._chosen((held.name, held.shape, held.dtype) for held in full.tensors.values())
+        tensors: dict[str, Held] = {}
+        for name, held in full.tensors.items():
+            if name not in chosen:
+                tensors[name] = replace(held, dtype=self.travels_as(held.dtype))
+                continue
+            if held.into != name:
+                raise LayoutMismatch(
+                    f"'{name}' cannot be quantized by the ranks that hold it; found it fused into '{held.into}'; "
+                    "offer it as a tensor of its own"
+                )
+            tensors[name] = replace(held, dtype=chosen[name].dtype)
+            scale = name + SCALE
+            tensors[scale] = Held(
+                name=scale, shape=(*held.shape[:-1], 1), dtype="float32", shards=held.shards.of_rows(), into=scale
+            )
+        return replace(full, tensors=tensors)
+
+    def to_plain(self) -> dict[str, Any]:
+        """In strings and lists, for a message."""
+        names = None if self.names is None else sorted(self.names)
+        return {"dtype": self.dtype, "quantized": self.quantized, "names": names, "kept": list(self.kept)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Encoding:
+        """The encoding that `to_plain` wrote."""
+        names = None if plain["names"] is None else frozenset(plain["names"])
+        return cls(dtype=plain["dtype"], quantized=plain["quantized"], names=names, kept=tuple(plain["kept"]))
+
+    def _chosen(self, tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> dict[str, QuantizedFormat]:
+        """The format of those of (name, shape, dtype) that are quantized."""
+        if self.quantized is None:
+            return {}
+        chosen = {each[0]: QUANTIZED[self.quantized] for each in tensors if self.quantizes(*each)}
+        if left := (self.names or frozenset()) - chosen.keys():
             raise LayoutMismatch(
                 f"a tensor that is to be quantized is no floating matrix of this model; found '{min(left)}' among "
                 f"{len(self.names or ())} names; name tensors of two dimensions or more, tied ones by their first name"
             )
-        return FlatLayout.build(entries, whole.aliases)
+        return chosen

@@ -44,7 +44,7 @@ class RankReader:
 
         `layout`: the reader's, by `to_plain`, where it is another than before. LayoutMismatch when the attached
         tensors are not of it; WeightError before there is one."""
-        self.leave()
+        self.decline()
         if layout is not None:
             self._layout = FlatLayout.from_plain(layout)
             self._attached.bind(self._layout)
@@ -60,13 +60,13 @@ class RankReader:
         self._entered = (mapped, version)
         return True
 
-    def leave(self) -> None:
+    def decline(self) -> None:
         """Step out without taking the version that was entered, if any."""
         if self._entered is not None:
             self._entered[0].segment.leave()
             self._entered = None
 
-    def take(self) -> int:
+    def adopt(self) -> int:
         """Make the version that was entered the attached tensors' value; its number. WeightError outside of one."""
         if self._entered is None:
             raise WeightError(
@@ -79,6 +79,6 @@ class RankReader:
 
     def close(self) -> None:
         """Leave; the tensors keep the version held, in memory of their own."""
-        self.leave()
+        self.decline()
         self._attached.close()
         self._port.close()

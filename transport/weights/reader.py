@@ -20,6 +20,7 @@ from transport.weights.memory.verification import NAP_S, Verification, follows
 from transport.weights.protocol.messages import Note, Offer
 from transport.weights.protocol.pace import Pace
 from transport.weights.protocol.segments import SegmentReader
+from transport.weights.protocol.verified import VerifiedOffer
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class WeightReader:
         self._membership = SegmentReader(name, pace, incarnation=attempt)
         self._plain: Mapping[str, object] | None = None
         self._layout: FlatLayout | None = None
+        self._told: FlatLayout | None = None
+        """The layout that the other ranks of this reader know."""
         self._attached = Attached(self._port, f"reader '{name}'", view=adopt == "view", threads=threads)
         self._transfer: _Transfer | None = None
         self._slice_bytes = verify_bytes_per_poll
@@ -157,29 +160,17 @@ class WeightReader:
             return None
         return offer if transfer is None or transfer.verification.verified(offer) else None
 
-    def verify(self) -> Offer | None:
+    def verify(self) -> VerifiedOffer | None:
         """Step into the offered version's segment and verify it, the first half of `adopt`; None as there.
 
         It stays entered until `adopt` or `decline`, with no poll in between: whoever enters its segment meanwhile, the
         other ranks of this reader (`RankReader`), finds the bytes that were verified."""
-        self._require_open()
-        transfer, offer = self._pursue(eager=True), self._membership.offer
-        if transfer is None or offer is None:
+        offer, layout = self._verify(), self._layout
+        if offer is None or layout is None:
             return None
-        transfer.verification.finish(offer)
-        damage = transfer.verification.damage
-        if damage is not None:
-            self._give_up()
-            self._port.send(self._membership.refused(offer, damage))
-            what = (
-                f"version {offer.version} is damaged and reader '{self.name}' keeps version {self.version}; "
-                f"found other bytes in {damage} than were published; wait for the next version"
-            )
-            if not self._keeps:
-                raise ChecksumMismatch(what)
-            log.warning(what)
-            return None
-        return offer
+        told, self._told = self._told, layout
+        news = None if layout is told else layout.to_plain()
+        return VerifiedOffer(version=offer.version, segment=offer.segment, layout=news)
 
     def decline(self) -> None:
         """Step out of a verified version; it is offered again, or a newer one is."""
@@ -193,7 +184,7 @@ class WeightReader:
 
         It is verified by checksum first; of a damaged one `on_damage` tells, and the old one stays. When
         there is no offer, or the writer has just withdrawn it for a newer one, nothing changes."""
-        offer, transfer = self.verify(), self._transfer
+        offer, transfer = self._verify(), self._transfer
         if offer is None or transfer is None:
             return self.version
         self._transfer = None
@@ -234,6 +225,26 @@ class WeightReader:
         if self._membership.epoch:
             self._port.send(self._membership.leaving())
         self._port.close()
+
+    def _verify(self) -> Offer | None:
+        self._require_open()
+        transfer, offer = self._pursue(eager=True), self._membership.offer
+        if transfer is None or offer is None:
+            return None
+        transfer.verification.finish(offer)
+        damage = transfer.verification.damage
+        if damage is not None:
+            self._give_up()
+            self._port.send(self._membership.refused(offer, damage))
+            what = (
+                f"version {offer.version} is damaged and reader '{self.name}' keeps version {self.version}; "
+                f"found other bytes in {damage} than were published; wait for the next version"
+            )
+            if not self._keeps:
+                raise ChecksumMismatch(what)
+            log.warning(what)
+            return None
+        return offer
 
     def _bind(self) -> None:
         self._give_up()

@@ -22,7 +22,7 @@ from dataflow.worker.ports import open_beside
 from operators.engine.parallel import group
 from operators.engine.parallel.lockstep import follow
 from operators.engine.parallel.member import make_member
-from operators.engine.parallel.messages import CODEC, Build, Pieces, Settings, Started
+from operators.engine.parallel.messages import CODEC, Build, Meet, Pieces, Settings, Started
 from operators.engine.parallel.shards import plain_pieces
 from operators.ranks.exchange import expected, last_words
 from operators.ranks.messages import Load, Loaded
@@ -67,17 +67,19 @@ def _serve(channel: Channel[Any], settings: Settings) -> None:
             channel.send(Loaded())
             expected(Build, channel, rank, os.getppid(), wait_s)
 
-    context = Context(node=node, device=device, threads=settings.threads)
+    context = Context(node=node, device=device, threads=settings.threads, narrow=settings.narrow)
     with watch.within():
         member = make_member(settings.declaration, context, mesh, loading())
-    pieces = plain_pieces(member.shards)
+    channel.send(Pieces(plain_pieces(member.shards)))
     with contextlib.ExitStack() as ends:
         beside = None
         if settings.site is not None:
             own = {name: shard.local for name, shard in member.shards.items()}
-            beside = open_beside(settings.site, device, f"{node}-{settings.replica}.{rank}", own, pieces)
+            pieces = expected(Meet, channel, rank, os.getppid(), wait_s).pieces
+            beside = open_beside(
+                settings.site, rank, device, own, pieces, limits=settings.limits, attempt=settings.attempt
+            )
             ends.callback(beside.close)
-        channel.send(Pieces(pieces))
         follow(member, channel, rank, wait_s, watch, beside)
 
 

@@ -1,8 +1,8 @@
-"""What one engine's ranks exchange through their process group: slices of the weights, numbers to agree on."""
+"""What one engine's ranks agree on through their process group, and what each of them holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,11 +10,11 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from operators.engine.parallel.shards import AXES, Shard, TensorSlice
+from operators.engine.parallel.shards import AXES, Shard
 from operators.ranks import group
 from operators.ranks.group import leave, watched
 
-__all__ = ["digests", "join", "least", "leave", "receive", "spread", "watched"]
+__all__ = ["digests", "join", "largest", "least", "leave", "watched"]
 
 
 def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> DeviceMesh:
@@ -30,27 +30,9 @@ def least(value: int) -> int:
     return int(agreed)
 
 
-@torch.no_grad()
-def spread(
-    full: Mapping[str, torch.Tensor], shards: Mapping[str, Shard], others: Sequence[Mapping[str, TensorSlice]]
-) -> None:
-    """Rank 0: keep its own slices of the full tensors, and send rank r + 1 those that `others[r]` names."""
-    for name, shard in shards.items():
-        sent = []
-        for rank, pieces in enumerate(others, start=1):
-            slice_ = pieces[name].of(full[name]).to(shard.local.device, shard.local.dtype).contiguous()
-            sent.append((dist.isend(slice_, dst=rank), slice_))
-        shard.local.copy_(shard.piece.of(full[name]))
-        for work, _ in sent:
-            if work is not None:
-                work.wait()
-
-
-@torch.no_grad()
-def receive(shards: Mapping[str, Shard]) -> None:
-    """Another rank: take what `spread` sends, parameter by parameter."""
-    for shard in shards.values():
-        dist.recv(shard.local.data, src=0)
+def largest(numbers: torch.Tensor) -> None:
+    """Replace each number by the largest that any rank has in its place; every rank calls this."""
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
 
 
 def digests(shards: Mapping[str, Shard]) -> dict[str, int]:

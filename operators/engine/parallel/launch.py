@@ -17,8 +17,8 @@ from operators.engine.parallel import group
 from operators.engine.parallel.leader import Leader
 from operators.engine.parallel.lockstep import Lockstep
 from operators.engine.parallel.member import make_member
-from operators.engine.parallel.messages import CODEC, Build, Pieces, Settings, Started
-from operators.engine.parallel.shards import pieces_of
+from operators.engine.parallel.messages import CODEC, Build, Meet, Pieces, Settings, Started
+from operators.engine.parallel.shards import plain_pieces
 from operators.ranks.exchange import Exchange
 from operators.ranks.messages import Load, Loaded
 from operators.ranks.team import Team, program
@@ -42,7 +42,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
             settings = Settings(
                 declaration=declaration, node=context.node, replica=context.rank, rank=rank, size=size, device=place,
                 threads=context.threads, folder=str(team.folder), site=None if opens is None else opens.site,
-                limits=context.limits,
+                attempt=context.attempt, narrow=context.narrow, limits=context.limits,
             )  # fmt: skip
             team.tell(settings, rank)
         mesh = group.join(team.folder, 0, size, device, context.limits.exchange_s)
@@ -59,7 +59,9 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
 
         with watch.within():
             member = make_member(declaration, context, mesh, loading())
-        others = [pieces_of(team.answer(rank, Pieces).pieces) for rank in range(1, size)]
-    lockstep = Lockstep(member, Exchange(team, watch), others, context.clock, own_slices=opens is not None)
-    reader = None if opens is None else functools.partial(Leader, lockstep, opens)
+        pieces = (plain_pieces(member.shards), *(team.answer(rank, Pieces).pieces for rank in range(1, size)))
+        if opens is not None:
+            team.tell(Meet(pieces))
+    lockstep = Lockstep(member, Exchange(team, watch), context.clock)
+    reader = None if opens is None else functools.partial(Leader, lockstep, opens, pieces)
     return dataclasses.replace(member.built, engine=lockstep, reader=reader)

@@ -7,16 +7,13 @@ carries a checksum of rank 0's rows, so a rank that drew otherwise ends with an 
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
-
-import torch
 
 from dataflow.errors import RunError
 from dataflow.system.channel import Channel
-from dataflow.weight_ends import WeightsBeside
+from dataflow.weight_ends import VerifiedOffer, WeightsBeside
 from operators.engine.parallel import group
 from operators.engine.parallel.member import RankEngine, state_of
 from operators.engine.parallel.messages import (
@@ -28,11 +25,9 @@ from operators.engine.parallel.messages import (
     Entry,
     Leave,
     Prompt,
-    Receive,
     Step,
     Take,
 )
-from operators.engine.parallel.shards import TensorSlice
 from operators.engine.results import FinishedRow, Start
 from operators.engine.stop_strings import StopStrings
 from operators.ranks.exchange import Exchange, named, next_message
@@ -53,29 +48,23 @@ class Lockstep:
         self,
         member: RankEngine,
         exchange: Exchange,
-        others: Sequence[Mapping[str, TensorSlice]],
         clock: Callable[[], float],
-        *,
-        own_slices: bool = False,
     ) -> None:
-        """`others`: which part of each parameter rank r + 1 holds. clock: the worker's. own_slices: every rank takes
-        its own from the trainer's memory, when a `Leader` says so."""
+        """clock: the worker's."""
         self._engine = member.engine
         self.node, self.timeout_s, self.clock = exchange.team.node, exchange.team.limits.exchange_s, clock
         self.shards = member.shards
         """Rank 0's, by name."""
-        self._exchange, self._others = exchange, others
+        self._exchange = exchange
         self._tell, self._together, self._answers = exchange.tell, exchange.together, exchange.answers
-        self._own_slices = own_slices
 
-    @functools.cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What the weight plane writes into where only rank 0 can reach it: whole tensors in main memory, which is not
-        taken before that."""
-        return {
-            name: torch.nn.Parameter(torch.empty(shard.shape, dtype=shard.local.dtype), requires_grad=False)
-            for name, shard in self.shards.items()
-        }
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """None that can be written alone. Raises RunError."""
+        raise RunError(
+            f"the weights of '{self.node}' lie on {self._exchange.team.size} ranks; found a call for whole tensors; "
+            f"let each rank take its part of a version from the weight plane, or use tensor_parallel=1"
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -93,26 +82,22 @@ class Lockstep:
             return self._engine.abort(tickets)
 
     def adopted(self, version: int) -> None:
-        """As `Engine.adopted`, on all ranks. Unless each takes its own slices, cut what is in `tensors` into those of
-        all ranks first, and send each its own bytes only."""
+        """As `Engine.adopted`, on all ranks."""
         with self._together(f"taking version {version}"):
-            if not self._own_slices:
-                self._tell(Receive())
-                group.spread(self.tensors, self.shards, self._others)
             self._tell(Adopted(version))
             self._engine.adopted(version)
 
-    def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None) -> list[int]:
-        """Have all others enter a version that rank 0 is inside of; the ranks that cannot: then none stays in it."""
-        with self._together(f"entering version {version}"):
-            self._tell(Enter(segment, version, layout))
+    def enter(self, offer: VerifiedOffer) -> list[int]:
+        """Have all others hold a version that rank 0 holds; the ranks that cannot: then none of them does."""
+        with self._together(f"entering version {offer.version}"):
+            self._tell(Enter(offer.segment, offer.version, offer.layout))
             outside = [rank for rank, each in enumerate(self._answers(Entry), start=1) if not each.entered]
             if outside:
                 self._tell(Leave())
             return outside
 
     def take(self, version: int, own: Callable[[], int]) -> int:
-        """Have all others take the version that they have entered, while rank 0 does so by `own`; what that returns."""
+        """Have all others take the version that they hold, while rank 0 does so by `own`; what that returns."""
         with self._together(f"taking version {version}"):
             self._tell(Take())
             return own()
@@ -141,8 +126,8 @@ def follow(
 ) -> None:
     """Do what rank 0 says until it says that all is over.
 
-    wait_s: for a message that has begun. watch: bounds exchanges. beside: this rank's end of the weight plane, where it
-    takes its own slices.
+    wait_s: for a message that has begun. watch: bounds exchanges. beside: this rank's end of the weight plane, where
+    there is one.
 
     consumes: messages of rank 0
     produces: this rank's part of each exchange
@@ -172,14 +157,12 @@ def follow(
                 engine.step([prompt.start(stops) for prompt in message.prompts])
             case Abort():
                 engine.abort(message.tickets)
-            case Receive():
-                group.receive(member.shards)
             case Enter() if beside is not None:
                 channel.send(Entry(beside.enter(message.segment, message.version, message.layout)))
             case Leave() if beside is not None:
-                beside.leave()
+                beside.decline()
             case Take() if beside is not None:
-                beside.take()
+                beside.adopt()
             case Adopted():
                 engine.adopted(message.version)
             case Digest():

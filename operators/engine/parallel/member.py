@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from operators.engine.decode import Engine
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.kv_cache import default_budget
 from operators.engine.parallel import group
-from operators.engine.parallel.shards import Shard, check_divides, distribute
+from operators.engine.parallel.shards import Shard, check_divides, connect, cut_rows, distribute, taken
+from operators.engine.precision import Sliced
 from operators.models.loading import load_merged
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankEngine:
-    """One rank's engine and its parameters by name."""
+    """One rank's engine, and by name what it takes of each version."""
 
     built: Built
     shards: dict[str, Shard]
@@ -61,8 +63,9 @@ def make_member(
     if budget is None:
         own = default_budget(device)
         budget = group.least(own // size if device.type == "cpu" else own)
-    built = build_native(dataclasses.replace(declaration, cache_bytes=budget), context, model)
-    return RankEngine(built, shards)
+    sliced = Sliced(cut_rows(shards), group.largest, functools.partial(connect, model, mesh))
+    built = build_native(dataclasses.replace(declaration, cache_bytes=budget), context, model, sliced)
+    return RankEngine(built, taken(shards, built.engine.tensors))
 
 
 def state_of(engine: Engine) -> int:

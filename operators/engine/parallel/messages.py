@@ -34,12 +34,23 @@ class Settings:
     """Where the ranks meet."""
     site: Mapping[str, str] | None
     """As `OpensWeights.site`."""
+    attempt: int
+    """The scheduler's, at rank 0."""
+    narrow: str | None
+    """As `Context.narrow`."""
     limits: Limits
 
 
 @dataclass(frozen=True)
 class Build:
     """All have read the model."""
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Open your end of the weight plane: these are the parts that each rank holds."""
+
+    pieces: tuple[Mapping[str, Plain], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +109,6 @@ class Abort:
 
 
 @dataclass(frozen=True)
-class Receive:
-    """Take your slices of the weights from rank 0."""
-
-
-@dataclass(frozen=True)
 class Adopted:
     """This version of the weights is in use."""
 
@@ -111,22 +117,21 @@ class Adopted:
 
 @dataclass(frozen=True)
 class Enter:
-    """Map the memory of this version of the weights."""
+    """Hold this version of the weights, a `VerifiedOffer`."""
 
     segment: str
     version: int
     layout: Mapping[str, Plain] | None
-    """Where it is another than before."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """Let go of that memory."""
+    """Let go of the version that you hold."""
 
 
 @dataclass(frozen=True)
 class Take:
-    """Copy your slices from that memory."""
+    """Compute with the version that you hold."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Entry:
-    """Whether I have mapped the memory."""
+    """Whether I hold the version."""
 
     entered: bool
 
@@ -166,6 +171,6 @@ class Digests:
 
 
 CODEC = codec_of(
-    "engine-ranks", Settings, Build, Step, Abort, Receive, Adopted, Enter, Leave, Take, Digest, Started, Pieces, Entry,
+    "engine-ranks", Settings, Build, Meet, Step, Abort, Adopted, Enter, Leave, Take, Digest, Started, Pieces, Entry,
     Digests,
 )  # fmt: skip

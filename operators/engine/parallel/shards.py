@@ -9,14 +9,15 @@ the same bytes, and draws the same tokens from them. A model is cut after it was
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from operators.engine.precision.intake import SCALE
 from operators.models.errors import ModelError
 
 if TYPE_CHECKING:
@@ -47,11 +48,16 @@ class TensorSlice:
 class Shard:
     """One parameter of this rank."""
 
-    local: nn.Parameter
+    local: torch.Tensor
     """Contiguous, and what the model computes with: its memory may be exchanged for another, by `local.data`."""
     shape: tuple[int, ...]
     """Of the full tensor."""
     piece: TensorSlice
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether it holds parts of rows (the last dimension)."""
+        return self.piece.dim == len(self.shape) - 1 > 0
 
 
 def check_divides(model: Any, size: int, name: str) -> None:
@@ -119,6 +125,32 @@ def _shard(model: nn.Module, name: str, *, keep: tuple[nn.Module, ...], device: 
     return Shard(local, shape, _piece(parameter))
 
 
+def connect(model: Any, mesh: DeviceMesh, paths: Collection[str]) -> None:
+    """Give layers that were put in the place of others at these paths the hooks that `distribute` gave those."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan, *_ = model._resolve_parallel_plans(model.config.distributed_config)
+    apply_tensor_parallelism(model, mesh["tp"], {path: plan[path] for path in paths if path in plan})
+
+
+def cut_rows(shards: Mapping[str, Shard]) -> frozenset[str]:
+    """The parameters of whose rows (the last dimension) a rank holds parts."""
+    return frozenset(name for name, shard in shards.items() if shard.cuts_rows)
+
+
+def taken(shards: Mapping[str, Shard], tensors: Mapping[str, torch.Tensor]) -> dict[str, Shard]:
+    """What a rank takes of each version, where it goes into these tensors: those of its parameters that are quantised
+    are others than before, and may have scales, which are of whole rows."""
+    found: dict[str, Shard] = {}
+    for name, shard in shards.items():
+        into, scale = tensors[name], tensors.get(name + SCALE)
+        found[name] = shard if isinstance(into, DTensor) else replace(shard, local=into)
+        if scale is not None:
+            piece = TensorSlice(None) if shard.cuts_rows else shard.piece
+            found[name + SCALE] = Shard(scale, (*shard.shape[:-1], 1), piece)
+    return found
+
+
 def _piece(parameter: DTensor) -> TensorSlice:
     """Which part of it this rank holds, by cutting a tensor of indices in the same way."""
     (placement,) = parameter.placements
@@ -149,11 +181,4 @@ def plain_pieces(shards: Mapping[str, Shard]) -> dict[str, Any]:
     return {
         name: [list(shard.shape), shard.piece.dim, [list(run) for run in shard.piece.runs]]
         for name, shard in shards.items()
-    }
-
-
-def pieces_of(plain: Mapping[str, Any]) -> dict[str, TensorSlice]:
-    """The pieces again."""
-    return {
-        name: TensorSlice(dim, tuple((first, last) for first, last in runs)) for name, (_, dim, runs) in plain.items()
     }

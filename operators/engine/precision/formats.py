@@ -6,6 +6,7 @@ that number = value * scale and the largest number of a group is the largest val
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,10 @@ Weights = Literal["int8", "int8_dynamic", "fp8"]
 
 SLICE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Numbers quantised at once: what keeps the float32 copies of a slice in a processor's cache, or a GPU busy."""
+
+Largest = Callable[[torch.Tensor], object]
+"""Replaces numbers by the largest that any of the ranks with parts of the same rows has; all of them call it together.
+As int32 the bits of magnitudes are ordered as these are, and what is no number is above all that are."""
 
 TINY = torch.finfo(torch.float32).tiny
 """Least scale: rows of zeros become zeros."""
@@ -41,23 +46,39 @@ FORMATS: dict[str, Format] = {
 
 
 @torch.no_grad()
-def pack(numbers: torch.Tensor, form: Format, values: torch.Tensor, scale: torch.Tensor) -> None:
+def pack(
+    numbers: torch.Tensor, form: Format, values: torch.Tensor, scale: torch.Tensor, largest: Largest | None = None
+) -> None:
     """Quantise `numbers` [..., rows, columns] into `values` (same shape) and `scale` [..., rows, groups], in place.
 
     Scales are numbers of the dtype of `numbers` where that has float32's range, so that a product may take them in
     that dtype. At most a slice is held in float32. A group with a number that is not finite gets such a scale.
+    largest: where the rows are cut, and these are parts of them; the scales are those of whole rows.
     """
     columns, groups = values.shape[-1], scale.shape[-1]
-    from_, into, scales = numbers.reshape(-1, columns), values.view(-1, columns), scale.view(-1, groups)
+    into, scales = values.view(-1, columns), scale.view(-1, groups)
     coarse = numbers.dtype is torch.bfloat16
-    step = max(1, SLICE.get(values.device.type, 1 << 26) // columns)
-    for low in range(0, len(into), step):
-        block = from_[low : low + step].to(values.device, torch.float32).view(-1, groups, columns // groups)
-        fine = (block.abs().amax(-1, keepdim=True) / form.top).clamp_(min=TINY)
+    if largest is not None:
+        for low, block in _slices(numbers, values, groups):
+            scales[low : low + len(block)] = block.abs().amax(-1)
+        largest(scale.view(torch.int32))
+    for low, block in _slices(numbers, values, groups):
+        high = low + len(block)
+        fine = block.abs().amax(-1, keepdim=True) if largest is None else scales[low:high, :, None]
+        fine = (fine / form.top).clamp_(min=TINY)
         if coarse:
             fine = fine.bfloat16().float()
-        into[low : low + step] = _rounded(block / fine, form).view(-1, columns)
-        scales[low : low + step] = fine[..., 0]
+        into[low:high] = _rounded(block / fine, form).view(-1, columns)
+        scales[low:high] = fine[..., 0]
+
+
+def _slices(numbers: torch.Tensor, beside: torch.Tensor, groups: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, rows [n, groups, columns / groups] in float32 on the device of `beside`), slice by slice."""
+    columns = numbers.shape[-1]
+    rows = numbers.reshape(-1, columns)
+    step = max(1, SLICE.get(beside.device.type, 1 << 26) // columns)
+    for low in range(0, len(rows), step):
+        yield low, rows[low : low + step].to(beside.device, torch.float32).view(-1, groups, columns // groups)
 
 
 def unpack(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

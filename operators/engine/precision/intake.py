@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from operators.engine.precision.formats import FORMATS, Format, Weights
+from operators.engine.precision.formats import FORMATS, Format, Largest, Weights
 from operators.engine.precision.linear import QuantisedExperts, QuantisedLinear
 from operators.models.adapters import ROUTERS
 from operators.models.errors import ModelError
@@ -53,6 +53,18 @@ class Intake:
                 staged.tensor.data = staged.empty
 
 
+@dataclass(frozen=True)
+class Sliced:
+    """What `quantise` has to know of a model that ranks share out, of which this one holds slices."""
+
+    cut_rows: Collection[str]
+    """The parameters of whose rows (the last dimension) this rank holds parts."""
+    largest: Largest
+    """What the ranks agree with on the scales of these."""
+    connect: Callable[[Collection[str]], None]
+    """Makes the layers at these paths, which are new, exchange what those before them exchanged."""
+
+
 def fault(weights: str, *, device: torch.device, dtype: torch.dtype, capability: tuple[int, int] | None) -> str | None:
     """Why weights of this kind cannot be served on a device for a model of `dtype`; None if they can.
 
@@ -87,6 +99,7 @@ def quantise(
     head: bool = False,
     adopt: Literal["view", "copy"] = "view",
     arrives_quantised: bool = False,
+    sliced: Sliced | None = None,
 ) -> Intake:
     """Replace the weights of every linear layer, and of the experts of a mixture, by quantised ones.
 
@@ -102,6 +115,7 @@ def quantise(
             are in the model's dtype, in CPU memory; "copy" keeps a full copy for the reader to write into.
         arrives_quantised: versions are quantised by the trainer, each of `linear_weights(model)` as values and
             scales, and the reader puts them into the layers.
+        sliced: where ranks share out the model; all of them call this together, and `Intake.adopted`.
 
     Raises:
         ModelError: the device cannot, `group` does not divide a layer's inputs, or nothing is to be quantised.
@@ -109,8 +123,11 @@ def quantise(
     first = next(model.parameters())
     capability = torch.cuda.get_device_capability(first.device) if first.device.type == "cuda" else None
     wrong = fault(weights, device=first.device, dtype=first.dtype, capability=capability)
-    if wrong is None and (getattr(model, "tp_size", None) or 1) > 1:
-        wrong = f'weights={weights!r} does not go with tensor parallelism; use weights="model", or one rank'
+    if wrong is None and (getattr(model, "tp_size", None) or 1) > 1 and (sliced is None or group is not None):
+        wrong = (
+            f"a model that {model.tp_size} ranks share out is quantised with sliced=, and a scale per row, but got "
+            f"{sliced=}, {group=}; say how it is shared out, and leave group out"
+        )
     if wrong is None and group is not None and weights != "int8":
         wrong = f'group={group} is for weights="int8", but weights={weights!r}; leave group out'
     if wrong is None and arrives_quantised and (group is not None or head):
@@ -131,7 +148,11 @@ def quantise(
     staged = []
     for name, groups in plan.items():
         full = tensors[name]
-        made = _experts(model, name, form, groups) if name in experts else _linear(model, layers[name], form, groups)
+        largest = sliced.largest if sliced is not None and name in sliced.cut_rows else None
+        if name in experts:
+            made: QuantisedLinear | QuantisedExperts = _experts(model, name, form, groups, largest)
+        else:
+            made = _linear(model, layers[name], form, groups, largest)
         if arrives_quantised:
             tensors[name], tensors[name + SCALE] = made.weight, made.scale
             continue
@@ -139,6 +160,8 @@ def quantise(
         place = torch.nn.Parameter(full.data if empty is None else empty, requires_grad=False)
         staged.append(_Staged(place, empty, made.take))
         tensors[name] = place
+    if sliced is not None:
+        sliced.connect([path for name in plan if name in layers for path in layers[name]])
     return Intake(tensors, staged)
 
 
@@ -171,13 +194,15 @@ def _chosen(model: torch.nn.Module, head: bool) -> tuple[dict[str, list[str]], s
     return {name: paths for name, paths in layers.items() if name not in other}, experts
 
 
-def _linear(model: torch.nn.Module, paths: list[str], form: Format, groups: int) -> QuantisedLinear:
+def _linear(
+    model: torch.nn.Module, paths: list[str], form: Format, groups: int, largest: Largest | None
+) -> QuantisedLinear:
     """Put one quantised weight in place of the linear layers at `paths`, which share their weight."""
     made: list[QuantisedLinear] = []
     for path in paths:
         linear = model.get_submodule(path)
         assert isinstance(linear, torch.nn.Linear)
-        layer = QuantisedLinear(linear, form, groups)
+        layer = QuantisedLinear(linear, form, groups, largest)
         if made:
             layer._buffers.update(made[0]._buffers)
         made.append(layer)
@@ -185,11 +210,11 @@ def _linear(model: torch.nn.Module, paths: list[str], form: Format, groups: int)
     return made[0]
 
 
-def _experts(model: torch.nn.Module, name: str, form: Format, groups: int) -> QuantisedExperts:
+def _experts(model: torch.nn.Module, name: str, form: Format, groups: int, largest: Largest | None) -> QuantisedExperts:
     """Put quantised experts in place of the parameter of that name, and have them computed one at a time."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
-    layer = QuantisedExperts(getattr(module, key), form, groups)
+    layer = QuantisedExperts(getattr(module, key), form, groups, largest)
     delattr(module, key)
     setattr(module, key, layer)
     model.set_experts_implementation("eager")  # type: ignore[operator]

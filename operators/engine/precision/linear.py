@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 
-from operators.engine.precision.formats import Format, pack, per_token, unpack
+from operators.engine.precision.formats import Format, Largest, pack, per_token, unpack
 
 FEW_ROWS = 8
 """Tokens up to which torch's int8 product for bfloat16 on the CPU is faster than its bfloat16 product (measured)."""
@@ -23,38 +23,39 @@ LEAST_INT_ROWS = 32
 """Tokens that the int8 product of a GPU needs; fewer are padded with zeros."""
 
 
-class QuantisedLinear(torch.nn.Module):
+class QuantisedLinear(torch.nn.Linear):
     """`linear` with values and scales in place of its weight: buffers `weight` [out, in] and `scale` float32 [out, G].
 
-    Its bias stays the parameter that it was. There is no parameter of a quantised dtype.
+    Its bias stays the parameter that it was. There is no parameter of a quantised dtype. Where ranks share out the
+    layer, buffers, inputs and outputs are this rank's, and `in_features` and `out_features` those of all together.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor
-    bias: torch.nn.Parameter | None
+    bias: torch.nn.Parameter | None  # type: ignore[assignment]
     rounds: bool
     """Whether inputs are brought into the format."""
 
-    def __init__(self, linear: torch.nn.Linear, form: Format, groups: int = 1) -> None:
-        """Quantise what `linear` holds now."""
-        super().__init__()
+    def __init__(self, linear: torch.nn.Linear, form: Format, groups: int = 1, largest: Largest | None = None) -> None:
+        """Quantise what `linear` holds now. largest: as for `pack`."""
+        torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.form = linear.in_features, linear.out_features, form
-        self.rounds = form.inputs
+        self.rounds, self._largest = form.inputs, largest
         device = linear.weight.device
         self.register_buffer("weight", _place(linear.weight.shape, form.dtype, device))
-        self.register_buffer("scale", _place((self.out_features, groups), torch.float32, device))
+        self.register_buffer("scale", _place((len(linear.weight), groups), torch.float32, device))
         self.register_parameter("bias", linear.bias)
         self.take(linear.weight)
 
     def take(self, weight: torch.Tensor) -> None:
         """Quantise `weight` [out, in], of any floating dtype and device, into the buffers."""
-        pack(weight, self.form, self.weight, self.scale)
+        pack(weight, self.form, self.weight, self.scale, self._largest)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., in] to [..., out], in the dtype of `inputs`."""
-        rows = inputs.reshape(-1, self.in_features)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in] to [..., out], in the dtype of `input`."""
+        rows = input.reshape(-1, input.shape[-1])
         product = _quantised_product if self.rounds else _product
-        return product(rows, self).view(*inputs.shape[:-1], self.out_features)
+        return product(rows, self).view(*input.shape[:-1], len(self.weight))
 
     def extra_repr(self) -> str:
         """What printing the model shows."""
@@ -67,17 +68,17 @@ class QuantisedExperts(torch.nn.Module):
     weight: torch.Tensor
     scale: torch.Tensor
 
-    def __init__(self, experts: torch.Tensor, form: Format, groups: int = 1) -> None:
-        """Quantise `experts`, with a scale per row and group of their last axis."""
+    def __init__(self, experts: torch.Tensor, form: Format, groups: int = 1, largest: Largest | None = None) -> None:
+        """Quantise `experts`, with a scale per row and group of their last axis. largest: as for `pack`."""
         super().__init__()
-        self.form, self.dtype = form, experts.dtype
+        self.form, self.dtype, self._largest = form, experts.dtype, largest
         self.register_buffer("weight", _place(experts.shape, form.dtype, experts.device))
         self.register_buffer("scale", _place((*experts.shape[:-1], groups), torch.float32, experts.device))
         self.take(experts)
 
     def take(self, weight: torch.Tensor) -> None:
         """Quantise `weight`, shaped as the experts, into the buffers."""
-        pack(weight, self.form, self.weight, self.scale)
+        pack(weight, self.form, self.weight, self.scale, self._largest)
 
     def __getitem__(self, expert: torch.Tensor | int) -> torch.Tensor:
         """The weights of one expert, or of several, in the model's dtype."""
@@ -110,7 +111,7 @@ def _product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
     if layer.form.inputs or layer.scale.shape[1] > 1 or x.dtype is torch.float16:
         return F.linear(x, unpack(layer.weight, layer.scale, x.dtype), layer.bias)
     scale = layer.scale[:, 0].to(x.dtype)
-    few = len(x) <= FEW_ROWS and layer.in_features % FEW_ROWS_FEATURES == 0
+    few = len(x) <= FEW_ROWS and x.shape[1] % FEW_ROWS_FEATURES == 0
     if few and x.dtype is torch.bfloat16 and x.device.type == "cpu":
         out: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, layer.weight, scale)
     else:
@@ -119,7 +120,9 @@ def _product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
 
 
 def _quantised_product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
-    """x [n, in], quantised for each token, times the weights as they are stored, plus bias."""
+    """x [n, in], quantised for each token, times the weights as they are stored, plus bias.
+
+    Where ranks share out the inputs each has a scale for its part of a token, no coarser than the whole token's."""
     values, tokens = per_token(x, layer.form)
     if layer.form.dtype is torch.int8:
         out = _integers(values, layer.weight).mul_(tokens).mul_(layer.scale[:, 0])
@@ -145,5 +148,5 @@ def _integers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _scaled_mm_takes(x: torch.Tensor, layer: QuantisedLinear) -> bool:
     """Whether the GPU multiplies these in fp8: 16 features at a time, bfloat16 out."""
-    fits = layer.in_features % 16 == 0 == layer.out_features % 16
+    fits = all(size % 16 == 0 for size in layer.weight.shape)
     return x.device.type == "cuda" and fits and x.dtype is torch.bfloat16 and len(x) > 0

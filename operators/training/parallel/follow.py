@@ -46,7 +46,7 @@ class Duties:
     limits: Limits
     build: Callable[[Channel[Any], Path], Learner]
     """Makes its learner, in step with the other ranks, given the folder that they meet in."""
-    opens: Callable[[Sequence[Mapping[str, str]], int, Learner], WeightsOut]
+    opens: Callable[[Sequence[Mapping[str, Any]], int, Learner], WeightsOut]
     """Opens its end of a weight plane at these sites, for what its learner offers on that line."""
 
 

@@ -75,11 +75,14 @@ def lead(trainer: TrainerKnobs, context: Context, make: Callable[[], Learner]) -
             channel.send(Loaded())
             return learner
 
-        def opened(sites: Sequence[Mapping[str, str]], line: int, learner: Learner) -> WeightsOut:
+        def opened(sites: Sequence[Mapping[str, Any]], line: int, learner: Learner) -> WeightsOut:
             assert isinstance(learner.together, MeshTogether), "its model is shared out"
             tensors = placed(learner.offered(line), learner.together.mesh)
             device = str(device_of(context.device, rank))
-            return offer_beside(sites, rank, ranks, device, tensors, limits=limits, attempt=context.attempt)
+            largest = learner.together.largest
+            return offer_beside(
+                sites, rank, ranks, device, tensors, largest=largest, limits=limits, attempt=context.attempt
+            )
 
         return run_rank(end, rank, Duties(ranks, limits, built, opened))
 

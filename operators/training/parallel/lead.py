@@ -19,7 +19,7 @@ from operators.training.learner.nonfinite import NotFinite
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows
 from operators.training.parallel.dealing import deal
-from operators.training.parallel.mesh import data_rank, placed
+from operators.training.parallel.mesh import MeshTogether, data_rank, placed
 from operators.training.parallel.messages import (
     Begin,
     Call,
@@ -100,7 +100,9 @@ class LedLearner(Learner):
         def opened(tensors: Mapping[str, Any]) -> WeightsOut:
             with self._exchange.together("opening the weight plane"):
                 self._exchange.tell(Open(line, tuple(opens.sites)))
-                return _LedWriter(opens(placed(tensors, self._mesh)), self._exchange, line)
+                assert isinstance(self.together, MeshTogether), "its model is shared out"
+                own = opens(placed(tensors, self._mesh), self.together.largest)
+                return _LedWriter(own, self._exchange, line)
 
         return opened
 

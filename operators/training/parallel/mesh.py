@@ -75,10 +75,14 @@ class MeshTogether:
         """The sums of all data ranks added up, and the largest of their maxima."""
         sums, largest = sums / self.tensor, largest.clone()
         dist.all_reduce(sums)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        if largest.is_cuda:
-            self._settle()
+        self.largest(largest)
         return sums, largest
+
+    def largest(self, numbers: Tensor) -> None:
+        """Replace each number by the largest that any rank has in its place."""
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        if numbers.is_cuda:
+            self._settle()
 
     def _settle(self) -> None:
         """Wait for this rank's GPU, which waits for those of the others. RuntimeError when one of them is gone."""

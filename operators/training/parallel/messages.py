@@ -84,7 +84,7 @@ class Open:
 
     line: int
     """Which, by `Learner.offered`."""
-    sites: tuple[Mapping[str, str], ...]
+    sites: tuple[Mapping[str, Plain], ...]
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,11 @@ def test_a_run_on_the_cpu_goes_through_shared_memory_and_an_inline_one_stays_wit
     assert plan(build(), Devices(cpus=1), one_process=True).executors() == {("trainer", "generator"): "local"}
 
 
+def test_a_reader_of_several_ranks_needs_processes() -> None:
+    with pytest.raises(GraphError, match="'generator' is to take trained weights on 2 ranks, but a run in one process"):
+        plan(build(DealtOut(model=POLICY)), Devices(cpus=1), one_process=True)
+
+
 def test_gpus_of_one_machine_go_by_cuda_ipc_whether_they_are_shared_or_not() -> None:
     for gpus in ({"generator": 2, "trainer": 1}, {"generator": 1, "trainer": "generator"}):
         assert plan(build(), GPUS, gpus=gpus).executors() == {("trainer", "generator"): "cuda_ipc"}

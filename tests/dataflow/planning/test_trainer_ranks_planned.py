@@ -108,11 +108,11 @@ def test_ranks_that_cannot_be_are_refused_with_what_to_do(
         plan(build(tensor_parallel), devices, **how)
 
 
-def test_narrow_weights_of_several_ranks_are_refused() -> None:
+def test_several_ranks_send_weights_narrow_as_one_does() -> None:
     graph = build(generator=Narrow(model=POLICY))
-    plan(graph, CPUS)
-    with pytest.raises(GraphError, match=r"runs on 2 ranks, but all readers .* as int8, .*train on 1 rank"):
-        plan(graph, CPUS, ranks={"trainer": 2})
+    for ranks, executor in ((1, "shared_memory"), (2, "gloo")):
+        made = plan(graph, CPUS, ranks={"trainer": ranks})
+        assert {path.executor for path in made.weight_paths} == {executor}
 
 
 def graph_of_main() -> Graph:

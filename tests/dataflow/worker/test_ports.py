@@ -121,7 +121,7 @@ def test_the_ends_of_the_weight_plane_are_known_by_the_scheduler_s_attempt(execu
     graph, tensors = build(), {"w": torch.nn.Parameter(torch.zeros(4))}
     made = plan(graph, Devices(cpus=2), weights=executor)
     opened, _ = ports(graph, made, "generator", folder, attempt=5)
-    end: Any = opened.reader_of("trainer", "generator")(tensors, None)
+    end: Any = opened.reader_of("trainer", "generator")(tensors)
     try:
         member = end._membership if executor == "shared_memory" else end._member
         assert member.join.incarnation == 5

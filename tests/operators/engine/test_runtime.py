@@ -218,6 +218,27 @@ def test_a_version_that_the_plane_refuses_does_not_disturb_the_rollouts(build, m
     assert plane.polls > 6
 
 
+def test_the_engine_is_told_which_version_was_taken_though_another_one_was_offered_before(
+    build, make_model, monkeypatch
+):
+    plane = FakePlane({0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}, at_poll={0: 0, 5: 1})
+    runtime = build(context={"reader": plane})
+    told = []
+    adopted = runtime.engine.adopted
+    monkeypatch.setattr(runtime.engine, "adopted", lambda version: (told.append(version), adopted(version)))
+    take = plane.adopt
+
+    def take_newer():
+        plane.offered += plane.offered == 1  # between the look and the taking
+        return take()
+
+    monkeypatch.setattr(plane, "adopt", take_newer)
+    runtime.push(prompts(letters(3)))
+    rows = rows_of(run_dry(runtime))
+    assert told == [0, 2]
+    assert {version for row in rows for version in row["versions"]} == {-1, 0, 2}
+
+
 def test_after_a_trainers_restart_the_engine_is_told_of_its_version_though_the_number_is_the_same_or_lower(
     build, make_model, monkeypatch
 ):

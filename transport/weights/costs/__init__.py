@@ -1,5 +1,4 @@
-"""What a plan of copies costs over a model of the links, told and pictured; `reshard`'s users call it, no run does.
+"""What a plan of copies costs over a model of the links, told and pictured; a model's dimensions put on paper.
 
-`dataflow.planning` will, when it chooses where trainers and generators sit (foresight); `bench.weight_plane`
-does today.
+`python -m transport.weights.costs` tells it of a trainer and a generator; `bench.weight_plane` of several. No run does.
 """

@@ -1,10 +1,9 @@
-"""Layouts of torch models: from the placements of their DTensors, or from a tensor-parallel plan by names.
+"""Layouts of torch models, from the placements of their DTensors.
 
 Each rank knows its mesh and its placements, so that it knows the layout of all ranks without asking them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,28 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.layout import Held, Layout, Shape
+from transport.weights.layout.layout import Held, Layout
 from transport.weights.layout.shards import Mesh, Shards
-
-Cut = tuple[int | None, int]
-"""Dimension that is cut over the ranks (None: each holds the whole), and in how many parts it is dealt out."""
-WHOLE: Cut = (None, 1)
-
-STYLES: dict[str, tuple[int, int]] = {
-    "colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1), "packed_rowwise": (-1, 2),
-    "embedding_rowwise": (0, 1), "embedding_colwise": (1, 1), "grouped_gemm": (0, 1),
-}  # fmt: skip
-"""How the styles of transformers' plans deal out a matrix, or a stack of them."""
-LIKE = {
-    "colwise_gather_output": "colwise", "colwise_rep": "colwise",
-    "rowwise_split_input": "rowwise", "rowwise_rep": "rowwise",
-}  # fmt: skip
-"""Styles that differ from another in what they do with activations alone."""
-UNCUT = frozenset({
-    "all_reduce", "ep_dispatch_experts", "local_params", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts",
-    "replicate", "replicated_with_grad_allreduce", "sequence_parallel",
-})  # fmt: skip
-"""Styles that leave every rank the whole parameter."""
 
 
 def layout_of(tensors: torch.nn.Module | Mapping[str, torch.Tensor], ranks: Sequence[int]) -> Layout:
@@ -57,26 +36,6 @@ def layout_of(tensors: torch.nn.Module | Mapping[str, torch.Tensor], ranks: Sequ
         shards = _placed(name, tensor) if isinstance(tensor, DTensor) else Shards.cut(shape, everyone, (None,))
         held[name] = Held(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
     return Layout(tensors=held, aliases=aliases)
-
-
-def tensor_parallel_layout(
-    tensors: Mapping[str, tuple[Shape, str]],
-    plan: Mapping[str, str],
-    ranks: Sequence[int],
-    aliases: Mapping[str, str] | None = None,
-) -> Layout:
-    """The layout of a model that `ranks` cut by a plan such as transformers has for each family.
-
-    tensors: name -> (full shape, dtype). plan: name of a parameter or of its module, `*` for any number, -> style, e.g.
-    {"layers.*.self_attn.q_proj": "colwise"} (`model.tp_plan`, or the config's `base_model_tp_plan`); what it does not
-    name, every rank holds whole. LayoutMismatch for an unknown style."""
-    mesh = Mesh((len(ranks),), tuple(ranks))
-    held = {}
-    for name, (shape, dtype) in tensors.items():
-        dim, parts = _cut(name, len(shape), _style(name, plan))
-        shards = Shards.cut(shape, mesh, (dim,), parts=(parts,))
-        held[name] = Held(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
-    return Layout(tensors=held, aliases=dict(aliases or {}))
 
 
 def _memory(tensor: torch.Tensor) -> Any:
@@ -124,28 +83,3 @@ def _order(
             order.insert(0, axis)
             parts[axis] = factor
     return tuple(order), tuple(parts)
-
-
-def _style(name: str, plan: Mapping[str, str]) -> str:
-    """The style of a parameter: its own, or its module's; keys may lack the model's prefix."""
-    generic = re.sub(r"\d+", "*", name)
-    for wanted in (generic, generic.rpartition(".")[0]):
-        for key, style in plan.items():
-            key = re.sub(r"\d+", "*", key)
-            if wanted == key or wanted.endswith(f".{key}"):
-                return style
-    return "replicate"
-
-
-def _cut(name: str, dims: int, style: str) -> Cut:
-    style = LIKE.get(style, style)
-    if style not in STYLES and style not in UNCUT:
-        raise LayoutMismatch(
-            f"the plan cuts tensor '{name}' in a way that is not known; found style '{style}'; "
-            f"use one of {sorted({*STYLES, *LIKE, *UNCUT})}, or describe it by Layout.cut"
-        )
-    bias = style == "packed_rowwise" or (style == "rowwise" and name.endswith("bias"))
-    if style in UNCUT or dims == 0 or (dims == 1 and bias):
-        return WHOLE
-    dim, parts = STYLES[style]
-    return dim % dims, parts if dims > 1 else 1

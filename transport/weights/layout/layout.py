@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,7 @@ import xxhash
 from transport.errors import MessageError
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.flat import ITEM_BYTES, FlatLayout
-from transport.weights.layout.shards import Mesh, Shards
+from transport.weights.layout.shards import Ints, Mesh, Shards
 
 Shape = tuple[int, ...]
 
@@ -63,6 +64,18 @@ class Layout:
     def ranks(self) -> int:
         """Ranks of this side: one more than the highest that holds anything."""
         return 1 + max(int(np.max(held.shards.ranks, initial=-1)) for held in self.tensors.values())
+
+    @functools.cached_property
+    def rank_bytes(self) -> Ints:
+        """[ranks]: bytes of the model that each holds, replicas counted at each of them."""
+        per_element: Counter[Shards] = Counter()
+        for held in self.tensors.values():
+            per_element[held.shards] += ITEM_BYTES[held.dtype]
+        found = np.zeros(self.ranks, np.float64)
+        for shards, nbytes in per_element.items():
+            elements = np.prod(shards.stop - shards.start, axis=1, dtype=np.int64)
+            found += np.bincount(shards.ranks, elements * nbytes, self.ranks)
+        return found.astype(np.int64)
 
     @functools.cached_property
     def key(self) -> bytes:

@@ -156,34 +156,35 @@ class CopyPlan:
         """What a destination rank receives, sender by sender."""
         return sorted(self.copies(destination_rank=rank), key=lambda copy: copy.source_rank)
 
-    @functools.cached_property
+    @property
     def pair_bytes(self) -> Ints:
         """[source ranks, destination ranks]: bytes on the way from each to each."""
-        return self._table(nbytes=True)
+        return self._pairs[0]
 
-    @functools.cached_property
+    @property
     def pair_copies(self) -> Ints:
         """[source ranks, destination ranks]: copies from each to each."""
-        return self._table(nbytes=False)
+        return self._pairs[1]
 
     @property
     def nbytes(self) -> int:
         """Bytes on the way in all."""
         return int(self.pair_bytes.sum())
 
-    def _table(self, nbytes: bool) -> Ints:
+    @functools.cached_property
+    def _pairs(self) -> tuple[Ints, Ints]:
         sources, destinations = self.source.ranks, self.destination.ranks
-        found = np.zeros(sources * destinations, np.float64)
+        nbytes, copies = np.zeros((2, sources * destinations), np.int64)
         for kind, tensors in self.kinds:
             receivers = kind.destination.ranks[kind.to]
             held, wanted = tensors[0]
             item = ITEM_BYTES[smaller(held.dtype, wanted.dtype)]
-            each = kind.elements * item if nbytes else np.ones_like(kind.to)
-            weight = each * (1 if kind.turns else len(tensors))
             for number in range(len(tensors) if kind.turns else 1):
+                times = 1 if kind.turns else len(tensors)
                 pair = kind.source.ranks[kind.senders(number)] * destinations + receivers
-                found += np.bincount(pair, weight, len(found))
-        return found.astype(np.int64).reshape(sources, destinations)
+                nbytes += np.bincount(pair, kind.elements * (item * times), len(nbytes)).astype(np.int64)
+                copies += np.bincount(pair, minlength=len(copies)) * times
+        return nbytes.reshape(sources, destinations), copies.reshape(sources, destinations)
 
 
 def _boxes(shards: Shards, rows: Ints, low: Ints, high: Ints) -> list[Box]:

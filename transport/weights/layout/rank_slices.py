@@ -6,8 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.flat import Shaped
+from transport.weights.layout.flat import FlatLayout, Shaped
+from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.shards import Shards
 
 T = TypeVar("T", bound=Shaped)
 
@@ -47,6 +51,38 @@ def local_tensors(
             f"{whose} names a slice of a tensor that it does not have; found '{name}'; give slices of its tensors alone"
         )
     return {name: _local_tensor(name, tensor, slices.get(name), whose) for name, tensor in tensors.items()}
+
+
+def layout_of_slices(flat: FlatLayout, slices: Sequence[Mapping[str, RankSlice]]) -> Layout:
+    """Of ranks that hold these slices of full tensors, rank by rank; a tensor that has none is whole at all of them.
+
+    flat: the local tensors of any of the ranks, for names, dtypes and ties; the layout is the same, whichever it is."""
+    held = {}
+    for spec in flat.tensors:
+        whole: RankSlice = (spec.shape, None, ())
+        cuts = [each.get(spec.name, whole) for each in slices]
+        held[spec.name] = Held(
+            name=spec.name, shape=tuple(cuts[0][0]), dtype=spec.dtype, shards=_dealt(cuts), into=spec.name
+        )
+    return Layout(tensors=held, aliases=dict(flat.aliases))
+
+
+def _dealt(cuts: Sequence[RankSlice]) -> Shards:
+    """The boxes of one full tensor, of which each rank holds these ranges."""
+    ranks, boxes = [], []
+    for rank, (shape, dim, runs) in enumerate(cuts):
+        at, length = 0, sum(last - first for first, last in runs)
+        for first, last in [(0, 0)] if dim is None else [(a, b) for a, b in runs if b > a]:
+            start, stop, local_start, local_shape = [0] * len(shape), list(shape), [0] * len(shape), list(shape)
+            if dim is not None:
+                start[dim], stop[dim], local_start[dim], local_shape[dim] = first, last, at, length
+                at += last - first
+            ranks.append(rank)
+            boxes.append((start, stop, local_start, local_shape))
+    dims = len(cuts[0][0])
+    return Shards(np.array(ranks, np.int64), *(
+        np.array([box[part] for box in boxes], np.int64).reshape(len(boxes), dims) for part in range(4)
+    ))  # fmt: skip
 
 
 def _local_tensor(name: str, local: T, slice_: RankSlice | None, whose: str) -> LocalTensor[T]:

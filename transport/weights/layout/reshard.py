@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -93,14 +94,14 @@ def _intersect(source: Shards, destination: Shards) -> Kind | None:
     if (covered != np.prod(stop - start, axis=1, dtype=np.int64)).any():
         return None
     # Every replica of a destination box gets the box's copies.
-    replicas = np.argsort(place, kind="stable")
+    replicas = np.argsort(_short(place), kind="stable")
     per_box = np.bincount(place, minlength=len(wanted))
     offset = np.concatenate([[0], np.cumsum(per_box)])
     times = per_box[box]
     which = np.repeat(np.arange(len(box)), times)
     nth = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
     to = replicas[offset[box[which]] + nth]
-    order = np.lexsort((cell[which], to))
+    order = np.lexsort((_short(cell[which]), _short(to)))
     which, to = which[order], to[order]
     return _kind(source, destination, first[which], last[which], to, cell[which], holders, begins)
 
@@ -173,5 +174,12 @@ def _numbers(group: Ints) -> tuple[Ints, Ints]:
     """For each entry: its number among the equal ones, and how many they are."""
     counts = np.bincount(group)
     number = np.empty_like(group)
-    number[np.argsort(group, kind="stable")] = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
+    number[np.argsort(_short(group), kind="stable")] = np.arange(len(group)) - np.repeat(
+        np.cumsum(counts) - counts, counts
+    )
     return number, counts[group]
+
+
+def _short(numbers: Ints) -> npt.NDArray[Any]:
+    """The same numbers, from 0 on, in 16 bits where they fit, which numpy sorts many times faster."""
+    return numbers.astype(np.uint16) if int(numbers.max(initial=0)) < 1 << 16 else numbers

@@ -65,6 +65,19 @@ class Shards:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shards) and self.key == other.key
 
+    def cuts_rows(self, columns: int) -> bool:
+        """Whether some box has a part of its rows alone, which are `columns` long (the last dimension)."""
+        return bool((self.start[:, -1] > 0).any() or (self.stop[:, -1] < columns).any())
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  (shards are values, and equal ones are one entry)
+    def of_rows(self) -> Shards:
+        """Of a tensor with one number for each row of this one [..., rows, 1]: ranks hold those of their rows, once."""
+        sides = ((self.start, 0), (self.stop, 1), (self.local_start, 0), (self.local_shape, 1))
+        ended = [np.concatenate([side[:, :-1], np.full_like(side[:, -1:], end)], axis=1) for side, end in sides]
+        boxes = np.concatenate([self.ranks[:, None], *ended], axis=1)
+        first = np.sort(np.unique(boxes, axis=0, return_index=True)[1])
+        return Shards(self.ranks[first], *(side[first] for side in ended))
+
     @classmethod
     def boxes(cls, ranks: Sequence[int] | Ints, start: Ints, stop: Ints) -> Shards:
         """Boxes that are local tensors of their own; empty ones are left out."""

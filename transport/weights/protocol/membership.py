@@ -87,9 +87,9 @@ class Membership(ABC):
         self._asked = now
         return [self.join]
 
-    def hold(self, version: int) -> None:
-        """This version of this writer is computed with from now on."""
-        self.version, self.join = version, replace(self.join, version=version, writer=self._writer)
+    def hold(self, version: int, writer: int) -> None:
+        """This version of that writer is computed with from now on."""
+        self.version, self.join = version, replace(self.join, version=version, writer=writer)
 
     def leaving(self) -> Leave:
         """This rank goes."""

@@ -63,6 +63,17 @@ class TransferOutcome:
     fault: str = ""
 
 
+@dataclass(frozen=True)
+class Offered:
+    """A version that every rank of the group has its part of."""
+
+    version: int
+    epoch: int
+    """Of the group."""
+    writer: int
+    """Whose version it is."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Abort:
     """Work: this epoch is over; end what runs for it, without waiting."""
@@ -208,13 +219,19 @@ class ReaderRank(Membership):
         self._moving, self._whole = False, state == WHOLE
         return [TransferResult(epoch=epoch, round=round, state=state, fault=fault)]
 
-    def adopted(self, version: int) -> Actions:
-        """This version, offered a while ago, is computed with from now on; the buffer of the one before is free."""
-        self.hold(version)
-        if self.offer != version:
+    @property
+    def offered(self) -> Offered | None:
+        """What may be adopted, if anything."""
+        return Offered(self.offer, self.epoch, self._writer) if self.offer >= 0 else None
+
+    def adopted(self, taken: Offered) -> Actions:
+        """This version is computed with from now on, though its epoch may be over; the buffer of the one before is
+        free."""
+        self.hold(taken.version, taken.writer)
+        if self.offered != taken:
             return []
         self.offer = -1
-        return [Committed(epoch=self.epoch, version=version), self._ready_ahead()]
+        return [Committed(epoch=self.epoch, version=taken.version), self._ready_ahead()]
 
     @property
     def _verified(self) -> int:

@@ -186,7 +186,7 @@ class SegmentReader(Membership):
     def committed(self, offer: Offer) -> Committed:
         """The reader computes with the offer's version from now on."""
         self._floor = offer.version
-        self.hold(offer.version)
+        self.hold(offer.version, self._writer)
         self.withdrawn(offer)
         return Committed(epoch=self.epoch, version=offer.version)
 

@@ -8,8 +8,7 @@ import socket as sockets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +19,8 @@ from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup, Join, Note
 from transport.weights.protocol.pace import Deadlines
-from transport.weights.protocol.ranks import ReaderRank, TransferOutcome
+from transport.weights.protocol.ranks import Offered, ReaderRank, TransferOutcome
+from transport.weights.protocol.verified import VerifiedOffer
 from transport.weights.sharded.chunks import chunks_between
 from transport.weights.sharded.control import ControlThread
 from transport.weights.sharded.put import Arrivals, peer_memory
@@ -28,14 +28,8 @@ from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
 from transport.weights.sharded.steps import Step, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, Exchange
 
-
-@dataclass(frozen=True)
-class Offered:
-    """A version that every rank of the group has its part of."""
-
-    version: int
-    epoch: int
-    """Of the group."""
+HEAR_S = 0.05
+"""For a rank to hear of a version that another one has been told of at the same time."""
 
 
 class ShardedReader:
@@ -81,6 +75,7 @@ class ShardedReader:
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._announced = -1
+        self._held: Offered | None = None
         self._torn = False
         self._closed = False
         join = Join(
@@ -158,21 +153,57 @@ class ShardedReader:
         if no_room := self._no_room:
             self._no_room = None
             raise no_room
-        offer = self._member.offer
-        return Offered(offer, self._member.epoch) if offer >= 0 else None
+        return self._member.offered
+
+    def verify(self) -> VerifiedOffer | None:
+        """Hold the offered version as it is until `adopt` or `decline`, though its epoch may end; None for no offer.
+
+        Where all ranks of a group hold one (the others by `enter`) before any of them adopts it, they never compute
+        with different versions."""
+        self._require_open()
+        with self._control.changed:
+            self.decline()
+            offered = self._member.offered
+            if offered is None or self._buffers is None:
+                return None
+            self._buffers.hold(offered.version, offered.epoch, still=True)
+            self._held = offered
+            return VerifiedOffer(version=offered.version, segment=_segment(offered))
+
+    def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None = None) -> bool:
+        """Hold the version that another rank of the group has verified; False when it is not offered here by now.
+
+        `layout`: known already. Raises as `poll`."""
+        self.poll()
+
+        def is_offered() -> bool:
+            offered = self._member.offered
+            return offered is not None and (_segment(offered), offered.version) == (segment, version)
+
+        with self._control.changed:
+            return self._control.changed.wait_for(is_offered, HEAR_S) and self.verify() is not None
+
+    def decline(self) -> None:
+        """Let go of the version held, if any; it is offered again, or a newer one is."""
+        with self._control.changed:
+            held, self._held = self._held, None
+            if held is not None and self._buffers is not None:
+                self._buffers.hold(held.version, held.epoch, still=False)
+                self._announced = -1
+                self._announce()
 
     def adopt(self) -> int:
-        """Make the offered version the attached tensors' value; the version now held.
+        """Make the version held, or else the offered one, the attached tensors' value; the version now in use.
 
         It was verified by checksums when it came. When there is no offer nothing changes."""
         self._require_open()
         with self._control.changed:
-            version = self._member.offer
-            if version >= 0 and self._buffers is not None:
+            taken = self._held or self._member.offered
+            if taken is not None and self._buffers is not None:
                 self._torn = True
-                self._buffers.adopt(version, self._member.epoch)
-                self._torn = False
-                self._control.act(self._member.adopted(version))
+                self._buffers.adopt(taken.version, taken.epoch)
+                self._torn, self._held = False, None
+                self._control.act(self._member.adopted(taken))
         return self.version
 
     def wait(self, version: int, timeout_s: float) -> int:
@@ -231,6 +262,10 @@ class ShardedReader:
     def _require_open(self) -> None:
         if self._closed:
             raise WeightError("this reader is closed; found a call after close; make a new one")
+
+
+def _segment(offered: Offered) -> str:
+    return f"{offered.writer}.{offered.epoch}"
 
 
 class Receiving:

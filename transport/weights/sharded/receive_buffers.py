@@ -14,7 +14,8 @@ from transport.weights.layout.layout import Layout
 from transport.weights.memory import buffers
 from transport.weights.protocol.messages import BROKEN, WHOLE
 
-Use = Literal["free", "receiving", "whole", "front"]
+Use = Literal["free", "receiving", "whole", "held", "front"]
+"""Held: whole, and it stays so whatever comes meanwhile."""
 
 
 class Buffer:
@@ -105,13 +106,17 @@ class ReceiveBuffers:
                 each.own.release()
         self._buffers = kept
 
+    def hold(self, version: int, epoch: int, *, still: bool) -> None:
+        """Keep this version though newer ones come, or, unless `still`, no longer than until then."""
+        if self._flat is not None:
+            self._whole(version, epoch).use = "held" if still else "whole"
+
     @torch.no_grad()
     def adopt(self, version: int, epoch: int) -> None:
         """Make this version the attached tensors' values: parameters of the same dtype become views of it."""
         if self._flat is None:
             return
-        wanted = ("whole", version, epoch)
-        buffer = next(each for each in self._buffers if (each.use, each.version, each.epoch) == wanted)
+        buffer = self._whole(version, epoch)
         flips: list[tuple[torch.Tensor, torch.Tensor]] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, source in buffer.views.items():
@@ -127,6 +132,10 @@ class ReceiveBuffers:
             if each.use == "front":
                 each.use = "free"
         buffer.use = "front" if flips else "free"
+
+    def _whole(self, version: int, epoch: int) -> Buffer:
+        found = (each for each in self._buffers if each.use in ("whole", "held"))
+        return next(each for each in found if (each.version, each.epoch) == (version, epoch))
 
 
 def _flat(layout: Layout, rank: int) -> FlatLayout | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slices_rig import Rig
 
 from dataflow.limits import Limits
 from dataflow.model import Model
@@ -44,11 +45,25 @@ def together() -> Iterator[Callable[..., Any]]:
     """The engine of several ranks; this process is rank 0."""
     made: list[Any] = []
 
-    def make(declaration: Generator, size: int = 2, timeout_s: float = 30.0) -> Any:
+    def make(declaration: Generator, size: int = 2, timeout_s: float = 30.0, narrow: str | None = None) -> Any:
         limits = Limits(start_s=90.0, exchange_s=timeout_s)
-        made.append(make_parallel(declaration, replace(CONTEXT, limits=limits), size).engine)
+        made.append(make_parallel(declaration, replace(CONTEXT, limits=limits, narrow=narrow), size).engine)
         return made[-1]
 
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig]]:
+    """An engine of several ranks that has versions sent to all of them."""
+    made: list[Rig] = []
+
+    def make(declaration: Generator, size: int = 2, **knobs: Any) -> Rig:
+        made.append(Rig(declaration, tmp_path_factory.mktemp("w"), size, **knobs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

@@ -1,18 +1,24 @@
-"""A trainer that publishes versions of a tiny model by shared memory, and how rank 0 opens its end of it."""
+"""A trainer that publishes versions of a tiny model to all ranks of an engine, and how rank 0 opens its end of it."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import xxhash
 
-from transport.weights import FlatLayout, SharedMemory, WeightReader, WeightWriter
+from dataflow.limits import Limits
+from dataflow.node import Context
+from dataflow.worker.ports import open_beside
+from operators.engine.parallel.launch import make_parallel
+from transport.weights import FlatLayout, Layout, ShardedWriter, SharedMemory, WeightReader, WeightWriter
 
 Shapes = dict[str, tuple[int, ...]]
+WAIT_S = 60.0
 
 
 def values(shapes: Shapes, version: int) -> dict[str, torch.Tensor]:
@@ -27,26 +33,127 @@ class Opens:
 
     address: str
     folder: str
-    end: list[WeightReader] = field(default_factory=list)
-
-    meets: bool = True
+    executor: str = "shared_memory"
+    end: list[Any] = field(default_factory=list)
 
     @property
-    def site(self) -> dict[str, str] | None:
+    def site(self) -> dict[str, str]:
         """Where the other ranks find the same versions."""
-        found = {"executor": "shared_memory", "address": self.address, "folder": self.folder}
-        return found if self.meets else None
+        return {"executor": self.executor, "address": self.address, "folder": self.folder, "name": "generator-0"}
 
-    def __call__(self, tensors: Mapping[str, Any], pieces: Mapping[str, Any] | None = None) -> WeightReader:
-        self.end.append(WeightReader(SharedMemory(self.address, folder=self.folder), "generator-0"))
-        self.end[-1].attach(tensors, pieces)
+    def __call__(self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)) -> Any:
+        if self.executor == "gloo":
+            self.end.append(open_beside(self.site, 0, "cpu", tensors, slices, limits=Limits(), attempt=0))
+        else:
+            self.end.append(WeightReader(SharedMemory(self.address, folder=self.folder), "generator-0"))
+            self.end[-1].attach(tensors, slices[0])
         return self.end[-1]
 
 
-def writer(shapes: Shapes, opens: Opens) -> WeightWriter:
-    """The trainer's end."""
-    layout = FlatLayout.of(values(shapes, 0))
+class ShardsOfAll:
+    """A trainer of two ranks, both in this process, each of which sends its own rows."""
+
+    def __init__(self, shapes: Shapes, address: str, dtype: str = "float32") -> None:
+        self._layout = Layout.fsdp({name: (shape, dtype) for name, shape in shapes.items()}, 2)
+        self._ends = [ShardedWriter(self._layout, rank, address) for rank in range(2)]
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Each rank its rows."""
+        done = []
+        for rank, end in enumerate(self._ends):
+            mine = {name: tensors[name].detach().chunk(2)[rank].clone() for name in self._layout.local(rank)}
+            done.append(end.publish(version, mine))
+        return all(done)
+
+    def poll(self) -> None:
+        for end in self._ends:
+            end.poll()
+
+    def close(self) -> None:
+        for end in reversed(self._ends):
+            end.close()
+
+
+def writer(shapes: Shapes, opens: Opens, dtype: str = "float32") -> Any:
+    """The trainer's end, or ends."""
+    if opens.executor == "gloo":
+        return ShardsOfAll(shapes, opens.address, dtype)
+    layout = FlatLayout.build([(name, shape, dtype) for name, shape in shapes.items()], {})
     return WeightWriter(layout, SharedMemory(opens.address, folder=opens.folder))
+
+
+class Rig:
+    """Rank 0 with its followers, and a trainer in this process."""
+
+    def __init__(
+        self, declaration: Any, folder: Any, size: int = 2, timeout_s: float = 30.0, executor: str = "shared_memory"
+    ) -> None:
+        self.opens, self.size = Opens(f"ipc://{folder}/w", str(folder), executor), size
+        limits = Limits(start_s=90.0, exchange_s=timeout_s)
+        built = make_parallel(declaration, Context(node="generator", reader=self.opens, limits=limits), size)
+        assert built.reader is not None
+        self.engine: Any = built.engine
+        self.shards = self.engine.shards
+        self.shapes: Shapes = {name: shard.shape for name, shard in self.shards.items()}
+        self.reader: Any = built.reader()
+        self.writer: Any = None
+
+    def publish(self, version: int, new: Mapping[str, torch.Tensor] | None = None) -> None:
+        """From this process; `values` where it is not told which."""
+        new = values(self.shapes, version) if new is None else new
+        dtype = str(next(iter(new.values())).dtype).removeprefix("torch.")
+        self.writer = self.writer or writer(self.shapes, self.opens, dtype)
+        assert self.writer.publish(version, {name: new[name].detach() for name in self.shapes})
+
+    def offered(self) -> Any:
+        """Until there is an offer."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            if self.writer is not None:
+                self.writer.poll()
+            if offer := self.reader.poll():
+                return offer
+            time.sleep(0.001)
+        raise AssertionError("no offer came")
+
+    def take(self) -> int:
+        """As the runtime does between two steps."""
+        self.offered()
+        self.reader.adopt()
+        self.engine.adopted(self.reader.version)
+        return int(self.reader.version)
+
+    def assert_slices(self, version: int) -> None:
+        """Every rank holds its slices of the version, and nothing else."""
+        assert_slices(self.engine, values(self.shapes, version), self.size)
+
+    def close(self) -> None:
+        self.engine.close()
+        for end in (*self.opens.end, *filter(None, [self.writer])):
+            end.close()
+
+
+def assert_slices(engine: Any, full: Mapping[str, torch.Tensor], size: int) -> None:
+    """Every rank holds its slices of these tensors, byte for byte, and nothing else."""
+    found = engine.digests()
+    assert len(found) == size
+    for rank, digests in enumerate(found):
+        assert digests.keys() == full.keys()
+        for name, tensor in full.items():
+            mine = part(name, tensor.detach(), rank, size).contiguous().view(-1).view(torch.uint8)
+            assert digests[name] == xxhash.xxh3_64_intdigest(mine.numpy().tobytes()), f"{name} on rank {rank}"
+
+
+def part(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """What a rank holds, written out: a range of rows or columns, one of each half where gate and up are fused."""
+    kind = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
+    if kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens"):
+        return full.chunk(size)[rank]
+    if kind in ("o_proj", "down_proj"):
+        return full.chunk(size, -1)[rank]
+    if kind == "gate_up_proj":
+        return torch.cat([half.chunk(size, 1)[rank] for half in full.chunk(2, 1)], 1)
+    return full
 
 
 def publish(address: str, folder: str, shapes: Shapes, first: int, last: int, running: Any) -> None:

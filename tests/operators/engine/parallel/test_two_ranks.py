@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import xxhash
 from replaying import drive
+from slices_rig import assert_slices, values
 
 from dataflow.node import Context
 from operators.engine.finish_reasons import ABORTED
@@ -37,7 +37,7 @@ def groups(**rest: Any) -> list[Start]:
 
 
 def take(engine: Any, version: int, new: Mapping[str, torch.Tensor]) -> None:
-    """New weights, as the weight plane brings them."""
+    """New weights, as one process finds them."""
     for name, tensor in engine.tensors.items():
         tensor.data.copy_(new[name])
     engine.adopted(version)
@@ -63,16 +63,16 @@ def test_two_ranks_draw_what_one_draws(family, declare, alone, together):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_update", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
-def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(on_update, declare, make_model, alone, together):
+def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(on_update, declare, make_model, alone, fed):
     declaration = declare("qwen3", on_update=on_update, temperature=0.7)
     newer = {version: dict(make_model("qwen3", seed=version).named_parameters()) for version in (1, 2)}
 
-    def run(engine: Any) -> tuple[Any, ...]:
+    def run(engine: Any, update: Callable[[int], object]) -> tuple[Any, ...]:
         seen: list[Any] = []
 
         def at_step(step: int) -> None:
             if step in (4, 9):
-                take(engine, 1 + (step > 4), newer[1 + (step > 4)])
+                update(1 + (step > 4))
             if step == 6:
                 row = engine.progress(1)
                 seen.append((row.tokens.ids.tolist(), row.tokens.versions.tolist()))
@@ -81,11 +81,17 @@ def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(on_update,
 
         return drive(engine, groups(), at_step), seen
 
-    expected, seen = run(alone(declaration))
-    found, seen_together = run(together(declaration))
+    def publish(version: int) -> None:
+        ranks.publish(version, newer[version])
+        assert ranks.take() == version
+
+    one = alone(declaration)
+    expected, seen = run(one, lambda version: take(one, version, newer[version]))
+    ranks = fed(declaration)
+    found, seen_together = run(ranks.engine, publish)
     assert_alike(found, expected)
     assert seen_together == seen
-    assert seen[1][0] == [0, 2] and seen[1][2] == {ABORTED}
+    assert [(ticket, reason) for ticket, _, reason in seen[1]] == [(0, ABORTED), (2, ABORTED)]
     assert {int(v) for row in found.values() for v in row["versions"]} == {-1, 0, 1, 2}
 
 
@@ -100,40 +106,24 @@ def test_prompts_with_knobs_and_stop_strings_of_their_own_end_alike_on_all_ranks
     assert_alike(drive(together(declaration), starts), expected)
 
 
-def part(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """What a rank holds, written out: a range of rows or columns, one of each half where gate and up are fused."""
-    kind = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
-    if kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens"):
-        return full.chunk(size)[rank]
-    if kind in ("o_proj", "down_proj"):
-        return full.chunk(size, -1)[rank]
-    if kind == "gate_up_proj":
-        return torch.cat([half.chunk(size, 1)[rank] for half in full.chunk(2, 1)], 1)
-    return full
-
-
 @pytest.mark.parametrize(
-    ("family", "size", "changes"),
+    ("family", "size", "changes", "executor"),
     [
-        ("qwen2", 2, {"tie_word_embeddings": True, "vocab_size": 33}),
-        pytest.param("mixtral", 2, {}, marks=pytest.mark.slow),
-        pytest.param("llama", 4, {"num_key_value_heads": 4}, marks=pytest.mark.slow),
+        ("qwen2", 2, {"tie_word_embeddings": True, "vocab_size": 33}, "gloo"),
+        pytest.param("mixtral", 2, {}, "gloo", marks=pytest.mark.slow),
+        pytest.param("mixtral", 2, {}, "shared_memory", marks=pytest.mark.slow),
+        pytest.param("llama", 4, {"num_key_value_heads": 4}, "gloo", marks=pytest.mark.slow),
     ],
 )
-def test_after_two_updates_each_rank_holds_exactly_its_slices(family, size, changes, declare, make_model, together):
-    engine = together(declare(family, changes), size)
+def test_after_two_updates_each_rank_holds_its_slices_alone(family, size, changes, executor, declare, make_model, fed):
+    ranks = fed(declare(family, changes), size, executor=executor)
     for version in (1, 2):
         new = dict(make_model(family, seed=version, **changes).named_parameters())
-        assert set(engine.tensors) == set(new)
-        take(engine, version, new)
-    assert engine.version == 2
-    found = engine.digests()
-    assert len(found) == size
-    for rank, digests in enumerate(found):
-        for name, full in new.items():
-            mine = part(name, full.detach(), rank, size).contiguous()
-            assert digests.pop(name) == xxhash.xxh3_64_intdigest(mine.numpy().tobytes()), f"{name} on rank {rank}"
-        assert not digests
+        assert set(ranks.shapes) == set(new)
+        ranks.publish(version, new)
+        assert ranks.take() == version
+    assert ranks.engine.version == 2
+    assert_slices(ranks.engine, new, size)
 
 
 @pytest.mark.slow
@@ -144,13 +134,16 @@ def test_four_ranks_draw_what_one_draws(declare, alone, together):
 
 
 @pytest.mark.slow
-def test_two_ranks_in_bfloat16_hold_and_draw_in_bfloat16(declare, together):
+def test_two_ranks_in_bfloat16_hold_and_draw_in_bfloat16(declare, fed):
     declaration = declare("llama")
     object.__setattr__(declaration.model, "dtype", "bfloat16")
-    engine = together(declaration)
-    found = drive(engine, groups())
+    ranks = fed(declaration, executor="gloo")
+    ranks.publish(1, {name: tensor.bfloat16() for name, tensor in values(ranks.shapes, 1).items()})
+    assert ranks.take() == 1
+    assert_slices(ranks.engine, {name: tensor.bfloat16() for name, tensor in values(ranks.shapes, 1).items()}, 2)
+    found = drive(ranks.engine, groups())
     assert len(found) == 12 and all(np.isfinite(row["logprobs"]).all() for row in found.values())
-    assert {tensor.dtype for tensor in engine.tensors.values()} == {torch.bfloat16}
+    assert {shard.local.dtype for shard in ranks.shards.values()} == {torch.bfloat16}
 
 
 @pytest.mark.gpu

@@ -15,8 +15,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from transport.weights import LayoutMismatch
-from transport.weights.layout.from_torch import layout_of, tensor_parallel_layout
+from transport.weights.layout.from_torch import layout_of
 from transport.weights.layout.layout import Layout
+from transport.weights.layout.parallel_plan import mesh_layout, tensor_parallel_layout
 from transport.weights.layout.shards import Mesh
 
 from ..sides import Local, gather_then_shard, same
@@ -146,6 +147,8 @@ def test_fsdp2_over_tensor_parallel_cuts_by_tensor_parallel_first(mesh, inner):
         return dict(fully_shard(model, mesh=names["fsdp"]).named_parameters())
 
     layout = check(full, make)
+    shapes = {name: (tuple(tensor.shape), "float32") for name, tensor in full.items()}
+    assert mesh_layout(shapes, {"up": "colwise", "down": "rowwise"}, Mesh.of(1, *mesh)) == layout
     last = layout.tensors["up.weight"].shards
     assert len(set(zip(last.start[:, 0].tolist(), last.stop[:, 0].tolist(), strict=True))) == len(last.ranks)
     assert layout.tensors["down.bias"].shards.start.max() < 5

@@ -96,7 +96,7 @@ def test_slices_by_rows_are_views_of_the_segment_and_all_others_are_copies(place
     place.settle(writer, reader, adopt=False)
     offer = reader.verify()
     assert rank.enter(offer.segment, offer.version, reader.layout.to_plain())
-    rank.take()
+    rank.adopt()
     reader.adopt()
     for held, end in ((own, reader), (other, rank)):
         mapped = end._attached._inside
@@ -132,7 +132,7 @@ def test_after_close_a_rank_keeps_its_version_in_memory_of_its_own(place, compan
     place.settle(writer, reader, adopt=False)
     offer = reader.verify()
     assert rank.enter(offer.segment, offer.version, reader.layout.to_plain())
-    assert rank.take() == rank.version == 1
+    assert rank.adopt() == rank.version == 1
     buffer = rank._attached._inside.segment.buffer
     rank.close()
     assert_holds(own, 1)
@@ -181,9 +181,9 @@ def test_a_companion_needs_a_layout_tensors_and_a_version_that_was_entered(place
     assert not rank.enter(segment, 2, LAYOUT.to_plain())
     assert not rank.enter("another", 1)
     with pytest.raises(WeightError, match="none entered"):
-        rank.take()
+        rank.adopt()
     assert rank.enter(segment, 1)
-    assert rank.take() == 1
+    assert rank.adopt() == 1
 
 
 def test_what_a_companion_has_entered_is_not_written_over_until_it_leaves(place, companion):
@@ -194,12 +194,12 @@ def test_what_a_companion_has_entered_is_not_written_over_until_it_leaves(place,
     assert rank.enter(first, 1, LAYOUT.to_plain())
     writer.publish(2, full(2))
     assert writer.publish(3, full(3)) and writer.version == 3
-    assert rank.take() == 1
+    assert rank.adopt() == 1
     writer.publish(4, full(4))
     assert_holds(own, 1)
     newest = next(key for key, version in writer._offers.segments.items() if version == 4)
     assert rank.enter(newest, 4)
-    rank.leave()
+    rank.decline()
     assert_holds(own, 1)
     assert writer.publish(5, full(5)) and not rank.enter(newest, 4)
 
@@ -234,7 +234,7 @@ def _enter_and_stay(address: str, segment: str, told) -> None:
     rank = RankReader(address, "generator-0.1")
     rank.attach(empty(), PIECES)
     assert rank.enter(segment, 1, LAYOUT.to_plain())
-    told.send(rank.take())
+    told.send(rank.adopt())
     signal.pause()
 
 
@@ -280,7 +280,7 @@ def test_any_piece_is_its_ranges_end_to_end(tmp_path_factory, piece, adopt, shar
         writer.publish(1, {"t": tensor})
         (segment,) = writer._segments
         assert rank.enter(segment, 1, writer.layout.to_plain())
-        rank.take()
+        rank.adopt()
         assert torch.equal(local.data, expected)
     finally:
         rank.close()
@@ -299,7 +299,7 @@ def test_a_reader_leads_companions_through_versions_that_come_while_they_enter(p
         offer = reader.verify()
         writer.publish(version + 1, full(version + 1))
         assert rank.enter(offer.segment, offer.version, layout)
-        assert reader.adopt() == rank.take() == offer.version
+        assert reader.adopt() == rank.adopt() == offer.version
         assert_holds(own, offer.version)
         assert_holds(other, offer.version)
     assert offer.version >= 5 and isinstance(reader, WeightReader)

@@ -218,7 +218,7 @@ class World:
             assert not self.seen[peer] or found >= self.seen[peer][-1], "a reader went back"
             assert found not in self.damage
             self.seen[peer].append(found)
-            self.act(peer, rank.adopted(rank.offer))
+            self.act(peer, rank.adopted(rank.offered))
 
     def calm(self) -> None:
         """Nothing bad happens any more: let everything end."""

@@ -28,7 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dataflow.system.child import die_with_parent
 from operators.engine.parallel import group
 from operators.engine.parallel.shards import TensorSlice, distribute
-from transport.weights.layout.from_torch import layout_of, tensor_parallel_layout
+from transport.weights.layout.from_torch import layout_of
+from transport.weights.layout.parallel_plan import tensor_parallel_layout
 from transport.weights.protocol.pace import Deadlines
 from transport.weights.sharded.reader import ShardedReader
 from transport.weights.sharded.writer import ShardedWriter

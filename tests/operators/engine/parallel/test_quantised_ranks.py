@@ -1,0 +1,150 @@
+"""Ranks that share out a quantised model hold the slices of what one rank quantises, and sample what it samples."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from replaying import drive, recomputed
+from test_two_ranks import assert_alike, groups, part
+
+from dataflow.node import Context
+from operators.engine.make import make_engine
+from operators.engine.parallel.launch import make_parallel
+from operators.engine.precision import linear_weights, quantise, unrounded
+from operators.engine.precision.intake import SCALE
+from transport.weights.encoder import Encoder
+from transport.weights.encoding import Encoding
+
+pytestmark = pytest.mark.usefixtures("forked")
+
+WHOLE_STEPS = 2
+"""Of what rounding inputs does to a log-probability, the most that rounding them by other scales does."""
+
+
+def take(engine: Any, version: int, new: Mapping[str, torch.Tensor]) -> None:
+    """New weights, as views of the weight plane's memory."""
+    assert engine.tensors.keys() == new.keys()
+    for name, tensor in engine.tensors.items():
+        tensor.data = new[name].detach().clone()
+    engine.adopted(version)
+
+
+def encoded(model: Any, weights: str) -> dict[str, torch.Tensor]:
+    """What one trainer rank sends."""
+    parameters = dict(model.named_parameters())
+    form = weights.removesuffix("_dynamic")
+    return Encoder(Encoding(quantized=form, names=linear_weights(model)), parameters).encode(parameters)
+
+
+def slice_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """What a rank holds of what was quantised: scales as their rows, which all ranks have where rows are cut."""
+    weight = name.removesuffix(SCALE)
+    if name != weight and weight.removesuffix(".weight").endswith(("o_proj", "down_proj")):
+        return full
+    return part(weight, full, rank, size)
+
+
+def digest(tensor: torch.Tensor) -> int:
+    return int(xxhash.xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data))
+
+
+def assert_holds_slices(engine: Any, new: Mapping[str, torch.Tensor], size: int) -> None:
+    for rank, digests in enumerate(engine.digests()):
+        for name, full in new.items():
+            assert digests.pop(name) == digest(slice_of(name, full, rank, size)), f"{name} on rank {rank}"
+        assert not digests
+
+
+def assert_samples_as_well(found: Mapping[int, Any], model: Any, weights: str) -> None:
+    """Log-probabilities are as near as one rank's to those of the same quantised weights with inputs as they are."""
+    one = copy.deepcopy(model)
+    quantise(one, weights)
+    mine, theirs = [], []
+    for row in found.values():
+        where = row["tokens"], row["versions"], row["start"]
+        with unrounded(one):
+            plain = recomputed({1: one}, *where)
+        mine.append(np.abs(row["logprobs"][row["start"] :] - plain).max())
+        theirs.append(np.abs(recomputed({1: one}, *where) - plain).max())
+    assert max(theirs) > 0
+    assert max(mine) <= WHOLE_STEPS * max(theirs) + 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "weights", "size"),
+    [
+        ("llama", "int8", 2),
+        ("qwen2", "int8_dynamic", 2),
+        pytest.param("llama", "fp8", 2, marks=pytest.mark.slow),
+        pytest.param("mixtral", "int8", 2, marks=pytest.mark.slow),
+        pytest.param("gemma", "int8_dynamic", 2, marks=pytest.mark.slow),
+        pytest.param("llama", "int8", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_what_one_trainer_rank_quantises_arrives_as_slices_and_is_sampled_from(
+    family, weights, size, declare, make_model, alone, together
+):
+    changes = {"num_key_value_heads": 4} if size == 4 else {}
+    declaration = declare(family, changes, weights=weights)
+    engine = together(declaration, size, narrow=declaration.narrow)
+    policy = make_model(family, seed=1, **changes)
+    new = encoded(policy, weights)
+    take(engine, 1, new)
+    assert_holds_slices(engine, new, size)
+    found = drive(engine, groups())
+    if weights != "int8":
+        assert_samples_as_well(found, policy, weights)
+        return
+    one = alone(declaration)
+    take(one, 1, dict(policy.named_parameters()))
+    assert_alike(found, drive(one, groups()))
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_ranks_that_quantise_full_weights_themselves_agree_on_the_scales_of_rows_that_are_cut(
+    family, declare, make_model, alone, together
+):
+    declaration = declare(family, weights="int8")
+    engine, one = together(declaration), alone(declaration)
+    for version in (1, 2):
+        policy = make_model(family, seed=version)
+        for each in (engine, one):
+            take(each, version, dict(policy.named_parameters()))
+        new, own = encoded(policy, "int8"), dict(engine.model.named_buffers())
+        for name in linear_weights(policy):
+            path = name.removesuffix(".weight")
+            for buffer, kind in (("weight", name), ("scale", name + SCALE)):
+                mine = slice_of(kind, new[kind], 0, 2)
+                assert digest(own[f"{path}.{buffer}"]) == digest(mine), f"{buffer} of {name} in version {version}"
+    assert_alike(drive(engine, groups()), drive(one, groups()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["int8", "int8_dynamic", "fp8"])
+def test_two_gpus_hold_the_slices_of_what_one_trainer_rank_quantises(weights, declare, make_model):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    changes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    declaration = declare("llama", changes, weights=weights)
+    object.__setattr__(declaration.model, "dtype", "bfloat16")
+    context = Context(node="generator", device="cuda:0", narrow=declaration.narrow)
+    policy = make_model("llama", seed=1, **changes).bfloat16()
+    new = encoded(policy, weights)
+    engine = make_parallel(declaration, context, 2).engine
+    try:
+        take(engine, 1, new)
+        assert_holds_slices(engine, new, 2)
+        found = drive(engine, groups())
+    finally:
+        engine.close()
+    one = make_engine(declaration, context).engine
+    take(one, 1, {name: tensor.cuda() for name, tensor in new.items()})
+    expected = drive(one, groups())
+    assert len(found) == len(expected) == 12
+    assert all(np.isfinite(row["logprobs"]).all() for row in found.values())

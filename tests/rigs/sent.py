@@ -1,0 +1,152 @@
+"""What the ranks of trainers send over the weight plane: counted where it enters gloo, and by the kernel at sockets.
+
+It is put around `ProcessGroup` and `Sending` before a run, whose workers are forked with it; each of them writes down
+what it sees in a file of its own.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import termios
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transport.weights.sharded.process_group import ProcessGroup
+from transport.weights.sharded.transfer import GREETING_TAG, SUMS_TAG
+from transport.weights.sharded.writer import Sending
+
+_BYTES_SENT = 200
+"""Where `struct tcp_info` has tcpi_bytes_sent (Linux 4.19 and later)."""
+
+
+class Sent:
+    """What was sent in the runs since."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        """folder: made here."""
+        folder.mkdir()
+        self._folder = folder
+        connect, send, begin, transfer = (
+            ProcessGroup.__init__, ProcessGroup.send, Sending.__init__, Sending.transfer,
+        )  # fmt: skip
+
+        def connecting(group: Any, *args: Any, **knobs: Any) -> None:
+            before = set(_connections())
+            connect(group, *args, **knobs)
+            group.sockets = set(_connections()) - before
+
+        def sending(group: Any, tensor: Any, peer: int, tag: int) -> Any:
+            if tag == GREETING_TAG:
+                return send(group, tensor, peer, tag)
+            self._write(to=group.to, sender=group.rank, receiver=peer - group.sources, tag=tag, nbytes=tensor.nbytes)
+            return send(group, tensor, peer, tag)
+
+        def beginning(end: Any, writer: Any, form: Any, stop: Any) -> None:
+            begin(end, writer, form, stop)
+            group = end._exchange._group
+            group.to, group.sources = form.group, form.sources
+            for fragment in [each for chunks in end._chunks.values() for chunk in chunks for each in chunk.fragments]:
+                copy = fragment.copy
+                self._write(
+                    to=form.group, sender=writer.rank, receiver=copy.destination_rank, epoch=form.epoch,
+                    tensor=copy.tensor, part=fragment.nbytes,
+                )  # fmt: skip
+
+        def transferring(end: Any, version: int, deadline: float) -> Any:
+            outcome = transfer(end, version, deadline)
+            group = end._exchange._group
+            self._write(to=group.to, sender=group.rank, version=version, kernel=_bytes_sent(group.sockets))
+            return outcome
+
+        patch.setattr(ProcessGroup, "__init__", connecting)
+        patch.setattr(ProcessGroup, "send", sending)
+        patch.setattr(Sending, "__init__", beginning)
+        patch.setattr(Sending, "transfer", transferring)
+
+    def payload(self, to: str) -> dict[tuple[int, int], int]:
+        """Bytes of weights by (trainer's rank, reader's rank)."""
+        found: dict[tuple[int, int], int] = defaultdict(int)
+        for line in self._lines(to):
+            if line.get("tag", SUMS_TAG) < SUMS_TAG:
+                found[line["sender"], line["receiver"]] += line["nbytes"]
+        return dict(found)
+
+    def transfers(self, to: str) -> dict[tuple[int, int], int]:
+        """How many versions each pair brought to their end: the sums of its bytes are what it sends last."""
+        found: dict[tuple[int, int], int] = defaultdict(int)
+        for line in self._lines(to):
+            found[line.get("sender"), line.get("receiver")] += line.get("tag") == SUMS_TAG
+        return {pair: count for pair, count in found.items() if count}
+
+    def kernel(self, to: str) -> dict[int, int]:
+        """By trainer's rank, bytes that the kernel has sent over the sockets of its process groups."""
+        groups: dict[tuple[int, str], int] = {}
+        for line in self._lines(to):
+            for number, nbytes in line.get("kernel", {}).items():
+                key = line["sender"], number
+                groups[key] = max(groups.get(key, 0), nbytes)
+        found: dict[int, int] = defaultdict(int)
+        for (sender, _), nbytes in groups.items():
+            found[sender] += nbytes
+        return dict(found)
+
+    def parts(self, to: str) -> dict[str, int]:
+        """By tensor, the most bytes of it that one rank sends another of one version."""
+        found: dict[tuple[Any, ...], int] = defaultdict(int)
+        for line in self._lines(to):
+            if "part" in line:
+                found[line["tensor"], line["sender"], line["receiver"], line["epoch"]] += line["part"]
+        most: dict[str, int] = {}
+        for (tensor, *_), nbytes in found.items():
+            most[tensor] = max(most.get(tensor, 0), nbytes)
+        return most
+
+    def _write(self, **line: Any) -> None:
+        with (self._folder / f"{os.getpid()}.jsonl").open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def _lines(self, to: str) -> Iterator[dict[str, Any]]:
+        for path in sorted(self._folder.iterdir()):
+            for text in path.read_text().splitlines():
+                line = json.loads(text)
+                if line["to"] == to:
+                    yield line
+
+
+def _connections() -> Iterator[tuple[int, str]]:
+    """Connected TCP sockets of this process: (descriptor, the kernel's name for it)."""
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            name = str(entry.readlink())
+            if not name.startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                    found.getpeername()
+                    yield int(entry.name), name
+        except OSError:
+            continue
+
+
+def _bytes_sent(connections: set[tuple[int, str]]) -> dict[str, int]:
+    """What each has sent, once nothing waits in it."""
+    found = {}
+    for number, name in connections:
+        with socket.socket(fileno=os.dup(number)) as connection:
+            deadline = time.monotonic() + 5.0
+            while _waiting(connection) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 280)
+        found[name] = struct.unpack_from("<Q", info, _BYTES_SENT)[0]
+    return found
+
+
+def _waiting(connection: socket.socket) -> int:
+    return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, b"\0" * 4))[0]

@@ -1,0 +1,71 @@
+"""Weights on paper: python -m transport.weights.costs --trainer 512 --generator 64x8 --precision fp8."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from transport.weights.costs.decoder import FAMILIES, NAMED, Decoder
+from transport.weights.costs.interconnect import Interconnect
+from transport.weights.costs.on_paper import OnPaper, Ranks, on_paper
+from transport.weights.encoding import QUANTIZED
+from transport.weights.errors import LayoutMismatch
+
+GBIT = 1e9 / 8
+PRECISIONS = ("bfloat16", "float16", "float32", *QUANTIZED)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print who sends what to whom, how long it takes, and what each rank holds at the start."""
+    asked = _parser().parse_args(arguments)
+    quantized = asked.precision if asked.precision in QUANTIZED else None
+    replicas, ranks = asked.generator
+    links = Interconnect(
+        gpus_per_node=asked.node, between_bytes_per_s=asked.link_gbps * GBIT, within_bytes_per_s=asked.nvlink_gb * 1e9
+    )
+    try:
+        found: OnPaper = on_paper(
+            Decoder.of(asked.model),
+            Ranks(replicas=asked.trainer[0], shards=asked.trainer[1], tensor_parallel=asked.trainer_tensor_parallel),
+            Ranks(replicas=replicas, tensor_parallel=ranks),
+            links,
+            dtype="bfloat16" if quantized else asked.precision,
+            quantized=quantized,
+        )
+        print(found)
+        if asked.rank is not None:
+            print(f"\n{found.rank(asked.rank)}")
+    except (LayoutMismatch, ValueError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m transport.weights.costs", description=main.__doc__)
+    add = parser.add_argument
+    add("--model", default="llama-405b",
+        help=f"{', '.join(NAMED)}, or a folder with a config.json ({', '.join(FAMILIES)})")  # fmt: skip
+    add("--trainer", type=_grid, default=(1, 512), metavar="[REPLICASx]SHARDS",
+        help="512: FSDP over 512 ranks; 8x64: HSDP, 8 replicas of 64")  # fmt: skip
+    add("--trainer-tensor-parallel", type=int, default=1, help="ranks that each of these pieces is cut over")
+    add("--generator", type=_grid, default=(64, 8), metavar="[REPLICASx]RANKS", help="64x8: 64 replicas of 8 ranks")
+    add("--precision", choices=PRECISIONS, default="bfloat16",
+        help="in which weights travel; int8 and fp8: linear layers, with a scale for each row")  # fmt: skip
+    add("--node", type=int, default=8, help="GPUs of a node")
+    add("--link-gbps", type=float, default=400, help="gigabits per second of each GPU to other nodes")
+    add("--nvlink-gb", type=float, default=450, help="gigabytes per second of each GPU within its node")
+    add("--rank", type=int, help="tell also what this rank of the trainer sends to whom")
+    return parser
+
+
+def _grid(text: str) -> tuple[int, int]:
+    """`64x8`, or `8` for `1x8`."""
+    first, times, second = text.partition("x")
+    counts = (int(first), int(second)) if times else (1, int(first))
+    if min(counts) < 1:
+        raise ValueError(text)
+    return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

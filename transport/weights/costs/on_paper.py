@@ -1,0 +1,129 @@
+"""A trainer and a generator on paper: what goes between their ranks, how long that takes, and what each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from transport.weights.costs.amounts import amount
+from transport.weights.costs.decoder import STYLES, Decoder
+from transport.weights.costs.explain import explain
+from transport.weights.costs.interconnect import Cost, Interconnect, cost
+from transport.weights.encoding import Encoding
+from transport.weights.errors import LayoutMismatch
+from transport.weights.layout.parallel_plan import mesh_layout
+from transport.weights.layout.plan import CopyPlan
+from transport.weights.layout.reshard import reshard
+from transport.weights.layout.shards import Ints, Mesh
+
+STATE = {"weights": 4, "gradients": 4, "optimiser": 8}
+"""Bytes of each parameter that a trainer's rank holds: float32, and AdamW's two moments in float32."""
+VERSIONS = 2
+"""That each end of the weight plane holds at most: the one in use, or being sent, and the next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks of one side: replicas, each cut by FSDP, each piece of it by tensor parallelism."""
+
+    replicas: int = 1
+    shards: int = 1
+    tensor_parallel: int = 1
+
+    @property
+    def mesh(self) -> Mesh:
+        """Rank 0, 1, ... in that order, tensor parallel running fastest."""
+        return Mesh.of(self.replicas, self.shards, self.tensor_parallel)
+
+    def __str__(self) -> str:
+        told = {"replica": self.replicas, "shard": self.shards, "tensor-parallel rank": self.tensor_parallel}
+        return " x ".join(f"{n:,} {what}{'s' if n > 1 else ''}" for what, n in told.items() if n > 1) or "1 rank"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class OnPaper:
+    """What the layouts of both sides say."""
+
+    parameters: int
+    plan: CopyPlan
+    links: Interconnect
+    made: Cost
+    readers: Ranks
+    """The generator's."""
+    held: Mapping[str, Mapping[str, Ints]]
+    """By side, by part: bytes of each rank at the start."""
+
+    def __str__(self) -> str:
+        """Lines of text."""
+        lines = [f"{self.parameters / 1e9:.4g} billion parameters", explain(self.plan, self.links), ""]
+        lines += [self._most("source", self.made.source_bytes), self._most("destination", self.made.destination_bytes)]
+        lines += ["", "memory of each rank at the start, at least", *self._memory()]
+        return "\n".join(lines)
+
+    def rank(self, source: int) -> str:
+        """What one rank of the trainer sends: to the ranks of each replica of the generator."""
+        nbytes = self.plan.pair_bytes[source].reshape(self.readers.replicas, -1)
+        lines = [f"source rank {source} sends, to the ranks of each replica"]
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for replica, row in enumerate(nbytes.tolist()):
+            alike.setdefault(tuple(row), []).append(replica)
+        for row, replicas in alike.items():
+            which = f"{len(replicas)} replicas, first {replicas[0]}" if len(replicas) > 1 else f"replica {replicas[0]}"
+            lines.append(f"  {which}: " + "  ".join(amount(n) if n else "." for n in row))
+        return "\n".join(lines)
+
+    def _most(self, side: str, nbytes: Ints) -> str:
+        rank = int(nbytes.sum(axis=1).argmax())
+        does = "out of" if side == "source" else "into"
+        return f"most bytes {does} a rank: {amount(int(nbytes[rank].sum()))}, {side} rank {rank}"
+
+    def _memory(self) -> list[str]:
+        lines = []
+        for side, parts in self.held.items():
+            total = np.sum(list(parts.values()), axis=0)
+            rank = int(total.argmax())
+            told = " + ".join(f"{what} {amount(int(each[rank]))}" for what, each in parts.items())
+            least = int(total.min())
+            spread = f", the least {amount(least)}" if least < total[rank] else ""
+            lines.append(f"  {side}: {amount(int(total[rank]))} ({told}){spread}")
+        return lines
+
+
+def on_paper(
+    model: Decoder, trainer: Ranks, generator: Ranks, links: Interconnect, *, dtype: str = "bfloat16",
+    quantized: str | None = None,
+) -> OnPaper:  # fmt: skip
+    """A version from the trainer's ranks into the generator's.
+
+    dtype: in which weights travel; quantized: the format in which linear layers do, int8 or fp8, with their scales.
+    LayoutMismatch for an unknown dtype or format, and where tensor parallelism would cut heads."""
+    for side in (trainer, generator):
+        if model.kv_heads % side.tensor_parallel:
+            raise LayoutMismatch(
+                f"heads cannot be dealt out evenly; found {model.kv_heads} key/value heads for "
+                f"{side.tensor_parallel} tensor-parallel ranks; give a number that divides them"
+            )
+    whole = model.tensors("float32")
+    encoding = Encoding(dtype=dtype, quantized=quantized)
+    trained = mesh_layout(whole, STYLES, trainer.mesh)
+    sent, wanted = encoding.layout(trained), encoding.layout(mesh_layout(whole, STYLES, generator.mesh))
+    plan = reshard(sent, wanted)
+    parameters = trained.rank_bytes // 4
+    return OnPaper(
+        parameters=sum(int(np.prod(shape)) for shape, _ in whole.values()),
+        plan=plan,
+        links=links,
+        made=cost(plan.pair_bytes, links),
+        readers=generator,
+        held={
+            f"trainer ({trainer})": {
+                **{what: parameters * each for what, each in STATE.items()},
+                f"{VERSIONS} versions to be sent": VERSIONS * sent.rank_bytes,
+            },
+            f"generator ({generator}), beside its cache": {
+                "version in use": wanted.rank_bytes, "version that arrives": wanted.rank_bytes,
+            },
+        },
+    )  # fmt: skip
