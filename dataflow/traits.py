@@ -9,6 +9,8 @@ class Traits:
 
     tensor_parallel: int = 1
     """Processes that share out each layer of its model."""
+    dp_replicate: int = 1
+    """Copies of its model among a trainer's processes."""
     temperature: float | None = None
     """At which it samples, or computes log-probabilities; None: it does neither."""
     chat: bool | None = None

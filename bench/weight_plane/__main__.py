@@ -1,6 +1,7 @@
 """How fast new weights get from a trainer's process to a reader's, and how long they hold either up.
 
     python -m bench.weight_plane --json FILE
+    python -m bench.weight_plane --ranks 1x1 2x1 2x2 4x2 --mib 64 512
     python -m bench.weight_plane --simulate
 
 Two processes with one torch thread each: see bench.weight_plane.pair; the systems: see bench.weight_plane.systems.
@@ -20,6 +21,7 @@ waiting_of_memcpy, waiting_of_gloo  the same of waiting_gb_per_s
 What works beside the computing (ours) shares two cores with it, and what stops it (the others) has them for itself: so
 compare speeds by waiting_gb_per_s, and what they cost by the stalls.
 
+--ranks: between several processes on either side (bench.weight_plane.ranks).
 --simulate: what the cost model says of large models on many GPUs (bench.weight_plane.simulation).
 Run it on an idle machine with two cores.
 """
@@ -66,6 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.simulate:
         return int(import_module("bench.weight_plane.simulation").main(options.json) or 0)
+    if options.ranks:
+        ranks = import_module("bench.weight_plane.ranks")
+        systems = [system for system in ranks.SYSTEMS if system in options.rank_systems or not options.rank_systems]
+        return int(ranks.main(
+            options.ranks, options.mib, systems, updates=options.updates, seconds=options.seconds, path=options.json
+        ))  # fmt: skip
     console = Console()
 
     def say(line: str) -> None:
@@ -95,6 +103,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--updates", type=int, default=7, help="counted in each, busy and waiting (default 7)")
     found.add_argument("--seconds", type=float, default=2.0, help="after which a pair counts no more (default 2)")
     found.add_argument("--minutes", type=float, default=8.0, help="for everything, rows left out at need (default 8)")
+    found.add_argument("--ranks", nargs="+", metavar="TxR", help="of a trainer and of readers, e.g. 1x1 2x1 2x2 4x2")
+    found.add_argument("--rank-systems", nargs="+", default=[], help="with --ranks; default: all")
     found.add_argument("--simulate", action="store_true", help="by the cost model, on many GPUs")
     return found
 

@@ -42,7 +42,8 @@ def need_of(graph: Structure, operator: Operator, size: ModelSize | None, ranks:
     parts = size.parts(model.dtype, operator.trains, model.lora, operator.narrow)
     if refreshes := refreshes_of(graph, operator.name):
         parts["refreshed"] = sum(size.kept_bytes(model.dtype, refresh, model.lora) for refresh in refreshes)
-    parts = {name: whole // ranks for name, whole in parts.items()}
+    shares = ranks // operator.traits.dp_replicate
+    parts = {name: whole // shares for name, whole in parts.items()}
     if isinstance(operator, Generate):
         parts["KV-cache"] = _cache(operator, size, bytes_of(model.dtype), ranks)
     if operator.trains:
@@ -81,7 +82,7 @@ def _cache(operator: Generate, size: ModelSize, each: int, ranks: int) -> int:
     """Keys and values: of one rollout of full length, or as many as its budget and its slots are for."""
     traits = operator.traits
     context = traits.context_tokens or size.context
-    one = context * (size.cache_elements // ranks) * each
+    one = context * (size.cache_elements // min(ranks, size.key_value_heads or ranks)) * each
     return one if traits.cache_bytes is None else max(one, min(traits.cache_bytes, one * traits.slots))
 
 

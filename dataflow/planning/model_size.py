@@ -31,6 +31,8 @@ class ModelSize:
     """Of a hidden state; 0 as the others where the config does not say."""
     cache_elements: int = 0
     """Numbers that keys and values of one token are, in all layers."""
+    key_value_heads: int = 0
+    """Of a layer; more ranks than these hold some of them alike."""
     context: int = 0
     """Most tokens of prompt and completion."""
 
@@ -114,11 +116,14 @@ def _shape(folder: Path) -> dict[str, int]:
         layers, width = int(config["num_hidden_layers"]), int(config["hidden_size"])
         heads = int(config["num_attention_heads"])
         each = int(config.get("head_dim") or width // heads)
-        pairs = 2 * layers * int(config.get("num_key_value_heads") or heads) * each
+        heads = int(config.get("num_key_value_heads") or heads)
         context = int(config.get("max_position_embeddings") or 0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return {}
-    return {"layers": layers, "width": width, "cache_elements": pairs, "context": context}
+    return {
+        "layers": layers, "width": width, "cache_elements": 2 * layers * heads * each, "key_value_heads": heads,
+        "context": context,
+    }  # fmt: skip
 
 
 def _is_outer(path: str) -> bool:

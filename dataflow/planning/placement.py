@@ -15,6 +15,10 @@ class Placement:
     replicas: int = 1
     ranks: int = 1
     """Processes that make up one replica."""
+    dp_replicate: int = 1
+    """Copies of the model among them."""
+    tensor_parallel: int = 1
+    """Of them that share out each layer."""
     gpus: tuple[int, ...] = ()
     """Accelerators, replica by replica; empty: CPU."""
     threads: int = 1
@@ -34,6 +38,16 @@ class Placement:
             first, last = min(self.gpus), max(self.gpus)
             return f"gpu {first}" if first == last else f"gpu {first}-{last}"
         return f"cpu, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+    @property
+    def mesh(self) -> str:
+        """How ranks that do not all do the same share the model out: `2 x 2 (replicate x shard)`; else empty."""
+        shards = self.ranks // (self.dp_replicate * self.tensor_parallel)
+        axes = {"replicate": self.dp_replicate, "shard": shards, "tensor": self.tensor_parallel}
+        used = {name: size for name, size in axes.items() if size > 1}
+        if len(used) < 2 and self.dp_replicate == 1:
+            return ""
+        return f"{' x '.join(map(str, used.values()))} ({' x '.join(used)})"
 
     @property
     def share(self) -> str:

@@ -109,6 +109,7 @@ class Plan:
         for node, placement in self.placements.items():
             label = f"{placement.worker} · {placement.devices}"
             label += f" · {placement.replicas} replicas" if placement.replicas > 1 else ""
+            label += f" · {placement.mesh}" if placement.mesh else ""
             groups.setdefault(label, []).append(node)
         return [Frame(label=label, nodes=tuple(nodes)) for label, nodes in groups.items()]
 
@@ -130,6 +131,7 @@ class Plan:
                 f"rows of '{lane}' run at most {bound.max_staleness} versions ahead: "
                 f"{capacity(bound.prompts_per_step, bound.max_staleness)} prompts in flight"
             )
+        lines += [f"the ranks of '{each.node}' are {each.mesh}" for each in self.placements.values() if each.mesh]
         lines.append(f"a message on a data edge has at most {amount(self.message_bytes)}; a larger group goes in parts")
         lines += [f"each process of '{each.node}' needs at least {each.need}" for each in self.placements.values()
                   if each.need is not None]  # fmt: skip
@@ -214,6 +216,7 @@ def plan(
         size = sizes.get(model.source) if model else None
         placements[name] = Placement(
             node=name, worker=workers[name], replicas=count, ranks=shared[name], gpus=on,
+            dp_replicate=operator.traits.dp_replicate, tensor_parallel=operator.traits.tensor_parallel,
             threads=1 if operator.light else threads,
             need=need_of(graph, operator, size, shared[name]),
         )  # fmt: skip
@@ -323,7 +326,8 @@ def _threads(
 
 def _ranks(operator: Operator, gpus: int, wish: int | None, one_process: bool) -> int:
     """Processes that share out one replica of an operator; its worker starts all but the first."""
-    name, each = operator.name, operator.traits.tensor_parallel
+    name, traits = operator.name, operator.traits
+    each = traits.tensor_parallel * traits.dp_replicate
     if not operator.trains:
         if wish is not None:
             raise GraphError(
@@ -343,14 +347,16 @@ def _ranks(operator: Operator, gpus: int, wish: int | None, one_process: bool) -
         )
     ranks = gpus or (each if wish is None else wish)
     if ranks % each:
+        knobs = {"dp_replicate": traits.dp_replicate, "tensor_parallel": traits.tensor_parallel}
+        has = {knob: size for knob, size in knobs.items() if size > 1}
         raise GraphError(
-            f"'{name}' runs on {ranks} ranks, but has tensor_parallel={each}, which does not divide them; give it a "
-            f"multiple of {each} ranks, or another tensor_parallel"
+            f"'{name}' runs on {ranks} ranks, but has {' and '.join(f'{knob}={size}' for knob, size in has.items())}, "
+            f"which does not divide them; give it a multiple of {each} ranks, or another {' or '.join(has)}"
         )
     if one_process and ranks > 1:
         raise GraphError(
             f"'{name}' is to run on {ranks} ranks, but a run in one process has one of everything; use "
-            f"tensor_parallel=1 and 1 rank, or run in processes"
+            f"tensor_parallel=1, dp_replicate=1 and 1 rank, or run in processes"
         )
     return ranks
 

@@ -65,6 +65,9 @@ class TrainerKnobs(Learn):
     """Leave out rollouts of advantage 0 where the loss is found to vanish on them; denominators stay."""
     tensor_parallel: int = 1
     """Ranks that share out each layer's matrices; divides the trainer's ranks, of which the others shard the data."""
+    dp_replicate: int = 1
+    """Replicas of the model: each shards it over its own ranks alone, and what crosses from one to another is the sum
+    of their gradients (HSDP). Times `tensor_parallel` it divides the trainer's ranks."""
     gradient_checkpointing: bool = False
     """Keep no activations within a layer: compute them again in the backward pass."""
     compile: bool = False
@@ -88,8 +91,9 @@ class TrainerKnobs(Learn):
     def traits(self) -> Traits:
         """What graphs are checked for, and what a rank takes."""
         return Traits(
-            tensor_parallel=self.tensor_parallel, temperature=self.temperature, queue_prompts=self.queue_prompts,
-            micro_batch_tokens=self.micro_batch_tokens, gradient_checkpointing=self.gradient_checkpointing,
+            tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate, temperature=self.temperature,
+            queue_prompts=self.queue_prompts, micro_batch_tokens=self.micro_batch_tokens,
+            gradient_checkpointing=self.gradient_checkpointing,
         )  # fmt: skip
 
     @cached_property
@@ -118,7 +122,8 @@ class TrainerKnobs(Learn):
         """Knobs that cannot be right."""
         found = list(self.loss_function.faults)
         for knob, least in (
-            ("prompts_per_step", 1), ("micro_batch_tokens", 1), ("warmup_steps", 0), ("tensor_parallel", 1)
+            ("prompts_per_step", 1), ("micro_batch_tokens", 1), ("warmup_steps", 0), ("tensor_parallel", 1),
+            ("dp_replicate", 1),
         ):  # fmt: skip
             found += self._whole(knob, getattr(self, knob), least)
         for knob in ("checkpoint_every", "queue_prompts", "decay_steps"):

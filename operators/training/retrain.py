@@ -33,7 +33,7 @@ def retrained(trainer: TrainerKnobs, script: Script) -> Iterator[Mapping[str, fl
     Errors: GraphError for a loss that cannot be used; RunError for a column that it reads and the run did not keep.
     """
     torch.set_num_threads(script.threads)
-    changed: dict[str, Any] = {"offload": False, "tensor_parallel": 1}
+    changed: dict[str, Any] = {"offload": False, "tensor_parallel": 1, "dp_replicate": 1}
     if script.loss:
         changed["loss"] = find_loss(script.loss)
     trainer = dataclasses.replace(trainer, **changed)

@@ -18,7 +18,7 @@ from operators.engine.decode import Engine
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.kv_cache import default_budget
 from operators.engine.parallel import group
-from operators.engine.parallel.shards import Shard, check_divides, connect, cut_rows, distribute, taken
+from operators.engine.parallel.shards import Shard, connect, cut_rows, distribute, taken
 from operators.engine.precision import Sliced
 from operators.models.loading import load_merged
 
@@ -57,8 +57,7 @@ def make_member(
         torch.set_num_threads(context.threads)
     with loading:
         model, _ = load_merged(declaration.model)
-        check_divides(model, size, declaration.model.name)
-        shards = distribute(model, mesh, device)
+        shards = distribute(model, mesh, device, declaration.model.name)
     budget = declaration.cache_bytes
     if budget is None:
         own = default_budget(device)

@@ -2,7 +2,8 @@
 
 The plan (`model.tp_plan`: the config's `base_model_tp_plan` and the class's `_tp_plan`) says what is cut by rows or
 columns and what stays whole; transformers' hooks add up or gather what the slices give. Which part of a full tensor a
-rank holds is asked of DTensor, so there is no second set of rules. Logits are gathered, not added: every rank receives
+rank holds is asked of DTensor, so there is no second set of rules; but for keys and values of fewer heads than ranks,
+which `models.heads` deals out. Logits are gathered, not added: every rank receives
 the same bytes, and draws the same tokens from them. A model is cut after it was read: reading slices only
 (`from_pretrained(distributed_config=...)`) would need accelerate.
 """
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from operators.engine.precision.intake import SCALE
-from operators.models.errors import ModelError
+from operators.models.heads import heads_of, place_of, settle_groups, shared_places
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,51 +61,41 @@ class Shard:
         return self.piece.dim == len(self.shape) - 1 > 0
 
 
-def check_divides(model: Any, size: int, name: str) -> None:
-    """Refuse a model that has no plan, or whose heads cannot be dealt out evenly. Raises ModelError."""
-    config = model.config.get_text_config()
-    if not getattr(model, "tp_plan", None):
-        raise ModelError(
-            f"model '{name}' cannot be generated with on {size} ranks: transformers has no tensor-parallel plan for "
-            f"{type(model).__name__}; use tensor_parallel=1, or a family with base_model_tp_plan in its config "
-            f"(Llama, Qwen2, Qwen3, Mistral, Gemma, Mixtral and others)"
-        )
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    if heads % size or kv_heads % size:
-        fitting = " or ".join(str(n) for n in range(1, kv_heads + 1) if not heads % n and not kv_heads % n)
-        raise ModelError(
-            f"model '{name}' cannot be dealt out to {size} ranks: it has {heads} attention heads and {kv_heads} "
-            f"key/value heads, and {size} does not divide both; use tensor_parallel={fitting}"
-        )
+def distribute(model: Any, mesh: DeviceMesh, device: torch.device, name: str) -> dict[str, Shard]:
+    """Leave in `model`, which is called `name`, only this rank's slices, on `device`; its parameters by name.
 
-
-def distribute(model: Any, mesh: DeviceMesh, device: torch.device) -> dict[str, Shard]:
-    """Leave in `model` only this rank's slices, on `device`; its parameters by name.
-
-    mesh: as `group.join` makes it. Names and full shapes are those that the model had.
+    mesh: as `group.join` makes it. Names and full shapes are those that the model had. Raises ModelError as `heads_of`.
     """
     from transformers import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
-    names = [name for name, _ in model.named_parameters()]
+    heads = heads_of(model, mesh.size(), name)
+    shared = shared_places(model.tp_plan) if heads.copies > 1 else []
+    names = [at for at, _ in model.named_parameters()]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head.weight is embedding.weight
     if tied:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    size = mesh.size()
-    model.maybe_distribute_model(model, DistributedConfig(tp_size=size), TransformersDeviceMesh(mesh, mesh))
+    config = DistributedConfig(tp_size=heads.ranks, tp_plan=dict.fromkeys(shared, "replicate") or None)
+    model.maybe_distribute_model(model, config, TransformersDeviceMesh(mesh, mesh))
     if tied:
         model.tie_weights()
-    shards = {name: _shard(model, name, keep=(head, embedding), device=device) for name in names}
+    rows = {
+        at: TensorSlice(0, (heads.rows(len(weight), mesh.get_local_rank("tp")),))
+        for at, weight in model.named_parameters() if place_of(at).rpartition(".")[0] in shared
+    }  # fmt: skip
+    shards = {at: _shard(model, at, rows.get(at), keep=(head, embedding), device=device) for at in names}
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+        for at, buffer in module.named_buffers(recurse=False):
+            module._buffers[at] = buffer.to(device)
+    settle_groups(model, heads)
     return shards
 
 
-def _shard(model: nn.Module, name: str, *, keep: tuple[nn.Module, ...], device: torch.device) -> Shard:
-    """Describe one parameter, and turn it into a plain local tensor.
+def _shard(
+    model: nn.Module, name: str, rows: TensorSlice | None, *, keep: tuple[nn.Module, ...], device: torch.device
+) -> Shard:
+    """Describe one parameter, and turn it into a plain local tensor; of one that transformers left whole, `rows`.
 
     The ends of the model stay DTensors: the embedding's hook computes with one, and the head's tells its full shape.
     Elsewhere a plain tensor saves wrapping and unwrapping in every layer of every step.
@@ -115,8 +106,9 @@ def _shard(model: nn.Module, name: str, *, keep: tuple[nn.Module, ...], device: 
     assert parameter is not None
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        parameter.data = parameter.data.to(device).contiguous()
-        return Shard(parameter, shape, TensorSlice(None))
+        own = parameter.data if rows is None else rows.of(parameter.data).clone()
+        parameter.data = own.to(device).contiguous()
+        return Shard(parameter, shape, rows or TensorSlice(None))
     local = nn.Parameter(parameter.to_local().detach(), requires_grad=False)
     if module in keep:
         parameter._local_tensor = local

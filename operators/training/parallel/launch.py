@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,6 +15,8 @@ from dataflow.node import Context
 from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsOut
 from dataflow.worker.ports import offer_beside
+from operators.models.heads import key_value_heads
+from operators.models.loading import load_configs
 from operators.ranks import group
 from operators.ranks.exchange import Exchange, expected
 from operators.ranks.messages import Load, Loaded
@@ -24,30 +26,33 @@ from operators.training.learner.build import make_learner
 from operators.training.learner.learner import Learner
 from operators.training.parallel.follow import Duties, run_rank
 from operators.training.parallel.lead import LedLearner
-from operators.training.parallel.mesh import MeshTogether, make_mesh, placed
+from operators.training.parallel.mesh import MeshTogether, TrainerMesh, make_mesh, placed
 from operators.training.parallel.messages import CODEC, Join
 from operators.training.parallel.shard import shard
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearner, Context]:
     """The learner of several ranks that load `model`, and the context with a weight plane that all of them feed."""
-    learner = lead(
-        trainer, context, lambda: make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed)
-    )
+    heads = key_value_heads(load_configs(model)[0]) if trainer.tensor_parallel > 1 else 0
+
+    def make() -> Learner:
+        return make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed)
+
+    learner = lead(trainer, context, make, key_value_heads=heads)
     writer = None if context.writer is None else learner.opener(context.writer)
     lines = enumerate(context.refreshers.items(), 1)
     refreshers = {refresh: learner.opener(opens, line) for line, (refresh, opens) in lines}
     return learner, dataclasses.replace(context, writer=writer, refreshers=refreshers)
 
 
-def lead(trainer: TrainerKnobs, context: Context, make: Callable[[], Learner]) -> LedLearner:
+def lead(
+    trainer: TrainerKnobs, context: Context, make: Callable[[], Learner], *, key_value_heads: int = 0
+) -> LedLearner:
     """The learner of `context.ranks` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
 
     make: the learner of the whole model, in main memory. The other ranks are forks of this process, as it is now: call
     this before it has used a GPU. One rank at a time holds the whole model, until it has kept its own slices of it.
+    key_value_heads: of the model, where its layers are shared out.
 
     Raises:
         ModelError: the model cannot be loaded or shared out.
@@ -55,13 +60,16 @@ def lead(trainer: TrainerKnobs, context: Context, make: Callable[[], Learner]) -
     """
     ranks, limits = context.ranks, context.limits
 
-    def joined(rank: int, folder: Path) -> DeviceMesh:
+    def joined(rank: int, folder: Path) -> TrainerMesh:
         device = device_of(context.device, rank)
         torch.set_num_threads(context.threads)
         group.join(folder, rank, ranks, device, limits.exchange_s)
-        return make_mesh(device, ranks, trainer.tensor_parallel)
+        return make_mesh(
+            device, ranks, tensor_parallel=trainer.tensor_parallel, dp_replicate=trainer.dp_replicate,
+            key_value_heads=key_value_heads,
+        )  # fmt: skip
 
-    def loaded(rank: int, mesh: DeviceMesh) -> Learner:
+    def loaded(rank: int, mesh: TrainerMesh) -> Learner:
         learner = make()
         compute = None if trainer.model.dtype == "float32" else getattr(torch, trainer.model.dtype)
         shard(learner, mesh, compute, device_of(context.device, rank), trainer.model.name)

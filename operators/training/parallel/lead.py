@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from operators.training.learner.nonfinite import NotFinite
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows
 from operators.training.parallel.dealing import deal
-from operators.training.parallel.mesh import MeshTogether, data_rank, placed
+from operators.training.parallel.mesh import MeshTogether, TrainerMesh, data_rank, placed
 from operators.training.parallel.messages import (
     Begin,
     Call,
@@ -32,9 +32,6 @@ from operators.training.parallel.messages import (
     chosen,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 class LedLearner(Learner):
     """A `Learner` of several ranks, for the trainer's runtime on rank 0.
@@ -45,10 +42,10 @@ class LedLearner(Learner):
     unblocked by: their part of the exchange, their end, or the time-out; after an error every call raises
     """
 
-    def __init__(self, own: Learner, exchange: Exchange, mesh: DeviceMesh) -> None:
+    def __init__(self, own: Learner, exchange: Exchange, mesh: TrainerMesh) -> None:
         """own: rank 0's, its model shared out over `mesh`; it is not used apart from this one any more."""
         vars(self).update(vars(own))
-        self.ranks = int(mesh.size())
+        self.ranks = mesh.size
         self._exchange, self._mesh = exchange, mesh
         self._tensor_parallel = mesh["tp"].size()
         self._steps = 0

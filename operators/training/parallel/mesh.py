@@ -1,4 +1,4 @@
-"""The ranks of a trainer as a mesh (data, tensor), and what their learners exchange over it; imports torch."""
+"""The ranks of a trainer as a mesh (replicas, data, tensor), and what they exchange over it; imports torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,53 @@ from dataflow.system.clocks import Countdown
 from operators.training.learner.together import local
 
 AXES = ("pp", "dp_replicate", "fsdp", "tp")
-"""Dimensions that transformers expects of a mesh; the first two are 1."""
+"""Dimensions that transformers expects of a mesh; the first is 1."""
+HEAD_AXES = ("tp_heads", "tp_copies")
 LOOK_S = 0.0005
 """How often a rank that waits for its GPU looks at it."""
 
 
-def make_mesh(device: torch.device, ranks: int, tensor_parallel: int) -> DeviceMesh:
-    """Neighbouring ranks share out the matrices of a layer; the others shard the data and all parameters."""
-    return init_device_mesh(device.type, (1, 1, ranks // tensor_parallel, tensor_parallel), mesh_dim_names=AXES)
+@dataclass(frozen=True)
+class TrainerMesh:
+    """The ranks of a trainer in a grid, sliced as a DeviceMesh is."""
+
+    root: DeviceMesh
+    """Of `AXES`."""
+    by_heads: DeviceMesh | None = None
+    """Its ranks along "tp" as key/value heads x ranks that hold the same one, where there are more ranks than heads."""
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        return self.root[axes]
+
+    @property
+    def size(self) -> int:
+        """Of all ranks."""
+        return int(self.root.size())
+
+    @property
+    def data(self) -> DeviceMesh:
+        """What FSDP2 shards over: the ranks of a replica; with several of these, their gradients are added up after."""
+        return self["fsdp"] if self["dp_replicate"].size() == 1 else self["dp_replicate", "fsdp"]
+
+    @property
+    def whole(self) -> DeviceMesh:
+        """All ranks, as what is not cut by tensor parallelism lies on them."""
+        return self[(*(self.data.mesh_dim_names or ()), "tp")]
+
+
+def make_mesh(
+    device: torch.device, ranks: int, *, tensor_parallel: int = 1, dp_replicate: int = 1, key_value_heads: int = 0
+) -> TrainerMesh:
+    """Neighbouring ranks share out the matrices of a layer; the others shard the data, and within each of
+    `dp_replicate` blocks of them all parameters, of which every block holds the whole.
+
+    key_value_heads: of the model; every rank calls at once, since process groups are made."""
+    shards = ranks // (dp_replicate * tensor_parallel)
+    root = init_device_mesh(device.type, (1, dp_replicate, shards, tensor_parallel), mesh_dim_names=AXES)
+    copies = tensor_parallel // key_value_heads if key_value_heads else 1
+    if copies < 2 or tensor_parallel % key_value_heads:
+        return TrainerMesh(root)
+    return TrainerMesh(root, root["tp"]._unflatten(0, (key_value_heads, copies), HEAD_AXES))
 
 
 def data_rank(rank: int, tensor_parallel: int) -> int:
@@ -37,10 +76,10 @@ def data_rank(rank: int, tensor_parallel: int) -> int:
 class MeshTogether:
     """`Together` for ranks that hold slices: every number that decides something is the same on all of them.
 
-    What is not cut by tensor parallelism, `tensor` ranks hold alike; each of them counts as a part of it.
+    A slice that several ranks hold alike counts once: each of them counts as a part of it.
     """
 
-    mesh: DeviceMesh
+    mesh: TrainerMesh
     fallen: Callable[[], bool] = lambda: False
     """Whether another rank has ended: a GPU would wait for it without a word."""
     timeout_s: float = math.inf
@@ -56,11 +95,10 @@ class MeshTogether:
         squares = []
         for gradient in gradients:
             own = local(gradient)
-            copies = 1 if is_cut(gradient) else self.tensor
-            if copies > 1:
-                dist.all_reduce(own, group=self.mesh["tp"].get_group())
-                own /= copies
-            squares.append(own.double().square().sum() / copies)
+            if (computed := self._alike(gradient)) is not None:
+                dist.all_reduce(own, group=computed)
+                own /= computed.size()
+            squares.append(own.double().square().sum() / copies(gradient, self.mesh))
         total = torch.stack(squares).sum()
         dist.all_reduce(total)
         return total.sqrt()
@@ -84,6 +122,16 @@ class MeshTogether:
         if numbers.is_cuda:
             self._settle()
 
+    def _alike(self, gradient: Tensor) -> dist.ProcessGroup | None:
+        """The ranks that have each computed this gradient from the same rollouts; None: no other one has."""
+        assert isinstance(gradient, DTensor), "FSDP2 shards every parameter"
+        on, place = gradient.device_mesh, gradient.placements[-1]
+        if on == self.mesh.data:
+            on, place = self.mesh["tp"], Replicate()
+        *_, last = on.mesh_dim_names or ()
+        group = on.get_group(last)
+        return group if place.is_replicate() and group.size() > 1 else None
+
     def _settle(self) -> None:
         """Wait for this rank's GPU, which waits for those of the others. RuntimeError when one of them is gone."""
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -97,26 +145,20 @@ class MeshTogether:
             time.sleep(LOOK_S)
 
 
-def is_cut(tensor: Tensor) -> bool:
-    """Whether the ranks that compute the same rollouts hold different parts of it."""
-    if not isinstance(tensor, DTensor) or not _is_on_both(tensor):
-        return False
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return not tensor.placements[names.index("tp")].is_replicate()
+def copies(tensor: Tensor, mesh: TrainerMesh) -> int:
+    """Ranks of the mesh that hold the same slice of a tensor."""
+    assert isinstance(tensor, DTensor), "FSDP2 shards every parameter"
+    dealt = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return mesh.size // math.prod(size for size, place in dealt if not place.is_replicate())
 
 
-def _is_on_both(tensor: DTensor) -> bool:
-    return "tp" in (tensor.device_mesh.mesh_dim_names or ())
-
-
-def placed(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
-    """The same slices, each said to lie on the whole mesh (data, tensor), so that all ranks describe them alike."""
-    both = mesh["fsdp", "tp"]
+def placed(tensors: Mapping[str, Tensor], mesh: TrainerMesh) -> dict[str, Tensor]:
+    """The same slices, each said to lie on the whole mesh, so that all ranks describe them alike."""
     return {
         name: tensor
-        if not isinstance(tensor, DTensor) or _is_on_both(tensor)
+        if not isinstance(tensor, DTensor) or tensor.device_mesh != mesh.data
         else DTensor.from_local(
-            tensor.to_local(), both, [*tensor.placements, Replicate()],
+            tensor.to_local(), mesh.whole, [*tensor.placements, Replicate()],
             run_check=False, shape=tensor.shape, stride=tensor.stride(),
         )
         for name, tensor in tensors.items()

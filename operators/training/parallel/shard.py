@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +11,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from operators.models import adapters
 from operators.models.errors import ModelError
-from operators.training.parallel.mesh import MeshTogether
+from operators.models.heads import heads_of, place_of, settle_groups, shared_places
+from operators.training.parallel.mesh import MeshTogether, TrainerMesh
+from operators.training.parallel.shared_heads import share
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from dataflow.rollout_tokens import SamplingMask
     from operators.training.learner.learner import Forward, Learner
     from operators.training.learner.packing import TokenTree
@@ -26,13 +24,13 @@ if TYPE_CHECKING:
 class Sharded:
     """A `Forward` whose parameters are gathered layer by layer while it computes, and given back after."""
 
-    def __init__(self, forward: Forward, mesh: DeviceMesh, compute: torch.dtype | None, device: torch.device) -> None:
+    def __init__(self, forward: Forward, mesh: TrainerMesh, compute: torch.dtype | None, device: torch.device) -> None:
         """compute: type in which parameters are gathered; None: their own. All ranks call `computed` as often."""
         self.module = forward.module
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         whole = _Whole(forward)
         for each in [*layers_of(forward.module), whole]:
-            shard: Any = fully_shard(each, mesh=mesh["fsdp"], mp_policy=precision)
+            shard: Any = fully_shard(each, mesh=mesh.data, mp_policy=precision)
             assert isinstance(shard, FSDPModule)
             shard.set_gradient_divide_factor(1.0)  # the loss is divided by the whole step's tokens already
             shard.set_force_sum_reduction_for_comms(True)
@@ -57,7 +55,7 @@ class _Whole(nn.Module):
         return self._computed(packed, left_T, wanted)
 
 
-def shard(learner: Learner, mesh: DeviceMesh, compute: torch.dtype | None, device: torch.device, name: str) -> None:
+def shard(learner: Learner, mesh: TrainerMesh, compute: torch.dtype | None, device: torch.device, name: str) -> None:
     """Turn a learner of a whole model in main memory, which has made no step, into that of one rank on `device`.
 
     Raises ModelError for a model that cannot be shared out.
@@ -85,32 +83,27 @@ def layers_of(module: Any) -> list[nn.Module]:
     return [each for each in module.modules() if type(each).__name__ in names]
 
 
-def cut(module: Any, mesh: DeviceMesh, name: str) -> None:
+def cut(module: Any, mesh: TrainerMesh, name: str) -> None:
     """Leave in each layer of `module` this rank's slices of its matrices; the ends of the model stay whole.
 
     The losses read log-probabilities from the head's weight directly, so it is not cut; FSDP shards it all the same.
-    Raises ModelError where transformers has no plan, an adapted layer is cut in a way that its adapters cannot be, or
-    heads cannot be dealt out evenly.
+    Raises ModelError as `heads_of`, and where an adapted layer is cut in a way that its adapters cannot be.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    size = mesh["tp"].size()
-    plan: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
-    if not plan:
-        raise ModelError(
-            f"model '{name}' cannot be trained with tensor_parallel={size}: transformers has no tensor-parallel plan "
-            f"for {type(module).__name__}; use tensor_parallel=1, or a family with base_model_tp_plan in its config"
-        )
-    config = module.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    if heads % size or kv_heads % size:
-        raise ModelError(
-            f"model '{name}' cannot be dealt out to {size} ranks: it has {heads} attention heads and {kv_heads} "
-            f"key/value heads, and {size} does not divide both; use tensor_parallel={_divisors(heads, kv_heads)}"
-        )
-    layers = {place: style for place, style in plan.items() if "*" in place}
-    apply_tensor_parallelism(module, mesh["tp"], _expanded(module, layers))
+    ranks = mesh["tp"]
+    heads = heads_of(module, ranks.size(), name)
+    shared = shared_places(module.tp_plan) if heads.copies > 1 else []
+    layers = {place: style for place, style in module.tp_plan.items() if "*" in place}
+    theirs = {place: style for place, style in layers.items() if place not in shared}
+    apply_tensor_parallelism(module, ranks, _expanded(module, theirs))
+    if shared:
+        assert mesh.by_heads is not None, "the mesh is made for the heads of the model"
+        modules = dict(module.named_modules())
+        for place in _expanded(module, {place: layers[place] for place in shared}):
+            if place in modules:
+                share(modules[place], ranks, mesh.by_heads)
+    settle_groups(module, heads)
 
 
 def _expanded(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -120,7 +113,7 @@ def _expanded(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name, each in module.named_modules():
-        style = plan.get(re.sub(r"\d+", "*", name))
+        style = plan.get(place_of(name))
         if style is not None and adapters.is_adapted_layer(each):
             for part in adapters.parts_cut(name, style):
                 found |= {part: style} | {
@@ -130,12 +123,7 @@ def _expanded(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         if style is not None:
             found[name] = style
         for leaf, _ in each.named_parameters(recurse=False):
-            own = plan.get(re.sub(r"\d+", "*", f"{name}.{leaf}"), style)
+            own = plan.get(place_of(f"{name}.{leaf}"), style)
             if own is not None:
                 found[f"{name}.{leaf}"] = own
     return found
-
-
-def _divisors(heads: int, kv_heads: int) -> str:
-    most = math.gcd(heads, kv_heads)
-    return " or ".join(str(size) for size in range(1, most + 1) if not most % size)

@@ -18,7 +18,7 @@ from operators import Generator, Prompts, Trainer
 GIB = 1 << 30
 SIZE = ModelSize(
     parameters=1 << 30, linear=(("q_proj", 1 << 14, 1 << 14),) * 3, layers=16, width=2048,
-    cache_elements=2 * 16 * 1024, context=4096,
+    cache_elements=2 * 16 * 1024, key_value_heads=2, context=4096,
 )  # fmt: skip
 """A model of 2 ** 30 parameters, of which 3 * 2 ** 28 are in linear layers."""
 KV = 4096 * 2 * 16 * 1024 * 2
@@ -66,6 +66,8 @@ def test_a_trainer_needs_weights_gradients_moments_and_activations() -> None:
     ("knobs", "gpus", "node", "wanted"),
     [
         ({}, {"generator": 1, "trainer": 4}, "trainer", {"weights": GIB, "gradients": GIB, "optimiser": 2 * GIB}),
+        ({"dp_replicate": 2}, {"generator": 1, "trainer": 4}, "trainer",
+         {"weights": 2 * GIB, "gradients": 2 * GIB, "optimiser": 4 * GIB}),
         ({"gradient_checkpointing": True}, ONE_EACH, "trainer", {"activations": 4096 * 16 * 2048 * 2}),
         ({"micro_batch_tokens": 1024}, ONE_EACH, "trainer", {"activations": 1024 * 16 * 2048 * 16 * 2}),
         ({"lora": LoRA(16)}, ONE_EACH, "trainer",
@@ -74,6 +76,8 @@ def test_a_trainer_needs_weights_gradients_moments_and_activations() -> None:
         ({"generator": {"weights": "int8"}}, ONE_EACH, "generator", {"weights": 2 * GIB - (3 << 28)}),
         ({"generator": {"tensor_parallel": 2}}, {"generator": 2, "trainer": 1}, "generator",
          {"weights": GIB, "KV-cache": KV // 2}),
+        ({"generator": {"tensor_parallel": 4}}, {"generator": 4, "trainer": 1}, "generator",
+         {"weights": GIB // 2, "KV-cache": KV // 2}),
         ({"generator": {"context_tokens": 1024}}, ONE_EACH, "generator", {"KV-cache": KV // 4}),
         ({"generator": {"cache_bytes": 3 * GIB}}, ONE_EACH, "generator", {"KV-cache": 3 * GIB}),
         ({"generator": {"cache_bytes": 900 * GIB, "slots": 8}}, ONE_EACH, "generator", {"KV-cache": 8 * KV}),
@@ -127,6 +131,7 @@ def test_layers_are_measured_from_the_config_of_a_folder(policy: Any) -> None:
     config = json.loads((policy / "config.json").read_text())
     assert (size.layers, size.width) == (config["num_hidden_layers"], config["hidden_size"])
     heads = config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
+    assert size.key_value_heads == config["num_key_value_heads"]
     assert size.cache_elements == 2 * size.layers * heads and size.context == config["max_position_embeddings"]
     assert start_fault(Model(str(policy))) is None
 

@@ -21,13 +21,14 @@ CPUS, GPUS = Devices(cpus=8), Devices(cpus=8, gpus=8)
 
 @dataclass(frozen=True, eq=False)
 class Sharing(FakeTrainer):
-    """A trainer whose layers may be shared out."""
+    """A trainer whose layers may be shared out, and which may hold several replicas of its model."""
 
     tensor_parallel: int = 1
+    dp_replicate: int = 1
 
     @property
     def traits(self) -> Traits:
-        return dataclasses.replace(super().traits, tensor_parallel=self.tensor_parallel)
+        return dataclasses.replace(super().traits, tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +40,9 @@ class Narrow(FakeGenerator):
         return "int8"
 
 
-def build(tensor_parallel: int = 1, generator: FakeGenerator | None = None) -> Graph:
-    graph, trainer = Graph("test"), Sharing(name="trainer", model=POLICY, tensor_parallel=tensor_parallel)
+def build(tensor_parallel: int = 1, generator: FakeGenerator | None = None, dp_replicate: int = 1) -> Graph:
+    graph = Graph("test")
+    trainer = Sharing(name="trainer", model=POLICY, tensor_parallel=tensor_parallel, dp_replicate=dp_replicate)
     generator = generator or FakeGenerator(model=POLICY)
     trainer(generator(graph.source(FakePrompts())))
     graph.feedback(trainer.weights, generator, max_staleness=1)
@@ -67,6 +69,31 @@ def test_tensor_parallel_alone_asks_for_as_many_ranks() -> None:
     assert plan(build(2), CPUS).placements["trainer"].ranks == 2
     assert plan(build(2), CPUS, ranks={"trainer": 4}).placements["trainer"].ranks == 4
     assert plan(build(2), GPUS, gpus={"trainer": 4}).placements["trainer"].ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("knobs", "how", "ranks", "said"),
+    [
+        ({"dp_replicate": 2}, {}, 2, "2 (replicate)"),
+        ({"dp_replicate": 2}, {"ranks": {"trainer": 4}}, 4, "2 x 2 (replicate x shard)"),
+        ({"dp_replicate": 2, "tensor_parallel": 2}, {}, 4, "2 x 2 (replicate x tensor)"),
+        ({"dp_replicate": 2, "tensor_parallel": 2}, {"gpus": {"trainer": 8}}, 8,
+         "2 x 2 x 2 (replicate x shard x tensor)"),
+        ({"tensor_parallel": 2}, {"ranks": {"trainer": 4}}, 4, "2 x 2 (shard x tensor)"),
+        ({"tensor_parallel": 2}, {}, 2, None),
+        ({}, {"ranks": {"trainer": 4}}, 4, None),
+    ],
+)  # fmt: skip
+def test_a_plan_says_how_ranks_make_up_a_mesh_in_words_and_in_the_picture(
+    knobs: dict[str, int], how: dict[str, Any], ranks: int, said: str | None
+) -> None:
+    made = plan(build(**knobs), GPUS, sizes=SIZES, **how)
+    assert made.placements["trainer"].ranks == ranks
+    assert [line for line in made.explain().splitlines() if line.startswith("the ranks of")] == (
+        [f"the ranks of 'trainer' are {said}"] if said else []
+    )
+    (label,) = [frame.label for frame in made.frames() if frame.nodes == ("trainer",)]
+    assert label.endswith(f" · {said}") if said else "(" not in label
 
 
 @pytest.mark.parametrize(
@@ -106,6 +133,19 @@ def test_ranks_that_cannot_be_are_refused_with_what_to_do(
 ) -> None:
     with pytest.raises(GraphError, match=said):
         plan(build(tensor_parallel), devices, **how)
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "how", "said"),
+    [
+        (1, {"ranks": {"trainer": 3}}, "on 3 ranks, but has dp_replicate=2, .*multiple of 2 ranks, or another dp_rep"),
+        (2, {"ranks": {"trainer": 6}}, "on 6 ranks, but has dp_replicate=2 and tensor_parallel=2, .*multiple of 4"),
+        (1, {"one_process": True}, "on 2 ranks, but a run in one process .*dp_replicate=1"),
+    ],
+)  # fmt: skip
+def test_ranks_that_replicas_do_not_divide_are_refused(tensor_parallel: int, how: dict[str, Any], said: str) -> None:
+    with pytest.raises(GraphError, match=said):
+        plan(build(tensor_parallel, dp_replicate=2), CPUS, **how)
 
 
 def test_several_ranks_send_weights_narrow_as_one_does() -> None:

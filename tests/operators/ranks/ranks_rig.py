@@ -20,8 +20,13 @@ from operators.ranks.team import Team, forked
 from operators.trainer import Trainer
 from operators.training.learner.learner import Learner, StepOutcome
 from operators.training.learner.rows import StepRows
+from operators.training.learner.together import local
 from operators.training.parallel.launch import lead
 from operators.training.parallel.lead import LedLearner
+from operators.training.parallel.mesh import MeshTogether, placed
+from transport.weights.layout.from_torch import layout_of
+from transport.weights.layout.layout import Layout
+from transport.weights.layout.reshard import reshard
 
 TEST_S = 150.0
 
@@ -70,13 +75,15 @@ def led(
     make: Callable[[], Learner] | None = None,
     *,
     timeout_s: float = 30.0,
+    key_value_heads: int = 2,
     **facts: Any,
 ) -> Iterator[LedLearner]:
     """The learner of so many ranks; they end with the block."""
     torch.set_num_threads(1)
     limits = Limits(start_s=90.0, exchange_s=timeout_s)
     context = Context(node="trainer", ranks=ranks, limits=limits, **facts)
-    learner = lead(trainer, context, make or (lambda: tiny_learner(trainer, tiny_llama())))
+    make = make or (lambda: tiny_learner(trainer, tiny_llama()))
+    learner = lead(trainer, context, make, key_value_heads=key_value_heads)
     try:
         yield learner
     finally:
@@ -99,6 +106,39 @@ def weights(learner: Learner) -> list[dict[str, torch.Tensor]]:
         {name: torch.tensor(values).view(learner.parameters[name].shape) for name, values in each.items()}
         for each in learner.everywhere(_weights)
     ]
+
+
+def sent(learner: LedLearner, readers: int) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
+    """The trained weights as so many ranks of a reader get them, each its rows, by the layout that the trainer's ranks
+    agree on and the plan of copies from it; and the bytes that each rank of the trainer has sent."""
+    plain, held = zip(*learner.everywhere(_offered), strict=True)
+    layout = Layout.from_plain(plain[0])
+    assert all(each == plain[0] for each in plain), "every rank describes all of them alike"
+    full = {name: (each.shape, each.dtype) for name, each in layout.tensors.items()}
+    wanted = Layout.fsdp(full, readers)
+    plan = reshard(layout, wanted)
+    source = [
+        {name: torch.tensor(values).view(shape) for name, (values, shape) in each.items()} for each in held
+    ]  # fmt: skip
+    got = [
+        {name: torch.full(shape, torch.nan) for name, (shape, _) in wanted.local(rank).items()}
+        for rank in range(readers)
+    ]
+    for copy in plan.copies():
+        place = got[copy.destination_rank][copy.destination_name][copy.destination_box]
+        assert place.isnan().all(), "no element comes twice"
+        place.copy_(source[copy.source_rank][copy.source_name][copy.source_box])
+    nbytes = [sum(copy.nbytes for copy in plan.copies(source_rank=rank)) for rank in range(learner.ranks)]
+    return got, nbytes
+
+
+def _offered(learner: Learner, rank: int, ranks: int) -> tuple[Any, dict[str, Any]]:
+    assert isinstance(learner.together, MeshTogether)
+    tensors = placed(learner.parameters, learner.together.mesh)
+    own = {name: local(tensor).detach() for name, tensor in tensors.items()}
+    return layout_of(tensors, range(ranks)).to_plain(), {
+        name: (tensor.flatten().tolist(), list(tensor.shape)) for name, tensor in own.items()
+    }
 
 
 def _weights(learner: Learner, rank: int, ranks: int) -> dict[str, list[float]]:

@@ -1,5 +1,6 @@
 """Ranks of a tiny trainer, as forks of the test: for tests of checkpoints."""
 
+import math
 import os
 import signal
 import time
@@ -37,67 +38,71 @@ def step(learner: Learner, number: int) -> None:
     learner.optimizer.step()
 
 
+def keep(learner: Learner, refresh: Refresh, step: int, dtype: str = "bfloat16") -> None:
+    """Have it keep what readers need that are refreshed so."""
+    refreshed.add(learner=learner, rank=0, ranks=1, every=refresh.every, decay=refresh.decay, step=step, dtype=dtype)
+
+
 def whole(tensor: Any) -> torch.Tensor:
     """All of it; every rank calls."""
     found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found.detach().clone()
 
 
-def be_rank(what: str, rank: int, ranks: int, tensor_parallel: int, folder: Path) -> None:
+Mesh = tuple[int, int, int]
+"""Replicas x shards x ranks that share out each layer."""
+
+
+def be_rank(what: str, rank: int, mesh: Mesh, folder: Path) -> None:
     """One of so many. save: two steps of made-up gradients, then a checkpoint in the folder. go_on: load it, one step
-    more; rank 0 writes what it loaded, and the weights then, to loaded-RANKS-TENSOR_PARALLEL.safetensors beside it.
+    more; rank 0 writes what it loaded, and the weights then, to `loaded(folder, mesh)`.
     go_on_refreshed: with what is kept for readers that are refreshed."""
     torch.set_num_threads(1)
+    ranks = math.prod(mesh)
     module = tiny_llama() if what == "save" else AutoModelForCausalLM.from_pretrained(folder).eval()
     learner = tiny_learner(tiny_trainer(), module)
     if ranks > 1:
-        meet = folder.parent / f"meet-{what}-{ranks}-{tensor_parallel}"
+        meet, cpu = folder.parent / f"meet-{what}-{mesh}", torch.device("cpu")
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
-        shard(learner, make_mesh(torch.device("cpu"), ranks, tensor_parallel), None, torch.device("cpu"), "tiny")
+        replicas, _, tensor_parallel = mesh
+        heads = module.config.num_key_value_heads
+        made = make_mesh(
+            cpu, ranks, tensor_parallel=tensor_parallel, dp_replicate=replicas, key_value_heads=heads
+        )  # fmt: skip
+        shard(learner, made, None, cpu, "tiny")
     if what == "save":
         for refresh in REFRESHES:
-            refreshed.add(
-                learner=learner,
-                rank=rank,
-                ranks=ranks,
-                every=refresh.every,
-                decay=refresh.decay,
-                step=0,
-                dtype="bfloat16",
-            )
+            keep(learner, refresh, step=0)
         for number in range(2):
             step(learner, number)
             refreshed.follow(learner=learner, rank=rank, ranks=ranks, step=number + 1)
         checkpoint.save(folder, learner, Tokenizer(), {"step": 2}, rank, ranks)
     else:
         for refresh in REFRESHES if what == "go_on_refreshed" else ():
-            refreshed.add(
-                learner=learner,
-                rank=rank,
-                ranks=ranks,
-                every=refresh.every,
-                decay=refresh.decay,
-                step=2,
-                dtype="bfloat16",
-            )
+            keep(learner, refresh, step=2)
         checkpoint.restore(learner, rank, ranks, folder)
         found = {name: whole(tensor) for name, tensor in state_tensors(learner.optimizer, learner.parameters).items()}
         found |= {name: whole(tensor) for name, tensor in refreshed.tensors_of(learner.refreshed).items()}
         step(learner, 2)
         found |= {f"after/{name}": whole(weight) for name, weight in learner.parameters.items()}
         if rank == 0:
-            save_file(found, folder.parent / f"loaded-{ranks}-{tensor_parallel}.safetensors")
+            save_file(found, loaded(folder, mesh))
     if ranks > 1:
         dist.barrier()
 
 
-def ranks_do(what: str, ranks: int, tensor_parallel: int, folder: Path, deadline_s: float = 100.0) -> None:
-    """Fork that many ranks and wait for them. AssertionError with what a rank said that failed."""
-    children = {}
+def loaded(folder: Path, mesh: Mesh) -> Path:
+    """What ranks of such a mesh found in the folder."""
+    return folder.parent / f"loaded-{'-'.join(map(str, mesh))}.safetensors"
+
+
+def ranks_do(what: str, mesh: Mesh, folder: Path, deadline_s: float = 100.0) -> None:
+    """Fork the ranks of a mesh and wait for them. AssertionError with what a rank said that failed."""
+    children, ranks = {}, math.prod(mesh)
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
-            _run_and_end(what, rank, ranks, tensor_parallel, folder)
+            _run_and_end(what, rank, mesh, folder)
         children[rank] = pid
     deadline = time.monotonic() + deadline_s
     ended: dict[int, int] = {}
@@ -113,9 +118,9 @@ def ranks_do(what: str, ranks: int, tensor_parallel: int, folder: Path, deadline
     assert ended == dict.fromkeys(range(ranks), 0), said or f"ranks {sorted(ended)} of {ranks} ended in time"
 
 
-def _run_and_end(what: str, rank: int, ranks: int, tensor_parallel: int, folder: Path) -> None:
+def _run_and_end(what: str, rank: int, mesh: Mesh, folder: Path) -> None:
     try:
-        be_rank(what, rank, ranks, tensor_parallel, folder)
+        be_rank(what, rank, mesh, folder)
     except BaseException:
         (folder.parent / f"error-{rank}").write_text(traceback.format_exc())
     os._exit(0)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from shard_ranks import ranks_do, step
+from shard_ranks import loaded, ranks_do, step
 from trainer_rig import Tokenizer, tiny_learner, tiny_llama, tiny_trainer
 from transformers import AutoModelForCausalLM
 
@@ -32,30 +33,39 @@ def straight() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[s
 
 @pytest.mark.parametrize(
     ("wrote", "reads"),
-    [((1, 1), [(1, 1), (2, 1)]), ((2, 1), [(1, 1), (4, 1)]), ((4, 1), [(1, 1), (2, 1)]), ((4, 2), [(2, 1), (2, 2)])],
+    [
+        ((1, 1, 1), [(1, 1, 1), (1, 2, 1)]),
+        ((1, 2, 1), [(1, 1, 1), (2, 2, 1)]),
+        pytest.param((1, 4, 1), [(1, 1, 1), (1, 2, 1)], marks=pytest.mark.slow),
+        ((1, 2, 2), [(1, 2, 1), (1, 1, 2)]),
+        ((2, 2, 1), [(1, 1, 1), (1, 1, 4)]),
+        ((1, 1, 4), [(1, 2, 1)]),
+        pytest.param((2, 1, 2), [(1, 1, 2), (1, 2, 4)], marks=pytest.mark.slow),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_some_ranks_wrote_others_go_on_from_with_the_same_numbers(straight, wrote, reads, tmp_path):
     weights, state, after = straight
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    ranks_do("save", *wrote, folder)
-    assert len(list((folder / checkpoint.OPTIMIZER_FOLDER).iterdir())) == wrote[0]
-    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-    assert loaded.keys() == weights.keys()
-    assert all(torch.allclose(loaded[name], weights[name], rtol=0, atol=1e-6) for name in weights)
-    for ranks, tensor_parallel in reads:
-        ranks_do("go_on", ranks, tensor_parallel, folder)
-        found = load_file(tmp_path / f"loaded-{ranks}-{tensor_parallel}.safetensors")
+    ranks_do("save", wrote, folder)
+    assert len(list((folder / checkpoint.OPTIMIZER_FOLDER).iterdir())) == math.prod(wrote)
+    saved = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    assert saved.keys() == weights.keys()
+    assert all(torch.allclose(saved[name], weights[name], rtol=0, atol=1e-6) for name in weights)
+    for mesh in reads:
+        ranks_do("go_on", mesh, folder)
+        found = load_file(loaded(folder, mesh))
         assert {name for name in found if not name.startswith("after/")} == state.keys()
         assert all(torch.equal(found[name], state[name]) for name in state)
         assert all(torch.allclose(found[f"after/{name}"], after[name], rtol=0, atol=1e-6) for name in after)
 
 
-def test_every_element_of_the_state_is_written_once_and_nothing_is_pickled(straight, tmp_path):
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 1), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str)
+def test_every_element_of_the_state_is_written_once_and_nothing_is_pickled(straight, mesh, tmp_path):
     state = straight[1]
     (tmp_path / "checkpoint").mkdir()
-    ranks_do("save", 4, 2, tmp_path / "checkpoint")
+    ranks_do("save", mesh, tmp_path / "checkpoint")
     files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".json", ".safetensors"}
     written = dict.fromkeys(state, 0)

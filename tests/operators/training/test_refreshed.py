@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from shard_ranks import REFRESHES, ranks_do, step
+from shard_ranks import REFRESHES, keep, loaded, ranks_do, step
 from trainer_rig import tiny_learner, tiny_llama, tiny_trainer
 
 from dataflow.errors import RunError
@@ -16,7 +16,7 @@ from operators.training.learner.learner import Learner
 def followed(refresh: Refresh, steps: int, dtype: str = "float32") -> tuple[Learner, list[dict[str, torch.Tensor]]]:
     """A learner after so many steps, and its weights at each, in float64."""
     learner = tiny_learner(tiny_trainer(), tiny_llama())
-    refreshed.add(learner=learner, rank=0, ranks=1, every=refresh.every, decay=refresh.decay, step=0, dtype=dtype)
+    keep(learner, refresh, step=0, dtype=dtype)
     seen = [{name: weight.detach().double().clone() for name, weight in learner.parameters.items()}]
     for number in range(steps):
         step(learner, number)
@@ -53,12 +53,14 @@ def test_what_the_next_step_makes_anew_is_not_kept() -> None:
     assert {name.split("/")[1] for name in refreshed.tensors_of(averaging.refreshed)} == {"average-1-0.5"}
 
 
-@pytest.mark.parametrize(("wrote", "reads"), [((1, 1), (2, 1)), ((4, 2), (1, 1)), ((2, 1), (4, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("wrote", "reads"), [((1, 1, 1), (1, 2, 1)), ((1, 2, 2), (1, 1, 1)), ((2, 2, 1), (1, 2, 1))], ids=str
+)
 def test_some_ranks_go_on_from_what_others_kept(wrote, reads, tmp_path):
     (tmp_path / "checkpoint").mkdir()
-    ranks_do("save", *wrote, tmp_path / "checkpoint")
-    ranks_do("go_on_refreshed", *reads, tmp_path / "checkpoint")
-    found = load_file(tmp_path / f"loaded-{reads[0]}-{reads[1]}.safetensors")
+    ranks_do("save", wrote, tmp_path / "checkpoint")
+    ranks_do("go_on_refreshed", reads, tmp_path / "checkpoint")
+    found = load_file(loaded(tmp_path / "checkpoint", reads))
     expected = {}
     for refresh in REFRESHES:
         expected |= refreshed.tensors_of(followed(refresh, 2, dtype="bfloat16")[0].refreshed)
@@ -70,6 +72,6 @@ def test_some_ranks_go_on_from_what_others_kept(wrote, reads, tmp_path):
 def test_a_checkpoint_without_what_readers_have_is_refused(tmp_path):
     learner, _ = followed(Refresh(every=2), 1)
     checkpoint.save(tmp_path, learner, None, {"step": 2})
-    refreshed.add(learner=learner, rank=0, ranks=1, every=1, decay=0.5, step=2, dtype="float32")
+    keep(learner, Refresh(every=1, decay=0.5), step=2)
     with pytest.raises(RunError, match="does not hold this state"):
         checkpoint.restore(learner, 0, 1, tmp_path)

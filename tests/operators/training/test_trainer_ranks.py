@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from ranks_rig import in_a_fork, led, train, weights
+from ranks_rig import in_a_fork, led, sent, train, weights
 from torch.distributed.fsdp import FSDPModule
 from trainer_rig import VOCABULARY, group, rows_of, tiny_learner, tiny_llama, tiny_trainer
 from transformers import AutoModelForCausalLM, LlamaForTokenClassification, Qwen3Config, Qwen3ForCausalLM
@@ -50,14 +50,18 @@ def steps(count=3, groups=4):
     ]
 
 
-def compare(trainer, ranks, given=None, make=None):
+def compare(trainer, ranks, given=None, make=None, **heads):
     """Losses, norms, measures and weights of so many ranks are those of one."""
     given = given or steps()
     one = make() if make else tiny_learner(trainer)
     expected = train(one, given)
-    with led(trainer, ranks, make) as learner:
+    with led(trainer, ranks, make, **heads) as learner:
         found = train(learner, given)
         held = weights(learner)
+        got, nbytes = sent(learner, 2)
+    for name, whole in held[0].items():
+        assert all(torch.equal(got[rank][name], rows) for rank, rows in enumerate(whole.chunk(2))), name
+    assert max(nbytes) - min(nbytes) < 0.1 * sum(nbytes), f"ranks share the work of sending: {nbytes}"
     for wanted, outcome in zip(expected, found, strict=True):
         assert outcome.culprit is None
         np.testing.assert_allclose(outcome.loss, wanted.loss, rtol=RTOL, atol=1e-7)
@@ -79,6 +83,8 @@ def compare(trainer, ranks, given=None, make=None):
     [
         (2, {"micro_batch_tokens": 40}),
         (4, {"micro_batch_tokens": 40, "max_grad_norm": 0.1}),
+        (4, {"micro_batch_tokens": 40, "max_grad_norm": 0.1, "dp_replicate": 2}),
+        pytest.param(2, {"dp_replicate": 2}, marks=SLOW),
         (2, {"micro_batch_tokens": 40, "loss": sequence_level, "normalize": "rollouts", "whiten": True}),
         pytest.param(
             3, {"loss": functools.partial(aipo, rho=2.0), "normalize": "rollout_means"}, marks=pytest.mark.slow
@@ -90,10 +96,45 @@ def test_ranks_that_shard_the_data_make_the_steps_of_one(ranks, knobs):
     compare(tiny_trainer(weight_decay=0.1, eps=EPS, **knobs), ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("ranks", "knobs"),
+    [(2, {}), pytest.param(4, {}, marks=SLOW), pytest.param(4, {"dp_replicate": 2}, marks=SLOW)],
+    ids=str,
+)
 @in_a_fork
-def test_ranks_that_share_out_matrices_make_the_steps_of_one(ranks):
-    compare(tiny_trainer(micro_batch_tokens=40, tensor_parallel=2, max_grad_norm=0.1, eps=EPS), ranks)
+def test_ranks_that_share_out_matrices_make_the_steps_of_one(ranks, knobs):
+    compare(tiny_trainer(micro_batch_tokens=40, tensor_parallel=2, max_grad_norm=0.1, eps=EPS, **knobs), ranks)
+
+
+def of_heads(module, key_value_heads):
+    """The same kind of model with another number of key/value heads, and biases in its attention."""
+    config = copy.deepcopy(module.config)
+    config.num_key_value_heads, config.attention_bias = key_value_heads, True
+    torch.manual_seed(0)
+    made = type(module)(config).eval()
+    for name, weight in made.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.2)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor_parallel", "key_value_heads", "knobs"),
+    [
+        (4, 4, 2, {"micro_batch_tokens": 40}),
+        (4, 2, 1, {"max_grad_norm": 0.1, "dp_replicate": 2}),
+        pytest.param(4, 2, 1, {"gradient_checkpointing": True}, marks=SLOW),
+        pytest.param(8, 4, 2, {"max_grad_norm": 0.1}, marks=SLOW),
+    ],
+)
+@in_a_fork
+def test_ranks_that_hold_the_same_key_value_head_make_the_steps_of_one(ranks, tensor_parallel, key_value_heads, knobs):
+    trainer = tiny_trainer(tensor_parallel=tensor_parallel, eps=EPS, **knobs)
+
+    def make():
+        return tiny_learner(trainer, of_heads(qwen3() if tensor_parallel == 4 else tiny_llama(), key_value_heads))
+
+    compare(trainer, ranks, steps(2), make, key_value_heads=key_value_heads)
 
 
 def qwen3():
@@ -288,10 +329,10 @@ def test_an_error_of_the_users_loss_on_another_rank_comes_with_its_words():
 
 @in_a_fork
 def test_a_model_that_cannot_be_dealt_out_is_refused_and_no_rank_is_left():
-    trainer = tiny_trainer(tensor_parallel=4)
+    trainer = tiny_trainer(tensor_parallel=3)
     with (
-        pytest.raises(ModelError, match=r"4 attention heads and 2 key/value heads.*tensor_parallel=1 or 2"),
-        led(trainer, 4),
+        pytest.raises(ModelError, match=r"4 attention heads and 2 key/value heads.*tensor_parallel=1 or 2 or 4"),
+        led(trainer, 3),
     ):
         pass
     with pytest.raises(ChildProcessError):

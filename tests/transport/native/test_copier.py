@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from transport.native import Copier, Follower, build, copier, dense_bytes, sums, wordsum, wordsums
+from transport.native import Copier, Follower, Summer, build, copier, dense_bytes, summer, sums, wordsum, wordsums
 from transport.native.compile import compiled
 
 MODULUS = 1 << 64
@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(build.library() is None, reason="no C compil
 def kernels(request, monkeypatch):
     """With the compiled kernels, and as if there were no compiler."""
     if request.param == "numpy":
-        for module in (sums, copier):
+        for module in (sums, copier, summer):
             monkeypatch.setattr(module, "library", lambda: None)
     elif build.library() is None:
         pytest.skip("no C compiler")
@@ -56,6 +56,17 @@ def test_every_way_to_sum_gives_what_the_definition_says(size, skip, seed):
     found = {wordsum(data), *sums.folded(sums._by_numpy(data.numpy())[None]).tolist()}
     found |= set(sums.folded(sums._by_torch(data).numpy().view(np.uint64)[None]).tolist())
     assert found == {oracle(data.numpy().tobytes())}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+def test_tensors_are_summed_where_they_lie(kernels, dtype):
+    full = noise(64 * 96 * 4 * dtype.itemsize).view(dtype).view(64, 96, 4)
+    boxes = [full, full[3:60], full[:, 5:90], full[:, ::2], full[1:5, 7, 1:3], full[..., 2], full.transpose(0, 2)]
+    boxes += [full[0, 0, 0], full.flatten()[1:-3], noise(5 << 20)[3:].view(-1, 1)[:, 0]]
+    summer = Summer(boxes)
+    for _ in range(2):
+        assert summer.run() == [oracle(contents(each)) for each in boxes]
+        full.view(torch.uint8).bitwise_xor_(noise(1, 3).item())
 
 
 def test_ranges_are_summed_each_from_its_own_first_byte(kernels):

@@ -4,10 +4,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from transport.weights import Deadlines, Layout, ShardedReader, ShardedWriter
+from transport.weights.sharded.put import Deposit
 from transport.weights.sharded.steps import Step
 
 from .programs import check, compute
@@ -51,10 +53,20 @@ def serve_and_stop_in_the_middle(address: str, name: str, layout: Layout, rank: 
     serve(address, name, layout, rank, last)
 
 
-def train(address: str, layout: Layout, rank: int, versions: int, pause_s: float, hold: str = "snapshot") -> None:
+def train(
+    address: str,
+    layout: Layout,
+    rank: int,
+    versions: int,
+    pause_s: float,
+    hold: str = "snapshot",
+    backend: str = "gloo",
+) -> None:
     """A trainer's rank: publishes versions 1, 2, .. with a pause after each, and stays."""
     torch.set_num_threads(1)
-    writer = ShardedWriter(layout, rank, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, hold=hold)
+    writer = ShardedWriter(
+        layout, rank, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, hold=hold, backend=backend
+    )
     for version in range(1, versions + 1):
         writer.settle(10.0)
         writer.publish(version, values(layout, rank, version))
@@ -75,6 +87,27 @@ def train_and_stop_in_the_middle(address: str) -> None:
 
     Step.pack = stopping
     train(address, WHOLE, 0, 2, 1.5)
+
+
+def put_and_stop_in_a_chunk(address: str, rank: int | None, woken: Path) -> None:
+    """A trainer's rank, or its only one, that stops in a chunk of version 2; awake, it writes nonsense."""
+    pack: Callable[[Deposit], list[int]] = Deposit.pack
+    written = []
+
+    def stopping(step: Deposit) -> list[int]:
+        written.append(step)
+        if len(written) == (6 if rank is not None else 12):
+            half = len(step._copier._destinations) // 2
+            for there, here in list(zip(step._copier._destinations, step._copier._sources, strict=True))[:half]:
+                there.copy_(here)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            for there in step._copier._destinations:
+                there.fill_(77)
+            woken.touch()
+        return pack(step)
+
+    Deposit.pack = stopping
+    train(address, WHOLE if rank is None else HALVES, rank or 0, 2, 1.0, backend="shared_memory")
 
 
 def idle(writer: ShardedWriter, seconds: float) -> None:

@@ -12,6 +12,7 @@ from transport.weights.deltas.recoding import WHOLE_CHUNK, Gathered, Patch, chan
 from transport.weights.errors import WeightError
 from transport.weights.protocol.messages import DAMAGED, FormGroup
 from transport.weights.protocol.ranks import TransferOutcome
+from transport.weights.sharded.process_group import ONE_SIDED
 from transport.weights.sharded.reader import Receiving, ShardedReader
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
 from transport.weights.sharded.steps import Step, recent
@@ -30,6 +31,11 @@ class DeltaWriter(ShardedWriter):
             raise WeightError(
                 f"a delta needs the version before it; found hold='{knobs['hold']}', which keeps none; take "
                 "hold='snapshot', or a ShardedWriter"
+            )
+        if knobs.get("backend") in ONE_SIDED:
+            raise WeightError(
+                f"a delta pays on a slow link; found backend='{knobs['backend']}', which writes within a machine; take "
+                "a ShardedWriter"
             )
         self._link = link_bytes_per_s
         self._pinned: Counter[int] = Counter()

@@ -94,8 +94,8 @@ class EpochThread(threading.Thread):
             self._formed("", False)
             while (job := self._jobs.get()) is not None:
                 self._transferred(job[0], self._transfer(end, *job))
-        self._end = None
-        return end.close()
+        end.close()
+        return None
 
     def _transfer(self, end: EpochTransfers, transfer: Transfer, deadline: float) -> TransferOutcome:
         self._deadline = deadline

@@ -189,6 +189,10 @@ class Arrivals:
         """There is no room for the next transfer."""
         self._tell(_words(b""), deadline)
 
+    def close(self) -> None:
+        """Let go of all buffers."""
+        self._steps.clear()
+
     def _tell(self, words: list[int], deadline: float) -> None:
         self._exchange.agree(dict.fromkeys(self._chunks, words), {}, deadline)
 

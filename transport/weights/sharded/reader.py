@@ -314,7 +314,10 @@ class Receiving:
         self._exchange.abort()
 
     def close(self) -> None:
-        """Nothing to let go of but the buffers, which are the reader's."""
+        """Let go of the buffers, which are the reader's."""
+        self._steps.clear()
+        if self._arrivals is not None:
+            self._arrivals.close()
 
     def _take(self) -> Buffer:
         with self._lock:

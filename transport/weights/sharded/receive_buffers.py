@@ -99,6 +99,7 @@ class ReceiveBuffers:
     def close(self) -> None:
         """Let go of all; the attached tensors keep their memory."""
         self._keep([])
+        self._targets.clear()
 
     def _keep(self, kept: list[Buffer]) -> None:
         for each in self._buffers:

@@ -133,20 +133,24 @@ class Rig:
             end.close()
 
 
-def assert_slices(engine: Any, full: Mapping[str, torch.Tensor], size: int) -> None:
-    """Every rank holds its slices of these tensors, byte for byte, and nothing else."""
+def assert_slices(engine: Any, full: Mapping[str, torch.Tensor], size: int, heads: int | None = None) -> None:
+    """Every rank holds its slices of these tensors, byte for byte, and nothing else. heads: as of `part`."""
     found = engine.digests()
     assert len(found) == size
     for rank, digests in enumerate(found):
         assert digests.keys() == full.keys()
         for name, tensor in full.items():
-            mine = part(name, tensor.detach(), rank, size).contiguous().view(-1).view(torch.uint8)
+            mine = part(name, tensor.detach(), rank, size, heads).contiguous().view(-1).view(torch.uint8)
             assert digests[name] == xxhash.xxh3_64_intdigest(mine.numpy().tobytes()), f"{name} on rank {rank}"
 
 
-def part(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """What a rank holds, written out: a range of rows or columns, one of each half where gate and up are fused."""
+def part(name: str, full: torch.Tensor, rank: int, size: int, heads: int | None = None) -> torch.Tensor:
+    """What a rank holds, written out: a range of rows or columns, one of each half where gate and up are fused.
+
+    heads: of keys and values, where several ranks hold the same one."""
     kind = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
+    if heads is not None and kind in ("k_proj", "v_proj"):
+        return full.chunk(heads)[rank * heads // size]
     if kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens"):
         return full.chunk(size)[rank]
     if kind in ("o_proj", "down_proj"):

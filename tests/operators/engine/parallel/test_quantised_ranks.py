@@ -11,7 +11,8 @@ import pytest
 import torch
 import xxhash
 from replaying import drive, recomputed
-from test_two_ranks import assert_alike, groups, part
+from slices_rig import part
+from test_two_ranks import assert_alike, groups
 
 from dataflow.node import Context
 from operators.engine.make import make_engine

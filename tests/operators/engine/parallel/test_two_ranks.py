@@ -126,6 +126,28 @@ def test_after_two_updates_each_rank_holds_its_slices_alone(family, size, change
     assert_slices(ranks.engine, new, size)
 
 
+@pytest.mark.parametrize(
+    ("family", "size", "heads"),
+    [
+        ("qwen2", 2, 1),
+        pytest.param("qwen3", 2, 1, marks=pytest.mark.slow),
+        pytest.param("llama", 4, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_hold_the_same_key_value_head_draw_what_one_draws(
+    family, size, heads, declare, make_model, alone, fed
+):
+    changes = {"num_key_value_heads": heads}
+    declaration = declare(family, changes)
+    ranks = fed(declaration, size, executor="gloo")
+    assert_alike(drive(ranks.engine, groups()), drive(alone(declaration), groups()))
+    assert ranks.engine.cache.layers[0][0].shape[1] == 1
+    new = dict(make_model(family, seed=1, **changes).named_parameters())
+    ranks.publish(1, new)
+    assert ranks.take() == 1
+    assert_slices(ranks.engine, new, size, heads)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
 def test_four_ranks_draw_what_one_draws(declare, alone, together):
