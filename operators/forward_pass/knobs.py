@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
@@ -39,6 +39,8 @@ class ForwardKnobs(Transform):
     _: KW_ONLY
     micro_batch_tokens: int = 8192
     """Tokens of one forward pass; prompts that a group has in common count once."""
+    tensor_parallel: int = 1
+    """Processes that share out each layer's matrices."""
 
     head: ClassVar[str]
     """Which the model has to have."""
@@ -47,6 +49,11 @@ class ForwardKnobs(Transform):
     def column(self) -> pa.DataType:
         """Type of the column it writes."""
         return TOKEN_NUMBERS
+
+    @property
+    def traits(self) -> Traits:
+        """How many processes it takes."""
+        return Traits(tensor_parallel=self.tensor_parallel)
 
     def reads(self) -> Mapping[str, Any]:
         """The rollout's tokens, and what says which of them count."""
@@ -67,9 +74,14 @@ class ForwardKnobs(Transform):
                 f"'{self.name}' needs a model with head '{self.head}', but '{self.model.name}' has head "
                 f"'{self.model.head}'; give it Model(..., head='{self.head}')"
             )
-        if not _is_whole(self.micro_batch_tokens) or self.micro_batch_tokens < 1:
+        for knob in ("micro_batch_tokens", "tensor_parallel"):
+            value = getattr(self, knob)
+            if not _is_whole(value) or value < 1:
+                found.append(f"'{self.name}' has {knob}={value!r}; give a whole number of 1 or more")
+        if not found and self.tensor_parallel > 1 and self.model.lora is not None:
             found.append(
-                f"'{self.name}' has micro_batch_tokens={self.micro_batch_tokens!r}; give a whole number of 1 or more"
+                f"'{self.name}' has tensor_parallel={self.tensor_parallel}, but adapters of '{self.model.name}' are "
+                f"merged into whole layers; use tensor_parallel=1, or a model without lora"
             )
         return found
 
@@ -87,7 +99,7 @@ class LogprobsKnobs(ForwardKnobs):
     @property
     def traits(self) -> Traits:
         """Its temperature has to be the generator's."""
-        return Traits(temperature=self.temperature)
+        return replace(super().traits, temperature=self.temperature)
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
@@ -118,7 +130,7 @@ class RewardKnobs(ForwardKnobs):
     @property
     def traits(self) -> Traits:
         """It reads prompts as text."""
-        return Traits(chat=self.chat)
+        return replace(super().traits, chat=self.chat)
 
     @property
     def column(self) -> pa.DataType:

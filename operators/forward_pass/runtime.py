@@ -142,6 +142,12 @@ class ForwardRuntime(Runtime):
         }  # fmt: skip
         return found if self._reader is None else found | {"version": self._known().version}
 
+    def close(self) -> None:
+        """End the model's other ranks, where it has some."""
+        close = getattr(self._reading.forward, "close", None)
+        if close is not None:
+            close()
+
     def _listen(self) -> None:
         """Take the newest weights that are offered; a restarted trainer's may have the same number."""
         if self._reader is not None and taken(self._reader) is not None:

@@ -14,7 +14,7 @@ import transformers
 from dataflow.node import Batch, Bound, Context
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, schema
 from operators.forward import ForwardOperator
-from operators.forward_pass.build import reading_of
+from operators.forward_pass.reading import reading_of
 from operators.forward_pass.runtime import ForwardRuntime
 from operators.models.loading import load_model
 from operators.warm_start.policy import character_tokenizer

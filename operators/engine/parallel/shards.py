@@ -84,7 +84,7 @@ def distribute(model: Any, mesh: DeviceMesh, device: torch.device, name: str) ->
         at: TensorSlice(0, (heads.rows(len(weight), mesh.get_local_rank("tp")),))
         for at, weight in model.named_parameters() if place_of(at).rpartition(".")[0] in shared
     }  # fmt: skip
-    shards = {at: _shard(model, at, rows.get(at), keep=(head, embedding), device=device) for at in names}
+    shards = {at: localize(model, at, rows.get(at), keep=(head, embedding), device=device) for at in names}
     for module in model.modules():
         for at, buffer in module.named_buffers(recurse=False):
             module._buffers[at] = buffer.to(device)
@@ -92,12 +92,14 @@ def distribute(model: Any, mesh: DeviceMesh, device: torch.device, name: str) ->
     return shards
 
 
-def _shard(
-    model: nn.Module, name: str, rows: TensorSlice | None, *, keep: tuple[nn.Module, ...], device: torch.device
-) -> Shard:
+def localize(
+    model: nn.Module, name: str, rows: TensorSlice | None = None, *, keep: tuple[nn.Module, ...] = (),
+    device: torch.device,
+) -> Shard:  # fmt: skip
     """Describe one parameter, and turn it into a plain local tensor; of one that transformers left whole, `rows`.
 
-    The ends of the model stay DTensors: the embedding's hook computes with one, and the head's tells its full shape.
+    Those of `keep`, where the ends of the model are cut, stay DTensors: the embedding's hook computes with one, and the
+    head's tells its full shape.
     Elsewhere a plain tensor saves wrapping and unwrapping in every layer of every step.
     """
     where, _, leaf = name.rpartition(".")
@@ -145,15 +147,14 @@ def taken(shards: Mapping[str, Shard], tensors: Mapping[str, torch.Tensor]) -> d
 
 def _piece(parameter: DTensor) -> TensorSlice:
     """Which part of it this rank holds, by cutting a tensor of indices in the same way."""
-    (placement,) = parameter.placements
-    dim = getattr(placement, "dim", None)
-    if dim is None:
+    dims = {place.dim % parameter.ndim for place in parameter.placements if hasattr(place, "dim")}
+    if not dims:
         return TensorSlice(None)
-    dim %= parameter.ndim
+    (dim,) = dims
     shape = [1] * parameter.ndim
     shape[dim] = parameter.shape[dim]
     index = torch.arange(shape[dim]).view(shape)
-    mine = distribute_tensor(index, parameter.device_mesh, [placement], src_data_rank=None).to_local()
+    mine = distribute_tensor(index, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
     return TensorSlice(dim, runs_of(mine.flatten().tolist()))
 
 
