@@ -64,7 +64,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of whole runs begin first: they take longest, and wait while others compute."""
-    items.sort(key=lambda item: item.path.parent.name not in ("runs", "parallel"))
+    items.sort(key=lambda item: item.path.parent.name not in ("runs", "parallel", "drawn"))
 
 
 @pytest.fixture(autouse=True)

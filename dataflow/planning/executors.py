@@ -1,7 +1,7 @@
 """How the weights get from each trainer rank to each reader rank: a pure function of where the two sit."""
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dataflow.errors import GraphError, nearest
@@ -11,9 +11,10 @@ from dataflow.planning.placement import Placement
 from dataflow.structure import Feedback, Structure
 from dataflow.weight_ends import Refresh
 
-EXECUTORS = ("local", "shared_memory", "cuda_ipc", "gloo", "nccl")
+EXECUTORS = ("local", "cuda_ipc", "shared_memory", "nccl", "gloo")
+"""The one that is preferred stands first."""
 COLLECTIVE = ("gloo", "nccl")
-"""Those by which each of several trainer ranks can send its own shards."""
+"""Those that reach other machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +50,10 @@ class WeightPath:
     """Most bytes that the reader's rank takes of a version, from all trainer ranks together; None: unknown."""
 
 
-def choose(source: Seat, destination: Seat) -> str:
-    """The executor for two ranks, by where they sit."""
-    if (source.machine, source.process) == (destination.machine, destination.process):
-        return "local"
-    gpus = source.gpu and destination.gpu
-    if source.machine == destination.machine:
-        return "cuda_ipc" if gpus else "shared_memory"
-    return "nccl" if gpus else "gloo"
+def choose(sources: Sequence[Seat], destinations: Sequence[Seat]) -> str:
+    """The executor for all ranks of a trainer and all of a reader, by where they sit: one serves every pair."""
+    pairs = [(source, destination) for source in sources for destination in destinations]
+    return next(each for each in EXECUTORS if all(obstacle(each, *pair) is None for pair in pairs))
 
 
 def obstacle(executor: str, source: Seat, destination: Seat) -> str | None:
@@ -104,20 +101,16 @@ def weight_paths(
         size = sizes.get(model.source) if model else None
         nbytes = size.sent_bytes(model.dtype, model.lora) // reader.ranks if size and model else None
         sources = [_seat(trainer, 0, rank, one_process) for rank in range(trainer.ranks)]
-        destinations = [
-            _seat(reader, replica, rank, one_process)
-            for replica in range(reader.replicas) for rank in range(reader.ranks)
-        ]  # fmt: skip
         _check_alike(graph, feedback, sizes)
-        collective = _collective(sources, destinations) if trainer.ranks > 1 else None
         for replica in range(reader.replicas):
-            for rank in range(reader.ranks):
-                destination = _seat(reader, replica, rank, one_process)
+            destinations = [_seat(reader, replica, rank, one_process) for rank in range(reader.ranks)]
+            chosen = choose(sources, destinations)
+            for rank, destination in enumerate(destinations):
                 for number, source in enumerate(sources):
                     found.append(
                         WeightPath(
                             trainer=trainer.node, trainer_rank=number, reader=reader.node, replica=replica, rank=rank,
-                            executor=_executor(forced, trainer.node, source, reader.node, destination, collective),
+                            executor=_executor(forced, chosen, trainer.node, source, reader.node, destination),
                             refresh=feedback.refresh, nbytes=nbytes,
                         )
                     )  # fmt: skip
@@ -151,12 +144,6 @@ def _seat(placement: Placement, replica: int, rank: int, one_process: bool) -> S
     return Seat(process=process, device=placement.device(replica, rank))
 
 
-def _collective(sources: list[Seat], destinations: list[Seat]) -> str:
-    """The executor for a trainer of several ranks, each of which sends its own shards: one for all pairs."""
-    serves = all(obstacle("nccl", source, to) is None for source in sources for to in destinations)
-    return "nccl" if serves else "gloo"
-
-
 def _check_alike(graph: Structure, feedback: Feedback, sizes: Mapping[str, ModelSize]) -> None:
     """Refuse to refresh a model of another architecture, as far as the folders of both tell."""
     models = feedback.weights.trainer.uses, feedback.reader.uses
@@ -168,16 +155,10 @@ def _check_alike(graph: Structure, feedback: Feedback, sizes: Mapping[str, Model
         )
 
 
-def _executor(
-    forced: str | None, trainer: str, source: Seat, reader: str, destination: Seat, collective: str | None
-) -> str:
-    """collective: what is chosen where the trainer has several ranks; None: it has one."""
-    chosen = collective or choose(source, destination)
+def _executor(forced: str | None, chosen: str, trainer: str, source: Seat, reader: str, destination: Seat) -> str:
     if forced is None:
         return chosen
     lacks = obstacle(forced, source, destination)
-    if lacks is None and collective and forced not in COLLECTIVE:
-        lacks = "one trainer rank that holds whole tensors"
     if lacks is not None:
         raise GraphError(
             f"weights cannot go from '{trainer}' to '{reader}' by {forced}, which needs {lacks}; "

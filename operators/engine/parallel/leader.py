@@ -16,8 +16,10 @@ class InStep(Protocol):
     node: str
     timeout_s: float
     clock: Callable[[], float]
-    shards: Mapping[str, Shard]
-    """Rank 0's, by name."""
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """Rank 0's, by name."""
 
     def enter(self, offer: VerifiedOffer) -> list[int]:
         """Have all others hold a version that rank 0 holds; the ranks that cannot: then none of them does."""

@@ -11,7 +11,7 @@ import torch
 
 from dataflow.node import Context
 from dataflow.weight_ends import OpensWeights, WeightsBeside
-from dataflow.worker.ports import open_beside
+from dataflow.worker.weight_ports import open_beside
 from operators.engine.parallel.leader import Leader
 from operators.engine.parallel.messages import Meet, Pieces
 from operators.engine.parallel.shards import Shard, localize, plain_pieces

@@ -1,0 +1,1 @@
+"""Graphs that are drawn and run, each against the same graph on one rank."""

@@ -1,0 +1,69 @@
+"""Whatever is accepted runs, and learns what one rank learns: graphs are drawn, make two steps, and are compared."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from .draw import Computes, Drawn
+from .outcome import Outcome, Outcomes, listed
+
+pytestmark = [pytest.mark.usefixtures("machine", "one_core", "forked_ranks"), pytest.mark.timeout(120)]
+
+QUICK, ALL = 20, 200
+
+
+def accepted(outcomes: Outcomes, number: int) -> Drawn:
+    """The first graph of a seed that is not refused; what is refused on the way stands in the page."""
+    draw = Random(number)
+    while why := outcomes.refusal(drawn := Drawn.of(draw)):
+        assert listed(why), f"docs/refused.md does not say it: {why}"
+    return drawn
+
+
+def alike(found: Outcome, one: Outcome) -> None:
+    """Two runs drew the same tokens of the same versions, and learned the same from them.
+
+    Sums of ranks differ in their last bits, and eps of Adam is so large that this stays so."""
+    assert not found.verdict
+    assert [row[:3] + row[4:] for row in found.rollouts] == [row[:3] + row[4:] for row in one.rollouts]
+    for ours, theirs in zip(found.rollouts, one.rollouts, strict=True):
+        np.testing.assert_allclose(ours[3], theirs[3], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found.losses, one.losses, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found.grad_norms, one.grad_norms, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "number", [*range(QUICK), *(pytest.param(n, marks=pytest.mark.slow) for n in range(QUICK, ALL))]
+)
+def test_a_drawn_graph_learns_what_one_rank_learns(outcomes: Outcomes, number: int) -> None:
+    drawn = accepted(outcomes, number)
+    alike(outcomes.drawn(drawn), outcomes.on_one_rank(drawn.computes))
+
+
+def test_the_first_draws_have_every_kind_of_rank(outcomes: Outcomes) -> None:
+    drawn = [accepted(outcomes, number) for number in range(QUICK)]
+    for name, values in {
+        "trainer_ranks": {1, 2, 4}, "trainer_parallel": {1, 2}, "parallel": {1, 2}, "replicas": {1, 2},
+        "references": {1, 2}, "weights": {None, "shared_memory", "gloo"},
+    }.items():  # fmt: skip
+        assert {getattr(each, name) for each in drawn} == values, name
+    computes = [each.computes for each in drawn]
+    assert {each.weights for each in computes} == {"model", "int8", "int8_dynamic"}
+    assert {each.has_adapters for each in computes} == {each.has_reference for each in computes} == {True, False}
+    assert {each.scale[1]["generator"] for each in drawn if each.scale} == {1, 2}, "replicas join, and leave"
+
+
+def test_a_refusal_that_the_page_does_not_have_is_seen(outcomes: Outcomes) -> None:
+    refused = outcomes.refusal(Drawn(computes=Computes(), trainer_ranks=3, trainer_parallel=2))
+    assert "which does not divide them" in refused and listed(refused)
+    assert not listed("'trainer' is refused for a reason of its own; do another thing")
+
+
+def test_weights_that_do_not_arrive_are_seen(outcomes: Outcomes) -> None:
+    """What the comparison is worth: a trainer that learns nothing draws other rollouts, or learns otherwise."""
+    learned, stale = outcomes.on_one_rank(Computes()), outcomes.on_one_rank(Computes(lr=0.0))
+    assert learned.losses[0] == stale.losses[0]
+    with pytest.raises(AssertionError):
+        alike(stale, learned)
+    assert abs(learned.losses[1] - stale.losses[1]) > 1e-3 or learned.rollouts != stale.rollouts
