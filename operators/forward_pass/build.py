@@ -18,7 +18,6 @@ def build(declaration: ForwardKnobs, context: Context) -> ForwardRuntime:
     if context.ranks > 1:
         from operators.forward_pass.parallel.launch import led
 
-        reading, context = led(declaration, context)
-        return ForwardRuntime(declaration, context, reading)
+        return ForwardRuntime(declaration, context, led(declaration, context))
     module, merged = load_merged(declaration.model, device=context.device)
     return ForwardRuntime(declaration, context, reading_of(declaration, context.node, module), merged)

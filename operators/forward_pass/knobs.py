@@ -40,7 +40,7 @@ class ForwardKnobs(Transform):
     micro_batch_tokens: int = 8192
     """Tokens of one forward pass; prompts that a group has in common count once."""
     tensor_parallel: int = 1
-    """Processes that share out each layer's matrices."""
+    """Processes that share out each layer's matrices, of a model that is frozen and not refreshed."""
 
     head: ClassVar[str]
     """Which the model has to have."""

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from dataflow.errors import DeadlineError
-from dataflow.weight_ends import LeadingWeightsIn, Offered, OpensWeights, VerifiedOffer
-from operators.engine.parallel.shards import Shard
-
-
-class InStep(Protocol):
-    """Ranks that compute together, from the side of rank 0."""
-
-    node: str
-    timeout_s: float
-    clock: Callable[[], float]
-
-    @property
-    def shards(self) -> Mapping[str, Shard]:
-        """Rank 0's, by name."""
-
-    def enter(self, offer: VerifiedOffer) -> list[int]:
-        """Have all others hold a version that rank 0 holds; the ranks that cannot: then none of them does."""
-
-    def take(self, version: int, own: Callable[[], int]) -> int:
-        """Have all others take the version that they hold, while rank 0 does so by `own`; what that returns."""
+from dataflow.weight_ends import LeadingWeightsIn, Offered, OpensWeights
+from operators.engine.parallel.lockstep import Lockstep
 
 
 class Leader:
@@ -41,7 +23,7 @@ class Leader:
     unblocked by: their word, their end, or the time-out
     """
 
-    def __init__(self, lockstep: InStep, opens: OpensWeights, pieces: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, lockstep: Lockstep, opens: OpensWeights, pieces: Sequence[Mapping[str, Any]]) -> None:
         """Attach rank 0's slices; the other ranks attach theirs. pieces: of each rank, as `plain_pieces` gives them."""
         own = {name: shard.local for name, shard in lockstep.shards.items()}
         self._lockstep = lockstep

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,11 @@ import torch
 from dataflow.errors import RunError
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
-from dataflow.weight_ends import WeightsBeside
-from operators.engine.parallel.messages import Enter, Entry, Leave, Meet, Pieces, Take
-from operators.engine.parallel.shards import Shard, plain_pieces
 from operators.forward_pass.parallel.messages import CODEC, Compute, Join
 from operators.ranks import group
 from operators.ranks.exchange import expected, last_words, named, next_message
 from operators.ranks.messages import Close, Load, Loaded
 from operators.training.learner.learner import Forward
-
-
-@dataclass(frozen=True)
-class RankForward:
-    """One rank's model, cut."""
-
-    forward: Forward
-    shards: Mapping[str, Shard]
-    """What it holds of it, by name."""
-
-    @property
-    def tensors(self) -> dict[str, Any]:
-        """What versions go into."""
-        return {name: shard.local for name, shard in self.shards.items()}
 
 
 @dataclass(frozen=True)
@@ -48,10 +30,8 @@ class Duties:
     limits: Limits
     join: Callable[[Path], Any]
     """Meets the other ranks in a folder; their mesh."""
-    load: Callable[[Any], RankForward]
+    load: Callable[[Any], Forward]
     """Reads the model and keeps this rank's slices, given the mesh."""
-    opens: Callable[[RankForward, Sequence[Mapping[str, Any]]], WeightsBeside] | None
-    """Opens its end of the weight plane, given what each rank holds; None where no weights come."""
 
 
 def run_rank(end: int, rank: int, duties: Duties) -> int:
@@ -59,8 +39,7 @@ def run_rank(end: int, rank: int, duties: Duties) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=end), CODEC, duties.limits.exchange_s)
     try:
-        with contextlib.ExitStack() as ends:
-            _serve(channel, rank, duties, ends)
+        _serve(channel, rank, duties)
     except Exception as error:
         traceback.print_exc()
         last_words(channel, error)
@@ -71,7 +50,7 @@ def run_rank(end: int, rank: int, duties: Duties) -> int:
     return 0
 
 
-def _serve(channel: Channel[Any], rank: int, duties: Duties, ends: contextlib.ExitStack) -> None:
+def _serve(channel: Channel[Any], rank: int, duties: Duties) -> None:
     """Join, load, and follow rank 0 to the end.
 
     consumes: messages of rank 0
@@ -82,29 +61,11 @@ def _serve(channel: Channel[Any], rank: int, duties: Duties, ends: contextlib.Ex
     parent, wait_s = os.getppid(), duties.limits.exchange_s
     mesh = duties.join(Path(expected(Join, channel, rank, parent, wait_s).folder))
     expected(Load, channel, rank, parent, wait_s)
-    own = duties.load(mesh)
+    forward = duties.load(mesh)
     channel.send(Loaded())
-    beside: WeightsBeside | None = None
-    if duties.opens is not None:
-        channel.send(Pieces(plain_pieces(own.shards)))
-        beside = duties.opens(own, expected(Meet, channel, rank, parent, wait_s).pieces)
-        ends.callback(beside.close)
     watch = group.watched(wait_s)
     while not isinstance(message := next_message(channel, rank, parent, wait_s), Close):
-        with named(channel, rank, parent, type(message).__name__.lower(), watch):
-            _apply(message, own.forward, beside, channel)
-
-
-def _apply(message: Any, forward: Forward, beside: WeightsBeside | None, channel: Channel[Any]) -> None:
-    match message:
-        case Compute():
-            with torch.no_grad():
-                forward.computed(*message.given)
-        case Enter() if beside is not None:
-            channel.send(Entry(beside.enter(message.segment, message.version, message.layout)))
-        case Leave() if beside is not None:
-            beside.decline()
-        case Take() if beside is not None:
-            beside.adopt()
-        case other:
-            raise RunError(f"a rank of a forward operator was told {other!r:.200}, which it does not know")
+        if not isinstance(message, Compute):
+            raise RunError(f"rank {rank} was told {message!r:.200}, which it does not know")
+        with named(channel, rank, parent, "a pass", watch), torch.no_grad():
+            forward.computed(*message.given)

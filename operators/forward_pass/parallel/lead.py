@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
 
 from dataflow.rollout_tokens import SamplingMask
-from dataflow.weight_ends import VerifiedOffer
-from operators.engine.parallel.messages import Enter, Entry, Leave, Take
-from operators.engine.parallel.shards import Shard
 from operators.forward_pass.parallel.messages import Compute
 from operators.ranks import group
 from operators.ranks.exchange import Exchange
@@ -27,13 +24,9 @@ class LedForward:
     unblocked by: their part of the exchange, their end, or the time-out; after an error every call raises
     """
 
-    def __init__(
-        self, own: Forward, shards: Mapping[str, Shard], exchange: Exchange, clock: Callable[[], float]
-    ) -> None:
-        """own: rank 0's, of a model that is cut; shards: what it holds of it, by name."""
+    def __init__(self, own: Forward, exchange: Exchange) -> None:
+        """own: rank 0's, of a model that is cut."""
         self.module: Any = own.module
-        self.shards, self.clock = shards, clock
-        self.node, self.timeout_s = exchange.team.node, exchange.team.limits.exchange_s
         self._own, self._exchange = own, exchange
         self._passes = 0
 
@@ -43,22 +36,6 @@ class LedForward:
         with self._exchange.together(f"pass {self._passes}"):
             self._exchange.tell(Compute.of(packed, left_T, wanted))
             return self._own.computed(packed, left_T, wanted)
-
-    def enter(self, offer: VerifiedOffer) -> list[int]:
-        """Have all others hold a version that rank 0 holds; the ranks that cannot: then none of them does."""
-        with self._exchange.together(f"entering version {offer.version}"):
-            self._exchange.tell(Enter(offer.segment, offer.version, offer.layout))
-            answers = enumerate(self._exchange.answers(Entry), start=1)
-            outside = [rank for rank, each in answers if not each.entered]
-            if outside:
-                self._exchange.tell(Leave())
-            return outside
-
-    def take(self, version: int, own: Callable[[], int]) -> int:
-        """Have all others take the version that they hold, while rank 0 does so by `own`; what that returns."""
-        with self._exchange.together(f"taking version {version}"):
-            self._exchange.tell(Take())
-            return own()
 
     def close(self) -> None:
         """End the other ranks; may be called again."""

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 from dataflow.rollout_tokens import SamplingMask
-from operators.engine.parallel.messages import Enter, Entry, Leave, Meet, Pieces, Take
 from operators.ranks.messages import Numbers, codec_of
 from operators.training.learner.packing import TokenTree
 
@@ -57,4 +56,4 @@ class Compute:
         return packed, left_T, self.wanted
 
 
-CODEC = codec_of("forward-ranks", Join, Compute, Meet, Enter, Leave, Take, Pieces, Entry)
+CODEC = codec_of("forward-ranks", Join, Compute)
