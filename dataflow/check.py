@@ -5,7 +5,7 @@ from typing import Any
 
 from dataflow.errors import GraphError, nearest
 from dataflow.group_bytes import group_faults
-from dataflow.node import Generate, Learn, Operator, Source
+from dataflow.node import Generate, Learn, Operator, Source, Weights
 from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES, arrow_type
 from dataflow.stream import Stream
 from dataflow.structure import Structure, generators_of, group_size, lanes_of, prompts_of, sinks_of
@@ -235,6 +235,64 @@ _REASONS = (
 )  # fmt: skip
 
 
+def ranks_fault(reader: Operator) -> str | None:
+    """Why the ranks of an operator cannot take weights; None where they can."""
+    ranks = reader.traits.tensor_parallel
+    if ranks == 1 or isinstance(reader, Generate):
+        return None
+    return (
+        f"'{reader.name}' has tensor_parallel={ranks} and would read trained weights, which only a generator's ranks "
+        f"take part by part; use tensor_parallel=1, or read a frozen() model without feedback"
+    )
+
+
+def newest_fault(weights: Weights, reader: Operator) -> str | None:
+    """Why an operator cannot read the newest weights of a trainer; None where it can."""
+    trainer, trains, reads = weights.trainer, weights.trainer.uses, reader.uses
+    assert trains is not None and reads is not None, "both have a model"
+    if weights.decay:
+        return (
+            f"'{reader.name}' would read the newest average of '{trainer.name}', but max_staleness counts versions of "
+            f"the weights themselves; give g.feedback({trainer.name}.weights.average(...), {reader.name}, every=...)"
+        )
+    if reads.is_frozen:
+        return (
+            f"'{reader.name}' reads frozen '{reads.name}', which never changes; "
+            f"drop the feedback, give it the model without frozen(), or refresh it with every=..."
+        )
+    if reads != trains:
+        return (
+            f"'{trainer.name}' trains '{trains.name}' but '{reader.name}' reads "
+            f"'{reads.name}'{_difference(trains, reads)}; give both the same Model"
+        )
+    return None
+
+
+def refresh_fault(weights: Weights, reader: Operator, every: Any) -> str | None:
+    """Why an operator cannot be refreshed with every n-th version of a trainer; None where it can."""
+    trainer, trains, reads = weights.trainer, weights.trainer.uses, reader.uses
+    assert trains is not None and reads is not None, "both have a model"
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        return f"every counts steps between two versions and cannot be {every!r}; give a whole number of 1 or more"
+    if isinstance(reader, Generate):
+        return (
+            f"'{reader.name}' generates what '{trainer.name}' trains, so it needs the newest version, but got "
+            f"every={every}; give it max_staleness=..., which says how old its weights may be"
+        )
+    if differs := [name for name in ("head", "dtype", "lora") if getattr(reads, name) != getattr(trains, name)]:
+        return (
+            f"'{trainer.name}' trains '{trains.name}', whose weights '{reader.name}' cannot take for '{reads.name}': "
+            f"they differ in {', '.join(differs)}; give it a Model that differs in source, name or frozen() alone"
+            f"{', so here the one that is trained' if differs == ['lora'] else ''}"
+        )
+    if trains.lora is not None and reads.source != trains.source:
+        return (
+            f"'{trainer.name}' trains adapters of '{trains.source}', which are no change to '{reads.source}' that "
+            f"'{reader.name}' reads; give it the Model that is trained"
+        )
+    return None
+
+
 def missing_column(graph: Structure, operator: Operator, column: str, stream: Stream[Any]) -> str:
     """The message for a column that is read but not there, with who could provide it."""
     could = [
@@ -274,3 +332,8 @@ def wrong_type(operator: Operator, column: str, stream: Stream[Any], annotation:
         f"'{operator.name}' reads column '{column}' as {wanted} ({arrow_type(annotation) or 'numbers'}), but "
         f"'{stream.node}' provides it as {stream.columns[column]}; change the annotation, or convert the column"
     )
+
+
+def _difference(first: Any, second: Any) -> str:
+    differs = [n for n in first.__dataclass_fields__ if getattr(first, n) != getattr(second, n)]
+    return f" (they differ in {', '.join(differs)})" if differs else ""

@@ -1,12 +1,13 @@
 """The graph a user declares: operators, streams between them, weights back to the readers."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from dataflow.check import check, missing_column, wrong_type
+from dataflow.check import check, missing_column, newest_fault, ranks_fault, refresh_fault, wrong_type
 from dataflow.draw import draw, mimebundle
 from dataflow.errors import GraphError, nearest
 from dataflow.node import Operator, Source, Weights
@@ -15,6 +16,7 @@ from dataflow.records import DROP_REASON, ERROR, fits
 from dataflow.scoring.joining import Join
 from dataflow.stream import Prompt, Rollout, Stream
 from dataflow.structure import Call, Feedback, Structure
+from dataflow.weight_ends import Refresh
 
 
 class Graph(Structure):
@@ -103,10 +105,13 @@ class Graph(Structure):
         self._add(operator)
         return self._record(operator, streams, Stream(self, operator.name, streams[0].lane, columns))
 
-    def feedback(self, weights: Weights, reader: Operator, *, max_staleness: int) -> None:
-        """Carry what a trainer learns back to `reader`: the graph's only cycle.
+    def feedback(
+        self, weights: Weights, reader: Operator, *, max_staleness: int | None = None, every: int | None = None
+    ) -> None:
+        """Carry what a trainer learns back to `reader`: the graph's only cycle. One of the two numbers is given.
 
-        max_staleness: versions that a rollout's oldest token may be behind the trainer when it is trained.
+        max_staleness: versions that a rollout's oldest token may be behind the trainer when it is trained. every: for a
+        reference or a teacher, which begins with its own model: steps between two versions that it is refreshed with.
         """
         if not isinstance(weights, Weights):
             raise GraphError(
@@ -115,28 +120,32 @@ class Graph(Structure):
         if not isinstance(reader, Operator):
             raise GraphError(f"g.feedback needs an operator that reads weights, but got {_describe(reader)}; "
                              f"give it the generator")  # fmt: skip
-        trainer = weights.trainer
-        if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
+        if (max_staleness is None) == (every is None):
+            found = "neither" if every is None else f"max_staleness={max_staleness!r} and every={every!r}"
+            raise GraphError(
+                f"g.feedback to '{reader.name}' is told how new its weights are by one number, but got {found}; give "
+                f"max_staleness=... to a reader of the newest weights, every=... to a reference that is refreshed"
+            )
+        if max_staleness is not None and (
+            isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0
+        ):
             raise GraphError(
                 f"max_staleness counts versions and cannot be {max_staleness!r}; "
                 f"use 0 for synchronous training, 1 or more for asynchronous"
             )
-        if trainer.uses is None or reader.uses is None:
-            lacks = reader.name if reader.uses is None else trainer.name
+        if weights.trainer.uses is None or reader.uses is None:
+            lacks = reader.name if reader.uses is None else weights.trainer.name
             raise GraphError(f"'{lacks}' has no model, so no weights can flow to it; name an operator with a model")
-        if reader.uses.is_frozen:
+        fault = newest_fault(weights, reader) if every is None else refresh_fault(weights, reader, every)
+        fault = fault or ranks_fault(reader)
+        if fault is not None:
+            raise GraphError(fault)
+        if other := next((f for f in self.feedbacks if f.reader is reader), None):
             raise GraphError(
-                f"'{reader.name}' reads frozen '{reader.uses.name}', which never changes; "
-                f"drop the feedback, or give it the model without frozen()"
+                f"'{reader.name}' already has a feedback from '{other.weights.trainer.name}'; drop one of the two lines"
             )
-        if reader.uses != trainer.uses:
-            raise GraphError(
-                f"'{trainer.name}' trains '{trainer.uses.name}' but '{reader.name}' reads "
-                f"'{reader.uses.name}'{_difference(trainer.uses, reader.uses)}; give both the same Model"
-            )
-        if any(f.reader is reader and f.weights == weights for f in self.feedbacks):
-            raise GraphError(f"'{reader.name}' already has a feedback from '{trainer.name}'; drop one of the two lines")
-        self.feedbacks.append(Feedback(weights, reader, max_staleness))
+        refresh = None if every is None else Refresh(every=every, decay=weights.decay)
+        self.feedbacks.append(Feedback(weights, reader, max_staleness or 0, refresh))
 
     def swap(self, name: str, operator: Operator) -> "Graph":
         """A new graph with the operator called `name` replaced by another, checked anew; this one stays as it is."""
@@ -163,7 +172,10 @@ class Graph(Structure):
         for feedback in self.feedbacks:
             trainer: Any = new if feedback.weights.trainer is old else feedback.weights.trainer
             reader = new if feedback.reader is old else feedback.reader
-            graph.feedback(Weights(trainer), reader, max_staleness=feedback.max_staleness)
+            bound: dict[str, int] = (
+                {"every": feedback.refresh.every} if feedback.refresh else {"max_staleness": feedback.max_staleness}
+            )
+            graph.feedback(dataclasses.replace(feedback.weights, trainer=trainer), reader, **bound)
         graph.check()
         return graph
 
@@ -229,8 +241,3 @@ def _describe(value: Any) -> str:
     if isinstance(value, Stream | Weights):
         return f"a {type(value).__name__}"
     return f"{type(value).__name__} {value!r:.60}"
-
-
-def _difference(first: Any, second: Any) -> str:
-    differs = [n for n in first.__dataclass_fields__ if getattr(first, n) != getattr(second, n)]
-    return f" (they differ in {', '.join(differs)})" if differs else ""

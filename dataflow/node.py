@@ -18,7 +18,7 @@ from dataflow.model_files import start_fault
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
 from dataflow.stream import Builder, Prompt, Rollout, Stream
 from dataflow.traits import Traits
-from dataflow.weight_ends import WeightsIn, WeightsOut
+from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 
 if TYPE_CHECKING:
     from dataflow.folder.ledger import Ledger
@@ -123,6 +123,8 @@ class Bound:
     """Groups that one step consumes."""
     steps: int | None = None
     """Steps the run will make; no group beyond them is started."""
+    every: int | None = None
+    """Versions between two that a refreshed reader gets, whose own model is version 0; None: it gets the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +157,8 @@ class Context:
     """Nodes that rows arrive from, by lane."""
     scores: Mapping[str, str] = field(default_factory=dict)
     """Columns of theirs that scorers of single rollouts write, and where each of these is defined."""
+    forwards: tuple[str, ...] = ()
+    """Columns of theirs that forward operators write, each beside the version that made it."""
     bounds: Mapping[str, Bound] = field(default_factory=dict)
     """Lanes that lead to a trainer with a feedback edge, and how far they may run ahead."""
     feedback: Bound | None = None
@@ -175,6 +179,8 @@ class Context:
     writer: Callable[[Mapping[str, Any]], WeightsOut] | None = None
     """For a trainer: opens the weight plane for these tensors; None when nobody reads them. An `OpensWriter` where the
     trainer may have several ranks."""
+    refreshers: Mapping[Refresh, Callable[[Mapping[str, Any]], WeightsOut]] = field(default_factory=dict)
+    """For a trainer: the same for readers that are refreshed, by which of its versions they get."""
     reader: Callable[[Mapping[str, Any]], WeightsIn] | None = None
     """For a reader of trained weights: attaches these tensors; None when the model is frozen. An `OpensWeights` where
     other ranks may take versions themselves."""
@@ -381,8 +387,22 @@ class Weights:
 
     >>> from dataflow import Model
     >>> from dataflow.testing import FakeTrainer
-    >>> FakeTrainer(model=Model("policies/tiny")).weights.trainer.name
-    'trainer'
+    >>> weights = FakeTrainer(model=Model("policies/tiny")).weights
+    >>> weights.trainer.name, weights.average(decay=0.99).decay
+    ('trainer', 0.99)
     """
 
     trainer: Learn
+    decay: float = 0.0
+    """Of their exponential moving average, which goes out in their place; 0: they themselves do."""
+
+    def average(self, *, decay: float) -> "Weights":
+        """Their exponential moving average over the steps: decay * average + (1 - decay) * weights after each.
+
+        It begins at the weights that training begins with; the trainer keeps it, in float32."""
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+            raise GraphError(
+                f"'{self.trainer.name}' cannot average its weights with decay={decay!r}; give a number from 0 up to 1, "
+                f"as 0.99"
+            )
+        return dataclasses.replace(self, decay=float(decay))

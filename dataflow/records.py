@@ -73,6 +73,15 @@ _SCALARS: dict[Any, pa.DataType] = {
 }
 
 
+def version_column(column: str) -> str:
+    """Beside a column that a model made: which version of its weights did, int32; 0 as it was loaded.
+
+    >>> version_column("ref_logprobs")
+    'ref_logprobs_version'
+    """
+    return f"{column}_version"
+
+
 def schema(columns: Columns) -> pa.Schema:
     """The Arrow schema of rows with these columns, in their order."""
     return pa.schema([pa.field(name, kind) for name, kind in columns.items()])

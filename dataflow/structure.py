@@ -8,6 +8,7 @@ import networkx as nx
 
 from dataflow.node import Generate, Operator, Source, Weights
 from dataflow.stream import Stream
+from dataflow.weight_ends import Refresh
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,10 @@ class Feedback:
 
     weights: Weights
     reader: Operator
-    max_staleness: int
+    max_staleness: int = 0
     """How many versions a trained rollout's oldest token may be behind; 0 is synchronous."""
+    refresh: Refresh | None = None
+    """For a reader that gets every n-th version; None: it gets the newest."""
 
 
 class Structure:
@@ -48,7 +51,7 @@ class Structure:
 
     @property
     def nx(self) -> "nx.MultiDiGraph[str]":
-        """The graph for NetworkX: `operator` on nodes; on edges `plane`, and `columns` or `max_staleness`."""
+        """The graph for NetworkX: nodes have `operator`; edges `plane`, and `columns`, `max_staleness` or `refresh`."""
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
         for name, operator in self.operators.items():
             graph.add_node(name, operator=operator)
@@ -61,7 +64,8 @@ class Structure:
         for feedback in self.feedbacks:
             graph.add_edge(
                 feedback.weights.trainer.name, feedback.reader.name, key="weights", plane="weights",
-                model=feedback.reader.uses, max_staleness=feedback.max_staleness,
+                model=feedback.reader.uses, refresh=feedback.refresh,
+                max_staleness=None if feedback.refresh else feedback.max_staleness,
             )  # fmt: skip
         return graph
 
@@ -87,6 +91,30 @@ def prompts_of(graph: Structure, lane: str) -> int | None:
 def sinks_of(graph: Structure, lane: str) -> list[Operator]:
     """The sinks in which rows of a source end."""
     return [c.operator for c in graph.calls if c.output.lane == lane and c.operator.kind == "sink"]
+
+
+def readers_of(graph: Structure, trainer: str, refresh: Refresh | None = None) -> list[Operator]:
+    """The operators that take a trainer's newest weights, or those that are refreshed so."""
+    return [
+        feedback.reader for feedback in graph.feedbacks
+        if feedback.weights.trainer.name == trainer and feedback.refresh == refresh
+    ]  # fmt: skip
+
+
+def refreshes_of(graph: Structure, trainer: str) -> list[Refresh]:
+    """In what ways readers of a trainer's weights are refreshed, each once."""
+    found = [feedback.refresh for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer]
+    return list(dict.fromkeys(refresh for refresh in found if refresh is not None))
+
+
+def refresh_of(graph: Structure, reader: str) -> Refresh | None:
+    """How a reader of weights is refreshed; None: it is not."""
+    return next((feedback.refresh for feedback in graph.feedbacks if feedback.reader.name == reader), None)
+
+
+def line_of(graph: Structure, trainer: str, refresh: Refresh | None) -> str:
+    """What a trainer's weight plane is called where its ends meet: readers that are refreshed have one of their own."""
+    return trainer if refresh is None else f"{trainer}.{refreshes_of(graph, trainer).index(refresh)}"
 
 
 def generators_of(graph: Structure, node: str) -> list[Generate]:

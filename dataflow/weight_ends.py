@@ -1,6 +1,7 @@
 """The ends of the weight plane as operators see them: a trainer's, a reader's, and those of further ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -14,6 +15,31 @@ class SentVersion(Protocol):
     @property
     def pair_bytes(self) -> Sequence[Sequence[int]]:
         """[ranks of the trainer][ranks of the reader]: bytes from each to each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh:
+    """Which of a trainer's versions a reader is refreshed with: every n-th, of the weights or of their moving average.
+
+    >>> Refresh(every=10).newest(37)
+    30
+    >>> str(Refresh(every=10)), str(Refresh(every=1, decay=0.99))
+    ('every 10', 'average 0.99')
+    """
+
+    every: int
+    """Steps between two versions that are sent; the reader's own model is version 0."""
+    decay: float = 0.0
+    """Of the exponential moving average that is sent; 0: the weights themselves are."""
+
+    def newest(self, step: int) -> int:
+        """The version that a reader has to have when the trainer has made so many steps."""
+        return step // self.every * self.every
+
+    def __str__(self) -> str:
+        """For people: `average 0.99, every 10`."""
+        average = [f"average {self.decay:g}"] if self.decay else []
+        return ", ".join(average + [f"every {self.every}"] * (self.every > 1 or not average))
 
 
 class WeightsOut(Protocol):

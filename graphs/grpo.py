@@ -13,8 +13,9 @@ from operators.losses import grpo, with_kl
 
 
 def build(
-    *, task: TextTask, max_staleness: int = 0, clip_low: float = 0.2, clip_high: float = 0.2, kl: float = 0.0
-) -> Graph:
+    *, task: TextTask, max_staleness: int = 0, clip_low: float = 0.2, clip_high: float = 0.2, kl: float = 0.0,
+    refresh_reference: int = 0,
+) -> Graph:  # fmt: skip
     """Train a policy on its own rollouts, generation and training taking turns (GRPO, arXiv 2402.03300).
 
     Args:
@@ -22,13 +23,15 @@ def build(
         max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
         clip_low: how far below 1 the ratio may fall before its gradient ends.
         clip_high: how far above 1 it may rise.
-        kl: what a nat of distance from the policy at the start costs, in the loss; the paper's is 0.04.
+        kl: what a nat of distance from the reference costs, in the loss; the paper's is 0.04.
+        refresh_reference: steps between two at which the policy becomes the reference; 0: the first one stays.
     """
     g = Graph("grpo")
     generator, reward, loss = task.generator(), task.scorer(), partial(grpo, clip_low=clip_low, clip_high=clip_high)
     rollouts = generator(g.source(task.train))
+    reference = Logprobs(task.model.frozen())
     if kl:
-        rollouts = Logprobs(task.model.frozen())(rollouts)
+        rollouts = reference(rollouts)
     trainer = Trainer(
         task.model, loss=with_kl(loss, kl, corrected=max_staleness > 0) if kl else loss,
         prompts_per_step=task.prompts_per_step, lr=task.lr, normalize="rollout_means",
@@ -37,6 +40,8 @@ def build(
     trainer(normalized_advantage(reward(rollouts)))
     task.evaluate(g, generator, reward)
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    if refresh_reference:
+        g.feedback(trainer.weights, reference, every=refresh_reference)
     return g
 
 

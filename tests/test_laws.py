@@ -192,8 +192,8 @@ def graph_of(prompts_per_step: int, in_flight: int | None = None) -> tuple[Graph
 
 def test_the_bound_of_a_feedback_edge_has_no_default() -> None:
     graph, generator, trainer = graph_of(prompts_per_step=2)
-    with pytest.raises(TypeError, match="max_staleness"):
-        graph.feedback(trainer.weights, generator)  # type: ignore[call-arg]
+    with pytest.raises(GraphError, match="one number, but got neither; give max_staleness="):
+        graph.feedback(trainer.weights, generator)
     with pytest.raises(TypeError):
         graph.feedback(trainer.weights, generator, 3)  # type: ignore[misc]
     graph.feedback(trainer.weights, generator, max_staleness=3)

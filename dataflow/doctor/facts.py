@@ -85,6 +85,8 @@ class Feedback:
 
     trainer: str
     reader: str
+    every: int = 1
+    """Versions between two that go there."""
 
 
 @dataclass(frozen=True, kw_only=True)

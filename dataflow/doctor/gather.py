@@ -30,7 +30,7 @@ def gather(folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5,
         phase=str(said.get("phase", "")), draining=bool(said.get("draining")), step=int(said.get("step", 0)),
         steps=said.get("steps"), still_s=float(said.get("still_s", 0.0)), nodes=nodes, edges=_edges(data, said),
         feedbacks=tuple(
-            Feedback(trainer=edge["from"], reader=edge["to"])
+            Feedback(trainer=edge["from"], reader=edge["to"], every=edge.get("refresh", {}).get("every", 1))
             for edge in graph.get("edges", []) if edge.get("plane") != "data"
         ),
         awaited=_awaited(folder, data, config, said), on_demand=tuple(config.get("on_demand", ())),

@@ -167,6 +167,7 @@ def _weights(facts: Facts, node: Node) -> list[Wait]:
         if feedback.reader == node.name:
             trainer = facts.nodes[feedback.trainer]
             made, has = trainer.version, node.version
+            made = None if made is None else made // feedback.every * feedback.every
             if trainer.state == "done" and made == has:
                 continue
             if made is not None and has is not None and made > has:

@@ -77,6 +77,8 @@ class Loop:
     head: str
     model: str
     max_staleness: int | None
+    refresh: str = ""
+    """Which versions, where not the newest of them goes."""
     executor: str = ""
     """How they travel, where a plan tells."""
 
@@ -84,7 +86,7 @@ class Loop:
     def label(self) -> str:
         """Text on the edge."""
         bound = "" if self.max_staleness is None else f"max_staleness={self.max_staleness}"
-        return " · ".join(filter(None, (self.model, bound, self.executor)))
+        return " · ".join(filter(None, (self.model, bound, self.refresh, self.executor)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,7 @@ def read(graph: Any, frames: Sequence[Frame] | None = None, title: str | None = 
             loops.append(
                 Loop(
                     tail=tail, head=head, model=name, max_staleness=data.get("max_staleness"),
-                    executor=data.get("executor", ""),
+                    refresh=str(data.get("refresh") or ""), executor=data.get("executor", ""),
                 )
             )  # fmt: skip
         else:

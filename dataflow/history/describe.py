@@ -2,6 +2,7 @@
 config.json."""
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -44,6 +45,7 @@ def graph_facts(graph: Graph) -> dict[str, Any]:
             {
                 "from": u, "to": v, "plane": data["plane"], "lane": data.get("lane"),
                 "max_staleness": data.get("max_staleness"),
+                **({"refresh": dataclasses.asdict(data["refresh"])} if data.get("refresh") else {}),
                 "columns": {n: str(t) for n, t in data.get("columns", {}).items()},
             }
             for u, v, data in graph.nx.edges(data=True)

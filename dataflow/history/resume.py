@@ -220,8 +220,9 @@ def _edge_changes(
     if was is None or is_now is None:
         return [f"{name} is {'new' if was is None else 'missing'}"]
     found = [f"column '{column}' of {name} {change}" for column, change in _changes(was["columns"], is_now["columns"])]
-    if was["max_staleness"] != is_now["max_staleness"]:
-        found.append(f"max_staleness of {name} was {was['max_staleness']} and is {is_now['max_staleness']}")
+    for fact in ("max_staleness", "refresh"):
+        if was.get(fact) != is_now.get(fact):
+            found.append(f"{fact} of {name} was {was.get(fact)} and is {is_now.get(fact)}")
     return found
 
 

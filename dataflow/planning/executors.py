@@ -8,7 +8,8 @@ from dataflow.errors import GraphError, nearest
 from dataflow.planning.memory_need import amount
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.placement import Placement
-from dataflow.structure import Structure
+from dataflow.structure import Feedback, Structure
+from dataflow.weight_ends import Refresh
 
 EXECUTORS = ("local", "cuda_ipc", "shared_memory", "nccl", "gloo")
 """The one that is preferred stands first."""
@@ -43,6 +44,8 @@ class WeightPath:
     rank: int
     """Of the replica's processes."""
     executor: str
+    refresh: Refresh | None = None
+    """Which versions take this way; None: all that the reader takes."""
     nbytes: int | None = None
     """Most bytes that the reader's rank takes of a version, from all trainer ranks together; None: unknown."""
 
@@ -98,6 +101,7 @@ def weight_paths(
         size = sizes.get(model.source) if model else None
         nbytes = size.sent_bytes(model.dtype, model.lora) // reader.ranks if size and model else None
         sources = [_seat(trainer, 0, rank, one_process) for rank in range(trainer.ranks)]
+        _check_alike(graph, feedback, sizes)
         for replica in range(reader.replicas):
             destinations = [_seat(reader, replica, rank, one_process) for rank in range(reader.ranks)]
             chosen = choose(sources, destinations)
@@ -107,7 +111,7 @@ def weight_paths(
                         WeightPath(
                             trainer=trainer.node, trainer_rank=number, reader=reader.node, replica=replica, rank=rank,
                             executor=_executor(forced, chosen, trainer.node, source, reader.node, destination),
-                            nbytes=nbytes,
+                            refresh=feedback.refresh, nbytes=nbytes,
                         )
                     )  # fmt: skip
     return tuple(found)
@@ -124,6 +128,7 @@ def explain(paths: tuple[WeightPath, ...]) -> list[str]:
         text = f"{senders} trainer rank{'s' if senders > 1 else ''} -> {readers} reader{'s' if readers > 1 else ''}"
         text += f" of {ranks} ranks" if ranks > 1 else ""
         text += f", up to {amount(own[0].nbytes)} each" if own[0].nbytes is not None else ""
+        text += f", {own[0].refresh}" if own[0].refresh is not None else ""
         lines.append(f"weights {trainer} -> {reader}: {summary(own)} ({text})")
     return lines
 
@@ -137,6 +142,17 @@ def summary(paths: list[WeightPath]) -> str:
 def _seat(placement: Placement, replica: int, rank: int, one_process: bool) -> Seat:
     process = "" if one_process else f"{placement.worker}-{replica}.{rank}"
     return Seat(process=process, device=placement.device(replica, rank))
+
+
+def _check_alike(graph: Structure, feedback: Feedback, sizes: Mapping[str, ModelSize]) -> None:
+    """Refuse to refresh a model of another architecture, as far as the folders of both tell."""
+    models = feedback.weights.trainer.uses, feedback.reader.uses
+    trained, read = (sizes.get(model.source) if model else None for model in models)
+    if trained is not None and read is not None and trained.architecture != read.architecture:
+        raise GraphError(
+            f"'{feedback.reader.name}' cannot be refreshed with the weights of '{feedback.weights.trainer.name}': it "
+            f"reads a model of {read.told}, and trained is one of {trained.told}; give it a model of the same shapes"
+        )
 
 
 def _executor(forced: str | None, chosen: str, trainer: str, source: Seat, reader: str, destination: Seat) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from dataflow.errors import GraphError
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.model_size import ModelSize, bytes_of
-from dataflow.structure import Structure, group_size, lanes_of
+from dataflow.structure import Structure, group_size, lanes_of, refreshes_of
 
 _KEPT = 16
 """Numbers that a layer keeps of each token for the backward pass, in widths of the model; 1 where it computes them
@@ -40,6 +40,8 @@ def need_of(graph: Structure, operator: Operator, size: ModelSize | None, ranks:
     if size is None or model is None:
         return None
     parts = size.parts(model.dtype, operator.trains, model.lora, operator.narrow)
+    if refreshes := refreshes_of(graph, operator.name):
+        parts["refreshed"] = sum(size.kept_bytes(model.dtype, refresh, model.lora) for refresh in refreshes)
     shares = ranks // operator.traits.dp_replicate
     parts = {name: whole // shares for name, whole in parts.items()}
     if isinstance(operator, Generate):

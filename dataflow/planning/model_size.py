@@ -8,6 +8,7 @@ from pathlib import Path
 from dataflow.model import ALL_LINEAR, LoRA
 from dataflow.model_files import tensor_shapes
 from dataflow.structure import Structure
+from dataflow.weight_ends import Refresh
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -35,6 +36,17 @@ class ModelSize:
     context: int = 0
     """Most tokens of prompt and completion."""
 
+    @property
+    def architecture(self) -> tuple[object, ...]:
+        """Equal where weights of one fit into the other, whatever the head."""
+        return self.linear, self.layers, self.width
+
+    @property
+    def told(self) -> str:
+        """For people: `2 layers of width 64, 4,096 numbers in linear layers`."""
+        numbers = sum(rows * columns for _, rows, columns in self.linear)
+        return f"{self.layers} layers of width {self.width}, {numbers:,} numbers in their linear layers"
+
     def memory_bytes(self, dtype: str, trains: bool, lora: LoRA | None = None) -> int:
         """Of all `parts`."""
         return sum(self.parts(dtype, trains, lora).values())
@@ -57,6 +69,11 @@ class ModelSize:
             return {"weights": weights, "adapters": small, "gradients": small, "optimiser": 2 * small}
         again = sum(rows * columns for _, rows, columns in self._adapted(lora)) * _BYTES[dtype]
         return {"weights": weights, "adapted layers": again, "adapters": small}
+
+    def kept_bytes(self, dtype: str, refresh: Refresh, lora: LoRA | None = None) -> int:
+        """Of what a trainer keeps for readers that it refreshes so: the average in float32, the version they have."""
+        count = self.parameters if lora is None else self._adapters(lora)
+        return count * (4 * bool(refresh.decay) + _BYTES[dtype] * (refresh.every > 1))
 
     def sent_bytes(self, dtype: str, lora: LoRA | None = None) -> int:
         """Of a version on its way to a reader."""

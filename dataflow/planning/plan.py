@@ -339,6 +339,11 @@ def _ranks(operator: Operator, gpus: int, wish: int | None, one_process: bool) -
                 f"'{name}' is given {gpus} GPUs, but each of its replicas takes {each} (tensor_parallel); "
                 f"give it a multiple of {each}, or another tensor_parallel"
             )
+        if one_process and each > 1 and not isinstance(operator, Generate):
+            raise GraphError(
+                f"'{name}' has tensor_parallel={each}, but a run in one process has one of everything; use "
+                f"tensor_parallel=1, or run in processes"
+            )
         return each
     if wish is not None and (wish < 1 or (gpus and wish != gpus)):
         raise GraphError(

@@ -7,11 +7,11 @@ from typing import Any
 
 from dataflow.node import Bound, Generate, Learn, Operator
 from dataflow.planning.plan import Plan, bounds_of
-from dataflow.records import Columns
+from dataflow.records import Columns, version_column
 from dataflow.scorer import Scorer
 from dataflow.staleness import capacity
 from dataflow.stream import Stream
-from dataflow.structure import Structure, group_size, lanes_of, prompts_of, sinks_of
+from dataflow.structure import Structure, group_size, lanes_of, prompts_of, readers_of, sinks_of
 from dataflow.trainers import feeding, own_folder
 
 _CAPACITY_ROWS = 4096
@@ -111,9 +111,13 @@ def context_facts(graph: Structure, plan: Plan, node: str) -> dict[str, object]:
         if edge.consumer == node:
             columns.setdefault(edge.lane, edge.columns)
             origins[edge.lane] = (*origins.get(edge.lane, ()), edge.producer)
-    trainers = [feedback.weights.trainer.name for feedback in graph.feedbacks if feedback.reader.name == node]
+    trainers = [
+        feedback.weights.trainer.name for feedback in graph.feedbacks
+        if feedback.reader.name == node and feedback.refresh is None
+    ]  # fmt: skip
     return {
         "node": node, "columns": columns, "origins": origins, "scores": _scores(graph, columns),
+        "forwards": _forwards(graph, columns),
         "bounds": bounds_at(graph, plan, operator), "feedback": _feedback(graph, node),
         "own_folder": own_folder(graph, node), "prompt_steps": _prompt_steps(graph, operator),
         "on_demand": operator.name in plan.on_demand, "threads": plan.placements[node].threads,
@@ -127,6 +131,13 @@ def _scores(graph: Structure, columns: Mapping[str, Columns]) -> dict[str, str]:
     arriving = {name for of_lane in columns.values() for name in of_lane}
     rows = [op for op in graph.operators.values() if isinstance(op, Scorer) and op.per == "row"]
     return {op.name: op.where for op in rows if op.name in arriving}
+
+
+def _forwards(graph: Structure, columns: Mapping[str, Columns]) -> tuple[str, ...]:
+    """The columns that arrive beside the version which made them."""
+    arriving = dict.fromkeys(name for of_lane in columns.values() for name in of_lane)
+    reading = {name for name, operator in graph.operators.items() if operator.uses is not None}
+    return tuple(name for name in arriving if name in reading and version_column(name) in arriving)
 
 
 def _prompt_steps(graph: Structure, operator: Operator) -> int | None:
@@ -165,13 +176,9 @@ def _feedback(graph: Structure, node: str) -> Bound | None:
     for feedback in graph.feedbacks:
         if feedback.reader.name == node:
             prompts = feedback.weights.trainer.step_prompts
-            return Bound(max_staleness=feedback.max_staleness, prompts_per_step=prompts)
+            every = feedback.refresh.every if feedback.refresh else None
+            return Bound(max_staleness=feedback.max_staleness, prompts_per_step=prompts, every=every)
     return None
-
-
-def readers_of(graph: Structure, trainer: str) -> list[Operator]:
-    """The operators that take a trainer's weights."""
-    return [feedback.reader for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer]
 
 
 def narrow_format(graph: Structure, trainer: str) -> str | None:

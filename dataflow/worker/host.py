@@ -21,9 +21,9 @@ from dataflow.limits import Limits
 from dataflow.node import Context, Generate, Runtime
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, context_facts, edges, marks
-from dataflow.structure import sinks_of
+from dataflow.structure import readers_of, refreshes_of, sinks_of
 from dataflow.system.log import node_log
-from dataflow.weight_ends import WeightsIn, WeightsOut
+from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 from dataflow.worker.loop import Inlet, NodeLoop, Outlet
 from dataflow.worker.turns import Turns
 
@@ -70,7 +70,7 @@ class Settings:
         return dataclasses.asdict(self)
 
 
-WriterOf = Callable[[str], Callable[[Mapping[str, Any]], WeightsOut]]
+WriterOf = Callable[[str, Refresh | None], Callable[[Mapping[str, Any]], WeightsOut]]
 ReaderOf = Callable[[str, str], Callable[[Mapping[str, Any]], WeightsIn]]
 
 
@@ -95,8 +95,8 @@ class Host:
         device: Callable[[str], str] = lambda node: "cpu",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """writer_of(trainer) and reader_of(trainer, reader) open the weight plane's ends for given tensors. clock: of
-        the operators, which stands still while the process is stopped."""
+        """writer_of(trainer, refresh) and reader_of(trainer, reader) open the weight plane's ends for given tensors.
+        clock: of the operators, which stands still while the process is stopped."""
         self.graph, self.plan, self.settings = graph, plan, settings
         self.nodes = [name for name in graph.operators if name in set(nodes)]
         self.folder = RunFolder.open(settings.folder) if settings.folder else None
@@ -236,7 +236,6 @@ class Host:
 
     def _context(self, name: str) -> Context:
         facts: dict[str, Any] = context_facts(self.graph, self.plan, name)
-        read_by = [f for f in self.graph.feedbacks if f.weights.trainer.name == name]
         reads = [f for f in self.graph.feedbacks if f.reader.name == name]
         return Context(
             **facts,
@@ -252,7 +251,8 @@ class Host:
             limits=self.settings.limits,
             clock=self._clock,
             log=node_log(name),
-            writer=self._writer_of(name) if read_by else None,
+            writer=self._writer_of(name, None) if readers_of(self.graph, name) else None,
+            refreshers={each: self._writer_of(name, each) for each in refreshes_of(self.graph, name)},
             reader=self._reader_of(reads[0].weights.trainer.name, name) if reads else None,
         )
 

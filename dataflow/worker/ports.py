@@ -10,10 +10,11 @@ from dataflow.graph import Graph
 from dataflow.group_bytes import CAPACITY_BYTES
 from dataflow.planning.executors import COLLECTIVE
 from dataflow.planning.plan import Plan
-from dataflow.planning.wiring import Edge, edges, narrow_format, readers_of
+from dataflow.planning.wiring import Edge, edges, narrow_format
 from dataflow.records import schema
+from dataflow.structure import line_of, readers_of, refresh_of
 from dataflow.system.security import RunKeys, endpoint, reachable
-from dataflow.weight_ends import OpensWeights, OpensWriter, WeightsIn, WeightsOut
+from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut
 from dataflow.worker.fan_out import FanOut
 from dataflow.worker.host import Host, Settings
 from dataflow.worker.weight_ports import (
@@ -119,11 +120,13 @@ class Ports:
         """Whether all that was sent is acknowledged and, once finished, every receiver knows the end."""
         return all(outlet.drained for outlet in self._outlets.values())
 
-    def writer_of(self, trainer: str) -> OpensWriter:
-        """Opens the trainer's end of its weight plane; of several ranks, that of the first."""
+    def writer_of(self, trainer: str, refresh: Refresh | None = None) -> OpensWriter:
+        """Opens the trainer's end of one of its weight planes; of several ranks, that of the first."""
         ranks = self._plan.placements[trainer].ranks
+        places = [self._place(trainer, refresh, executor) for executor in self._executors(trainer, refresh)]
         if ranks > 1:
-            sites = [self._shards_site(trainer, executor) for executor in self._executors(trainer)]
+            encoding = self._encoding(trainer, refresh).to_plain()
+            sites = [{**place, "encoding": encoding} for place in places]
 
             def open_shards(tensors: Mapping[str, Any], largest: Callable[[Any], object] | None) -> WeightsOut:
                 limits, attempt = self._settings.limits, self._settings.attempt
@@ -139,8 +142,8 @@ class Ports:
         def open_writer(tensors: Mapping[str, Any], _: object) -> WeightsOut:
             from transport.weights.encoder import EncodedWriter, Encoder
 
-            encoder = Encoder(self._encoding(trainer), tensors)
-            ends = [self._writer(trainer, executor, encoder.layout) for executor in self._executors(trainer)]
+            encoder = Encoder(self._encoding(trainer, refresh), tensors)
+            ends = [self._writer(place, encoder.layout) for place in places]
             self._weights += ends
             return EncodedWriter(ends[0] if len(ends) == 1 else FanOut(ends), encoder)
 
@@ -148,11 +151,11 @@ class Ports:
 
     def reader_of(self, trainer: str, reader: str) -> OpensWeights:
         """Opens a reader's end; of several ranks, that of the first."""
-        executor = self._executor(trainer, reader, self._settings.replica)
-        site = self._place(trainer, executor, f"{reader}-{self._settings.replica}")
+        executor, refresh = self._executor(trainer, reader, self._settings.replica), refresh_of(self._graph, reader)
+        site = self._place(trainer, refresh, executor, f"{reader}-{self._settings.replica}")
 
         def open_reader(tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> WeightsIn:
-            end: WeightsIn = self._reader(trainer, executor, site["name"], tensors, slices)
+            end: WeightsIn = self._reader(site, tensors, slices)
             self._weights.append(end)
             return end
 
@@ -198,65 +201,58 @@ class Ports:
     def _executor(self, trainer: str, reader: str, replica: int) -> str:
         return self._plan.executor(trainer, reader, replica) if self._settings.sockets else "local"
 
-    def _executors(self, trainer: str) -> list[str]:
+    def _executors(self, trainer: str, refresh: Refresh | None = None) -> list[str]:
         """Those that some reader of this trainer needs."""
-        readers = [reader.name for reader in readers_of(self._graph, trainer)]
+        readers = [reader.name for reader in readers_of(self._graph, trainer, refresh)]
         pairs = [(name, replica) for name in readers for replica in range(self._plan.placements[name].replicas)]
         return list(dict.fromkeys(self._executor(trainer, name, replica) for name, replica in pairs))
 
-    def _writer(self, trainer: str, executor: str, layout: Any) -> Any:
+    def _writer(self, site: Mapping[str, str], layout: Any) -> Any:
         from transport.weights import WeightWriter
 
-        site, settings = self._place(trainer, executor), self._settings
         if site["protocol"] == SEGMENTS:
-            return WeightWriter(layout, self._site(trainer, executor))
-        whole, limits = _whole(layout), settings.limits
-        return shards_writer(site, whole, 0, 1, settings.device, limits=limits, attempt=settings.attempt)
+            return WeightWriter(layout, self._site(site))
+        whole, settings = _whole(layout), self._settings
+        return shards_writer(site, whole, 0, 1, settings.device, limits=settings.limits, attempt=settings.attempt)
 
-    def _reader(
-        self, trainer: str, executor: str, name: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]
-    ) -> Any:
+    def _reader(self, site: Mapping[str, str], tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> Any:
         device, limits, attempt = self._settings.device, self._settings.limits, self._settings.attempt
-        site = self._place(trainer, executor, name)
         if site["protocol"] == ROUNDS:
             return shards_reader(site, 0, device, tensors, slices, limits=limits, attempt=attempt)
         from transport.weights import WeightReader
 
         end = WeightReader(
-            self._site(trainer, executor), name, adopt=adoption(device), on_damage="keep", attempt=attempt
+            self._site(site), site["name"], adopt=adoption(device), on_damage="keep", attempt=attempt
         )  # fmt: skip
         end.attach(tensors, slices[0])
         return end
 
-    def _site(self, trainer: str, executor: str) -> Any:
+    def _site(self, place: Mapping[str, str]) -> Any:
         """Where a trainer and its readers meet: a socket between processes, a hub within one."""
-        if executor == "local":
+        if place["executor"] == "local":
             from transport.weights import Hub
 
-            return self._hubs.setdefault(trainer, Hub())
-        return segments_at(self._place(trainer, executor), self._settings.device)
+            return self._hubs.setdefault(place["address"], Hub())
+        return segments_at(place, self._settings.device)
 
-    def _place(self, trainer: str, executor: str, name: str = "") -> dict[str, str]:
+    def _place(self, trainer: str, refresh: Refresh | None, executor: str, name: str = "") -> dict[str, str]:
         """Where processes meet, in plain values; for a reader of this name."""
         shards = executor in COLLECTIVE or self._plan.placements[trainer].ranks > 1
+        line = line_of(self._graph, trainer, refresh)
         return {
             "protocol": ROUNDS if shards else SEGMENTS, "executor": executor, "folder": self._settings.sockets,
-            "address": f"ipc://{self._settings.sockets}/weights.{trainer}.{executor}", "name": name,
+            "address": f"ipc://{self._settings.sockets}/weights.{line}.{executor}", "name": name,
         }  # fmt: skip
 
-    def _encoding(self, trainer: str) -> "Encoding":
+    def _encoding(self, trainer: str, refresh: Refresh | None) -> "Encoding":
         """What travels in place of the trainer's tensors."""
         from transport.weights.encoding import Encoding
 
         model = self._graph.operators[trainer].uses
         assert model is not None, "a trainer has a model"
-        quantized = narrow_format(self._graph, trainer)
+        quantized = None if refresh else narrow_format(self._graph, trainer)
         names = readers_of(self._graph, trainer)[0].narrow_tensors() if quantized else None
         return Encoding(dtype=model.dtype, quantized=quantized, names=names)
-
-    def _shards_site(self, trainer: str, executor: str) -> dict[str, Any]:
-        """Where the ranks of a trainer offer their shards, and as what, in plain values."""
-        return {**self._place(trainer, executor), "encoding": self._encoding(trainer).to_plain()}
 
 
 def _whole(flat: "FlatLayout") -> "Layout":

@@ -1,71 +1,23 @@
-"""Makes the runtime that a forward operator declares: model, tokenizer, and how it asks; imports torch."""
+"""Makes the runtime that a forward operator declares, on one rank or as the first of several; imports torch."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from dataflow.model import Model
 from dataflow.node import Context
-from operators.forward_pass.asked import Reading
-from operators.forward_pass.knobs import ForwardKnobs, LogprobsKnobs, RewardKnobs
-from operators.forward_pass.own_text import OwnText
-from operators.forward_pass.own_tokens import OwnTokens
+from operators.forward_pass.knobs import ForwardKnobs
+from operators.forward_pass.reading import reading_of
 from operators.forward_pass.runtime import ForwardRuntime
-from operators.models.errors import ModelError
-from operators.models.loading import load_merged, load_tokenizer
-from operators.training.learner.critic import Critic
-from operators.training.learner.learner import Forward
-from operators.training.learner.policy import Policy
+from operators.models.loading import load_merged
 
 
 def build(declaration: ForwardKnobs, context: Context) -> ForwardRuntime:
     """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be used."""
     if context.device == "cpu":
         torch.set_num_threads(context.threads)
+    if context.ranks > 1:
+        from operators.forward_pass.parallel.launch import led
+
+        return ForwardRuntime(declaration, context, led(declaration, context))
     module, merged = load_merged(declaration.model, device=context.device)
     return ForwardRuntime(declaration, context, reading_of(declaration, context.node, module), merged)
-
-
-def reading_of(declaration: ForwardKnobs, node: str, module: Any) -> Reading:
-    """How a declared operator asks a module that is loaded already."""
-    config = module.config.get_text_config()
-    most = getattr(config, "max_position_embeddings", None)
-    if isinstance(declaration, RewardKnobs):
-        if config.pad_token_id is None:
-            config.pad_token_id = 0  # classifiers of sequences refuse several rows without one; nothing is padded here
-        judge, policy = declaration.model, declaration.policy or declaration.model
-        tokenizer = load_tokenizer(judge)
-        return OwnText(
-            declaration, forward_of(declaration, module), node=node, tokenizer=tokenizer,
-            policy_tokenizer=tokenizer if policy == judge else load_tokenizer(policy), context_tokens=most,
-        )  # fmt: skip
-    return OwnTokens(
-        forward_of(declaration, module), node=node, model=declaration.model.name,
-        tokenizer=_tokenizer(declaration.model), context_tokens=most,
-    )  # fmt: skip
-
-
-def forward_of(declaration: ForwardKnobs, module: Any) -> Forward:
-    """The module as a trainer of the same model would see it: where weights agree, so do the numbers.
-
-    A trainer keeps float32 weights and multiplies in the model's type under autocast, so that what the layers add up
-    stays in float32. Here the weights themselves are in the model's type; with embeddings turned to float32 the rest
-    is the same.
-    """
-    compute = None
-    if declaration.model.dtype != "float32":
-        compute = getattr(torch, declaration.model.dtype)
-        module.get_input_embeddings().register_forward_hook(lambda layer, given, made: made.float())
-    if isinstance(declaration, LogprobsKnobs):
-        return Policy(module, temperature=declaration.temperature, compute=compute)
-    return Critic(module, compute=compute)
-
-
-def _tokenizer(model: Model) -> Any | None:
-    """Only to see whether it is the policy's: a folder without one is taken at its word."""
-    try:
-        return load_tokenizer(model)
-    except ModelError:
-        return None

@@ -1,7 +1,8 @@
 """Which groups may be computed under the weights at hand: a pure rule over versions and groups, without a clock.
 
 A group whose newest token is of version v of the policy needs the operator's own weights at the version that belongs to
-v, less the feedback's max_staleness: `needed`. With equal steps that is v - max_staleness.
+v, less the feedback's max_staleness: `needed`. With equal steps that is v - max_staleness; of a reader that is
+refreshed with every n-th version, the newest that is sent up to it.
 
 The law: a group that waits is computed in the end. Let P be the policy's groups per step and Q those of the trainer
 that feeds this operator.
@@ -18,6 +19,7 @@ that feeds this operator.
 Groups that wait do not stand in the way of others: the runtime takes whatever is due, and refuses none at its door.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dataflow.node import Bound
@@ -45,7 +47,15 @@ def needed(newest: int, lane: Bound | None, own: Bound | None) -> int:
     if lane is None or own is None or newest < 0:
         return 0
     wanted = newest * lane.prompts_per_step // own.prompts_per_step - own.max_staleness
-    return max(0, wanted if own.steps is None else min(wanted, own.steps))
+    wanted = max(0, wanted if own.steps is None else min(wanted, own.steps))
+    return _sent(wanted, own)
+
+
+def is_first(note: Mapping[str, object], own: Bound) -> bool:
+    """Whether a reader that was sent no weights yet has the version that it should: its own model, where it is one that
+    is refreshed, and its trainer has said (note) that there is no other for it."""
+    made = note.get("version")
+    return own.every is not None and isinstance(made, int) and made < own.every
 
 
 def is_due(group_id: int, newest: int, known: Known, lane: Bound | None, own: Bound | None) -> bool:
@@ -55,4 +65,9 @@ def is_due(group_id: int, newest: int, known: Known, lane: Bound | None, own: Bo
     if own is None or known.version >= needed(newest, lane, own):
         return True
     passed = known.told * own.prompts_per_step + known.dropped
-    return known.version >= known.told and group_id < passed + own.prompts_per_step
+    return known.version >= _sent(known.told, own) and group_id < passed + own.prompts_per_step
+
+
+def _sent(version: int, own: Bound) -> int:
+    """The newest version up to this one that the reader is sent."""
+    return version if own.every is None else version // own.every * own.every

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 
 from dataflow.model import Model
 from dataflow.node import Transform
-from dataflow.records import COMPLETION, ERROR, LOGPROBS, MASK, PROMPT, TOKEN_NUMBERS, TOKENS, VERSIONS, Columns
+from dataflow.records import (
+    COMPLETION,
+    ERROR,
+    LOGPROBS,
+    MASK,
+    PROMPT,
+    TOKEN_NUMBERS,
+    TOKENS,
+    VERSIONS,
+    Columns,
+    version_column,
+)
 from dataflow.traits import Traits
 
 
@@ -23,10 +34,13 @@ class ForwardKnobs(Transform):
     """
 
     model: Model
-    """What reads the rollouts. Frozen, or fed by its trainer: g.feedback(trainer.weights, this, max_staleness=n)."""
+    """What reads the rollouts. Frozen; or fed by its trainer: g.feedback(trainer.weights, this, max_staleness=n); or
+    refreshed: g.feedback(trainer.weights, this, every=n)."""
     _: KW_ONLY
     micro_batch_tokens: int = 8192
     """Tokens of one forward pass; prompts that a group has in common count once."""
+    tensor_parallel: int = 1
+    """Processes that share out each layer's matrices, of a model that is frozen and not refreshed."""
 
     head: ClassVar[str]
     """Which the model has to have."""
@@ -38,16 +52,17 @@ class ForwardKnobs(Transform):
 
     @property
     def traits(self) -> Traits:
-        """It may share its devices."""
-        return Traits(sleeps=True)
+        """How many processes it takes; alone it may share its devices."""
+        return Traits(tensor_parallel=self.tensor_parallel, sleeps=self.tensor_parallel == 1)
 
     def reads(self) -> Mapping[str, Any]:
         """The rollout's tokens, and what says which of them count."""
         return {TOKENS: list[int], MASK: list[bool], LOGPROBS: list[float], VERSIONS: list[int], ERROR: str}
 
     def provides(self, columns: Columns) -> Columns:
-        """Its input's columns, `error` where failures are recorded, and its own."""
-        return {**columns, ERROR: pa.string(), self.name: self.column}
+        """Its input's columns, `error` where failures are recorded, its own, and the version of the weights that made
+        it."""
+        return {**columns, ERROR: pa.string(), self.name: self.column, version_column(self.name): pa.int32()}
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
@@ -59,9 +74,14 @@ class ForwardKnobs(Transform):
                 f"'{self.name}' needs a model with head '{self.head}', but '{self.model.name}' has head "
                 f"'{self.model.head}'; give it Model(..., head='{self.head}')"
             )
-        if not _is_whole(self.micro_batch_tokens) or self.micro_batch_tokens < 1:
+        for knob in ("micro_batch_tokens", "tensor_parallel"):
+            value = getattr(self, knob)
+            if not _is_whole(value) or value < 1:
+                found.append(f"'{self.name}' has {knob}={value!r}; give a whole number of 1 or more")
+        if not found and self.tensor_parallel > 1 and self.model.lora is not None:
             found.append(
-                f"'{self.name}' has micro_batch_tokens={self.micro_batch_tokens!r}; give a whole number of 1 or more"
+                f"'{self.name}' has tensor_parallel={self.tensor_parallel}, but adapters of '{self.model.name}' are "
+                f"merged into whole layers; use tensor_parallel=1, or a model without lora"
             )
         return found
 
@@ -79,7 +99,7 @@ class LogprobsKnobs(ForwardKnobs):
     @property
     def traits(self) -> Traits:
         """Its temperature has to be the generator's."""
-        return Traits(temperature=self.temperature, sleeps=True)
+        return replace(super().traits, temperature=self.temperature)
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
@@ -110,7 +130,7 @@ class RewardKnobs(ForwardKnobs):
     @property
     def traits(self) -> Traits:
         """It reads prompts as text."""
-        return Traits(chat=self.chat, sleeps=True)
+        return replace(super().traits, chat=self.chat)
 
     @property
     def column(self) -> pa.DataType:

@@ -14,11 +14,11 @@ import torch
 
 from dataflow.errors import DeadlineError
 from dataflow.node import Batch, Context, Runtime, Share
-from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, VERSIONS, AnyArray, group_slices
+from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, VERSIONS, AnyArray, group_slices, version_column
 from dataflow.rollout_tokens import gather
 from dataflow.scoring.values import error_column
 from operators.forward_pass.asked import Asked, Reading
-from operators.forward_pass.due import Known, is_due, needed
+from operators.forward_pass.due import Known, is_due, is_first, needed
 from operators.forward_pass.knobs import ForwardKnobs
 from operators.models.read_weights import ReadWeights
 from operators.training.learner.packing import pack, split
@@ -51,6 +51,8 @@ class _Round:
 
     groups: list[_Group]
     records: pa.RecordBatch
+    version: int
+    """Of the weights that compute them."""
     good: AnyArray
     """Its rows that have not failed, int64."""
     asked: Asked | None
@@ -140,7 +142,8 @@ class ForwardRuntime(Runtime):
 
     def wants_devices(self) -> bool:
         """While groups are due, or in the midst of a round, and weights can be had for them."""
-        return self._round is not None or (self._weights.can_be_had and self._due())
+        had = self._weights.can_be_had or (self._weights.ready and self._known().version >= 0)
+        return self._round is not None or (had and self._due())
 
     def sleep(self) -> None:
         """Put the model aside; a round begins anew later."""
@@ -156,15 +159,18 @@ class ForwardRuntime(Runtime):
         self._awake = True
 
     def close(self) -> None:
-        """Let what was put aside go."""
+        """Let what was put aside go, and end the model's other ranks, where it has some."""
         self._weights.close()
+        close = getattr(self._reading.forward, "close", None)
+        if close is not None:
+            close()
 
     def status(self) -> dict[str, float | int | str]:
         """Rows held, groups that wait, tokens that went through the model, and the version where there are several."""
         found: dict[str, float | int | str] = {
             "queue": self._rows, "waiting": len(self._waiting), "tokens": self._tokens,
         }  # fmt: skip
-        return found | {"version": self._weights.version} if self._trained else found
+        return found | {"version": self._known().version} if self._trained else found
 
     def _listen(self) -> None:
         """Take the newest weights that are offered; a restarted trainer's may have the same number."""
@@ -176,10 +182,11 @@ class ForwardRuntime(Runtime):
     def _known(self) -> Known:
         if not self._trained:
             return Known(version=0)
-        note = self._weights.note
-        return Known(
-            version=self._weights.version, told=int(note.get("version", 0)), dropped=int(note.get("dropped", 0))
-        )
+        note, version = self._weights.note, self._weights.version
+        told = int(note.get("version", 0))
+        if version < 0 and self._own is not None and is_first(note, self._own):
+            version = 0
+        return Known(version=version, told=told, dropped=int(note.get("dropped", 0)))
 
     def _due(self) -> bool:
         """Whether some group is."""
@@ -211,13 +218,13 @@ class ForwardRuntime(Runtime):
 
     def _ask(self, groups: list[_Group]) -> _Round:
         records = pa.Table.from_batches([group.records for group in groups]).combine_chunks().to_batches()[0]
-        good = np.flatnonzero(_good(records))
+        good, version = np.flatnonzero(_good(records)), self._known().version
         if not len(good):
-            return _Round(groups, records, good, None, [], np.zeros(0, np.float32))
+            return _Round(groups, records, version, good, None, [], np.zeros(0, np.float32))
         asked = self._reading.ask(records.take(pa.array(good)))
         limit = self._declaration.micro_batch_tokens
         parts = split(asked.tokens_S, asked.offsets, asked.groups_R, limit) if len(asked.row_R) else []
-        return _Round(groups, records, good, asked, parts, np.zeros(len(asked.tokens_S), np.float32))
+        return _Round(groups, records, version, good, asked, parts, np.zeros(len(asked.tokens_S), np.float32))
 
     def _compute(self, current: _Round, part: AnyArray) -> None:
         asked = current.asked
@@ -257,7 +264,11 @@ class ForwardRuntime(Runtime):
         self._rows -= total
         for group in current.groups:
             group.share.release(group.group_id)
-        return Batch(current.groups[0].lane, records.append_column(self._declaration.name, values))
+        versions = pa.repeat(pa.scalar(current.version, pa.int32()), total)
+        versions = pc.if_else(values.is_null(), pa.scalar(None, pa.int32()), versions)
+        name = self._declaration.name
+        made = records.append_column(name, values).append_column(version_column(name), versions)
+        return Batch(current.groups[0].lane, made)
 
     def _check_deadline(self) -> None:
         wait_s = self._context.limits.slice_s

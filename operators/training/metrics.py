@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from dataflow.records import ADVANTAGE
+from dataflow.records import ADVANTAGE, version_column
 from dataflow.staleness import NO_TOKEN
 from dataflow.weight_ends import WeightsOut
 from operators.training.learner.learner import StepOutcome
@@ -51,12 +52,14 @@ def step_metrics(
     dropped: Mapping[str, int],
     skipped_steps: int,
     scores: Mapping[str, str],
+    forwards: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Every figure of one step, under its plain name.
 
     Units: seconds; versions for staleness; shares from 0 to 1; for measures see `Diagnostics.measures`, which leave
     out rollouts of advantage 0 where the trainer skips them, and for by_staleness the function of that name.
-    dropped: groups given up since the step before, by reason. rollouts: trained. scores: as `Context.scores`.
+    dropped: groups given up since the step before, by reason. rollouts: trained. scores, forwards: as `Context` has
+    them. forward_versions: the newest version behind each column of `forwards`.
     no_signal: see the function of that name; null where some group had one, or advantages are not asked for.
     """
     wall = max(now - pace.began, 1e-9)
@@ -83,6 +86,7 @@ def step_metrics(
         "staleness_max": int(staleness.max()) if len(staleness) else 0,
         "by_staleness": by_staleness(version - 1, rows),
         **outcome.measures,
+        **({"forward_versions": _newest(trained, forwards)} if forwards else {}),
         "grad_norm": outcome.grad_norm,
         "lr": lr,
         "completion_tokens_mean": float(tokens.mean()) if len(tokens) else 0.0,
@@ -98,16 +102,23 @@ def step_metrics(
     }
 
 
-def weights_sent(writer: WeightsOut | None) -> dict[str, dict[str, Any]]:
+def weights_sent(ends: Sequence[WeightsOut]) -> dict[str, dict[str, Any]]:
     """By reader to whose ranks ranks send: the newest version that it has whole, its bytes, and those from each rank of
     the trainer to each of the reader's, [from][to], up to `MOST_PAIRS`."""
     told: dict[str, dict[str, Any]] = {}
-    for reader, sent in ({} if writer is None else writer.sent).items():
+    for reader, sent in (each for end in ends for each in end.sent.items()):
         rows = [list(row) for row in sent.pair_bytes]
         told[reader] = {"version": sent.version, "nbytes": sum(map(sum, rows))}
         if sum(map(len, rows)) <= MOST_PAIRS:
             told[reader]["pair_bytes"] = rows
     return told
+
+
+def _newest(trained: Sequence[pa.RecordBatch], forwards: Sequence[str]) -> dict[str, int]:
+    """Without the columns that are null in all rows."""
+    newest = {name: [pc.max(rows.column(version_column(name))).as_py() for rows in trained] for name in forwards}
+    known = {name: [each for each in found if each is not None] for name, found in newest.items()}
+    return {name: max(found) for name, found in known.items() if found}
 
 
 def by_staleness(version: int, rows: StepRows) -> dict[str, dict[str, float | int]]:

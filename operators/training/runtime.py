@@ -13,7 +13,6 @@ from dataflow.folder.ledger import MadeStep
 from dataflow.model import Model
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, MASK
-from dataflow.weight_ends import WeightsOut
 from operators.training.catch_up import CatchUp
 from operators.training.checkpoints import checkpoint
 from operators.training.checkpoints.resuming import find_start
@@ -21,9 +20,11 @@ from operators.training.checkpoints.saving import Debt
 from operators.training.drops import Drops, recorded_drops
 from operators.training.journal import TOO_FEW, Journal, expected
 from operators.training.knobs import TrainerKnobs
+from operators.training.learner import refreshed
 from operators.training.learner.build import check_gradients, make_learner
 from operators.training.learner.learner import Learner
 from operators.training.metrics import StepPace, step_metrics, weights_sent
+from operators.training.offers import Offers
 from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
 from operators.training.steps import StepMaker
 
@@ -80,8 +81,7 @@ class TrainerRuntime(Runtime):
         """Whether it has the memory of its devices."""
         self._loss = float(told.get("loss", 0.0))
         self._began = context.clock() - float(told.get("seconds", 0.0))
-        self._weights = {name: weight.detach() for name, weight in learner.parameters.items()}
-        self._writer: WeightsOut | None = context.writer(self._weights) if context.writer else None
+        self._offers = Offers(context, learner)
         self._behind.check()
         if not self._behind.left:
             self._taken_back = self._behind.taken_back
@@ -96,6 +96,9 @@ class TrainerRuntime(Runtime):
         torch.set_num_threads(context.threads)
         start = find_start(trainer.model, context)
         learner, context = _learner(trainer, start.model, context)
+        for refresh in context.refreshers:
+            given: dict[str, Any] = {"step": start.step, "dtype": trainer.model.dtype}
+            learner.everywhere(refreshed.add, every=refresh.every, decay=refresh.decay, **given)
         if start.folder is not None:
             learner.everywhere(checkpoint.restore, folder=start.folder)
         tokenizer = load_tokenizer(start.model)
@@ -133,8 +136,7 @@ class TrainerRuntime(Runtime):
 
     def work(self) -> list[Batch] | None:
         """One micro-batch, or the end of a step; None while the next groups are missing."""
-        if self._writer is not None:
-            self._writer.poll()
+        self._offers.poll()
         self._journal.note()
         if self._done:
             return None
@@ -164,13 +166,12 @@ class TrainerRuntime(Runtime):
         return max(1, rows.rollouts) if rows is not None else int(self._buffer.is_ready or self._has_work)
 
     def waits(self) -> Sequence[Any]:
-        """The weight plane's socket, where it has one."""
-        socket = getattr(self._writer, "socket", None)
-        return () if socket is None else (socket,)
+        """The weight planes' sockets, where they have some."""
+        return self._offers.waits()
 
     def wants_devices(self) -> bool:
         """While it has a step to make, to publish or to keep: nothing of it may be put away meanwhile."""
-        return (not self._done and self._has_work) or self._journal.is_writing or self._publishes
+        return (not self._done and self._has_work) or self._journal.is_writing or self._offers.is_pending
 
     def sleep(self) -> None:
         """Put weights and moments away, on all ranks; rows and notes go on coming and going."""
@@ -215,9 +216,7 @@ class TrainerRuntime(Runtime):
     def close(self) -> None:
         """Let the weight plane go, and the other ranks, once a checkpoint that is being written had time to be done."""
         self._journal.close()
-        close = getattr(self._writer, "close", None)
-        if close is not None:
-            close()
+        self._offers.close()
         self._learner.close()
 
     def _catch_up(self, behind: CatchUp) -> None:
@@ -240,9 +239,8 @@ class TrainerRuntime(Runtime):
         now = context.clock()
         self._making.pace = StepPace(now, now)
         self._making.bring()
-        if self._writer is not None:
-            self._writer.publish(step, self._weights)
-            self._note()
+        self._offers.open(step)
+        self._note()
         if context.steps is not None and step >= context.steps:
             self._making.bring(moments=True)
             self._journal.finish(step)
@@ -285,8 +283,7 @@ class TrainerRuntime(Runtime):
         self._note()
 
     def _note(self) -> None:
-        if self._writer is not None:
-            self._writer.tell({"dropped": self._drops.total + self._surplus, "version": self._making.step})
+        self._offers.tell({"dropped": self._drops.total + self._surplus, "version": self._making.step})
 
     def _end_step(self) -> None:
         """Update the weights, record what the step consumed, and then offer them; the order is the journal's."""
@@ -317,18 +314,18 @@ class TrainerRuntime(Runtime):
             dropped=self._drops.counts,
             skipped_steps=self._skipped_steps,
             scores=context.scores,
+            forwards=context.forwards,
         )
         if metrics["no_signal"] is not None:
             context.log.warning("no signal", node=context.node, step=step, **metrics["no_signal"])
         journal.commit(step, groups, self._drops.reasons, metrics)
         journal.made(making.seconds)
         recorded = clock()
-        if self._writer is not None:
-            self._writer.publish(step, self._weights)
-            self._note()
+        self._offers.made(step)
+        self._note()
         published = clock()
         metrics |= {"seconds_record": recorded - ended, "seconds_publish": published - recorded}
-        metrics |= {"weights_sent": weights_sent(self._writer)}
+        metrics |= {"weights_sent": weights_sent(self._offers.ends)}
         if journal.is_due(step):
             journal.keep(step)
             metrics["seconds_checkpoint"] = clock() - published
@@ -370,12 +367,7 @@ class TrainerRuntime(Runtime):
         """Give the devices' memory back: that of the weights too, where no step could begin and none of them waits to
         be published. One that takes turns does so at their end."""
         if self._context.aside is None:
-            self._making.rest(weights=not self._publishes and not self._buffer.is_ready)
-
-    @property
-    def _publishes(self) -> bool:
-        """Whether a version waits to be copied out of the weights."""
-        return getattr(self._writer, "pending", None) is not None
+            self._making.rest(weights=not self._offers.is_pending and not self._buffer.is_ready)
 
 
 def _learner(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[Learner, Context]:

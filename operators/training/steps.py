@@ -9,7 +9,7 @@ import pyarrow as pa
 from dataflow.errors import GraphError
 from dataflow.node import Context
 from operators.training.knobs import TrainerKnobs
-from operators.training.learner import memory
+from operators.training.learner import memory, refreshed
 from operators.training.learner.learner import Learner, StepOutcome
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows, step_rows
@@ -74,6 +74,8 @@ class StepMaker:
         self.rows = None
         if outcome.culprit is None:
             self.step += 1
+            if self.learner.refreshed:
+                self.learner.everywhere(refreshed.follow, step=self.step)
         self._add("optimizer", began)
         return outcome
 

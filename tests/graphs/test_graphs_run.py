@@ -138,6 +138,15 @@ def test_a_reference_is_kept_where_distance_from_it_costs(name: str, flags: Flag
     assert told[0] == pytest.approx(0, abs=1e-5) and told[-1] > 1e-5
 
 
+def test_the_policy_becomes_the_reference_of_grpo_again_and_again(flags: Flags, tmp_path: Path) -> None:
+    more = ("--kl", "0.1", "--lr", "1e-2", "--refresh-reference", "1", "--inline", "--quiet")
+    main(build_of("grpo"), args=flags("grpo", *more))
+    _, lines = ran(tmp_path)
+    told = [(line["forward_versions"], line["kl_reference"]) for line in lines if "loss" in line]
+    assert [versions for versions, _ in told] == [{"ref_logprobs": step} for step in range(STEPS)]
+    assert all(far == pytest.approx(0, abs=1e-5) for _, far in told)
+
+
 def test_dapo_drops_groups_that_are_all_right_or_all_wrong_whatever_their_lengths() -> None:
     undecided = importlib.import_module("graphs.dapo").undecided
     assert set(undecided.reads()) == {"accuracy"}

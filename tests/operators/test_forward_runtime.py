@@ -21,6 +21,7 @@ from dataflow import Model
 from dataflow.errors import DeadlineError
 from dataflow.limits import Limits
 from dataflow.node import Batch, Bound
+from dataflow.records import version_column
 from operators import Logprobs, Values
 from operators.forward_pass.due import Known, is_due, needed
 
@@ -70,10 +71,12 @@ def test_rows_without_tokens_are_left_alone(policy_model: Model) -> None:
     assert [row is None for row in lists_of(table, "ref_logprobs")] == [True, False]
 
 
-def test_nothing_but_the_new_column_changes_and_rows_keep_their_order(policy_model: Model) -> None:
+def test_nothing_but_the_new_columns_changes_and_rows_keep_their_order(policy_model: Model) -> None:
     groups = [rollouts(4), rollouts(1, ("b", "c c")), rollouts(9, ("d",), errors={0: "boom"}), rollouts(2)]
     table = forwarding(Logprobs(policy_model, micro_batch_tokens=20)).run(*groups)
-    assert table.drop_columns("ref_logprobs").equals(pa.Table.from_batches(groups))
+    new = ["ref_logprobs", version_column("ref_logprobs")]
+    assert table.drop_columns(new).equals(pa.Table.from_batches(groups))
+    assert [row is None for row in lists_of(table, new[1])] == [row is None for row in lists_of(table, new[0])]
 
 
 def test_a_rollout_in_which_the_policy_chose_nothing_has_only_zeros(policy_model: Model) -> None:

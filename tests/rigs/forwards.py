@@ -14,7 +14,7 @@ import transformers
 from dataflow.node import Batch, Bound, Context
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, schema
 from operators.forward import ForwardOperator
-from operators.forward_pass.build import reading_of
+from operators.forward_pass.reading import reading_of
 from operators.forward_pass.runtime import ForwardRuntime
 from operators.models.loading import load_model
 from operators.warm_start.policy import character_tokenizer
@@ -174,6 +174,7 @@ def forwarding(
     *,
     plane: Versions | None = None,
     max_staleness: int = 0,
+    every: int | None = None,
     prompts_per_step: int = 2,
     lane_prompts: int | None = None,
     module: Any | None = None,
@@ -185,7 +186,7 @@ def forwarding(
         lane = Bound(max_staleness=4, prompts_per_step=lane_prompts or prompts_per_step)
         facts = {
             "reader": plane, "bounds": {LANE: lane},
-            "feedback": Bound(max_staleness=max_staleness, prompts_per_step=prompts_per_step),
+            "feedback": Bound(max_staleness=max_staleness, prompts_per_step=prompts_per_step, every=every),
         }  # fmt: skip
     context = Context(node=declaration.name, columns={LANE: COLUMNS}, clock=clock, **facts)
     loaded = load_model(declaration.model).requires_grad_(False) if module is None else module

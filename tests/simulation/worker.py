@@ -160,7 +160,7 @@ class SimulatedWorker:
         ports = self.ports = Ports(world.graph, world.plan, nodes, settings)
         site = world.site.of(process)
 
-        def writer_of(trainer: str) -> Any:
+        def writer_of(trainer: str, refresh: Any) -> Any:
             def opened(tensors: Mapping[str, Any]) -> WeightWriter:
                 end = WeightWriter(FlatLayout.of(tensors), site, clock=world.clock)
                 self.weights.append(end)

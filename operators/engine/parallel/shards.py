@@ -95,7 +95,7 @@ def distribute(model: Any, mesh: DeviceMesh, device: torch.device, name: str) ->
         at: TensorSlice(0, (heads.rows(len(weight), mesh.get_local_rank("tp")),))
         for at, weight in model.named_parameters() if place_of(at).rpartition(".")[0] in shared
     }  # fmt: skip
-    shards = {at: _shard(model, at, rows.get(at), keep=(head, embedding), device=device) for at in names}
+    shards = {at: localize(model, at, rows.get(at), keep=(head, embedding), device=device) for at in names}
     if tied:
         model.tie_weights()
     for module in model.modules():
@@ -121,13 +121,15 @@ def _whole_buffer(module: Any, name: str) -> tuple[torch.Tensor, Runs]:
     return buffer, whole(buffer.shape)
 
 
-def _shard(
-    model: nn.Module, name: str, rows: TensorSlice | None, *, keep: tuple[nn.Module, ...], device: torch.device
-) -> Shard:
+def localize(
+    model: nn.Module, name: str, rows: TensorSlice | None = None, *, keep: tuple[nn.Module, ...] = (),
+    device: torch.device,
+) -> Shard:  # fmt: skip
     """Describe one parameter, and turn it into a plain local tensor, without values where it was on the meta device; of
     one that transformers left whole, `rows`.
 
-    The ends of the model stay DTensors: the embedding's hook computes with one, and the head's tells its full shape.
+    Those of `keep`, where the ends of the model are cut, stay DTensors: the embedding's hook computes with one, and the
+    head's tells its full shape.
     Elsewhere a plain tensor saves wrapping and unwrapping in every layer of every step.
     """
     where, _, leaf = name.rpartition(".")

@@ -30,6 +30,7 @@ from operators.training.checkpoints import shards
 from operators.training.checkpoints.model_files import ModelFiles
 from operators.training.checkpoints.staging import Background, StagingBuffers
 from operators.training.learner.optimizer import fresh_state, state_tensors
+from operators.training.learner.refreshed import tensors_of
 
 if TYPE_CHECKING:
     from operators.training.learner.learner import Learner
@@ -114,8 +115,9 @@ _WRITERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Writer] = weakref.We
 
 
 def nbytes(learner: Learner) -> int:
-    """About how many bytes a checkpoint takes: what is trained, and AdamW's two moments of it."""
-    return sum(3 * int(weight.nbytes) for weight in learner.parameters.values())
+    """About how many bytes a checkpoint takes: what is trained, AdamW's two moments of it, what is kept beside."""
+    kept = sum(int(tensor.nbytes) for tensor in tensors_of(learner.refreshed).values())
+    return sum(3 * int(weight.nbytes) for weight in learner.parameters.values()) + kept
 
 
 def prepare(folder: Path) -> None:
@@ -144,10 +146,7 @@ def stage(learner: Learner, rank: int, ranks: int, folder: Path, deadline_s: flo
     parts = RankParts(
         files,
         {} if files is None else {name: shards.parts_of(each, rank, copied(name)) for name, each in exported.items()},
-        {
-            name: shards.parts_of(each, rank, copied(name))
-            for name, each in state_tensors(learner.optimizer, learner.parameters).items()
-        },
+        {name: shards.parts_of(each, rank, copied(name)) for name, each in _state(learner).items()},
         rank,
         ranks,
     )
@@ -203,11 +202,18 @@ def save(
 
 
 def restore(learner: Learner, rank: int, ranks: int, folder: Path) -> None:
-    """Put the optimiser's state of a checkpoint back, whatever number of ranks wrote it: for `Learner.everywhere`.
+    """Put back the optimiser's state of a checkpoint, and what is kept for refreshed readers: for `Learner.everywhere`.
 
-    The weights are loaded with the model, from the same folder. Raises RunError when the state does not fit.
+    Whatever number of ranks wrote them. The weights are loaded with the model, from the same folder. Raises RunError
+    when the state does not fit.
     """
-    shards.read(folder / OPTIMIZER_FOLDER, fresh_state(learner.optimizer, learner.parameters))
+    state = fresh_state(learner.optimizer, learner.parameters) | tensors_of(learner.refreshed)
+    shards.read(folder / OPTIMIZER_FOLDER, state)
+
+
+def _state(learner: Learner) -> dict[str, Tensor]:
+    """The optimiser's, and what is kept for refreshed readers."""
+    return state_tensors(learner.optimizer, learner.parameters) | tensors_of(learner.refreshed)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

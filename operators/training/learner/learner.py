@@ -20,6 +20,7 @@ from operators.training.learner.loss_function import LossFunction
 from operators.training.learner.memory import Parked
 from operators.training.learner.nonfinite import NotFinite, not_finite
 from operators.training.learner.packing import Array, TokenTree, pack, split
+from operators.training.learner.refreshed import Refreshed
 from operators.training.learner.rows import StepRows, whitened
 from operators.training.learner.together import Alone, Together
 
@@ -83,8 +84,10 @@ class Learner:
     together: Together = field(default_factory=Alone)
     parked: Parked | None = None
     """Takes what it does not need off its device, where the trainer offloads; see `memory`."""
-    writer: Any = None
-    """This rank's end of the weight plane, where each rank has its own."""
+    writers: dict[int, Any] = field(default_factory=dict)
+    """This rank's ends of the weight planes, where each rank has its own, by line as `offered` counts them."""
+    refreshed: list[Refreshed] = field(default_factory=list)
+    """What it keeps for readers that get every n-th version."""
     before_change: Callable[[], None] | None = None
     """Waits for those who read the weights and the optimiser's state, a checkpoint; see `unread`."""
     _rows: StepRows | None = None
@@ -120,6 +123,10 @@ class Learner:
     def module(self) -> Any:
         """The model."""
         return self.forward.module
+
+    def offered(self, line: int) -> dict[str, Tensor]:
+        """What goes out on one of its weight planes: 0, the weights; from 1 on, what `refreshed` keeps."""
+        return self.refreshed[line - 1].offered if line else self.parameters
 
     @property
     def needs_groups(self) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from operators.models.errors import ModelError
 from operators.models.shelf import Shelf, return_freed_memory
+from operators.training.learner.refreshed import Refreshed, tensors_of
 
 
 def prepare(module: Any, *, gradient_checkpointing: bool, compile: bool) -> None:
@@ -97,7 +98,8 @@ class Parking(Protocol):
     """Those that are trained."""
     optimizer: torch.optim.Optimizer
     parked: Parked | None
-    writer: Any
+    writers: dict[int, Any]
+    refreshed: list[Refreshed]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -134,7 +136,8 @@ class Parked:
         state = self._learner.optimizer.state.values()
         self._moments.park(value for values in state for value in values.values() if _is_large(value))
         if weights:
-            self._weights.park(self._learner.module.parameters())
+            kept = tensors_of(self._learner.refreshed).values()
+            self._weights.park([*self._learner.module.parameters(), *kept])
         return_freed_memory()
 
 
@@ -152,8 +155,8 @@ def rest(*, learner: Parking, rank: int, ranks: int, weights: bool) -> None:
 
 def unpublished(*, learner: Parking, rank: int, ranks: int) -> int | None:
     """The version that this rank has yet to copy out of its weights, for `Learner.everywhere`; None: there is none."""
-    found: int | None = getattr(learner.writer, "pending", None)
-    return found
+    waiting = (getattr(end, "pending", None) for end in learner.writers.values())
+    return max((version for version in waiting if version is not None), default=None)
 
 
 def _is_large(value: object) -> bool:

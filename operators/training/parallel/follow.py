@@ -46,8 +46,8 @@ class Duties:
     limits: Limits
     build: Callable[[Channel[Any], Path], Learner]
     """Makes its learner, in step with the other ranks, given the folder that they meet in."""
-    opens: Callable[[Sequence[Mapping[str, Any]], Learner], WeightsOut]
-    """Opens its end of the weight plane at these sites."""
+    opens: Callable[[Sequence[Mapping[str, Any]], int, Learner], WeightsOut]
+    """Opens its end of a weight plane at these sites, for what its learner offers on that line."""
 
 
 def run_rank(end: int, rank: int, duties: Duties) -> int:
@@ -80,7 +80,6 @@ class RankFollower:
     def __init__(self, learner: Learner, channel: Channel[Any], rank: int, duties: Duties) -> None:
         self._learner, self._channel, self._rank, self._duties = learner, channel, rank, duties
         self._parts: list[Array] = []
-        self._writer: WeightsOut | None = None
 
     def run(self) -> None:
         """Do what rank 0 says until it says that all is over.
@@ -112,10 +111,9 @@ class RankFollower:
                 if learner.end(message.learning_rate).culprit is not None:
                     self._channel.send(learner.findings())
             case Open():
-                self._writer = learner.writer = self._duties.opens(message.sites, learner)
+                learner.writers[message.line] = self._duties.opens(message.sites, message.line, learner)
             case Publish():
-                assert self._writer is not None, "opened before"
-                self._writer.publish(message.version, learner.parameters)
+                learner.writers[message.line].publish(message.version, learner.offered(message.line))
             case Call():
                 call = function_of(message.function)
                 result = call(learner=learner, rank=self._rank, ranks=self._duties.ranks, **message.arguments)
@@ -124,10 +122,11 @@ class RankFollower:
                 raise RunError(f"rank {self._rank} was told {other!r}, which it does not know")
 
     def _poll(self) -> None:
-        if self._writer is not None:
-            self._writer.poll()
+        for writer in self._learner.writers.values():
+            writer.poll()
 
     def _close(self) -> None:
-        close = getattr(self._writer, "close", None)
-        if close is not None:
-            close()
+        for writer in self._learner.writers.values():
+            close = getattr(writer, "close", None)
+            if close is not None:
+                close()

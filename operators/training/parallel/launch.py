@@ -42,9 +42,10 @@ def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearn
         return make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed, aside=context.aside)
 
     learner = lead(trainer, context, make, outlined_to_train(model), key_value_heads=heads)
-    if context.writer is None:
-        return learner, context
-    return learner, dataclasses.replace(context, writer=learner.opener(context.writer))
+    writer = None if context.writer is None else learner.opener(context.writer)
+    lines = enumerate(context.refreshers.items(), 1)
+    refreshers = {refresh: learner.opener(opens, line) for line, (refresh, opens) in lines}
+    return learner, dataclasses.replace(context, writer=writer, refreshers=refreshers)
 
 
 def lead(
@@ -97,9 +98,9 @@ def lead(
             watch.close()
             return learner
 
-        def opened(sites: Sequence[Mapping[str, Any]], learner: Learner) -> WeightsOut:
+        def opened(sites: Sequence[Mapping[str, Any]], line: int, learner: Learner) -> WeightsOut:
             assert isinstance(learner.together, MeshTogether), "its model is shared out"
-            tensors = placed(learner.parameters, learner.together.mesh)
+            tensors = placed(learner.offered(line), learner.together.mesh)
             device = str(device_of(context.device, rank))
             largest = learner.together.largest
             return offer_beside(

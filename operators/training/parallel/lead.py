@@ -84,10 +84,12 @@ class LedLearner(Learner):
             found = functools.reduce(NotFinite.__or__, self._exchange.answers(NotFinite), self.findings())
             return dataclasses.replace(outcome, culprit=str(found))
 
-    def opener(self, opens: Callable[[Mapping[str, Any]], WeightsOut]) -> Callable[[Mapping[str, Any]], WeightsOut]:
-        """Opens the weight plane on every rank, each for its own shards; `opens` is rank 0's. For the runtime.
+    def opener(
+        self, opens: Callable[[Mapping[str, Any]], WeightsOut], line: int = 0
+    ) -> Callable[[Mapping[str, Any]], WeightsOut]:
+        """Opens a weight plane on every rank, each for its own shards; `opens` is rank 0's. For the runtime.
 
-        Raises RunError where the plane takes whole tensors from one rank alone."""
+        line: which, by `offered`. Raises RunError where the plane takes whole tensors from one rank alone."""
         if not isinstance(opens, OpensWriter) or not opens.sites:
             raise RunError(
                 f"the weights of '{self.node}' lie on {self.ranks} ranks, but its weight plane takes them from one; "
@@ -96,10 +98,10 @@ class LedLearner(Learner):
 
         def opened(tensors: Mapping[str, Any]) -> WeightsOut:
             with self._exchange.together("opening the weight plane"):
-                self._exchange.tell(Open(tuple(opens.sites)))
+                self._exchange.tell(Open(line, tuple(opens.sites)))
                 assert isinstance(self.together, MeshTogether), "its model is shared out"
-                self.writer = opens(placed(tensors, self._mesh), self.together.largest)
-                return _LedWriter(self.writer, self)
+                own = self.writers[line] = opens(placed(tensors, self._mesh), self.together.largest)
+                return _LedWriter(own, self, line)
 
         return opened
 
@@ -152,8 +154,8 @@ def in_order(counts: Sequence[int]) -> list[Array]:
 class _LedWriter:
     """Rank 0's end of the weight plane: when it publishes, all ranks do."""
 
-    def __init__(self, own: WeightsOut, learner: LedLearner) -> None:
-        self._own, self._learner, self._exchange = own, learner, learner._exchange
+    def __init__(self, own: WeightsOut, learner: LedLearner, line: int) -> None:
+        self._own, self._learner, self._exchange, self._line = own, learner, learner._exchange, line
         self._waits = False
         """Whether some rank may still have to copy the version published last."""
 
@@ -176,7 +178,7 @@ class _LedWriter:
         """Offer each rank's shards of a version."""
         self._waits = True
         with self._exchange.together(f"publishing version {version}"):
-            self._exchange.tell(Publish(version))
+            self._exchange.tell(Publish(self._line, version))
             return self._own.publish(version, tensors)
 
     @property

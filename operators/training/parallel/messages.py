@@ -80,15 +80,18 @@ class End:
 
 @dataclass(frozen=True)
 class Open:
-    """Open your end of the weight plane at these sites."""
+    """Open your end of a weight plane at these sites."""
 
+    line: int
+    """Which, by `Learner.offered`."""
     sites: tuple[Mapping[str, Plain], ...]
 
 
 @dataclass(frozen=True)
 class Publish:
-    """Offer your shards of this version."""
+    """Offer your shards of this version on a weight plane."""
 
+    line: int
     version: int
 
 

@@ -44,7 +44,7 @@ def test_readers_on_the_gpus_of_one_machine_meet_the_trainer_in_device_memory(fo
     made = plan(graph, Devices(cpus=2, gpus=2), gpus={"generator": 1, "trainer": 1})
     opened, _ = ports(graph, made, "trainer", folder, device=made.placements["trainer"].device(0))
     (executor,) = opened._executors("trainer")
-    site = opened._site("trainer", executor)
+    site = opened._site(opened._place("trainer", None, executor))
     assert isinstance(site, CudaIpc)
     assert (str(site.device), site.address) == ("cuda:1", f"ipc://{folder}/weights.trainer.cuda_ipc")
 

@@ -15,11 +15,16 @@ from torch.distributed.tensor import distribute_tensor
 from trainer_rig import Tokenizer, tiny_learner, tiny_llama, tiny_trainer
 from transformers import AutoModelForCausalLM
 
+from dataflow.weight_ends import Refresh
 from operators.training.checkpoints import checkpoint
+from operators.training.learner import refreshed
 from operators.training.learner.learner import Learner
 from operators.training.learner.optimizer import state_tensors
 from operators.training.parallel.mesh import make_mesh
 from operators.training.parallel.shard import shard
+
+REFRESHES = (Refresh(every=2), Refresh(every=1, decay=0.75))
+"""Of readers whose weights are in the checkpoints too."""
 
 
 def step(learner: Learner, number: int) -> None:
@@ -31,6 +36,11 @@ def step(learner: Learner, number: int) -> None:
             whole = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
         weight.grad = whole
     learner.optimizer.step()
+
+
+def keep(learner: Learner, refresh: Refresh, step: int, dtype: str = "bfloat16") -> None:
+    """Have it keep what readers need that are refreshed so."""
+    refreshed.add(learner=learner, rank=0, ranks=1, every=refresh.every, decay=refresh.decay, step=step, dtype=dtype)
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -45,7 +55,8 @@ Mesh = tuple[int, int, int]
 
 def be_rank(what: str, rank: int, mesh: Mesh, folder: Path) -> None:
     """One of so many. save: two steps of made-up gradients, then a checkpoint in the folder. go_on: load it, one step
-    more; rank 0 writes what it loaded, and the weights then, to `loaded(folder, mesh)`."""
+    more; rank 0 writes what it loaded, and the weights then, to `loaded(folder, mesh)`.
+    go_on_refreshed: with what is kept for readers that are refreshed."""
     torch.set_num_threads(1)
     ranks = math.prod(mesh)
     module = tiny_llama() if what == "save" else AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -60,12 +71,18 @@ def be_rank(what: str, rank: int, mesh: Mesh, folder: Path) -> None:
         )  # fmt: skip
         shard(learner, made, None, cpu, "tiny")
     if what == "save":
+        for refresh in REFRESHES:
+            keep(learner, refresh, step=0)
         for number in range(2):
             step(learner, number)
+            refreshed.follow(learner=learner, rank=rank, ranks=ranks, step=number + 1)
         checkpoint.save(folder, learner, Tokenizer(), {"step": 2}, rank, ranks)
     else:
+        for refresh in REFRESHES if what == "go_on_refreshed" else ():
+            keep(learner, refresh, step=2)
         checkpoint.restore(learner, rank, ranks, folder)
         found = {name: whole(tensor) for name, tensor in state_tensors(learner.optimizer, learner.parameters).items()}
+        found |= {name: whole(tensor) for name, tensor in refreshed.tensors_of(learner.refreshed).items()}
         step(learner, 2)
         found |= {f"after/{name}": whole(weight) for name, weight in learner.parameters.items()}
         if rank == 0:

@@ -1,0 +1,85 @@
+"""The trainer's ends of its weight planes: what goes out after a step, and to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dataflow.node import Context
+from dataflow.weight_ends import WeightsOut
+from operators.training.learner.learner import Learner
+
+
+class Offers:
+    """Offers the weights of every step, and to readers that are refreshed the versions that they get.
+
+    consumes: the learner's weights, and what it keeps in `Learner.refreshed`, in the order of `Context.refreshers`
+    produces: versions on each weight plane, and the same note on all of them
+    waits for: what an end's `publish` waits for
+    unblocked by: readers
+    """
+
+    def __init__(self, context: Context, learner: Learner) -> None:
+        """Open every end."""
+        self._learner = learner
+        self._newest: WeightsOut | None = None
+        if context.writer is not None:
+            self._newest = context.writer(_detached(learner.offered(0)))
+        self._refreshing = [
+            (line, refresh, opens(_detached(learner.offered(line))))
+            for line, (refresh, opens) in enumerate(context.refreshers.items(), 1)
+        ]
+
+    @property
+    def ends(self) -> list[WeightsOut]:
+        """All of them."""
+        return [end for end in (self._newest, *(end for _, _, end in self._refreshing)) if end is not None]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether some version is still to be copied out of the learner's tensors."""
+        return any(getattr(end, "pending", None) is not None for end in self.ends)
+
+    def open(self, step: int) -> None:
+        """Offer each reader the version that it has to have after so many steps."""
+        for line, refresh, end in self._refreshing:
+            if version := refresh.newest(step):
+                end.publish(version, _detached(self._learner.offered(line)))
+        self._publish(step)
+
+    def made(self, step: int) -> None:
+        """Offer the weights of a step, and the versions that are made with it."""
+        for line, refresh, end in self._refreshing:
+            if refresh.newest(step) == step:
+                end.publish(step, _detached(self._learner.offered(line)))
+        self._publish(step)
+
+    def tell(self, note: dict[str, int | float | str]) -> None:
+        """A small note that every reader gets; the newest wins."""
+        for end in self.ends:
+            end.tell(note)
+
+    def poll(self) -> None:
+        """Answer the readers; never waits."""
+        for end in self.ends:
+            end.poll()
+
+    def waits(self) -> Sequence[Any]:
+        """The sockets of the weight planes, where they have some."""
+        sockets = [getattr(end, "socket", None) for end in self.ends]
+        return [socket for socket in sockets if socket is not None]
+
+    def close(self) -> None:
+        """Leave the weight planes."""
+        for end in self.ends:
+            close = getattr(end, "close", None)
+            if close is not None:
+                close()
+
+    def _publish(self, step: int) -> None:
+        if self._newest is not None:
+            self._newest.publish(step, _detached(self._learner.offered(0)))
+
+
+def _detached(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tensor.detach() for name, tensor in tensors.items()}

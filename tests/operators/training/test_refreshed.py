@@ -1,0 +1,77 @@
+"""What a trainer keeps for readers that it refreshes: against its definition, in checkpoints, over any ranks."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from shard_ranks import REFRESHES, keep, loaded, ranks_do, step
+from trainer_rig import tiny_learner, tiny_llama, tiny_trainer
+
+from dataflow.errors import RunError
+from dataflow.weight_ends import Refresh
+from operators.training.checkpoints import checkpoint
+from operators.training.learner import refreshed
+from operators.training.learner.learner import Learner
+
+
+def followed(refresh: Refresh, steps: int, dtype: str = "float32") -> tuple[Learner, list[dict[str, torch.Tensor]]]:
+    """A learner after so many steps, and its weights at each, in float64."""
+    learner = tiny_learner(tiny_trainer(), tiny_llama())
+    keep(learner, refresh, step=0, dtype=dtype)
+    seen = [{name: weight.detach().double().clone() for name, weight in learner.parameters.items()}]
+    for number in range(steps):
+        step(learner, number)
+        refreshed.follow(learner=learner, rank=0, ranks=1, step=number + 1)
+        seen.append({name: weight.detach().double().clone() for name, weight in learner.parameters.items()})
+    return learner, seen
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.99])
+@pytest.mark.parametrize("every", [1, 3])
+def test_an_average_is_that_of_float64_and_stays_until_the_next_nth_step(decay: float, every: int) -> None:
+    learner, seen = followed(Refresh(every=every, decay=decay), 7)
+    average = seen[0]
+    for weights in seen[1 : 7 // every * every + 1]:
+        average = {name: decay * old + (1 - decay) * weights[name] for name, old in average.items()}
+    offered = learner.offered(1)
+    assert offered.keys() == learner.parameters.keys()
+    for name, tensor in offered.items():
+        torch.testing.assert_close(tensor.detach().double(), average[name], rtol=0, atol=1e-6)
+
+
+def test_weights_without_an_average_are_those_of_the_nth_step_as_they_travel() -> None:
+    learner, seen = followed(Refresh(every=3), 5, dtype="bfloat16")
+    offered = learner.offered(1)
+    assert {tensor.dtype for tensor in offered.values()} == {torch.bfloat16}
+    assert all(torch.equal(tensor, seen[3][name].bfloat16()) for name, tensor in offered.items())
+    assert set(refreshed.tensors_of(learner.refreshed)) == {f"{name}/sent-3-0.0" for name in offered}
+
+
+def test_what_the_next_step_makes_anew_is_not_kept() -> None:
+    learner, _ = followed(Refresh(every=1), 2)
+    assert not refreshed.tensors_of(learner.refreshed) and learner.offered(1).keys() == learner.parameters.keys()
+    averaging, _ = followed(Refresh(every=1, decay=0.5), 2)
+    assert {name.split("/")[1] for name in refreshed.tensors_of(averaging.refreshed)} == {"average-1-0.5"}
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads"), [((1, 1, 1), (1, 2, 1)), ((1, 2, 2), (1, 1, 1)), ((2, 2, 1), (1, 2, 1))], ids=str
+)
+def test_some_ranks_go_on_from_what_others_kept(wrote, reads, tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    ranks_do("save", wrote, tmp_path / "checkpoint")
+    ranks_do("go_on_refreshed", reads, tmp_path / "checkpoint")
+    found = load_file(loaded(tmp_path / "checkpoint", reads))
+    expected = {}
+    for refresh in REFRESHES:
+        expected |= refreshed.tensors_of(followed(refresh, 2, dtype="bfloat16")[0].refreshed)
+    assert {name for name in found if name.rpartition("/")[2].split("-")[0] in ("sent", "average")} == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor.detach(), rtol=0, atol=1e-2 if "sent" in name else 1e-6)
+
+
+def test_a_checkpoint_without_what_readers_have_is_refused(tmp_path):
+    learner, _ = followed(Refresh(every=2), 1)
+    checkpoint.save(tmp_path, learner, None, {"step": 2})
+    keep(learner, Refresh(every=1, decay=0.5), step=2)
+    with pytest.raises(RunError, match="does not hold this state"):
+        checkpoint.restore(learner, 0, 1, tmp_path)
