@@ -13,6 +13,8 @@ from dataflow.structure import Structure
 EXECUTORS = ("local", "shared_memory", "cuda_ipc", "gloo", "nccl")
 COLLECTIVE = ("gloo", "nccl")
 """Those by which each of several trainer ranks can send its own shards."""
+SCAN_BYTES_PER_S = 0.8e9
+"""At which both ends find and apply what changed (transport/weights/deltas); a faster link carries all of it sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,9 @@ class WeightPath:
     executor: str
     nbytes: int | None = None
     """Most bytes that the reader's rank takes of a version, from all trainer ranks together; None: unknown."""
+    link_bytes_per_s: float | None = None
+    """Of a link so slow that what changed is sent in place of everything, where that is less; None: of a faster one, or
+    unknown."""
 
 
 def choose(source: Seat, destination: Seat) -> str:
@@ -79,8 +84,11 @@ def weight_paths(
     *,
     forced: str | None = None,
     one_process: bool = False,
+    link_bytes_per_s: float | None = None,
 ) -> tuple[WeightPath, ...]:
     """Every pair of ranks of every feedback edge; `forced` names an executor to use instead of the best.
+
+    link_bytes_per_s: between machines, and of a forced executor as if it went between them; None: unknown.
 
     Raises GraphError when the forced one is unknown, or cannot serve some pair.
     """
@@ -110,11 +118,13 @@ def weight_paths(
             for rank in range(reader.ranks):
                 destination = _seat(reader, replica, rank, one_process)
                 for number, source in enumerate(sources):
+                    executor = _executor(forced, trainer.node, source, reader.node, destination, collective)
+                    is_link = executor in COLLECTIVE and (forced or source.machine != destination.machine)
                     found.append(
                         WeightPath(
                             trainer=trainer.node, trainer_rank=number, reader=reader.node, replica=replica, rank=rank,
-                            executor=_executor(forced, trainer.node, source, reader.node, destination, collective),
-                            nbytes=nbytes,
+                            executor=executor, nbytes=nbytes,
+                            link_bytes_per_s=_slow(link_bytes_per_s) if is_link else None,
                         )
                     )  # fmt: skip
     return tuple(found)
@@ -131,8 +141,22 @@ def explain(paths: tuple[WeightPath, ...]) -> list[str]:
         text = f"{senders} trainer rank{'s' if senders > 1 else ''} -> {readers} reader{'s' if readers > 1 else ''}"
         text += f" of {ranks} ranks" if ranks > 1 else ""
         text += f", up to {amount(own[0].nbytes)} each" if own[0].nbytes is not None else ""
+        text += deltas(own)
         lines.append(f"weights {trainer} -> {reader}: {summary(own)} ({text})")
     return lines
+
+
+def deltas(paths: list[WeightPath]) -> str:
+    """Of some pairs: whether what changed travels in place of everything; nothing where no link is in between."""
+    slow = [path for path in paths if path.link_bytes_per_s is not None]
+    if slow:
+        return f", as deltas where these are shorter, over links of {slow[0].link_bytes_per_s / 1e6:g} MB/s"  # type: ignore[operator]
+    return ""
+
+
+def _slow(link_bytes_per_s: float | None) -> float | None:
+    """The rate of a link on which finding what changed takes less time than sending what did not."""
+    return link_bytes_per_s if link_bytes_per_s is not None and link_bytes_per_s < SCAN_BYTES_PER_S else None
 
 
 def summary(paths: list[WeightPath]) -> str:

@@ -1,6 +1,7 @@
 """The transports of one process: data edges over ZeroMQ or within it, and the ends of the weight planes."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,12 +201,12 @@ class Ports:
         return list(dict.fromkeys(self._executor(trainer, name, replica) for name, replica in pairs))
 
     def _writer(self, trainer: str, executor: str, layout: Any) -> Any:
-        from transport.weights import ShardedWriter, WeightWriter
+        from transport.weights import WeightWriter
 
         if executor not in COLLECTIVE:
             return WeightWriter(layout, self._site(trainer, executor))
-        return ShardedWriter(
-            _whole(layout), 0, self._meeting(trainer, executor), backend=executor,  # type: ignore[arg-type]
+        return _sharded_writer(self._plan.link(trainer, executor))(
+            _whole(layout), 0, self._meeting(trainer, executor), backend=executor,
             device=self._settings.device if executor == "nccl" else "cpu", deadlines=_deadlines(self._settings.limits),
             attempt=self._settings.attempt, clock=AwakeClock(),
         )  # fmt: skip
@@ -253,7 +254,7 @@ class Ports:
         assert executor in COLLECTIVE, "ranks need a collective"
         return {
             "executor": executor, "address": self._meeting(trainer, executor),
-            "encoding": self._encoding(trainer).to_plain(),
+            "encoding": self._encoding(trainer).to_plain(), "link_bytes_per_s": self._plan.link(trainer, executor),
         }  # fmt: skip
 
     def _meeting(self, trainer: str, executor: str) -> str:
@@ -288,10 +289,11 @@ def _sharded_reader(
     *, limits: Limits, attempt: int,
 ) -> "ShardedReader":  # fmt: skip
     """The end of any rank of a reader to which each rank of the trainer sends what it needs."""
-    from transport.weights import FlatLayout, ShardedReader
+    from transport.weights import FlatLayout
+    from transport.weights.deltas.ends import DeltaReader
     from transport.weights.layout.rank_slices import layout_of_slices
 
-    end = ShardedReader(
+    end = DeltaReader(
         layout_of_slices(FlatLayout.of(tensors), slices), rank, site["address"], site["name"], ranks=len(slices),
         adopt=_adopt(device), device=device if site["executor"] == "nccl" else "cpu", deadlines=_deadlines(limits),
         attempt=attempt, clock=AwakeClock(),
@@ -308,7 +310,6 @@ def offer_beside(
 
     tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them. largest: as for
     `OpensWriter`. attempt: the scheduler's, at the worker of the first rank."""
-    from transport.weights import ShardedWriter
     from transport.weights.encoding import Encoding
     from transport.weights.layout.from_torch import layout_of
     from transport.weights.shard_encoder import ShardEncoder
@@ -317,13 +318,24 @@ def offer_beside(
     encoding = Encoding.from_plain(sites[0]["encoding"])
     encoder = ShardEncoder(encoding, layout_of(tensors, range(ranks)), rank, _local(tensors), largest)
     return ShardsOut([
-        ShardedWriter(
+        _sharded_writer(site["link_bytes_per_s"])(
             encoder.layout, rank, site["address"], ranks=ranks, backend=site["executor"],
             device=device if site["executor"] == "nccl" else "cpu", deadlines=patience, attempt=attempt,
             clock=AwakeClock(),
         )
         for site in sites
     ], encoder)  # fmt: skip
+
+
+def _sharded_writer(link_bytes_per_s: float | None) -> Callable[..., Any]:
+    """Makes the end of a trainer's rank that sends all, or over a link of this rate what changed."""
+    if link_bytes_per_s is None:
+        from transport.weights import ShardedWriter
+
+        return ShardedWriter
+    from transport.weights.deltas.ends import DeltaWriter
+
+    return functools.partial(DeltaWriter, link_bytes_per_s=link_bytes_per_s)
 
 
 def _local(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,6 +158,11 @@ class _LedWriter:
         """What may become readable."""
         return getattr(self._own, "socket", None)
 
+    @property
+    def traffic(self) -> tuple[int, int] | None:
+        """Of all ranks."""
+        return getattr(self._own, "traffic", None)
+
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """Offer each rank's shards of a version."""
         with self._exchange.together(f"publishing version {version}"):

@@ -271,6 +271,10 @@ class TransferResult:
     """whole | damaged | broken."""
     fault: str
     """What was found, empty when whole."""
+    sent_bytes: int = 0
+    """By a rank of the trainer: of weights, on the way."""
+    whole_bytes: int = 0
+    """What these would have been without deltas."""
 
 
 @dataclass(frozen=True, kw_only=True)

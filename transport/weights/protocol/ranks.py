@@ -61,6 +61,10 @@ class TransferOutcome:
     state: str
     """whole | damaged | broken."""
     fault: str = ""
+    sent_bytes: int = 0
+    """By a rank of the trainer: of weights, on the way."""
+    whole_bytes: int = 0
+    """What these would have been without deltas."""
 
 
 @dataclass(frozen=True)
@@ -167,13 +171,19 @@ class SourceRank:
         """The process group stands, or does not."""
         return [FormResult(epoch=epoch, fault=fault, mismatch=mismatch)] if epoch in self._turns else []
 
-    def transferred(self, epoch: int, round: int, state: str, fault: str) -> Actions:
+    def transferred(
+        self, epoch: int, round: int, state: str, fault: str, sent_bytes: int = 0, whole_bytes: int = 0
+    ) -> Actions:
         """A transfer has ended; its version is not needed any more."""
         turn = self._turn(epoch, round)
         if turn is None:
             return []
         turn.version, turn.moving = -1, False
-        return [TransferResult(epoch=epoch, round=round, state=state, fault=fault)]
+        return [
+            TransferResult(
+                epoch=epoch, round=round, state=state, fault=fault, sent_bytes=sent_bytes, whole_bytes=whole_bytes
+            )
+        ]
 
     def give_up(self) -> Actions:
         """End every round that still needs a version: its memory is about to change."""
@@ -212,8 +222,10 @@ class ReaderRank(Membership):
         result = FormResult(epoch=epoch, fault=fault, mismatch=mismatch)
         return [result] if fault else [result, self._ready_ahead()]
 
-    def transferred(self, epoch: int, round: int, state: str, fault: str) -> Actions:
-        """A transfer has ended."""
+    def transferred(
+        self, epoch: int, round: int, state: str, fault: str, sent_bytes: int = 0, whole_bytes: int = 0
+    ) -> Actions:
+        """A transfer has ended; a reader sends nothing."""
         if epoch != self.epoch or not self._in(round):
             return []
         self._moving, self._whole = False, state == WHOLE

@@ -73,6 +73,8 @@ class Coordinator(Roster):
         super().__init__(writer, {}, self.deadlines)
         self.failure = ""
         """Which source rank is missing, and why; empty when all are there or may still come."""
+        self.traffic = (0, 0)
+        """Bytes of weights that all source ranks have sent to all groups, and what these would be without deltas."""
         self._ranks, self._key, self._trainer, self._store = ranks, key, dict(layout), store
         self._backend, self._bucket_bytes, self._deltas = backend, bucket_bytes, deltas
         self._sources: dict[int, _Source] = {}
@@ -267,6 +269,7 @@ class Coordinator(Roster):
         if message.state == BROKEN:
             self.faults[group.name] = message.fault
             return self._fence(group)
+        self.traffic = (self.traffic[0] + message.sent_bytes, self.traffic[1] + message.whole_bytes)
         if message.state == DAMAGED:
             group.damage = group.damage or message.fault
         if not group.answered(peer):

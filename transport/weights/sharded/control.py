@@ -229,6 +229,11 @@ class ControlThread(threading.Thread):
 
         def transferred(transfer: Transfer, outcome: TransferOutcome) -> None:
             with self.changed:
-                self.act(self.member.transferred(transfer.epoch, transfer.round, outcome.state, outcome.fault))
+                self.act(
+                    self.member.transferred(
+                        transfer.epoch, transfer.round, outcome.state, outcome.fault, outcome.sent_bytes,
+                        outcome.whole_bytes,
+                    )
+                )  # fmt: skip
 
         self._threads[form.epoch] = EpochThread(lambda stop: self._connect(form, stop), formed, transferred)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -134,6 +135,13 @@ class ShardedWriter:
             return dict(self._sent)
 
     @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of weights that all ranks of the trainer have sent to all groups, in transfers that came to their end,
+        and what these would have been without deltas; rank 0 alone knows."""
+        with self._control.changed:
+            return self._coordinator.traffic if self._coordinator else (0, 0)
+
+    @property
     def socket(self) -> None:
         """Nothing that a loop must wait for: the control thread answers."""
         return None
@@ -258,17 +266,20 @@ class Sending:
         """Send a version."""
         key, tensors = self._staging.of(version)
         messages: Sequence[Outbound]
+        whole: Sequence[Outbound]
         if self._deposits is not None:
-            messages = self._deposits.steps(key, tensors, deadline)
+            whole = messages = self._deposits.steps(key, tensors, deadline)
         else:
-            steps = recent(self._steps, key, lambda: self._compiled(tensors))
+            whole = steps = recent(self._steps, key, lambda: self._compiled(tensors))
             messages = self._agreed(version, steps, deadline)
         depth = len(messages) if self._deposits else self._depth
         outcome = self._exchange.send(messages, self._staging.sums(version), depth, deadline)
-        if outcome.state == WHOLE:
-            with self._writer._control.changed:
-                self._writer._sent[self._group] += sum(message.nbytes for message in messages)
-        return outcome
+        if outcome.state != WHOLE:
+            return outcome
+        sent = sum(message.nbytes for message in messages)
+        with self._writer._control.changed:
+            self._writer._sent[self._group] += sent
+        return replace(outcome, sent_bytes=sent, whole_bytes=sum(message.nbytes for message in whole))
 
     def abort(self) -> None:
         """End what runs, from another thread."""
