@@ -26,7 +26,7 @@ class OpensWriter(Protocol):
 
     @property
     def sites(self) -> Sequence[Mapping[str, Any]]:
-        """In plain values, where the trainer's other ranks offer their shards, and as what (`ports.offer_beside`).
+        """In plain values, where the trainer's other ranks offer their shards, and as what (`offer_beside`).
 
         Where there are any, tensors are DTensors; where there are none, one rank offers whole tensors."""
 
@@ -121,7 +121,7 @@ class OpensWeights(Protocol):
 
     @property
     def site(self) -> Mapping[str, str] | None:
-        """In plain values, where other ranks find the same versions (`ports.open_beside`); None within one process.
+        """In plain values, where other ranks find the same versions (`open_beside`); None within one process.
 
         Where it is given, the end is a LeadingWeightsIn and may hold slices of the full tensors."""
 

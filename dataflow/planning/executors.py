@@ -1,7 +1,7 @@
 """How the weights get from each trainer rank to each reader rank: a pure function of where the two sit."""
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dataflow.errors import GraphError, nearest
@@ -10,9 +10,10 @@ from dataflow.planning.model_size import ModelSize
 from dataflow.planning.placement import Placement
 from dataflow.structure import Structure
 
-EXECUTORS = ("local", "shared_memory", "cuda_ipc", "gloo", "nccl")
+EXECUTORS = ("local", "cuda_ipc", "shared_memory", "nccl", "gloo")
+"""The one that is preferred stands first."""
 COLLECTIVE = ("gloo", "nccl")
-"""Those by which each of several trainer ranks can send its own shards."""
+"""Those that reach other machines."""
 SCAN_BYTES_PER_S = 0.8e9
 """At which both ends find and apply what changed (transport/weights/deltas); a faster link carries all of it sooner."""
 
@@ -51,14 +52,10 @@ class WeightPath:
     unknown."""
 
 
-def choose(source: Seat, destination: Seat) -> str:
-    """The executor for two ranks, by where they sit."""
-    if (source.machine, source.process) == (destination.machine, destination.process):
-        return "local"
-    gpus = source.gpu and destination.gpu
-    if source.machine == destination.machine:
-        return "cuda_ipc" if gpus else "shared_memory"
-    return "nccl" if gpus else "gloo"
+def choose(sources: Sequence[Seat], destinations: Sequence[Seat]) -> str:
+    """The executor for all ranks of a trainer and all of a reader, by where they sit: one serves every pair."""
+    pairs = [(source, destination) for source in sources for destination in destinations]
+    return next(each for each in EXECUTORS if all(obstacle(each, *pair) is None for pair in pairs))
 
 
 def obstacle(executor: str, source: Seat, destination: Seat) -> str | None:
@@ -109,16 +106,12 @@ def weight_paths(
         size = sizes.get(model.source) if model else None
         nbytes = size.sent_bytes(model.dtype, model.lora) // reader.ranks if size and model else None
         sources = [_seat(trainer, 0, rank, one_process) for rank in range(trainer.ranks)]
-        destinations = [
-            _seat(reader, replica, rank, one_process)
-            for replica in range(reader.replicas) for rank in range(reader.ranks)
-        ]  # fmt: skip
-        collective = _collective(sources, destinations) if trainer.ranks > 1 else None
         for replica in range(reader.replicas):
-            for rank in range(reader.ranks):
-                destination = _seat(reader, replica, rank, one_process)
+            destinations = [_seat(reader, replica, rank, one_process) for rank in range(reader.ranks)]
+            chosen = choose(sources, destinations)
+            for rank, destination in enumerate(destinations):
                 for number, source in enumerate(sources):
-                    executor = _executor(forced, trainer.node, source, reader.node, destination, collective)
+                    executor = _executor(forced, chosen, trainer.node, source, reader.node, destination)
                     is_link = executor in COLLECTIVE and (forced or source.machine != destination.machine)
                     found.append(
                         WeightPath(
@@ -148,10 +141,8 @@ def explain(paths: tuple[WeightPath, ...]) -> list[str]:
 
 def deltas(paths: list[WeightPath]) -> str:
     """Of some pairs: whether what changed travels in place of everything; nothing where no link is in between."""
-    slow = [path for path in paths if path.link_bytes_per_s is not None]
-    if slow:
-        return f", as deltas where these are shorter, over links of {slow[0].link_bytes_per_s / 1e6:g} MB/s"  # type: ignore[operator]
-    return ""
+    slow = [path.link_bytes_per_s for path in paths if path.link_bytes_per_s is not None]
+    return f", as deltas where these are shorter, over links of {min(slow) / 1e6:g} MB/s" if slow else ""
 
 
 def _slow(link_bytes_per_s: float | None) -> float | None:
@@ -170,22 +161,10 @@ def _seat(placement: Placement, replica: int, rank: int, one_process: bool) -> S
     return Seat(process=process, device=placement.device(replica, rank))
 
 
-def _collective(sources: list[Seat], destinations: list[Seat]) -> str:
-    """The executor for a trainer of several ranks, each of which sends its own shards: one for all pairs."""
-    serves = all(obstacle("nccl", source, to) is None for source in sources for to in destinations)
-    return "nccl" if serves else "gloo"
-
-
-def _executor(
-    forced: str | None, trainer: str, source: Seat, reader: str, destination: Seat, collective: str | None
-) -> str:
-    """collective: what is chosen where the trainer has several ranks; None: it has one."""
-    chosen = collective or choose(source, destination)
+def _executor(forced: str | None, chosen: str, trainer: str, source: Seat, reader: str, destination: Seat) -> str:
     if forced is None:
         return chosen
     lacks = obstacle(forced, source, destination)
-    if lacks is None and collective and forced not in COLLECTIVE:
-        lacks = "one trainer rank that holds whole tensors"
     if lacks is not None:
         raise GraphError(
             f"weights cannot go from '{trainer}' to '{reader}' by {forced}, which needs {lacks}; "

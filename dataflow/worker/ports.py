@@ -1,32 +1,36 @@
 """The transports of one process: data edges over ZeroMQ or within it, and the ends of the weight planes."""
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dataflow.graph import Graph
 from dataflow.group_bytes import CAPACITY_BYTES
-from dataflow.limits import Limits
 from dataflow.planning.executors import COLLECTIVE
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, edges, narrow_format, readers_of
 from dataflow.records import schema
-from dataflow.system.clocks import AwakeClock
 from dataflow.system.security import RunKeys, endpoint, reachable
-from dataflow.weight_ends import OpensWeights, OpensWriter, WeightsBeside, WeightsIn, WeightsOut
+from dataflow.weight_ends import OpensWeights, OpensWriter, WeightsIn, WeightsOut
 from dataflow.worker.fan_out import FanOut
 from dataflow.worker.host import Host, Settings
+from dataflow.worker.weight_ports import (
+    ROUNDS,
+    SEGMENTS,
+    adoption,
+    offer_beside,
+    segments_at,
+    shards_reader,
+    shards_writer,
+)
 from transport.data import LocalNetwork, Receiver, Sender, SocketNetwork, keep_freed_memory
 
 if TYPE_CHECKING:
-    from transport.weights import FlatLayout, ShardedReader
+    from transport.weights import FlatLayout
     from transport.weights.encoding import Encoding
     from transport.weights.layout.layout import Layout
-    from transport.weights.protocol.pace import Deadlines
-    from transport.weights.shard_encoder import ShardEncoder
 
 _SENDERS = 64
 """Replicas that may send to a trainer without a scorer between them: what it has not trained stays on the edge."""
@@ -203,25 +207,23 @@ class Ports:
     def _writer(self, trainer: str, executor: str, layout: Any) -> Any:
         from transport.weights import WeightWriter
 
-        if executor not in COLLECTIVE:
+        site, settings = self._place(trainer, executor), self._settings
+        if site["protocol"] == SEGMENTS:
             return WeightWriter(layout, self._site(trainer, executor))
-        return _sharded_writer(self._plan.link(trainer, executor))(
-            _whole(layout), 0, self._meeting(trainer, executor), backend=executor,
-            device=self._settings.device if executor == "nccl" else "cpu", deadlines=_deadlines(self._settings.limits),
-            attempt=self._settings.attempt, clock=AwakeClock(),
-        )  # fmt: skip
+        whole, limits = _whole(layout), settings.limits
+        return shards_writer(site, whole, 0, 1, settings.device, limits=limits, attempt=settings.attempt)
 
     def _reader(
         self, trainer: str, executor: str, name: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]
     ) -> Any:
         device, limits, attempt = self._settings.device, self._settings.limits, self._settings.attempt
-        if executor in COLLECTIVE:
-            site = self._place(trainer, executor, name)
-            return _sharded_reader(site, 0, device, tensors, slices, limits=limits, attempt=attempt)
+        site = self._place(trainer, executor, name)
+        if site["protocol"] == ROUNDS:
+            return shards_reader(site, 0, device, tensors, slices, limits=limits, attempt=attempt)
         from transport.weights import WeightReader
 
         end = WeightReader(
-            self._site(trainer, executor), name, adopt=_adopt(device), on_damage="keep", attempt=attempt
+            self._site(trainer, executor), name, adopt=adoption(device), on_damage="keep", attempt=attempt
         )  # fmt: skip
         end.attach(tensors, slices[0])
         return end
@@ -232,12 +234,16 @@ class Ports:
             from transport.weights import Hub
 
             return self._hubs.setdefault(trainer, Hub())
-        return _site_at(self._place(trainer, executor), self._settings.device)
+        return segments_at(self._place(trainer, executor), self._settings.device)
 
-    def _place(self, trainer: str, executor: str, name: str = "") -> dict[str, str]:
+    def _place(self, trainer: str, executor: str, name: str = "") -> dict[str, Any]:
         """Where processes meet, in plain values; for a reader of this name."""
-        address = self._meeting(trainer, executor)
-        return {"executor": executor, "address": address, "folder": self._settings.sockets, "name": name}
+        shards = executor in COLLECTIVE or self._plan.placements[trainer].ranks > 1
+        return {
+            "protocol": ROUNDS if shards else SEGMENTS, "executor": executor, "folder": self._settings.sockets,
+            "address": f"ipc://{self._settings.sockets}/weights.{trainer}.{executor}", "name": name,
+            "link_bytes_per_s": self._plan.link(trainer, executor),
+        }  # fmt: skip
 
     def _encoding(self, trainer: str) -> "Encoding":
         """What travels in place of the trainer's tensors."""
@@ -251,14 +257,7 @@ class Ports:
 
     def _shards_site(self, trainer: str, executor: str) -> dict[str, Any]:
         """Where the ranks of a trainer offer their shards, and as what, in plain values."""
-        assert executor in COLLECTIVE, "ranks need a collective"
-        return {
-            "executor": executor, "address": self._meeting(trainer, executor),
-            "encoding": self._encoding(trainer).to_plain(), "link_bytes_per_s": self._plan.link(trainer, executor),
-        }  # fmt: skip
-
-    def _meeting(self, trainer: str, executor: str) -> str:
-        return f"ipc://{self._settings.sockets}/weights.{trainer}.{executor}"
+        return {**self._place(trainer, executor), "encoding": self._encoding(trainer).to_plain()}
 
 
 def _whole(flat: "FlatLayout") -> "Layout":
@@ -266,105 +265,6 @@ def _whole(flat: "FlatLayout") -> "Layout":
     from transport.weights.layout.layout import Layout
 
     return Layout.whole({spec.name: (spec.shape, spec.dtype) for spec in flat.tensors}, aliases=flat.aliases)
-
-
-def open_beside(
-    site: Mapping[str, str], rank: int, device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
-    *, limits: Limits, attempt: int,
-) -> WeightsBeside:  # fmt: skip
-    """The end of another rank of a reader, on `device`, where `OpensWeights.site` says.
-
-    slices: of each rank, as for `OpensWeights`. attempt: the scheduler's, at the worker of the first rank."""
-    if site["executor"] in COLLECTIVE:
-        return _sharded_reader(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
-    from transport.weights.rank_reader import RankReader
-
-    end = RankReader(_site_at(site, device), f"{site['name']}.{rank}", adopt=_adopt(device))
-    end.attach(tensors, slices[rank])
-    return end
-
-
-def _sharded_reader(
-    site: Mapping[str, str], rank: int, device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
-    *, limits: Limits, attempt: int,
-) -> "ShardedReader":  # fmt: skip
-    """The end of any rank of a reader to which each rank of the trainer sends what it needs."""
-    from transport.weights import FlatLayout
-    from transport.weights.deltas.ends import DeltaReader
-    from transport.weights.layout.rank_slices import layout_of_slices
-
-    end = DeltaReader(
-        layout_of_slices(FlatLayout.of(tensors), slices), rank, site["address"], site["name"], ranks=len(slices),
-        adopt=_adopt(device), device=device if site["executor"] == "nccl" else "cpu", deadlines=_deadlines(limits),
-        attempt=attempt, clock=AwakeClock(),
-    )  # fmt: skip
-    end.attach(tensors)
-    return end
-
-
-def offer_beside(
-    sites: Sequence[Mapping[str, Any]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any],
-    *, largest: Callable[[Any], object], limits: Limits, attempt: int,
-) -> "ShardsOut":  # fmt: skip
-    """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
-
-    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them. largest: as for
-    `OpensWriter`. attempt: the scheduler's, at the worker of the first rank."""
-    from transport.weights.encoding import Encoding
-    from transport.weights.layout.from_torch import layout_of
-    from transport.weights.shard_encoder import ShardEncoder
-
-    patience = _deadlines(limits)
-    encoding = Encoding.from_plain(sites[0]["encoding"])
-    encoder = ShardEncoder(encoding, layout_of(tensors, range(ranks)), rank, _local(tensors), largest)
-    return ShardsOut([
-        _sharded_writer(site["link_bytes_per_s"])(
-            encoder.layout, rank, site["address"], ranks=ranks, backend=site["executor"],
-            device=device if site["executor"] == "nccl" else "cpu", deadlines=patience, attempt=attempt,
-            clock=AwakeClock(),
-        )
-        for site in sites
-    ], encoder)  # fmt: skip
-
-
-def _sharded_writer(link_bytes_per_s: float | None) -> Callable[..., Any]:
-    """Makes the end of a trainer's rank that sends all, or over a link of this rate what changed."""
-    if link_bytes_per_s is None:
-        from transport.weights import ShardedWriter
-
-        return ShardedWriter
-    from transport.weights.deltas.ends import DeltaWriter
-
-    return functools.partial(DeltaWriter, link_bytes_per_s=link_bytes_per_s)
-
-
-def _local(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank holds of each DTensor."""
-    return {name: tensor.detach().to_local() for name, tensor in tensors.items()}
-
-
-def abort_gloo(group: Any, rank: int, size: int) -> None:
-    """End all that is under way in a process group of gloo's, here and at the other ranks, from any thread."""
-    from transport.weights.sharded.process_group import abort_gloo
-
-    abort_gloo(group, rank, size)
-
-
-class ShardsOut(FanOut):
-    """One rank's end: what it holds of each DTensor that it is given goes out encoded, over each of its sites."""
-
-    def __init__(self, ends: Sequence[Any], encoder: "ShardEncoder") -> None:
-        super().__init__(ends)
-        self._encoder = encoder
-
-    def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
-        """As `FanOut.publish`; on all ranks at once, for they may have to agree on scales."""
-        return super().publish(version, self._encoder.encode(_local(tensors)))
-
-    def close(self) -> None:
-        """Leave the weight plane."""
-        for end in self._ends:
-            end.close()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -387,25 +287,3 @@ class _Opener:
 
     def __call__(self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)) -> WeightsIn:
         return self.opened(tensors, slices)
-
-
-def _deadlines(limits: Limits) -> "Deadlines":
-    """Of the collective weight plane: what it has to itself, and what a run says."""
-    from transport.weights.protocol.pace import Deadlines
-
-    return Deadlines(transfer_s=limits.transfer_s)
-
-
-def _site_at(place: Mapping[str, str], device: str) -> Any:
-    if place["executor"] == "cuda_ipc":
-        from transport.weights.executors.cuda_ipc import CudaIpc
-
-        return CudaIpc(place["address"], device, folder=place["folder"])
-    from transport.weights import SharedMemory
-
-    return SharedMemory(place["address"], folder=place["folder"])
-
-
-def _adopt(device: str) -> Literal["view", "copy"]:
-    """On a GPU an engine's captured graphs keep pointers to its parameters, which must not move."""
-    return "view" if device == "cpu" else "copy"

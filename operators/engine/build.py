@@ -42,14 +42,16 @@ def build_native(
     context: Context,
     model: torch.nn.Module | None = None,
     sliced: Sliced | None = None,
+    merged: Merged | None = None,
 ) -> Built:
     """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be used.
 
-    `model`: loaded already. `sliced`: where it is one rank's slices, how they are quantised.
+    `model`: loaded already. `sliced`: where it is one rank's slices, how they are quantised. `merged`: what brings
+    adapters into it.
     """
     if context.device == "cpu":
         torch.set_num_threads(context.threads)
-    intake: Merged | Intake | None = None
+    intake: Merged | Intake | None = merged
     if model is None:
         model, intake = load_merged(declaration.model, device=context.device)
     tokenizer = load_tokenizer(declaration.model)

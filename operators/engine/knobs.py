@@ -146,7 +146,7 @@ class GeneratorKnobs(Generate):
                 f"'{self.name}' runs on vLLM, which does not serve {unlike[0]}, but got {unlike[0]}="
                 f'{getattr(self, unlike[0])!r}; leave it out, or use engine="native"'
             )
-        own = {"engine": "native", "weights": "model", "tensor_parallel": 1}
+        own = {"engine": "native", "weights": "model"}
         unlike = [knob for knob, value in own.items() if getattr(self, knob) != value]
         if isinstance(self.model, Model) and self.model.lora is not None and unlike:
             found.append(

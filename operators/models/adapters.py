@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dataflow.model import ALL_LINEAR, LoRA, Model
 from operators.models.errors import ModelError
+from operators.models.slices import Outline, exchanged
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -52,6 +53,40 @@ def add(module: torch.nn.Module, lora: LoRA, base: Model) -> torch.nn.Module:
         if weight.requires_grad:
             weight.data = weight.data.float()
     return module.eval()
+
+
+def outlined(found: Outline, lora: LoRA, base: Model) -> Outline:
+    """The outline of a model with adapters, whose values are those that `add` gives. Raises as it."""
+    module = found.module
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    of_meta: dict[int, tuple[str, torch.nn.Parameter]] = {}
+
+    def beside(weight: Tensor) -> Tensor:
+        """peft puts adapters on the device of a weight, which must be one: this takes no memory there."""
+        if not weight.is_meta:
+            return weight
+        stand_in = torch.nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), weight.requires_grad)
+        of_meta[id(stand_in)] = names[id(weight)], weight  # type: ignore[assignment]
+        return stand_in
+
+    add(exchanged(module, beside), lora, base)
+    given: dict[str, Tensor] = {}
+    renamed: dict[str, str] = {}
+    for name, weight in module.named_parameters():
+        if id(weight) in of_meta:
+            renamed[of_meta[id(weight)][0]] = name
+        else:
+            given[name] = weight.data
+
+    def back(weight: Any) -> Any:
+        if id(weight) in of_meta:
+            return of_meta[id(weight)][1].requires_grad_(weight.requires_grad)
+        is_adapter = isinstance(weight, torch.nn.Parameter)
+        return torch.nn.Parameter(weight.data.to("meta"), weight.requires_grad) if is_adapter else weight
+
+    exchanged(module, back)
+    parts = {renamed.get(name, name): parts for name, parts in found.parts.items()}
+    return Outline(module, parts, frozenset(renamed.get(name, name) for name in found.missing), given)
 
 
 def adapted_layers(module: torch.nn.Module, lora: LoRA) -> list[str]:
@@ -119,15 +154,16 @@ def is_adapted(module: Any) -> bool:
     return NAME in getattr(module, "peft_config", ())
 
 
-def save(folder: Path, module: Any, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Write the adapters alone, in peft's format: `PeftModel.from_pretrained(base, folder)` loads them.
-
-    tensors: whole ones by the module's names, where the module's own are parts of them.
-    """
+def save(folder: Path, module: Any) -> None:
+    """Write the adapters alone, in peft's format: `PeftModel.from_pretrained(base, folder)` loads them."""
     trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-    kept = trained if tensors is None else {name: tensors[name] for name in trained}
-    files = {_in_file(name): weight.detach().cpu().contiguous() for name, weight in kept.items()}
+    files = {in_file(name): weight.detach().cpu().contiguous() for name, weight in trained.items()}
     save_file(files, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_config(folder, module)
+
+
+def save_config(folder: Path, module: Any) -> None:
+    """What stands beside the adapters' tensors."""
     config = copy.copy(module.peft_config[NAME])
     config.inference_mode = True
     config.save_pretrained(str(folder))
@@ -150,7 +186,7 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
             f"give a folder that a trainer's checkpoint or peft wrote"
         ) from error
     given = {name: list(tensor.shape) for name, tensor in found.items()}
-    wanted = {_in_file(name): list(tensor.shape) for name, tensor in into.items()}
+    wanted = {in_file(name): list(tensor.shape) for name, tensor in into.items()}
     if given != wanted:
         wrong = sorted(name for name in {*given, *wanted} if given.get(name) != wanted.get(name))
         raise ModelError(
@@ -159,9 +195,9 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
             f"use the rank, targets and weights that they were trained with"
         )
     for name, tensor in into.items():
-        tensor.copy_(found[_in_file(name)])
+        tensor.copy_(found[in_file(name)])
 
 
-def _in_file(name: str) -> str:
+def in_file(name: str) -> str:
     """The trainer's name of a tensor, as peft's files have it."""
     return PREFIX + name.replace(f".{NAME}.weight", ".weight")

@@ -1,9 +1,13 @@
-"""Loads what a `dataflow.Model` names: torch module and tokenizer, from a Hugging Face folder or id."""
+"""Loads what a `dataflow.Model` names: torch module and tokenizer, from a Hugging Face folder or id.
+
+Weights are read tensor by tensor into memory of their own, so that no file stays mapped (`slices`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from operators.models.merged_adapters import Merged
+    from operators.models.slices import Outline, Runs
 
 
 def load_model(
@@ -42,28 +47,125 @@ def load_model(
         ModelError: no such folder or id, a missing or broken shard, weights that do not belong to the
             config, a head "score" that the folder lacks, or code of its own without `trust_remote_code`.
     """
-    import torch
 
     _check_folder(model)
     if base_of(model)[1] is not None:
         return load_merged(model, device=device, dtype=dtype, attention=attention)[0]
-    options: dict[str, Any] = {} if model.head == "lm" else {"num_labels": 1}
-    if attention is not None:
-        options["attn_implementation"] = attention
-    chosen = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or model.dtype)
+    found = outlined(model, dtype=dtype, attention=attention)
+    if found is None:
+        return _loaded_at_once(model, dtype, attention).to(device)
+    return _loaded(model, found, device)
+
+
+def outlined(model: Model, *, dtype: str | torch.dtype | None = None, attention: str | None = None) -> Outline | None:
+    """The module of `model` on the meta device, in eval mode, and where its weights lie, for ranks that read what they
+    hold; None where it has to be loaded at once, which the log says why. Arguments and errors as `load_model`; a source
+    that holds adapters alone has none."""
+    from operators.models.slices import NoOutline, files_of, outline
+
+    _check_folder(model)
+    try:
+        if base_of(model)[1] is not None:
+            raise NoOutline("it holds adapters alone")
+        with no_progress_bar():
+            module = _on_meta(model, dtype, attention)
+        found = outline(module, files_of(model.source, model.revision))
+        if lacking := sorted(name for name in found.missing if model.head != "value" or not _is_of_head(name)):
+            raise NoOutline(f"its files have no {lacking[:3]}")
+    except Exception as reason:  # whatever it is, loading at once gets round it or says what is wrong
+        structlog.get_logger().info("model loaded at once", model=model.name, source=model.source, reason=str(reason))
+        return None
+    if found.missing:
+        _log_new_head(model, found.missing)
+    return found
+
+
+def fill(model: Model, found: Outline, tensors: Mapping[str, tuple[torch.Tensor, Runs]]) -> None:
+    """`Outline.fill`, and then memory that reading took is given back. ModelError where a file cannot be read."""
+    with _attributed(model, "weights"):
+        found.fill(tensors)
+    trim_memory()
+
+
+def trim_memory() -> None:
+    """Give back to the system what this process has freed of its heap."""
+    with contextlib.suppress(AttributeError, OSError):  # not every C library has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _loaded(model: Model, found: Outline, device: str | torch.device) -> torch.nn.Module:
+    """All of an outline, in memory of its own."""
+    from operators.models.slices import given_memory, whole
+
+    module: torch.nn.Module = given_memory(found.module, device)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    fill(model, found, {
+        name: (tensors[name].data, whole(tensors[name].shape)) for name in found.names
+    })  # fmt: skip
+    return module
+
+
+def _on_meta(model: Model, dtype: str | torch.dtype | None, attention: str | None) -> torch.nn.Module:
+    """A model of transformers without its weights, whose buffers are computed. NoOutline for another."""
+    import torch
+    import transformers
+
+    from operators.models.slices import NoOutline, with_buffers
+
+    chosen = _dtype(model, dtype)
+    config = transformers.AutoConfig.from_pretrained(
+        model.source, revision=model.revision, trust_remote_code=model.trust_remote_code, **_options(model, None)
+    )
+    if getattr(config, "quantization_config", None) is not None:
+        raise NoOutline("its files are quantised")
+    if getattr(config, "auto_map", None):
+        raise NoOutline("it has code of its own")
+    given = {} if attention is None else {"attn_implementation": attention}
+    with torch.device("meta"):
+        module = _loader(model).from_config(config, dtype=chosen, **given)
+    if module._get_dtype_plan(chosen):
+        raise NoOutline(f"not all of its weights are to be {chosen}")
+    if module.can_generate():
+        with contextlib.suppress(OSError):
+            module.generation_config = transformers.GenerationConfig.from_pretrained(
+                model.source, revision=model.revision or "main"
+            )
+    return with_buffers(module).eval()  # type: ignore[no-any-return]
+
+
+def _loaded_at_once(model: Model, dtype: str | torch.dtype | None, attention: str | None) -> torch.nn.Module:
+    """As transformers loads it, in memory of its own: what it gives are parts of mapped files, anywhere in them, and on
+    CPUs the last bit of a matrix product depends on where its factors begin."""
+    import torch
+
     with _attributed(model, "weights"), no_progress_bar():
         module, found = _loader(model).from_pretrained(
             model.source,
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
-            dtype=chosen,
+            dtype=_dtype(model, dtype),
             use_safetensors=True,
             output_loading_info=True,
-            **options,
+            **_options(model, attention),
         )
     _check_weights(model, found)
     _settle_head(model, module, found)
-    return module.eval().to(device)  # type: ignore[no-any-return]
+    for weight in module.parameters():
+        weight.data = weight.data.clone(memory_format=torch.contiguous_format)
+    trim_memory()
+    return module.eval()  # type: ignore[no-any-return]
+
+
+def _options(model: Model, attention: str | None) -> dict[str, Any]:
+    options: dict[str, Any] = {} if model.head == "lm" else {"num_labels": 1}
+    return options if attention is None else options | {"attn_implementation": attention}
+
+
+def _dtype(model: Model, dtype: str | torch.dtype | None) -> torch.dtype:
+    import torch
+
+    found: torch.dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or model.dtype)
+    return found
 
 
 def load_merged(
@@ -113,6 +215,22 @@ def load_adapted(model: Model, *, device: str | torch.device = "cpu") -> torch.n
     if folder is not None:
         adapters.load(folder, module)
     return module
+
+
+def outlined_to_train(model: Model) -> Outline | None:
+    """As `outlined`, of what a trainer trains: float32 weights, or those of `load_adapted`. Errors as its."""
+    from operators.models import adapters
+
+    if model.lora is None:
+        return outlined(model, dtype="float32")
+    base, folder = base_of(model)
+    found = outlined(base)
+    if found is None:
+        return None
+    with_adapters = adapters.outlined(found, model.lora, base)
+    if folder is not None:
+        adapters.read(folder, with_adapters.given)
+    return with_adapters
 
 
 def preload(model: Model) -> None:
@@ -204,12 +322,16 @@ def _settle_head(model: Model, module: Any, found: dict[str, Any]) -> None:
         parameters = dict(module.named_parameters())
         for name in fresh:
             parameters[name].data.zero_()
-        structlog.get_logger().info("value head set to 0", model=model.name, source=model.source, weights=fresh)
+        _log_new_head(model, fresh)
     elif model.head == "score" and fresh:
         raise ModelError(
             f"model '{model.name}' cannot be loaded: it is to give scores, but {model.source} has no {fresh}, and "
             f"random weights would judge at random; give a sequence classifier with one label, such as a reward model"
         )
+
+
+def _log_new_head(model: Model, names: Iterable[str]) -> None:
+    structlog.get_logger().info("value head set to 0", model=model.name, source=model.source, weights=sorted(names))
 
 
 def _is_of_head(key: str) -> bool:

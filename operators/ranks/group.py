@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dataflow.errors import RunError
-from dataflow.worker.ports import abort_gloo
+from dataflow.worker.weight_ports import abort_gloo
 from operators.ranks.watch import Watch
 
 NEVER = datetime.timedelta(days=365)

@@ -69,12 +69,17 @@ class Close:
 
 @dataclass(frozen=True)
 class Load:
-    """Rank 0: it is your turn to read the model."""
+    """Rank 0: read the model."""
 
 
 @dataclass(frozen=True)
 class Loaded:
     """Another rank: I have read it."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """Rank 0: all have read the model."""
 
 
 @dataclass(frozen=True)
@@ -88,4 +93,4 @@ class Failed:
 
 def codec_of(protocol: str, *kinds: type[Any]) -> Codec[Any]:
     """The messages of the ranks of one operator."""
-    return Codec(protocol, 1, Close, Load, Loaded, Failed, *kinds, max_bytes=MESSAGE_BYTES)
+    return Codec(protocol, 1, Close, Load, Loaded, Build, Failed, *kinds, max_bytes=MESSAGE_BYTES)

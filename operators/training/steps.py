@@ -85,6 +85,7 @@ class StepMaker:
     def rest(self, *, weights: bool) -> None:
         """Give the devices' memory back after an update; `weights`: theirs too, as nobody reads them now."""
         if self._trainer.offload:
+            self.learner.unread()
             self.learner.everywhere(memory.rest, weights=weights)
 
     def _add(self, stage: str, began: float) -> None:

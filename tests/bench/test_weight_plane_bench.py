@@ -10,6 +10,7 @@ import torch
 
 from bench.weight_plane import __main__ as weight_plane
 from bench.weight_plane import pair as weight_plane_pair
+from bench.weight_plane import ranks
 from bench.weight_plane import systems as weight_plane_systems
 from bench.weight_plane.cases import Case, Job, Outcome, Seat, stalls
 from bench.weight_plane.ends import Announcing, Told
@@ -47,6 +48,32 @@ def test_systems_are_measured_in_real_processes_and_leave_nothing_behind(tmp_pat
     assert rows["gloo"]["of_gloo"] > 0 and rows["ours_gloo_lent"]["of_gloo"] > 0
     assert "ours_shm of memcpy (goal 0.85)" in capsys.readouterr().out
     assert left_in_shared_memory() == before
+
+
+def test_several_ranks_on_either_side_are_measured_beside_their_floors(tmp_path, capsys):
+    path = tmp_path / "lines.jsonl"
+    systems = ["memcpy", "raw_gloo", "shared_memory", "gloo"]
+    asked = ["--ranks", "2x2", "--mib", "2", "--updates", "2", "--rank-systems", *systems, "--json", str(path)]
+    assert weight_plane.main(asked) == 0
+    rows = lines(path)
+    assert set(rows) == {"shared_memory", "gloo"}
+    for row in rows.values():
+        assert (row["case"], row["mib"]) == ("2x2", 2) and row["processor"]
+        assert 0 < row["held_ms"] < row["ms"] and row["over_floor"] > 0 < row["least_over"]
+    assert "2x2, 2 MiB, shared_memory: " in capsys.readouterr().out
+
+
+def test_versions_and_their_parts_differ_and_both_sides_make_the_same_ones():
+    job = ranks.Job(sources=1, readers=1, mib=1, folder="", system="memcpy")
+    source, target = (
+        {name: torch.empty(shape) for name, (shape, _) in layout.local(0).items()}
+        for layout in (job.source, job.target)
+    )
+    ranks.fill(job.source, 0, source, 1)
+    ranks.fill(job.target, 0, target, 2)
+    assert not any(torch.equal(source[name], target[name]) for name in source)
+    ranks.fill(job.target, 0, target, 1)
+    assert all(torch.equal(source[name], target[name]) for name in source)
 
 
 def test_a_system_that_fails_in_its_process_is_told_in_words_and_leaves_nothing_behind():

@@ -219,6 +219,27 @@ WEIGHT_PLANE = (
         "the wait for all ranks",
     ),
     Law(
+        "all or nothing: the ranks of a reader take one version together",
+        "test_what_all_ranks_hold_they_take_though_the_trainer_dies_and_another_offers_that_number_with_other_weights",
+        "transport:ShardedReader.adopt",
+        assigned("taken", "self._member.offered", "_held"),
+        "that what is held is taken",
+    ),
+    Law(
+        "all or nothing: the ranks of a reader take one version together",
+        "test_a_version_that_one_rank_has_not_heard_of_is_taken_by_none_until_it_has",
+        "transport:ShardedReader.enter",
+        returned("True", "wait_for"),
+        "that a rank has it before the others take it",
+    ),
+    Law(
+        "all or nothing: the ranks of a reader take one version together",
+        "test_a_version_that_one_rank_cannot_enter_is_taken_by_none_and_the_next_by_all",
+        "operators.engine.parallel.leader:Leader.adopt",
+        never("outside"),
+        "that one rank without it is enough",
+    ),
+    Law(
         "all or nothing: nobody reads a buffer that is written",
         "test_a_frozen_reader_is_fenced_and_never_sees_its_memory_overwritten",
         "transport.weights.executors.shared_memory:_WriterSegment.seal",
@@ -274,7 +295,7 @@ WEIGHT_PLANE = (
         "a late sender changes no byte that is computed with",
         "test_a_sender_that_is_late_changes_no_byte_of_what_its_reader_computes_with[shared_memory]",
         "transport:ReceiveBuffers.give_back",
-        assigned("spoilt", "None"),
+        never("BROKEN"),
         "that a buffer of a broken transfer is never used again",
     ),
     Law(
@@ -301,7 +322,7 @@ WEIGHT_PLANE = (
     Law(
         "no full tensor is ever gathered",
         "test_no_full_tensor_is_gathered_on_the_weight_plane",
-        "dataflow.worker.ports:_local",
+        "dataflow.worker.weight_ports:_local",
         expression("tensor.detach().full_tensor", "to_local"),
         "that a rank offers its own part",
     ),

@@ -1,7 +1,7 @@
-"""What the ranks of trainers send over the weight plane: counted where it enters gloo, and by the kernel at sockets.
+"""What the ranks of trainers send over the weight plane: counted where it enters gloo, or a segment, and by the kernel.
 
-It is put around `ProcessGroup` and `Sending` before a run, whose workers are forked with it; each of them writes down
-what it sees in a file of its own.
+It is put around what sends before a run, whose workers are forked with it; each of them writes down what it sees in a
+file of its own.
 """
 
 import fcntl
@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import termios
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ from typing import Any
 
 import pytest
 
+from transport.weights.sharded import put
 from transport.weights.sharded.process_group import ProcessGroup
-from transport.weights.sharded.transfer import GREETING_TAG, SUMS_TAG
+from transport.weights.sharded.transfer import SUMS_TAG
 from transport.weights.sharded.writer import Sending
 
 _BYTES_SENT = 200
@@ -33,6 +35,7 @@ class Sent:
         """folder: made here."""
         folder.mkdir()
         self._folder = folder
+        now, pack = threading.local(), put.Deposit.pack
         connect, send, begin, transfer = (
             ProcessGroup.__init__, ProcessGroup.send, Sending.__init__, Sending.transfer,
         )  # fmt: skip
@@ -43,7 +46,8 @@ class Sent:
             group.sockets = set(_connections()) - before
 
         def sending(group: Any, tensor: Any, peer: int, tag: int) -> Any:
-            if tag == GREETING_TAG:
+            end = getattr(now, "end", None)
+            if end is None or (end._deposits is not None and tag < SUMS_TAG):  # a greeting; a word that bytes are there
                 return send(group, tensor, peer, tag)
             self._write(to=group.to, sender=group.rank, receiver=peer - group.sources, tag=tag, nbytes=tensor.nbytes)
             return send(group, tensor, peer, tag)
@@ -60,11 +64,30 @@ class Sent:
                 )  # fmt: skip
 
         def transferring(end: Any, version: int, deadline: float) -> Any:
-            outcome = transfer(end, version, deadline)
+            now.end = end
+            try:
+                outcome = transfer(end, version, deadline)
+            finally:
+                del now.end
             group = end._exchange._group
             self._write(to=group.to, sender=group.rank, version=version, kernel=_bytes_sent(group.sockets))
             return outcome
 
+        class Counting(put.Copier):
+            def __init__(self, targets: Any, sources: Any, **knobs: Any) -> None:
+                super().__init__(targets, sources, **knobs)
+                self.nbytes = sum(target.nbytes for target in targets)
+
+        def packing(deposit: Any) -> Any:
+            group = now.end._exchange._group
+            self._write(
+                to=group.to, sender=group.rank, receiver=deposit.peer - group.sources, tag=deposit.tag,
+                nbytes=deposit._copier.nbytes,
+            )  # fmt: skip
+            return pack(deposit)
+
+        patch.setattr(put, "Copier", Counting)
+        patch.setattr(put.Deposit, "pack", packing)
         patch.setattr(ProcessGroup, "__init__", connecting)
         patch.setattr(ProcessGroup, "send", sending)
         patch.setattr(Sending, "__init__", beginning)

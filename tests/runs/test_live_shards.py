@@ -63,12 +63,13 @@ def drawn(result: Any, step: int) -> dict[int, list[int]]:
     return dict(zip(rows.column("rollout_id").to_pylist(), rows.column("tokens").to_pylist(), strict=True))
 
 
+@pytest.mark.parametrize("weights", ["gloo", "shared_memory"])
 def test_each_rank_of_the_trainer_sends_each_rank_of_the_generator_what_it_needs_and_nothing_else(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: str, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = Sent(tmp_path / "sent", monkeypatch)
     graph = tiny_graph(policy, max_staleness=0, generator_knobs={"tensor_parallel": 2})
-    result = run(graph, ranks={"trainer": 2}, steps=3, weights="gloo", runs=tmp_path / "runs", quiet=True)
+    result = run(graph, ranks={"trainer": 2}, steps=3, weights=weights, runs=tmp_path / "runs", quiet=True)
     assert result.verdict.clean, result.verdict.line
     assert all(line["mismatch"] < 1e-5 for line in result.metrics if "loss" in line)
     assert_pairs(sent, policy, 2, 2, versions=3)

@@ -18,14 +18,14 @@ import torch
 from dataflow.limits import Limits
 from dataflow.node import Context
 from dataflow.system.channel import Channel
-from dataflow.worker.ports import open_beside
+from dataflow.worker.weight_ports import open_beside
 from operators.engine.parallel import group
 from operators.engine.parallel.lockstep import follow
 from operators.engine.parallel.member import make_member
-from operators.engine.parallel.messages import CODEC, Build, Meet, Pieces, Settings, Started
+from operators.engine.parallel.messages import CODEC, Meet, Pieces, Settings, Started
 from operators.engine.parallel.shards import plain_pieces
 from operators.ranks.exchange import expected, last_words
-from operators.ranks.messages import Load, Loaded
+from operators.ranks.messages import Build, Load, Loaded
 
 FIRST_S = Limits().exchange_s
 """For messages before the settings have come."""
@@ -60,7 +60,7 @@ def _serve(channel: Channel[Any], settings: Settings) -> None:
     watch = group.watched(wait_s)
 
     @contextlib.contextmanager
-    def loading() -> Iterator[None]:
+    def loading(_in_turn: bool) -> Iterator[None]:
         with watch.lifted():
             expected(Load, channel, rank, os.getppid(), wait_s)
             yield
@@ -69,7 +69,7 @@ def _serve(channel: Channel[Any], settings: Settings) -> None:
 
     context = Context(node=node, device=device, threads=settings.threads, narrow=settings.narrow)
     with watch.within():
-        member = make_member(settings.declaration, context, mesh, loading())
+        member = make_member(settings.declaration, context, mesh, loading)
     channel.send(Pieces(plain_pieces(member.shards)))
     with contextlib.ExitStack() as ends:
         beside = None

@@ -17,10 +17,10 @@ from operators.engine.parallel import group
 from operators.engine.parallel.leader import Leader
 from operators.engine.parallel.lockstep import Lockstep
 from operators.engine.parallel.member import make_member
-from operators.engine.parallel.messages import CODEC, Build, Meet, Pieces, Settings, Started
+from operators.engine.parallel.messages import CODEC, Meet, Pieces, Settings, Started
 from operators.engine.parallel.shards import plain_pieces
 from operators.ranks.exchange import Exchange
-from operators.ranks.messages import Load, Loaded
+from operators.ranks.messages import Build, Load, Loaded
 from operators.ranks.team import Team, program
 
 
@@ -49,16 +49,19 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
         watch = group.watched(context.limits.exchange_s)
 
         @contextlib.contextmanager
-        def loading() -> Iterator[None]:
+        def loading(in_turn: bool) -> Iterator[None]:
             with watch.lifted():
+                if not in_turn:
+                    team.tell(Load())
                 yield
                 for rank in range(1, size):
-                    team.tell(Load(), rank)
+                    if in_turn:
+                        team.tell(Load(), rank)
                     team.answer(rank, Loaded)
             team.tell(Build())
 
         with watch.within():
-            member = make_member(declaration, context, mesh, loading())
+            member = make_member(declaration, context, mesh, loading)
         pieces = (plain_pieces(member.shards), *(team.answer(rank, Pieces).pieces for rank in range(1, size)))
         if opens is not None:
             team.tell(Meet(pieces))

@@ -42,11 +42,6 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Build:
-    """All have read the model."""
-
-
-@dataclass(frozen=True)
 class Meet:
     """Open your end of the weight plane: these are the parts that each rank holds."""
 
@@ -171,6 +166,6 @@ class Digests:
 
 
 CODEC = codec_of(
-    "engine-ranks", Settings, Build, Meet, Step, Abort, Adopted, Enter, Leave, Take, Digest, Started, Pieces, Entry,
+    "engine-ranks", Settings, Meet, Step, Abort, Adopted, Enter, Leave, Take, Digest, Started, Pieces, Entry,
     Digests,
 )  # fmt: skip

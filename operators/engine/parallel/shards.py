@@ -3,9 +3,9 @@
 The plan (`model.tp_plan`: the config's `base_model_tp_plan` and the class's `_tp_plan`) says what is cut by rows or
 columns and what stays whole; transformers' hooks add up or gather what the slices give. Which part of a full tensor a
 rank holds is asked of DTensor, so there is no second set of rules; but for keys and values of fewer heads than ranks,
-which `models.heads` deals out. Logits are gathered, not added: every rank receives
-the same bytes, and draws the same tokens from them. A model is cut after it was read: reading slices only
-(`from_pretrained(distributed_config=...)`) would need accelerate.
+which `models.heads` deals out. Logits are gathered, not added: every rank receives the same bytes, and draws the same
+tokens from them. A model is cut on the meta device and then reads its slices, or after it was read, where it has to be
+loaded at once.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from operators.engine.precision.intake import SCALE
 from operators.models.heads import heads_of, place_of, settle_groups, shared_places
+from operators.models.held import held
+from operators.models.loading import fill
+from operators.models.slices import Runs, whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from dataflow.model import Model
+    from operators.models.slices import Outline
 
 AXES = ("pp", "dp_replicate", "fsdp", "tp")
 """Dimensions that transformers expects of a mesh."""
@@ -56,6 +62,11 @@ class Shard:
     piece: TensorSlice
 
     @property
+    def runs(self) -> Runs:
+        """The same, of each dimension."""
+        return [self.piece.runs if dim == self.piece.dim else [(0, size)] for dim, size in enumerate(self.shape)]
+
+    @property
     def cuts_rows(self) -> bool:
         """Whether it holds parts of rows (the last dimension)."""
         return self.piece.dim == len(self.shape) - 1 > 0
@@ -85,6 +96,8 @@ def distribute(model: Any, mesh: DeviceMesh, device: torch.device, name: str) ->
         for at, weight in model.named_parameters() if place_of(at).rpartition(".")[0] in shared
     }  # fmt: skip
     shards = {at: _shard(model, at, rows.get(at), keep=(head, embedding), device=device) for at in names}
+    if tied:
+        model.tie_weights()
     for module in model.modules():
         for at, buffer in module.named_buffers(recurse=False):
             module._buffers[at] = buffer.to(device)
@@ -92,10 +105,27 @@ def distribute(model: Any, mesh: DeviceMesh, device: torch.device, name: str) ->
     return shards
 
 
+def read_slices(model: Model, found: Outline, mesh: DeviceMesh, device: torch.device) -> dict[str, Shard]:
+    """`distribute` for a model on the meta device, whose slices are then read from its files. ModelError where a file
+    cannot be read."""
+    shards = distribute(found.module.requires_grad_(False), mesh, device, model.name)
+    fill(model, found, {
+        name: (shards[name].local.data, shards[name].runs) if name in shards else _whole_buffer(found.module, name)
+        for name in found.names
+    })  # fmt: skip
+    return shards
+
+
+def _whole_buffer(module: Any, name: str) -> tuple[torch.Tensor, Runs]:
+    buffer: torch.Tensor = module.get_buffer(name)
+    return buffer, whole(buffer.shape)
+
+
 def _shard(
     model: nn.Module, name: str, rows: TensorSlice | None, *, keep: tuple[nn.Module, ...], device: torch.device
 ) -> Shard:
-    """Describe one parameter, and turn it into a plain local tensor; of one that transformers left whole, `rows`.
+    """Describe one parameter, and turn it into a plain local tensor, without values where it was on the meta device; of
+    one that transformers left whole, `rows`.
 
     The ends of the model stay DTensors: the embedding's hook computes with one, and the head's tells its full shape.
     Elsewhere a plain tensor saves wrapping and unwrapping in every layer of every step.
@@ -105,15 +135,22 @@ def _shard(
     parameter = module._parameters[leaf]
     assert parameter is not None
     shape = tuple(parameter.shape)
-    if not isinstance(parameter, DTensor):
-        own = parameter.data if rows is None else rows.of(parameter.data).clone()
-        parameter.data = own.to(device).contiguous()
-        return Shard(parameter, shape, rows or TensorSlice(None))
-    local = nn.Parameter(parameter.to_local().detach(), requires_grad=False)
-    if module in keep:
-        parameter._local_tensor = local
-    else:
-        module._parameters[leaf] = local
+    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if rows is not None:
+        part = rows.of(part).clone()
+    here = torch.empty_like(part, device=device) if part.is_meta else part.detach().to(device).contiguous()
+    local = kept = nn.Parameter(here, requires_grad=False)
+    if isinstance(parameter, DTensor) and module in keep:
+        wrapped: Any = DTensor.from_local(
+            local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+            stride=parameter.stride(),
+        )  # fmt: skip
+        wrapped._local_tensor = local
+        kept = nn.Parameter(wrapped, requires_grad=False)
+        kept._local_tensor = local  # type: ignore[attr-defined]
+    module._parameters[leaf] = kept
+    if rows is not None:
+        return Shard(local, shape, rows)
     return Shard(local, shape, _piece(parameter))
 
 
@@ -143,29 +180,13 @@ def taken(shards: Mapping[str, Shard], tensors: Mapping[str, torch.Tensor]) -> d
     return found
 
 
-def _piece(parameter: DTensor) -> TensorSlice:
-    """Which part of it this rank holds, by cutting a tensor of indices in the same way."""
-    (placement,) = parameter.placements
-    dim = getattr(placement, "dim", None)
-    if dim is None:
+def _piece(parameter: nn.Parameter) -> TensorSlice:
+    """Which part of it this rank holds."""
+    cut = [(dim, runs) for dim, runs in enumerate(held(parameter)) if list(runs) != [(0, parameter.shape[dim])]]
+    if not cut:
         return TensorSlice(None)
-    dim %= parameter.ndim
-    shape = [1] * parameter.ndim
-    shape[dim] = parameter.shape[dim]
-    index = torch.arange(shape[dim]).view(shape)
-    mine = distribute_tensor(index, parameter.device_mesh, [placement], src_data_rank=None).to_local()
-    return TensorSlice(dim, runs_of(mine.flatten().tolist()))
-
-
-def runs_of(index: list[int]) -> tuple[tuple[int, int], ...]:
-    """Indices as ranges [first, last) of neighbours."""
-    runs: list[tuple[int, int]] = []
-    for at in index:
-        if runs and runs[-1][1] == at:
-            runs[-1] = (runs[-1][0], at + 1)
-        else:
-            runs.append((at, at + 1))
-    return tuple(runs)
+    ((dim, runs),) = cut
+    return TensorSlice(dim, tuple(runs))
 
 
 def plain_pieces(shards: Mapping[str, Shard]) -> dict[str, Any]:

@@ -1,15 +1,18 @@
 """A checkpoint: a Hugging Face folder that `from_pretrained` loads, the optimiser's state in shards beside it.
 
-Every rank copies its part to main memory while training waits (`stage`); threads write the copies. Rank 0 writes the
-whole weights, or the adapters alone, and is done when the shards of all ranks stand beside them. No pickle anywhere.
+Every rank writes what it holds, in the background, straight from its memory: the weights into files that all ranks
+share, its optimiser's state into one of its own. Nobody gathers a tensor or keeps a copy; so the next update waits
+until all is read (`Learner.unread`). What lies on a GPU is copied to main memory first, and no update waits for the
+disk. Rank 0 adds the config, and is done when the shards of all ranks stand beside it. No pickle anywhere.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +22,12 @@ from torch import Tensor
 
 from dataflow.errors import RunError
 from dataflow.limits import Limits
+from dataflow.model import ADAPTER_CONFIG
 from operators.models import adapters
 from operators.models.loading import no_progress_bar
+from operators.models.slices import saved_as
 from operators.training.checkpoints import shards
+from operators.training.checkpoints.model_files import ModelFiles
 from operators.training.checkpoints.staging import Background, StagingBuffers
 from operators.training.learner.optimizer import fresh_state, state_tensors
 
@@ -37,40 +43,62 @@ DEADLINE_S = Limits().checkpoint_s
 
 @dataclass(frozen=True)
 class StagedState:
-    """One rank's part of a checkpoint, in main memory."""
+    """Rank 0's part of a checkpoint but for the tensors that each rank writes."""
 
     module: Any
-    weights: Mapping[str, Tensor]
-    """Whole, on rank 0; of a module with adapters these alone."""
-    pieces: Mapping[str, shards.TensorPart]
-    """Of the optimiser's state, <parameter>/<moment>."""
-    rank: int
+    gathered: Mapping[str, Tensor] | None
+    """Whole weights, where files cannot be written part by part."""
     ranks: int
     deadline_s: float
-    """For the other ranks' parts."""
+    """For the ranks' parts."""
 
     def write(self, folder: Path, tokenizer: Any, facts: Mapping[str, int | float | str]) -> None:
-        """Write all of it, and on rank 0 wait for the others' shards. RunFolderError names the file that it cannot."""
-        if self.rank == 0:
-            self._write_model(folder, tokenizer)
-            with shards.explained(folder / STATE_FILE):
-                text = json.dumps({"format": FORMAT, **facts}, indent=1) + "\n"
-                (folder / STATE_FILE).write_text(text, "utf-8")
-        place = folder / OPTIMIZER_FOLDER
-        shards.write(place / shards.file_name(self.rank, self.ranks), self.pieces)
-        if self.rank == 0:
-            shards.wait_for(place, self.ranks, self.deadline_s)
-
-    def _write_model(self, folder: Path, tokenizer: Any) -> None:
-        with shards.explained(folder / "model.safetensors"):
-            if adapters.is_adapted(self.module):
-                adapters.save(folder, self.module, self.weights)
-            else:
-                with no_progress_bar():
-                    self.module.save_pretrained(folder, state_dict=dict(self.weights))
+        """Write the rest, and wait for all ranks' parts. RunFolderError names the file that cannot be written."""
+        self._write_config(folder)
         if tokenizer is not None:
             with shards.explained(folder / "tokenizer.json"):
                 tokenizer.save_pretrained(folder)
+        with shards.explained(folder / STATE_FILE):
+            text = json.dumps({"format": FORMAT, **facts}, indent=1) + "\n"
+            (folder / STATE_FILE).write_text(text, "utf-8")
+        shards.wait_for(folder / OPTIMIZER_FOLDER, self.ranks, self.deadline_s)
+
+    def _write_config(self, folder: Path) -> None:
+        if adapters.is_adapted(self.module):
+            with shards.explained(folder / ADAPTER_CONFIG):
+                adapters.save_config(folder, self.module)
+            return
+        with shards.explained(folder / "config.json"), no_progress_bar():
+            if self.gathered is not None:
+                self.module.save_pretrained(folder, state_dict=dict(self.gathered))
+                return
+            with tempfile.TemporaryDirectory(dir=folder) as aside:
+                self.module.save_pretrained(aside, state_dict={})
+                for path in Path(aside).iterdir():
+                    if path.suffix != shards.SUFFIX:
+                        path.replace(folder / path.name)
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """What one rank writes."""
+
+    files: ModelFiles | None
+    weights: Mapping[str, Sequence[shards.TensorPart]]
+    state: Mapping[str, Sequence[shards.TensorPart]]
+    """Of the optimiser, <parameter>/<moment>."""
+    rank: int
+    ranks: int
+
+    def write(self, folder: Path) -> None:
+        """Write them; what goes wrong, rank 0's `StagedState.write` raises."""
+        place = folder / OPTIMIZER_FOLDER
+        try:
+            if self.files is not None:
+                self.files.write(self.weights, first=self.rank == 0)
+            shards.write(place / shards.file_name(self.rank, self.ranks), self.state)
+        except Exception as error:
+            shards.give_up(place, self.rank, error)
 
 
 @dataclass(frozen=True)
@@ -79,7 +107,6 @@ class _Writer:
 
     staging: StagingBuffers
     background: Background
-    """Of a rank behind rank 0."""
 
 
 _WRITERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Writer] = weakref.WeakKeyDictionary()
@@ -98,31 +125,65 @@ def prepare(folder: Path) -> None:
 
 
 def stage(learner: Learner, rank: int, ranks: int, folder: Path, deadline_s: float = DEADLINE_S) -> StagedState | None:
-    """Copy this rank's part to main memory: for `Learner.everywhere`, as tensors are gathered one by one.
+    """Begin to write this rank's part: for `Learner.everywhere`.
 
-    folder: one that all ranks see, after `prepare`. Rank 0 gets its part, to write it when it likes, before the next
-    call; the others write theirs in the background, and return None. What goes wrong there, rank 0's `write` raises.
+    folder: one that all ranks see, after `prepare`. Rank 0 gets the rest, to write it when it likes. Until all ranks
+    have written, which the learner waits for by itself, their weights and state have to stay as they are.
     """
     writer = _WRITERS.setdefault(
         learner.optimizer, _Writer(StagingBuffers(), Background(f"rank {rank}'s part of a checkpoint"))
     )
     writer.background.wait(deadline_s)
-    weights = {}
-    for name, tensor in _exported(learner.forward.module).items():
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        if rank == 0:
-            weights[name] = writer.staging.copy(name, whole)
-    pieces = {}
-    for name, tensor in state_tensors(learner.optimizer, learner.parameters).items():
-        piece = shards.piece_of(tensor, rank)
-        if piece is not None:
-            pieces[name] = shards.TensorPart(writer.staging.copy(name, piece.tensor), piece.offsets)
+    module = learner.forward.module
+    exported, cut = _exported(module), saved_as(module)
+    files = _files(folder, module, exported, cut)
+    gathered: dict[str, Tensor] | None = None
+    if files is None:
+        gathered = _gathered(exported, rank)
+    copied = writer.staging.copied
+    parts = RankParts(
+        files,
+        {} if files is None else {name: shards.parts_of(each, rank, copied(name)) for name, each in exported.items()},
+        {
+            name: shards.parts_of(each, rank, copied(name))
+            for name, each in state_tensors(learner.optimizer, learner.parameters).items()
+        },
+        rank,
+        ranks,
+    )
     writer.staging.settle()
-    staged = StagedState(learner.forward.module, weights, pieces, rank, ranks, deadline_s)
-    if rank == 0:
-        return staged
-    writer.background.start(functools.partial(_write_beside, staged, folder), deadline_s)
-    return None
+    writer.background.start(functools.partial(parts.write, folder), deadline_s)
+    if rank:
+        return None
+    if not all(weight.is_cuda for weight in learner.parameters.values()):
+        learner.before_change = functools.partial(_wait_everywhere, learner, deadline_s)
+    return StagedState(module, gathered, ranks, deadline_s)
+
+
+def written(learner: Learner, rank: int, ranks: int, deadline_s: float) -> None:
+    """Wait until this rank's part is written: for `Learner.everywhere`. DeadlineError after so many seconds."""
+    _WRITERS[learner.optimizer].background.wait(deadline_s)
+
+
+def _wait_everywhere(learner: Learner, deadline_s: float) -> None:
+    learner.everywhere(written, deadline_s=deadline_s)
+
+
+def _files(folder: Path, module: Any, exported: Mapping[str, Any], cut: Mapping[str, Any] | None) -> ModelFiles | None:
+    """Where all that is exported goes; None where only transformers can tell."""
+    if adapters.is_adapted(module):
+        return ModelFiles.of(folder, exported, {}, adapters.WEIGHTS_FILE, adapters.in_file)
+    return None if cut is None else ModelFiles.of(folder, exported, cut)
+
+
+def _gathered(exported: Mapping[str, Any], rank: int) -> dict[str, Tensor] | None:
+    """Whole tensors in main memory on rank 0, put together one by one; all ranks call this."""
+    found = {}
+    for name, tensor in exported.items():
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if rank == 0:
+            found[name] = full.detach().to("cpu", copy=True)
+    return found if rank == 0 else None
 
 
 def save(
@@ -138,8 +199,7 @@ def save(
     staged = stage(learner, rank, ranks, folder)
     if staged is not None:
         staged.write(folder, tokenizer, facts)
-    else:
-        _WRITERS[learner.optimizer].background.wait(DEADLINE_S)
+    written(learner, rank, ranks, DEADLINE_S)
 
 
 def restore(learner: Learner, rank: int, ranks: int, folder: Path) -> None:
@@ -170,10 +230,3 @@ def _exported(module: Any) -> dict[str, Any]:
     named = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in module.state_dict().items() if name not in named}
     return dict(module.named_parameters()) | buffers
-
-
-def _write_beside(staged: StagedState, folder: Path) -> None:
-    try:
-        staged.write(folder, None, {})
-    except Exception as error:  # rank 0 raises it
-        shards.give_up(folder / OPTIMIZER_FOLDER, staged.rank, error)

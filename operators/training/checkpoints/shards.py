@@ -1,8 +1,8 @@
 """Tensors that ranks share out, on disk: a safetensors file per rank, read back by any number of them; imports torch.
 
 The files are those of torch.distributed.checkpoint's Hugging Face storage, whose reader reads them: a header says where
-each piece begins in its tensor. Its writer is not used, because with it the ranks exchange their plans as pickles, in
-collectives that training would have to wait for; this one asks nobody.
+each part begins in its tensor. Its writer is not used, because with it the ranks exchange their plans as pickles, in
+collectives that training would have to wait for; this one asks nobody, and holds no copy.
 """
 
 from __future__ import annotations
@@ -10,24 +10,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dataflow.errors import DeadlineError, RunError
 from dataflow.system.clocks import Countdown
 from dataflow.system.files import RunFolderError, disk
+from operators.models.held import held
+from operators.models.slices import boxes, narrowed, overlap, whole
+from operators.models.tensor_files import StoredTensor, content_of, laid_out, read_part, write_part
+from operators.training.learner.together import local
 
 SUFFIX = ".safetensors"
+_SHARDING = "DCP_SHARDING_INFO"
+_AGAIN = "//"
+"""Between a tensor's name and a number, where a rank holds parts of it that do not lie together."""
 _UNSAID = "writing '{folder}' failed on a rank behind rank 0, and its disk did not take the reason; make room on it"
 
 
@@ -45,32 +51,46 @@ def file_name(rank: int, ranks: int) -> str:
     return f"shard-{rank + 1:05d}-of-{ranks:05d}{SUFFIX}"
 
 
-def piece_of(tensor: Tensor, rank: int) -> TensorPart | None:
-    """What this rank is to write of a tensor; None where that is nothing, or another rank writes the same.
+def parts_of(tensor: Any, rank: int, copied: Callable[[Tensor], Tensor] = lambda own: own) -> list[TensorPart]:
+    """What this rank is to write of a tensor: nothing where that is nothing, or another rank writes the same.
 
-    tensor: whole, then rank 0 writes it; or a DTensor, then the first of those that hold a piece does.
+    tensor: whole, then rank 0 writes it; or a DTensor, then the first of those that hold a part does. Parts are views
+    of what the rank holds, or of what `copied` makes of it.
     """
     if not hasattr(tensor, "to_local"):
-        return TensorPart(tensor, [0] * tensor.ndim) if rank == 0 else None
-    shared: Any = tensor
-    mesh = shared.device_mesh
-    at = mesh.get_coordinate()
-    is_copy = any(place.is_replicate() and index for place, index in zip(shared.placements, at, strict=True))
-    if is_copy or not (mesh.mesh == 0).any() or not shared.to_local().numel():
-        return None
-    (chunk,) = shared.__create_chunk_list__()
-    return TensorPart(shared.to_local(), list(chunk.offsets))
+        runs = whole(tensor.shape) if rank == 0 else None
+    else:
+        mesh = tensor.device_mesh
+        at = mesh.get_coordinate()
+        is_copy = any(place.is_replicate() and index for place, index in zip(tensor.placements, at, strict=True))
+        runs = held(tensor) if not is_copy and bool((mesh.mesh == 0).any()) else None
+    own = local(tensor).detach()
+    if runs is None or not own.numel():
+        return []
+    kept = copied(own)
+    return [TensorPart(narrowed(kept, here, size), list(first)) for first, here, size in boxes(runs)]
 
 
-def write(path: Path, pieces: Mapping[str, TensorPart]) -> None:
-    """Write a rank's pieces, contiguous and in main memory; the file appears whole. RunFolderError names it."""
-    offsets = {name: {"saved_offsets": list(piece.offsets)} for name, piece in pieces.items()}
+def write(path: Path, pieces: Mapping[str, Sequence[TensorPart]]) -> None:
+    """Write a rank's parts, by the names of their tensors; the file appears whole. RunFolderError names it."""
+    named = {
+        f"{name}{_AGAIN}{number}" if number else name: part
+        for name, parts in pieces.items() for number, part in enumerate(parts)
+    }  # fmt: skip
+    offsets = {name: {"saved_offsets": list(part.offsets)} for name, part in named.items()}
     temporary = path.with_name(f".{path.name}.tmp")
+    header, size, places = laid_out(
+        temporary, {name: (part.tensor.shape, part.tensor.dtype) for name, part in named.items()},
+        {"format": "pt", "DCP_VERSION": "1.0", _SHARDING: json.dumps(offsets)},
+    )  # fmt: skip
     with explained(path):
-        save_file(
-            {name: piece.tensor for name, piece in pieces.items()}, temporary,
-            metadata={"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)},
-        )  # fmt: skip
+        with temporary.open("wb") as file:
+            file.write(header)
+            file.truncate(size)
+            file.flush()
+            for name, part in named.items():
+                write_part(file.fileno(), places[name], [0] * part.tensor.ndim, part.tensor)
+            os.fsync(file.fileno())
         temporary.replace(path)
 
 
@@ -102,24 +122,55 @@ def give_up(folder: Path, rank: int, error: BaseException) -> None:
 
 
 def read(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill tensors, or this rank's pieces of DTensors, from the files of all ranks; no rank waits for another.
+    """Fill tensors, or this rank's parts of DTensors, from the files of all ranks; no rank waits for another.
 
     Raises RunError for a tensor that is missing there or has another shape.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    except (CheckpointException, Exception) as error:  # the first is no Exception; whatever is raised means the same
-        said = str(error).strip().splitlines()
+        stored = _stored(folder)
+        for name, tensor in into.items():
+            own, parts = local(tensor).detach(), stored.get(name, ())
+            ends = [[at + size for at, size in zip(offsets, place.shape, strict=True)] for place, offsets in parts]
+            found = [max(of_dim) for of_dim in zip(*ends, strict=True)]
+            if not parts or found != list(tensor.shape):
+                raise ValueError(f"it has '{name}' {found if parts else 'not'}, and {list(tensor.shape)} is needed")
+            missing = own.numel()
+            for first, here, size in boxes(held(tensor)):
+                missing -= sum(_read(place, offsets, first, narrowed(own, here, size)) for place, offsets in parts)
+            if missing:
+                raise ValueError(f"the file of some rank is missing: it has not all of '{name}'")
+    except (OSError, EOFError, ValueError, KeyError) as error:
         raise RunError(
-            f"'{folder}' does not hold this state: {type(error).__name__}: {said[-1] if said else ''}; "
-            f"resume with the model of the checkpoint"
+            f"'{folder}' does not hold this state: {error}; resume with the model of the checkpoint"
         ) from error
+
+
+def _stored(folder: Path) -> dict[str, list[tuple[StoredTensor, Sequence[int]]]]:
+    """By name, the parts of each tensor in a folder's files, and where they begin in it."""
+    found: dict[str, list[tuple[StoredTensor, Sequence[int]]]] = {}
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        content = content_of(path)
+        sharding = json.loads(content.metadata[_SHARDING])
+        for name, place in content.tensors.items():
+            found.setdefault(name.partition(_AGAIN)[0], []).append((place, sharding[name]["saved_offsets"]))
+    return found
+
+
+def _read(place: StoredTensor, offsets: Sequence[int], first: Sequence[int], into: Tensor) -> int:
+    """Read what a stored part has of the box that begins at `first` of the whole tensor; how many numbers that is."""
+    common = overlap(first, into.shape, offsets, place.shape)
+    if common is None:
+        return 0
+    begin, size = common
+    file = os.open(place.path, os.O_RDONLY)
+    try:
+        read_part(
+            file, place, [at - own for at, own in zip(begin, offsets, strict=True)],
+            narrowed(into, [at - own for at, own in zip(begin, first, strict=True)], size),
+        )  # fmt: skip
+    finally:
+        os.close(file)
+    return math.prod(size)
 
 
 @contextlib.contextmanager

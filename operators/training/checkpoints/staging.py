@@ -1,4 +1,4 @@
-"""A checkpoint beside the training: copies in main memory, and one thread that writes them; imports torch."""
+"""A checkpoint beside the training: copies of what is on a GPU, and one thread that writes; imports torch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ class StagingBuffers:
 
     _buffers: dict[str, Tensor] = field(default_factory=dict)
     _devices: set[torch.device] = field(default_factory=set)
+
+    def copied(self, name: str) -> Callable[[Tensor], Tensor]:
+        """What brings a tensor of that name to main memory: one that is there is itself."""
+        return lambda tensor: self.copy(name, tensor) if tensor.is_cuda else tensor
 
     @torch.no_grad()
     def copy(self, name: str, tensor: Tensor) -> Tensor:

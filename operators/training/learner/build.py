@@ -37,19 +37,7 @@ def make_learner(trainer: TrainerKnobs, model: Model, *, node: str, device: str,
         module = load_adapted(model, device=device)
     else:
         module = load_model(model, device=device, dtype="float32")
-    take_over(module)
     return learner_of(trainer, forward_of(trainer, module), node=node, seed=seed)
-
-
-def take_over(module: Any) -> None:
-    """Give the weights to be trained memory of their own, as torch aligns it.
-
-    Loaded ones are parts of a mapped file, anywhere in it; and on CPUs the last bit of a matrix product depends on
-    where its factors begin, so that a trainer would not come back to the weights that it had.
-    """
-    for weight in module.parameters():
-        if weight.requires_grad and weight.device.type == "cpu":
-            weight.data = weight.data.clone(memory_format=torch.contiguous_format)
 
 
 def learner_of(trainer: TrainerKnobs, forward: Forward, *, node: str, seed: int = 0) -> Learner:

@@ -83,6 +83,8 @@ class Learner:
     together: Together = field(default_factory=Alone)
     parked: Parked | None = None
     """Takes what it does not need off its device, where the trainer offloads; see `memory`."""
+    before_change: Callable[[], None] | None = None
+    """Waits for those who read the weights and the optimiser's state, a checkpoint; see `unread`."""
     _rows: StepRows | None = None
     _diagnostics: Diagnostics | None = None
     _scale_R: Array = field(default_factory=lambda: np.zeros(0))
@@ -199,6 +201,7 @@ class Learner:
         culprit = None
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.together.clip(gradients, self.max_grad_norm, norm)
+            self.unread()
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
@@ -245,6 +248,12 @@ class Learner:
         """Call a module's function(learner=, rank=, ranks=, **arguments) on each rank, all of which do so together;
         what they return. Arguments and results are plain values, and paths."""
         return [function(learner=self, rank=0, ranks=1, **arguments)]
+
+    def unread(self) -> None:
+        """Wait until nobody reads the weights and the optimiser's state any more: before they change or move."""
+        waiting, self.before_change = self.before_change, None
+        if waiting is not None:
+            waiting()
 
     def close(self) -> None:
         """Give back what it holds beside its model."""

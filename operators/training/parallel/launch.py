@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,12 +14,12 @@ from dataflow.model import Model
 from dataflow.node import Context
 from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsOut
-from dataflow.worker.ports import offer_beside
+from dataflow.worker.weight_ports import offer_beside
 from operators.models.heads import key_value_heads
-from operators.models.loading import load_configs
+from operators.models.loading import load_configs, outlined_to_train
 from operators.ranks import group
-from operators.ranks.exchange import Exchange, expected
-from operators.ranks.messages import Load, Loaded
+from operators.ranks.exchange import Exchange, expected, named
+from operators.ranks.messages import Build, Load, Loaded
 from operators.ranks.team import Team, forked
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
@@ -28,7 +28,10 @@ from operators.training.parallel.follow import Duties, run_rank
 from operators.training.parallel.lead import LedLearner
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh, make_mesh, placed
 from operators.training.parallel.messages import CODEC, Join
-from operators.training.parallel.shard import shard
+from operators.training.parallel.shard import learner_of_slices, read_slices, shard
+
+if TYPE_CHECKING:
+    from operators.models.slices import Outline
 
 
 def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearner, Context]:
@@ -38,20 +41,22 @@ def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearn
     def make() -> Learner:
         return make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed)
 
-    learner = lead(trainer, context, make, key_value_heads=heads)
+    learner = lead(trainer, context, make, outlined_to_train(model), key_value_heads=heads)
     if context.writer is None:
         return learner, context
     return learner, dataclasses.replace(context, writer=learner.opener(context.writer))
 
 
 def lead(
-    trainer: TrainerKnobs, context: Context, make: Callable[[], Learner], *, key_value_heads: int = 0
-) -> LedLearner:
+    trainer: TrainerKnobs, context: Context, make: Callable[[], Learner], found: Outline | None = None, *,
+    key_value_heads: int = 0,
+) -> LedLearner:  # fmt: skip
     """The learner of `context.ranks` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
 
-    make: the learner of the whole model, in main memory. The other ranks are forks of this process, as it is now: call
-    this before it has used a GPU. One rank at a time holds the whole model, until it has kept its own slices of it.
-    key_value_heads: of the model, where its layers are shared out.
+    found: of the model, of which then each rank reads its own slices, all at once. make: where there is none, the
+    learner of the whole model, in main memory; one rank at a time holds that, until it has kept its own slices. The
+    other ranks are forks of this process, as it is now: call this before it has used a GPU. key_value_heads: of the
+    model, where its layers are shared out.
 
     Raises:
         ModelError: the model cannot be loaded or shared out.
@@ -68,18 +73,28 @@ def lead(
             key_value_heads=key_value_heads,
         )  # fmt: skip
 
-    def loaded(rank: int, mesh: TrainerMesh) -> Learner:
-        learner = make()
+    def loaded(rank: int, mesh: TrainerMesh) -> Callable[[], Learner]:
+        """What makes the learner, in step with the other ranks, once all have read the model."""
         compute = None if trainer.model.dtype == "float32" else getattr(torch, trainer.model.dtype)
-        shard(learner, mesh, compute, device_of(context.device, rank), trainer.model.name)
-        return learner
+        device = device_of(context.device, rank)
+        if found is None:
+            learner = make()
+            shard(learner, mesh, compute, device, trainer.model.name)
+            return lambda: learner
+        sharded = read_slices(trainer.model, found, mesh, compute, device)
+        return lambda: learner_of_slices(trainer, sharded, mesh, device, node=context.node, seed=context.seed)
 
     def follow(end: int, rank: int) -> int:
         def built(channel: Channel[Any], folder: Path) -> Learner:
             mesh = joined(rank, folder)
             expected(Load, channel, rank, os.getppid(), limits.exchange_s)
-            learner = loaded(rank, mesh)
+            making = loaded(rank, mesh)
             channel.send(Loaded())
+            expected(Build, channel, rank, os.getppid(), limits.exchange_s)
+            watch = group.watched(limits.exchange_s)
+            with named(channel, rank, os.getppid(), "making the learner", watch):
+                learner = making()
+            watch.close()
             return learner
 
         def opened(sites: Sequence[Mapping[str, Any]], learner: Learner) -> WeightsOut:
@@ -97,12 +112,19 @@ def lead(
     with team.starting():
         team.tell(Join(str(team.folder)))
         mesh = joined(0, team.folder)
-        own = loaded(0, mesh)
+        if found is not None:
+            team.tell(Load())
+        making = loaded(0, mesh)
         for rank in range(1, ranks):
-            team.tell(Load(), rank)
+            if found is None:
+                team.tell(Load(), rank)
             team.answer(rank, Loaded)
+        team.tell(Build())
+        watch = group.watched(limits.exchange_s)
+        with watch.within():
+            own = making()
     own.together = MeshTogether(mesh, team.fallen, limits.exchange_s)
-    return LedLearner(own, Exchange(team, group.watched(limits.exchange_s)), mesh)
+    return LedLearner(own, Exchange(team, watch), mesh)
 
 
 def device_of(first: str, rank: int) -> torch.device:

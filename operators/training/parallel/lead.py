@@ -74,6 +74,7 @@ class LedLearner(Learner):
 
     def end(self, learning_rate: float) -> StepOutcome:
         """Update the weights on all ranks, or on none; what was not finite is named wherever it was found."""
+        self.unread()
         with self._exchange.together(f"the end of step {self._steps}"):
             self._exchange.tell(End(learning_rate))
             outcome = super().end(learning_rate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +12,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from operators.models import adapters
 from operators.models.errors import ModelError
 from operators.models.heads import heads_of, place_of, settle_groups, shared_places
+from operators.models.held import held
+from operators.models.loading import fill
+from operators.training.learner.build import forward_of, learner_of
+from operators.training.learner.together import local
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh
 from operators.training.parallel.shared_heads import share
 
 if TYPE_CHECKING:
+    from dataflow.model import Model
     from dataflow.rollout_tokens import SamplingMask
+    from operators.models.slices import Outline
+    from operators.training.knobs import TrainerKnobs
     from operators.training.learner.learner import Forward, Learner
     from operators.training.learner.packing import TokenTree
 
@@ -24,35 +31,53 @@ if TYPE_CHECKING:
 class Sharded:
     """A `Forward` whose parameters are gathered layer by layer while it computes, and given back after."""
 
-    def __init__(self, forward: Forward, mesh: TrainerMesh, compute: torch.dtype | None, device: torch.device) -> None:
-        """compute: type in which parameters are gathered; None: their own. All ranks call `computed` as often."""
-        self.module = forward.module
+    def __init__(self, module: Any, mesh: TrainerMesh, compute: torch.dtype | None) -> None:
+        """module: whole, or on the meta device. compute: type in which parameters are gathered; None: their own. All
+        ranks call `computed` as often."""
+        self.module = module
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        whole = _Whole(forward)
-        for each in [*layers_of(forward.module), whole]:
+        whole = _Whole(module)
+        for each in [*layers_of(module), whole]:
             shard: Any = fully_shard(each, mesh=mesh.data, mp_policy=precision)
             assert isinstance(shard, FSDPModule)
             shard.set_gradient_divide_factor(1.0)  # the loss is divided by the whole step's tokens already
             shard.set_force_sum_reduction_for_comms(True)
+        self._whole: Any = whole
+        self._forward: Forward | None = None
+
+    def computes_by(self, forward: Forward, device: torch.device) -> None:
+        """Say how it computes."""
         forward._device = device  # type: ignore[attr-defined]
-        self._whole = whole
+        self._forward = forward
+
+    def take_memory(self, device: torch.device) -> None:
+        """Have memory for this rank's parts of a module on the meta device, not set to anything."""
+        self._whole._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
+        self.module.tie_weights()
+
+    @torch.no_grad()
+    def made(self, make: Callable[[], Forward]) -> Forward:
+        """What `make` makes, which may call the module for it; all ranks do so together."""
+        forward: Forward = self._whole(make)
+        self._whole.reshard()
+        return forward
 
     def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """As the forward's."""
-        found: dict[str, Tensor] = self._whole(packed, left_T, wanted)
+        assert self._forward is not None, "it was said how it computes"
+        found: dict[str, Tensor] = self._whole(self._forward.computed, packed, left_T, wanted)
         return found
 
 
 class _Whole(nn.Module):
-    """The root that gathers what no layer has: whatever of the model a forward reads, it reads in here."""
+    """The root that gathers what no layer has: whatever of the model is read, is read in here."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = forward.module
-        self._computed = forward.computed
+        self.module = module
 
-    def forward(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
-        return self._computed(packed, left_T, wanted)
+    def forward(self, call: Callable[..., Any], *given: Any) -> Any:
+        return call(*given)
 
 
 def shard(learner: Learner, mesh: TrainerMesh, compute: torch.dtype | None, device: torch.device, name: str) -> None:
@@ -61,20 +86,56 @@ def shard(learner: Learner, mesh: TrainerMesh, compute: torch.dtype | None, devi
     Raises ModelError for a model that cannot be shared out.
     """
     forward = learner.forward
-    if not getattr(forward, "packs", True):
-        raise ModelError(
-            f"model '{name}' cannot be trained on several ranks: {type(forward.module).__name__} keeps its own "
-            f"attention, which is called once for each length, and ranks must be called alike; train it on one rank"
-        )
+    _check_packs(forward, name)
     before = {id(weight): at for at, weight in forward.module.named_parameters()}
-    if mesh["tp"].size() > 1:
-        cut(forward.module, mesh, name)
-    learner.forward = Sharded(forward, mesh, compute, device)
+    sharded = _shared_out(forward.module, mesh, compute, name)
+    sharded.computes_by(forward, device)
+    learner.forward = sharded
     learner.together = MeshTogether(mesh)
     after = dict(forward.module.named_parameters())
     for group in learner.optimizer.param_groups:
         group["params"] = [after[before[id(weight)]] for weight in group["params"]]
     learner.parameters = {at: weight for at, weight in after.items() if weight.requires_grad}
+
+
+def read_slices(
+    model: Model, found: Outline, mesh: TrainerMesh, compute: torch.dtype | None, device: torch.device
+) -> Sharded:
+    """One rank's part of a model, on `device`, read from the model's files: the whole is nowhere.
+
+    How it computes is not said yet. Raises ModelError as `shard`, and where a file cannot be read."""
+    sharded = _shared_out(found.module, mesh, compute, model.name)
+    sharded.take_memory(device)
+    with torch.no_grad():
+        tensors = {**dict(found.module.named_parameters()), **dict(found.module.named_buffers())}
+        fill(model, found, {name: (local(tensors[name].detach()), held(tensors[name])) for name in found.names})
+    return sharded
+
+
+def learner_of_slices(
+    trainer: TrainerKnobs, sharded: Sharded, mesh: TrainerMesh, device: torch.device, *, node: str, seed: int
+) -> Learner:
+    """A learner of what `read_slices` has read; all ranks make theirs together. ModelError as `shard`."""
+    forward = sharded.made(lambda: forward_of(trainer, sharded.module))
+    _check_packs(forward, trainer.model.name)
+    sharded.computes_by(forward, device)
+    learner = learner_of(trainer, sharded, node=node, seed=seed)
+    learner.together = MeshTogether(mesh)
+    return learner
+
+
+def _shared_out(module: Any, mesh: TrainerMesh, compute: torch.dtype | None, name: str) -> Sharded:
+    if mesh["tp"].size() > 1:
+        cut(module, mesh, name)
+    return Sharded(module, mesh, compute)
+
+
+def _check_packs(forward: Forward, name: str) -> None:
+    if not getattr(forward, "packs", True):
+        raise ModelError(
+            f"model '{name}' cannot be trained on several ranks: {type(forward.module).__name__} keeps its own "
+            f"attention, which is called once for each length, and ranks must be called alike; train it on one rank"
+        )
 
 
 def layers_of(module: Any) -> list[nn.Module]:

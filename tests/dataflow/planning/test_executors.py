@@ -71,16 +71,25 @@ SEATS = [
     ],
 )
 def test_the_executor_follows_from_where_the_two_ranks_sit(source: Seat, destination: Seat, executor: str) -> None:
-    assert choose(source, destination) == executor
+    assert choose([source], [destination]) == executor
+
+
+def test_one_executor_serves_every_pair_of_a_trainer_s_ranks_and_a_reader_s() -> None:
+    here, there = (Seat(process="a", device="cuda:0"), Seat(process="b", device="cuda:1")), Seat(process="c")
+    assert choose(here, [there]) == "shared_memory"
+    assert choose(here, [there, Seat(process="d", machine="there")]) == "gloo"
+    apart = [Seat(process="c", device="cuda:0", machine="there"), Seat(process="d", device="cuda:2")]
+    assert choose(here, apart) == "nccl"
+    assert choose(here, [*apart, Seat(process="e", device="cuda:1")]) == "gloo", "two ranks cannot share a GPU"
 
 
 @pytest.mark.parametrize(("source", "destination"), [*itertools.product(SEATS, SEATS)])
 def test_what_is_chosen_can_serve_and_the_choice_does_not_depend_on_the_direction(
     source: Seat, destination: Seat
 ) -> None:
-    chosen = choose(source, destination)
+    chosen = choose([source], [destination])
     assert obstacle(chosen, source, destination) is None
-    assert chosen == choose(destination, source)
+    assert chosen == choose([destination], [source])
     for executor in EXECUTORS:
         assert obstacle(executor, source, destination) == obstacle(executor, destination, source)
 
@@ -120,7 +129,7 @@ def test_every_pair_of_ranks_is_in_the_plan_and_one_line_sums_them_up() -> None:
     made = plan(build(DealtOut(model=POLICY)), GPUS, gpus={"generator": 4, "trainer": 2}, sizes=SIZES)
     assert len({(p.trainer_rank, p.replica, p.rank) for p in made.weight_paths}) == len(made.weight_paths) == 2 * 2 * 2
     assert weights_line(made) == (
-        "weights trainer -> generator: nccl (2 trainer ranks -> 2 readers of 2 ranks, up to 4.1 MiB each)"
+        "weights trainer -> generator: cuda_ipc (2 trainer ranks -> 2 readers of 2 ranks, up to 4.1 MiB each)"
     )
 
 

@@ -99,15 +99,17 @@ def test_a_plan_says_how_ranks_make_up_a_mesh_in_words_and_in_the_picture(
 @pytest.mark.parametrize(
     ("devices", "how", "executor"),
     [
-        (CPUS, {"ranks": {"trainer": 2}}, "gloo"),
-        (GPUS, {"gpus": {"trainer": 2}}, "gloo"),
-        (GPUS, {"gpus": {"trainer": 2, "generator": 2}}, "nccl"),
+        (CPUS, {"ranks": {"trainer": 2}}, "shared_memory"),
+        (CPUS, {"ranks": {"trainer": 2}, "weights": "gloo"}, "gloo"),
+        (GPUS, {"gpus": {"trainer": 2}}, "shared_memory"),
+        (GPUS, {"gpus": {"trainer": 2, "generator": 2}}, "cuda_ipc"),
+        (GPUS, {"gpus": {"trainer": 2, "generator": 2}, "weights": "nccl"}, "nccl"),
         (GPUS, {"gpus": {"trainer": 2, "generator": 2}, "weights": "gloo"}, "gloo"),
-        (GPUS, {"gpus": {"generator": 2, "trainer": "generator"}}, "gloo"),
+        (GPUS, {"gpus": {"generator": 2, "trainer": "generator"}}, "cuda_ipc"),
         (GPUS, {"gpus": {"trainer": 1, "generator": 2}}, "cuda_ipc"),
     ],
 )
-def test_each_rank_sends_its_own_shards_by_one_collective_for_all_and_the_plan_says_so(
+def test_each_rank_sends_its_own_shards_by_one_executor_for_all_and_the_plan_says_so(
     devices: Devices, how: dict[str, Any], executor: str
 ) -> None:
     made = plan(build(), devices, **how)
@@ -125,7 +127,7 @@ def test_each_rank_sends_its_own_shards_by_one_collective_for_all_and_the_plan_s
         (2, CPUS, {"ranks": {"trainer": 3}}, "on 3 ranks, but has tensor_parallel=2, .*multiple of 2"),
         (2, GPUS, {"gpus": {"trainer": 3}}, "on 3 ranks, but has tensor_parallel=2, .*multiple of 2"),
         (2, CPUS, {"one_process": True}, "on 2 ranks, but a run in one process has one of everything"),
-        (1, CPUS, {"ranks": {"trainer": 2}, "weights": "shared_memory"}, "needs one trainer rank .*use gloo"),
+        (1, CPUS, {"ranks": {"trainer": 2}, "weights": "nccl"}, "needs both ends on GPUs; .*use shared_memory"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_with_what_to_do(
@@ -150,9 +152,9 @@ def test_ranks_that_replicas_do_not_divide_are_refused(tensor_parallel: int, how
 
 def test_several_ranks_send_weights_narrow_as_one_does() -> None:
     graph = build(generator=Narrow(model=POLICY))
-    for ranks, executor in ((1, "shared_memory"), (2, "gloo")):
+    for ranks in (1, 2):
         made = plan(graph, CPUS, ranks={"trainer": ranks})
-        assert {path.executor for path in made.weight_paths} == {executor}
+        assert {path.executor for path in made.weight_paths} == {"shared_memory"}
 
 
 def graph_of_main() -> Graph:
@@ -162,7 +164,7 @@ def graph_of_main() -> Graph:
 def test_the_command_line_takes_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     main(graph_of_main, args=["--ranks", "trainer=2", "--explain", "--runs", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "weights trainer -> generator: gloo (2 trainer ranks -> 1 reader)" in said
+    assert "weights trainer -> generator: shared_memory (2 trainer ranks -> 1 reader)" in said
     with pytest.raises(SystemExit) as ended:
         main(graph_of_main, args=["--ranks", "trainer=many", "--explain", "--runs", str(tmp_path)])
     assert ended.value.code == 1

@@ -124,6 +124,35 @@ def test_quantising_in_slices_gives_what_the_whole_gives(monkeypatch):
     assert all(map(torch.equal, packed(weight, FORMATS["int8"], 2), whole))
 
 
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("poison", [0.0, float("nan"), -float("inf")])
+def test_parts_of_rows_are_quantised_as_whole_rows_are(form, dtype, poison):
+    weight = torch.randn(3, 5, 12).to(dtype)
+    weight[1, 2, 9], weight[0, 4] = poison, 0
+    parts, own = weight.split([7, 5], -1), []
+
+    def made(part, largest):
+        values, scale = torch.empty(part.shape, dtype=form.dtype), torch.empty(3, 5, 1)
+        pack(part.contiguous(), form, values, scale, largest)
+        return values, scale
+
+    for part in parts:
+        made(part, lambda mine: own.append(mine.clone()))
+    assert {each.dtype for each in own} == {torch.int32}, "a maximum of floats loses what is no number"
+    found = [made(part, lambda mine: mine.copy_(torch.maximum(*own))) for part in parts]
+    values, scale = packed(weight, form)
+    assert torch.equal(torch.cat([each for each, _ in found], -1).view(torch.uint8), values.view(torch.uint8))
+    assert all(torch.equal(each.view(torch.int32), scale.view(torch.int32)) for _, each in found)
+
+
+def test_slices_are_quantised_with_the_other_ranks_or_not_at_all(make_model):
+    model = make_model()
+    model._tp_size = 2
+    with pytest.raises(ModelError, match="2 ranks share out is quantised with sliced=.*say how it is shared out"):
+        quantise(model, "int8")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
 @pytest.mark.parametrize(("weights", "group"), [("int8", None), ("int8", 16), ("int8_dynamic", None), ("fp8", None)])
 def test_a_quantised_model_computes_what_its_dequantised_weights_do(make_model, family, weights, group):

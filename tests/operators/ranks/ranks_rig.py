@@ -15,6 +15,7 @@ from trainer_rig import tiny_learner, tiny_llama
 from dataflow.limits import Limits
 from dataflow.node import Context
 from dataflow.system.channel import Channel
+from operators.models.slices import Outline
 from operators.ranks.messages import codec_of
 from operators.ranks.team import Team, forked
 from operators.trainer import Trainer
@@ -74,16 +75,17 @@ def led(
     ranks: int,
     make: Callable[[], Learner] | None = None,
     *,
+    found: Outline | None = None,
     timeout_s: float = 30.0,
     key_value_heads: int = 2,
     **facts: Any,
 ) -> Iterator[LedLearner]:
-    """The learner of so many ranks; they end with the block."""
+    """The learner of so many ranks; they end with the block. found: what they read slices of, instead of `make`."""
     torch.set_num_threads(1)
     limits = Limits(start_s=90.0, exchange_s=timeout_s)
     context = Context(node="trainer", ranks=ranks, limits=limits, **facts)
     make = make or (lambda: tiny_learner(trainer, tiny_llama()))
-    learner = lead(trainer, context, make, key_value_heads=key_value_heads)
+    learner = lead(trainer, context, make, found, key_value_heads=key_value_heads)
     try:
         yield learner
     finally:

@@ -26,6 +26,7 @@ SLOW = pytest.mark.slow
         (2, 2, "float32"),
         pytest.param(2, 2, "bfloat16", marks=SLOW),
         pytest.param(4, 2, "float32", marks=SLOW),
+        pytest.param(4, 4, "float32", marks=SLOW),
     ],
 )
 @in_a_fork

@@ -117,7 +117,7 @@ def test_files_are_those_of_torch_distributed_checkpoint(tmp_path):
         (tmp_path / name).mkdir()
     writer = HuggingFaceStorageWriter(str(tmp_path / "theirs"), save_distributed=True)
     dcp.save(tensors, storage_writer=writer, no_dist=True)
-    shards.write(tmp_path / "ours" / shards.file_name(0, 1), {n: shards.piece_of(t, 0) for n, t in tensors.items()})
+    shards.write(tmp_path / "ours" / shards.file_name(0, 1), {n: shards.parts_of(t, 0) for n, t in tensors.items()})
     headers = []
     for name in ("theirs", "ours"):
         found = {each: torch.zeros_like(tensor) for each, tensor in tensors.items()}

@@ -137,6 +137,32 @@ def test_ranks_that_hold_the_same_key_value_head_make_the_steps_of_one(ranks, te
     compare(trainer, ranks, steps(2), make, key_value_heads=key_value_heads)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("ranks", "knobs"),
+    [(2, {"dp_replicate": 2}), (2, {"tensor_parallel": 2}), (4, {"dp_replicate": 2}), (4, {"tensor_parallel": 4})],
+    ids=str,
+)
+def test_gpus_of_a_mesh_make_the_steps_of_one_rank(ranks, knobs):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    in_a_fork(on_gpus)(ranks, knobs)
+
+
+def on_gpus(ranks, knobs):
+    """Losses and norms of ranks on GPUs are those of one on the CPU."""
+    trainer, heads = tiny_trainer(eps=EPS, **knobs), 1 if ranks == 2 else 2
+
+    def make():
+        return tiny_learner(trainer, of_heads(tiny_llama(), heads))
+
+    expected = train(make(), steps(2))
+    with led(trainer, ranks, make, key_value_heads=heads, device="cuda:0") as learner:
+        found = train(learner, steps(2))
+    for wanted, outcome in zip(expected, found, strict=True):
+        np.testing.assert_allclose([outcome.loss, outcome.grad_norm], [wanted.loss, wanted.grad_norm], rtol=1e-3)
+
+
 def qwen3():
     """Its norms of queries and keys see a rank's own heads alone."""
     torch.manual_seed(0)

@@ -205,7 +205,7 @@ def test_a_checkpoint_that_the_disk_refuses_ends_the_run_with_the_file_and_leave
 ):
     folder, _ = run
     _train(policy, run, range(4), steps=2)
-    write, (soft, hard) = checkpoint.StagedState.write, resource.getrlimit(resource.RLIMIT_FSIZE)
+    write, (soft, hard) = checkpoint.RankParts.write, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def with_little_room(*arguments: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
@@ -214,7 +214,7 @@ def test_a_checkpoint_that_the_disk_refuses_ends_the_run_with_the_file_and_leave
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    monkeypatch.setattr(checkpoint.StagedState, "write", with_little_room)
+    monkeypatch.setattr(checkpoint.RankParts, "write", with_little_room)
     with pytest.raises(RunFolderError, match=r"step-000004.*\.safetensors' failed: File too large; raise the limit"):
         _train(policy, run, range(4, 8), steps=4)
     assert folder.checkpoints.latest() == 2

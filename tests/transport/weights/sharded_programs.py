@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from transport.weights import Deadlines, Layout, ShardedReader, ShardedWriter
-from transport.weights.sharded.put import Deposit
+from transport.weights.sharded.put import Arrival, Deposit
 from transport.weights.sharded.steps import Step
 
 from .programs import check, compute
@@ -26,11 +26,11 @@ def values(layout: Layout, rank: int, value: float) -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, float(value)) for name, (shape, _) in layout.local(rank).items()}
 
 
-def serve(address: str, name: str, layout: Layout, rank: int, last: int) -> None:
+def serve(address: str, name: str, layout: Layout, rank: int, last: int, **knobs: object) -> None:
     """A generator's rank: compute with the weights all the time, adopt what comes, until the last version."""
     torch.set_num_threads(1)
     mine = {name: torch.nn.Parameter(tensor) for name, tensor in values(layout, rank, 0).items()}
-    reader = ShardedReader(layout, rank, address, name, deadlines=QUICK)
+    reader = ShardedReader(layout, rank, address, name, deadlines=QUICK, **knobs)
     reader.attach(mine)
     compute(reader, mine, last)
     time.sleep(0.2)
@@ -41,32 +41,25 @@ def serve(address: str, name: str, layout: Layout, rank: int, last: int) -> None
 def serve_and_stop_in_the_middle(address: str, name: str, layout: Layout, rank: int, last: int, how: int) -> None:
     """As `serve`, but it gets signal `how` once, half way through its second transfer."""
     received = []
-    unpack = Step.unpack
 
-    def stopping(step: Step) -> list[int]:
-        received.append(step)
-        if len(received) == 12 // layout.ranks:
-            os.kill(os.getpid(), how)
-        return unpack(step)
+    def stopping(unpack: Callable[[Step | Arrival], list[int]]) -> Callable[[Step | Arrival], list[int]]:
+        def stop(step: Step | Arrival) -> list[int]:
+            received.append(step)
+            if len(received) == 12 // layout.ranks:
+                os.kill(os.getpid(), how)
+            return unpack(step)
 
-    Step.unpack = stopping
+        return stop
+
+    for kind in (Step, Arrival):
+        kind.unpack = stopping(kind.unpack)
     serve(address, name, layout, rank, last)
 
 
-def train(
-    address: str,
-    layout: Layout,
-    rank: int,
-    versions: int,
-    pause_s: float,
-    hold: str = "snapshot",
-    backend: str = "gloo",
-) -> None:
+def train(address: str, layout: Layout, rank: int, versions: int, pause_s: float, hold: str = "snapshot") -> None:
     """A trainer's rank: publishes versions 1, 2, .. with a pause after each, and stays."""
     torch.set_num_threads(1)
-    writer = ShardedWriter(
-        layout, rank, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, hold=hold, backend=backend
-    )
+    writer = ShardedWriter(layout, rank, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, hold=hold)
     for version in range(1, versions + 1):
         writer.settle(10.0)
         writer.publish(version, values(layout, rank, version))
@@ -107,7 +100,16 @@ def put_and_stop_in_a_chunk(address: str, rank: int | None, woken: Path) -> None
         return pack(step)
 
     Deposit.pack = stopping
-    train(address, WHOLE if rank is None else HALVES, rank or 0, 2, 1.0, backend="shared_memory")
+    torch.set_num_threads(1)
+    layout = WHOLE if rank is None else HALVES
+    writer = ShardedWriter(
+        layout, rank or 0, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, backend="shared_memory"
+    )
+    writer.publish(1, values(layout, rank or 0, 1))
+    while rank is None and not any(status.version == 1 for status in writer.readers):
+        idle(writer, 0.01)
+    writer.publish(2, values(layout, rank or 0, 2))
+    idle(writer, DEADLINE_S)
 
 
 def idle(writer: ShardedWriter, seconds: float) -> None:

@@ -67,8 +67,8 @@ class CudaMemory:
         if handle["gpu"] not in visible:
             raise SegmentError(
                 f"the weights lie on a GPU that this process does not see; found {handle['gpu'].hex()}, visible "
-                f"{[uuid.hex() for uuid in visible]}; let CUDA_VISIBLE_DEVICES name the trainer's GPU too, after the "
-                "process's own, or choose another executor"
+                f"{[uuid.hex() for uuid in visible]}; let CUDA_VISIBLE_DEVICES name it too, after the process's "
+                "own, or choose another executor"
             )
         if handle["process"] == os.getpid():
             raise SegmentError(

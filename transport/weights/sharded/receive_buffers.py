@@ -62,11 +62,11 @@ class ReceiveBuffers:
         for old in self._buffers:
             if old.use == "whole" and old.epoch <= epoch:
                 old.use = "free"
-        self._keep([each for each in self._buffers if each.use != "free" or each.shared is shared])
-        buffer = next((each for each in self._buffers if each.use == "free"), None)
-        if buffer is not None:
-            buffer.use = "receiving"
-        return buffer
+        free = next((each for each in self._buffers if each.use == "free" and each.shared is shared), None)
+        self._keep([each for each in self._buffers if each.use != "free" or each is free])
+        if free is not None:
+            free.use = "receiving"
+        return free
 
     def make(self, shared: PeerMemory | None) -> Buffer:
         """A new buffer, which `add` takes in; SegmentError where `shared` has no room for it. Takes long."""
@@ -92,9 +92,8 @@ class ReceiveBuffers:
         One that did not come to its end spoils it: its senders may still be at it."""
         buffer.use, buffer.epoch = ("whole" if state == WHOLE else "free"), epoch
         buffer.version = version if state == WHOLE else -1
-        spoilt = buffer if state == BROKEN else None
-        idle = [each for each in self._buffers if each.use == "free" and each is not spoilt]
-        self._keep([each for each in self._buffers if each not in (spoilt, *idle[1:])])
+        if state == BROKEN:
+            self._keep([each for each in self._buffers if each is not buffer])
 
     def close(self) -> None:
         """Let go of all; the attached tensors keep their memory."""

@@ -45,9 +45,9 @@ def together() -> Iterator[Callable[..., Any]]:
     """The engine of several ranks; this process is rank 0."""
     made: list[Any] = []
 
-    def make(declaration: Generator, size: int = 2, timeout_s: float = 30.0, narrow: str | None = None) -> Any:
+    def make(declaration: Generator, size: int = 2, timeout_s: float = 30.0) -> Any:
         limits = Limits(start_s=90.0, exchange_s=timeout_s)
-        made.append(make_parallel(declaration, replace(CONTEXT, limits=limits, narrow=narrow), size).engine)
+        made.append(make_parallel(declaration, replace(CONTEXT, limits=limits), size).engine)
         return made[-1]
 
     yield make

@@ -13,7 +13,7 @@ import xxhash
 
 from dataflow.limits import Limits
 from dataflow.node import Context
-from dataflow.worker.ports import open_beside
+from dataflow.worker.weight_ports import open_beside
 from operators.engine.parallel.launch import make_parallel
 from transport.weights import FlatLayout, Layout, ShardedWriter, SharedMemory, WeightReader, WeightWriter
 
@@ -34,16 +34,18 @@ class Opens:
     address: str
     folder: str
     executor: str = "shared_memory"
+    device: str = "cpu"
     end: list[Any] = field(default_factory=list)
 
     @property
     def site(self) -> dict[str, str]:
         """Where the other ranks find the same versions."""
-        return {"executor": self.executor, "address": self.address, "folder": self.folder, "name": "generator-0"}
+        place = {"executor": self.executor, "address": self.address, "folder": self.folder, "name": "generator-0"}
+        return {**place, "protocol": "rounds" if self.executor == "gloo" else "segments"}
 
     def __call__(self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)) -> Any:
         if self.executor == "gloo":
-            self.end.append(open_beside(self.site, 0, "cpu", tensors, slices, limits=Limits(), attempt=0))
+            self.end.append(open_beside(self.site, 0, self.device, tensors, slices, limits=Limits(), attempt=0))
         else:
             self.end.append(WeightReader(SharedMemory(self.address, folder=self.folder), "generator-0"))
             self.end[-1].attach(tensors, slices[0])
@@ -53,8 +55,8 @@ class Opens:
 class ShardsOfAll:
     """A trainer of two ranks, both in this process, each of which sends its own rows."""
 
-    def __init__(self, shapes: Shapes, address: str, dtype: str = "float32") -> None:
-        self._layout = Layout.fsdp({name: (shape, dtype) for name, shape in shapes.items()}, 2)
+    def __init__(self, tensors: Mapping[str, torch.Tensor], address: str) -> None:
+        self._layout = Layout.fsdp({name: (tuple(each.shape), dtype_of(each)) for name, each in tensors.items()}, 2)
         self._ends = [ShardedWriter(self._layout, rank, address) for rank in range(2)]
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -74,23 +76,29 @@ class ShardsOfAll:
             end.close()
 
 
-def writer(shapes: Shapes, opens: Opens, dtype: str = "float32") -> Any:
-    """The trainer's end, or ends."""
+def dtype_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def writer(tensors: Mapping[str, torch.Tensor], opens: Opens) -> Any:
+    """The end, or ends, of a trainer of such tensors."""
     if opens.executor == "gloo":
-        return ShardsOfAll(shapes, opens.address, dtype)
-    layout = FlatLayout.build([(name, shape, dtype) for name, shape in shapes.items()], {})
-    return WeightWriter(layout, SharedMemory(opens.address, folder=opens.folder))
+        return ShardsOfAll(tensors, opens.address)
+    return WeightWriter(FlatLayout.of(tensors), SharedMemory(opens.address, folder=opens.folder))
 
 
 class Rig:
     """Rank 0 with its followers, and a trainer in this process."""
 
     def __init__(
-        self, declaration: Any, folder: Any, size: int = 2, timeout_s: float = 30.0, executor: str = "shared_memory"
-    ) -> None:
-        self.opens, self.size = Opens(f"ipc://{folder}/w", str(folder), executor), size
+        self, declaration: Any, folder: Any, size: int = 2, timeout_s: float = 30.0, executor: str = "shared_memory",
+        **context: Any,
+    ) -> None:  # fmt: skip
+        self.opens = Opens(f"ipc://{folder}/w", str(folder), executor, context.get("device", "cpu"))
+        self.size = size
         limits = Limits(start_s=90.0, exchange_s=timeout_s)
-        built = make_parallel(declaration, Context(node="generator", reader=self.opens, limits=limits), size)
+        known = Context(node="generator", reader=self.opens, limits=limits, **context)
+        built = make_parallel(declaration, known, size)
         assert built.reader is not None
         self.engine: Any = built.engine
         self.shards = self.engine.shards
@@ -101,9 +109,9 @@ class Rig:
     def publish(self, version: int, new: Mapping[str, torch.Tensor] | None = None) -> None:
         """From this process; `values` where it is not told which."""
         new = values(self.shapes, version) if new is None else new
-        dtype = str(next(iter(new.values())).dtype).removeprefix("torch.")
-        self.writer = self.writer or writer(self.shapes, self.opens, dtype)
-        assert self.writer.publish(version, {name: new[name].detach() for name in self.shapes})
+        new = {name: new[name].detach() for name in self.shapes}
+        self.writer = self.writer or writer(new, self.opens)
+        assert self.writer.publish(version, new)
 
     def offered(self) -> Any:
         """Until there is an offer."""
@@ -134,7 +142,7 @@ class Rig:
 
 
 def assert_slices(engine: Any, full: Mapping[str, torch.Tensor], size: int, heads: int | None = None) -> None:
-    """Every rank holds its slices of these tensors, byte for byte, and nothing else. heads: as of `part`."""
+    """Every rank holds its slices of these tensors, byte for byte, and nothing else. heads: as in `part`."""
     found = engine.digests()
     assert len(found) == size
     for rank, digests in enumerate(found):
@@ -145,9 +153,8 @@ def assert_slices(engine: Any, full: Mapping[str, torch.Tensor], size: int, head
 
 
 def part(name: str, full: torch.Tensor, rank: int, size: int, heads: int | None = None) -> torch.Tensor:
-    """What a rank holds, written out: a range of rows or columns, one of each half where gate and up are fused.
-
-    heads: of keys and values, where several ranks hold the same one."""
+    """What a rank holds, written out: a range of rows or columns, one of each half where gate and up are fused; of keys
+    and values one of `heads` heads, where there are fewer than ranks."""
     kind = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
     if heads is not None and kind in ("k_proj", "v_proj"):
         return full.chunk(heads)[rank * heads // size]
@@ -163,7 +170,7 @@ def part(name: str, full: torch.Tensor, rank: int, size: int, heads: int | None 
 def publish(address: str, folder: str, shapes: Shapes, first: int, last: int, running: Any) -> None:
     """A trainer's process: a version after the other, as soon as there is room, and skipping some; then it waits."""
     torch.set_num_threads(1)
-    end = writer(shapes, Opens(address, folder))
+    end = writer(values(shapes, 0), Opens(address, folder))
     deadline = time.monotonic() + 120
     for version in (number for number in range(first, last + 1) if number % 5 != 3):
         end.publish(version, values(shapes, version))

@@ -16,7 +16,6 @@ from test_two_ranks import assert_alike, groups
 
 from dataflow.node import Context
 from operators.engine.make import make_engine
-from operators.engine.parallel.launch import make_parallel
 from operators.engine.precision import linear_weights, quantise, unrounded
 from operators.engine.precision.intake import SCALE
 from transport.weights.encoder import Encoder
@@ -29,7 +28,7 @@ WHOLE_STEPS = 2
 
 
 def take(engine: Any, version: int, new: Mapping[str, torch.Tensor]) -> None:
-    """New weights, as views of the weight plane's memory."""
+    """New weights, as views of the weight plane's memory, in one process."""
     assert engine.tensors.keys() == new.keys()
     for name, tensor in engine.tensors.items():
         tensor.data = new[name].detach().clone()
@@ -78,25 +77,28 @@ def assert_samples_as_well(found: Mapping[int, Any], model: Any, weights: str) -
 
 
 @pytest.mark.parametrize(
-    ("family", "weights", "size"),
+    ("family", "weights", "size", "executor"),
     [
-        ("llama", "int8", 2),
-        ("qwen2", "int8_dynamic", 2),
-        pytest.param("llama", "fp8", 2, marks=pytest.mark.slow),
-        pytest.param("mixtral", "int8", 2, marks=pytest.mark.slow),
-        pytest.param("gemma", "int8_dynamic", 2, marks=pytest.mark.slow),
-        pytest.param("llama", "int8", 4, marks=pytest.mark.slow),
+        ("llama", "int8", 2, "shared_memory"),
+        ("qwen2", "int8_dynamic", 2, "gloo"),
+        pytest.param("llama", "fp8", 2, "gloo", marks=pytest.mark.slow),
+        pytest.param("mixtral", "int8", 2, "shared_memory", marks=pytest.mark.slow),
+        pytest.param("mixtral", "int8", 2, "gloo", marks=pytest.mark.slow),
+        pytest.param("gemma", "int8_dynamic", 2, "shared_memory", marks=pytest.mark.slow),
+        pytest.param("llama", "int8", 4, "gloo", marks=pytest.mark.slow),
     ],
 )
 def test_what_one_trainer_rank_quantises_arrives_as_slices_and_is_sampled_from(
-    family, weights, size, declare, make_model, alone, together
+    family, weights, size, executor, declare, make_model, alone, fed
 ):
     changes = {"num_key_value_heads": 4} if size == 4 else {}
     declaration = declare(family, changes, weights=weights)
-    engine = together(declaration, size, narrow=declaration.narrow)
-    policy = make_model(family, seed=1, **changes)
+    ranks = fed(declaration, size, executor=executor, narrow=declaration.narrow)
+    engine, policy = ranks.engine, make_model(family, seed=1, **changes)
     new = encoded(policy, weights)
-    take(engine, 1, new)
+    assert ranks.shapes.keys() == new.keys()
+    ranks.publish(1, new)
+    assert ranks.take() == 1
     assert_holds_slices(engine, new, size)
     found = drive(engine, groups())
     if weights != "int8":
@@ -107,16 +109,25 @@ def test_what_one_trainer_rank_quantises_arrives_as_slices_and_is_sampled_from(
     assert_alike(found, drive(one, groups()))
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "executor"),
+    [
+        ("llama", "gloo"),
+        pytest.param("llama", "shared_memory", marks=pytest.mark.slow),
+        pytest.param("mixtral", "gloo", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_that_quantise_full_weights_themselves_agree_on_the_scales_of_rows_that_are_cut(
-    family, declare, make_model, alone, together
+    family, executor, declare, make_model, alone, fed
 ):
     declaration = declare(family, weights="int8")
-    engine, one = together(declaration), alone(declaration)
+    ranks, one = fed(declaration, executor=executor), alone(declaration)
+    engine = ranks.engine
     for version in (1, 2):
         policy = make_model(family, seed=version)
-        for each in (engine, one):
-            take(each, version, dict(policy.named_parameters()))
+        ranks.publish(version, dict(policy.named_parameters()))
+        assert ranks.take() == version
+        take(one, version, dict(policy.named_parameters()))
         new, own = encoded(policy, "int8"), dict(engine.model.named_buffers())
         for name in linear_weights(policy):
             path = name.removesuffix(".weight")
@@ -128,7 +139,7 @@ def test_ranks_that_quantise_full_weights_themselves_agree_on_the_scales_of_rows
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", ["int8", "int8_dynamic", "fp8"])
-def test_two_gpus_hold_the_slices_of_what_one_trainer_rank_quantises(weights, declare, make_model):
+def test_two_gpus_hold_the_slices_of_what_one_trainer_rank_quantises(weights, declare, make_model, fed):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     changes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -137,13 +148,12 @@ def test_two_gpus_hold_the_slices_of_what_one_trainer_rank_quantises(weights, de
     context = Context(node="generator", device="cuda:0", narrow=declaration.narrow)
     policy = make_model("llama", seed=1, **changes).bfloat16()
     new = encoded(policy, weights)
-    engine = make_parallel(declaration, context, 2).engine
-    try:
-        take(engine, 1, new)
-        assert_holds_slices(engine, new, 2)
-        found = drive(engine, groups())
-    finally:
-        engine.close()
+    ranks = fed(declaration, executor="gloo", device="cuda:0", narrow=declaration.narrow)
+    ranks.publish(1, new)
+    assert ranks.take() == 1
+    assert_holds_slices(ranks.engine, new, 2)
+    found = drive(ranks.engine, groups())
+    ranks.engine.close()
     one = make_engine(declaration, context).engine
     take(one, 1, {name: tensor.cuda() for name, tensor in new.items()})
     expected = drive(one, groups())

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from operators.engine.parallel.shards import TensorSlice, runs_of
-
-
-def test_neighbouring_indices_are_one_range():
-    assert runs_of([2, 3, 4, 8, 9]) == ((2, 5), (8, 10))
-    assert runs_of([]) == ()
+from operators.engine.parallel.shards import TensorSlice
 
 
 def test_a_piece_of_several_ranges_puts_them_end_to_end():

@@ -115,8 +115,11 @@ def test_prompts_with_knobs_and_stop_strings_of_their_own_end_alike_on_all_ranks
         pytest.param("llama", 4, {"num_key_value_heads": 4}, "gloo", marks=pytest.mark.slow),
     ],
 )
-def test_after_two_updates_each_rank_holds_its_slices_alone(family, size, changes, executor, declare, make_model, fed):
+def test_at_first_and_after_updates_each_rank_holds_its_slices_alone(
+    family, size, changes, executor, declare, make_model, fed
+):
     ranks = fed(declare(family, changes), size, executor=executor)
+    assert_slices(ranks.engine, dict(make_model(family, **changes).named_parameters()), size)
     for version in (1, 2):
         new = dict(make_model(family, seed=version, **changes).named_parameters())
         assert set(ranks.shapes) == set(new)
@@ -127,25 +130,27 @@ def test_after_two_updates_each_rank_holds_its_slices_alone(family, size, change
 
 
 @pytest.mark.parametrize(
-    ("family", "size", "heads"),
+    ("family", "size", "heads", "executor"),
     [
-        ("qwen2", 2, 1),
-        pytest.param("qwen3", 2, 1, marks=pytest.mark.slow),
-        pytest.param("llama", 4, 2, marks=pytest.mark.slow),
+        ("qwen2", 2, 1, "gloo"),
+        pytest.param("qwen3", 2, 1, "shared_memory", marks=pytest.mark.slow),
+        pytest.param("llama", 4, 2, "gloo", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_hold_the_same_key_value_head_draw_what_one_draws(
-    family, size, heads, declare, make_model, alone, fed
+    family, size, heads, executor, declare, make_model, alone, fed
 ):
     changes = {"num_key_value_heads": heads}
     declaration = declare(family, changes)
-    ranks = fed(declaration, size, executor="gloo")
-    assert_alike(drive(ranks.engine, groups()), drive(alone(declaration), groups()))
+    one, ranks = alone(declaration), fed(declaration, size, executor=executor)
+    assert_alike(drive(ranks.engine, groups()), drive(one, groups()))
     assert ranks.engine.cache.layers[0][0].shape[1] == 1
     new = dict(make_model(family, seed=1, **changes).named_parameters())
     ranks.publish(1, new)
     assert ranks.take() == 1
     assert_slices(ranks.engine, new, size, heads)
+    take(one, 1, new)
+    assert_alike(drive(ranks.engine, groups()), drive(one, groups()))
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ def held_after(encoding: Encoding, layout: Layout, versions: list[Full]) -> tupl
 
     def agree(numbers: torch.Tensor) -> None:
         """Each rank is asked twice, for a lack of threads: what has it, and what does it make of what all have."""
+        assert numbers.dtype is torch.int32, "a maximum of floats loses what is no number"
         if agreed:
             numbers.copy_(agreed[0])
         else:

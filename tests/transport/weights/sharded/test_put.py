@@ -255,6 +255,7 @@ def test_a_full_dev_shm_is_an_error_that_says_so_and_the_old_version_is_kept(add
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 def test_who_is_killed_leaves_nothing_in_shared_memory_and_its_group_recovers(start, address, tmp_path, who):
+    before = unnamed()
     if who == "sender":
         killed = start(put_and_stop_in_a_chunk, address, None, tmp_path / "woken")
         group = Group(ONE, address, deadlines=QUICK)
@@ -282,7 +283,7 @@ def test_who_is_killed_leaves_nothing_in_shared_memory_and_its_group_recovers(st
         successor.join(DEADLINE_S)
         assert successor.exitcode == 0
     writer.close()
-    assert not unnamed()
+    assert not unnamed() - before
 
 
 def test_a_delta_within_a_machine_is_refused(address):
@@ -292,3 +293,44 @@ def test_a_delta_within_a_machine_is_refused(address):
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // 4096) * 4096
+
+
+def serve_on_gpu(address: str, layout: Layout, rank: int, last: int, attempt: int = 0) -> None:
+    """A reader's rank whose parameters are on the GPU."""
+    torch.set_default_device("cuda")
+    serve(address, "generator-0", layout, rank, last, device="cuda", attempt=attempt)
+
+
+def on_gpu(rank: int, layout: Layout, version: int) -> dict[str, torch.Tensor]:
+    return {name: tensor.cuda() for name, tensor in values(layout, rank, version).items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_ranks_write_into_the_memory_of_readers_on_one_gpu_without_a_mixture(start, address):
+    last = 12
+    knobs = {"deadlines": QUICK, "bucket_bytes": BUCKET_BYTES, "backend": "cuda_ipc", "device": "cuda"}
+    writers = [ShardedWriter(HALVES, rank, address, **knobs) for rank in range(2)]
+    children = [start(serve_on_gpu, address, HALVES, rank, last) for rank in range(2)]
+    for version in range(1, last + 1):
+        for rank, writer in enumerate(writers):
+            writer.publish(version, on_gpu(rank, HALVES, version))
+        until(lambda version=version: [each.version for each in writers[0].readers] in ([version], []))
+    for child in children:
+        child.join(DEADLINE_S)
+        assert child.exitcode == 0
+    for writer in reversed(writers):
+        writer.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_reader_that_is_killed_on_a_gpu_is_followed_by_one_that_gets_the_newest_version(start, address):
+    writer = ShardedWriter(ONE, 0, address, deadlines=QUICK, backend="cuda_ipc", device="cuda")
+    for attempt, version in enumerate((1, 2)):
+        writer.publish(version, on_gpu(0, ONE, version))
+        reader = start(serve_on_gpu, address, ONE, 0, 9, attempt)
+        until(lambda version=version: [each.version for each in writer.readers] == [version])
+        os.kill(reader.pid, signal.SIGKILL)
+        reader.join(DEADLINE_S)
+    writer.close()

@@ -23,6 +23,8 @@ from ..sharded_programs import (
 )
 from ..sharded_rig import Group, until
 
+either = pytest.mark.parametrize("writer", ["gloo", "shared_memory"], indirect=True)
+
 
 @pytest.fixture
 def address(tmp_path):
@@ -30,8 +32,9 @@ def address(tmp_path):
 
 
 @pytest.fixture
-def writer(address):
-    writer = ShardedWriter(WHOLE, 0, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES)
+def writer(address, request):
+    backend = getattr(request, "param", "gloo")
+    writer = ShardedWriter(WHOLE, 0, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, backend=backend)
     yield writer
     writer.close()
 
@@ -49,6 +52,7 @@ def publish(writer, version) -> None:
     writer.publish(version, values(WHOLE, 0, version))
 
 
+@either
 def test_a_reader_killed_in_the_middle_of_a_transfer_holds_nobody_up_and_its_successor_catches_up(
     start, address, writer
 ):
@@ -116,6 +120,7 @@ def failure(writer) -> str:
     return ""
 
 
+@either
 def test_a_frozen_reader_loses_its_epoch_and_catches_up_when_it_wakes(start, address, writer):
     frozen = start(serve_and_stop_in_the_middle, address, "frozen", WHOLE, 0, 4, signal.SIGSTOP)
     other = start(serve, address, "other", WHOLE, 0, 4)
@@ -134,6 +139,7 @@ def test_a_frozen_reader_loses_its_epoch_and_catches_up_when_it_wakes(start, add
         assert child.exitcode == 0
 
 
+@either
 def test_one_rank_killed_in_the_middle_takes_no_other_rank_with_it(start, address, writer):
     stays = start(serve, address, "pair", HALVES, 0, 3)
     victim = start(serve_and_stop_in_the_middle, address, "pair", HALVES, 1, 9, signal.SIGKILL)

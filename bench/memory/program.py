@@ -1,0 +1,87 @@
+"""The run that is watched: a model of random weights, GRPO's streams, a checkpoint every other step."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataflow import Graph, Model, run, scorer
+
+STEPS, MORE_STEPS = 4, 2
+"""Of the run, and of the one that goes on from its last checkpoint."""
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789= .-"
+POSITIONS = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a Llama."""
+
+    layers: int
+    width: int
+    mlp_width: int
+    heads: int
+
+
+SIZES = {100: Size(14, 768, 2048, 12), 400: Size(20, 1280, 3456, 20)}
+"""By millions of parameters."""
+
+
+@scorer
+def reward(completion: str) -> float:
+    """How many different letters there are."""
+    return float(len(set(completion)))
+
+
+def build(policy: Path, tensor_parallel: int) -> Graph:
+    """A graph with short rollouts, so that weights are what takes memory."""
+    from operators import Generator, Prompts, Trainer
+    from operators.credit import advantage
+    from operators.losses import aipo
+
+    g, model = Graph("memory"), Model(str(policy))
+    generator = Generator(model, group_size=2, max_tokens=4, cache_bytes=32 << 20, tensor_parallel=tensor_parallel)
+    trainer = Trainer(model, loss=aipo, prompts_per_step=2, lr=1e-5, checkpoint_every=2)
+    rows = [{"prompt": word} for word in ("ab", "cd", "ef", "gh")]
+    trainer(advantage(reward(generator(g.source(Prompts(rows))))))
+    g.feedback(trainer.weights, generator, max_staleness=0)
+    return g
+
+
+def write(folder: Path, size: Size) -> None:
+    """A policy of that size, in a folder."""
+    from operators.warm_start.policy import character_tokenizer, small_llama
+    from operators.warm_start.spec import WarmStartSpec
+
+    spec = WarmStartSpec(
+        alphabet=ALPHABET, layers=size.layers, width=size.width, heads=size.heads, mlp_width=size.mlp_width,
+        max_positions=POSITIONS, steps=1, batch_size=1, learning_rate=1e-3, seed=0, threads=1, examples_sha256="",
+    )  # fmt: skip
+    tokenizer = character_tokenizer(ALPHABET, POSITIONS)
+    small_llama(spec, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    """Write the model, make the run, or go on with it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["write", "run", "resume"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--millions", type=int, default=100)
+    parser.add_argument("--trainer", type=int, default=1)
+    parser.add_argument("--generator", type=int, default=1)
+    given = parser.parse_args()
+    if given.what == "write":
+        write(given.folder / "policy", SIZES[given.millions])
+        return
+    goes_on = given.what == "resume"
+    run(
+        build(given.folder / "policy", given.generator), steps=STEPS + (MORE_STEPS if goes_on else 0),
+        ranks={"trainer": given.trainer}, runs=given.folder, quiet=True,
+        resume=given.folder / "latest" if goes_on else None,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Opens the ends of the weight planes: of any rank, at a site that the ports of its worker name in plain values."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from dataflow.limits import Limits
+from dataflow.system.clocks import AwakeClock
+from dataflow.weight_ends import WeightsBeside
+from dataflow.worker.fan_out import FanOut
+
+if TYPE_CHECKING:
+    from transport.weights import ShardedReader, ShardedWriter
+    from transport.weights.layout.layout import Layout
+    from transport.weights.protocol.pace import Deadlines
+    from transport.weights.shard_encoder import ShardEncoder
+
+ON_GPU = ("nccl", "cuda_ipc")
+"""Executors that take versions from a GPU's memory into a GPU's."""
+ROUNDS, SEGMENTS = "rounds", "segments"
+"""Protocols: each rank of the trainer sends to each rank of a reader, or one offers its own memory to all of them."""
+
+
+def open_beside(
+    site: Mapping[str, str], rank: int, device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
+    *, limits: Limits, attempt: int,
+) -> WeightsBeside:  # fmt: skip
+    """The end of another rank of a reader, on `device`, where `OpensWeights.site` says.
+
+    slices: of each rank, as for `OpensWeights`. attempt: the scheduler's, at the worker of the first rank."""
+    if site["protocol"] == ROUNDS:
+        return shards_reader(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
+    from transport.weights.rank_reader import RankReader
+
+    end = RankReader(segments_at(site, device), f"{site['name']}.{rank}", adopt=adoption(device))
+    end.attach(tensors, slices[rank])
+    return end
+
+
+def shards_reader(
+    site: Mapping[str, str], rank: int, device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
+    *, limits: Limits, attempt: int,
+) -> "ShardedReader":  # fmt: skip
+    """The end of any rank of a reader to which each rank of the trainer sends what it needs."""
+    from transport.weights import FlatLayout
+    from transport.weights.deltas.ends import DeltaReader
+    from transport.weights.layout.rank_slices import layout_of_slices
+
+    end = DeltaReader(
+        layout_of_slices(FlatLayout.of(tensors), slices), rank, site["address"], site["name"], ranks=len(slices),
+        adopt=adoption(device), device=_memory(site, device), deadlines=_deadlines(limits), attempt=attempt,
+        clock=AwakeClock(),
+    )  # fmt: skip
+    end.attach(tensors)
+    return end
+
+
+def shards_writer(
+    site: Mapping[str, Any], layout: "Layout", rank: int, ranks: int, device: str, *, limits: Limits, attempt: int
+) -> "ShardedWriter":
+    """The end of one rank of a trainer: it sends the shard that it has by `layout`, over a slow link what changed."""
+    from transport.weights import ShardedWriter
+    from transport.weights.deltas.ends import DeltaWriter
+
+    link = site["link_bytes_per_s"]
+    writer: Callable[..., ShardedWriter] = ShardedWriter
+    if link is not None:
+        writer = functools.partial(DeltaWriter, link_bytes_per_s=link)
+    return writer(
+        layout, rank, site["address"], ranks=ranks, backend=site["executor"], device=_memory(site, device),
+        deadlines=_deadlines(limits), attempt=attempt, clock=AwakeClock(),
+    )  # fmt: skip
+
+
+def offer_beside(
+    sites: Sequence[Mapping[str, Any]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any],
+    *, largest: Callable[[Any], object], limits: Limits, attempt: int,
+) -> "ShardsOut":  # fmt: skip
+    """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
+
+    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them. largest: as for
+    `OpensWriter`. attempt: the scheduler's, at the worker of the first rank."""
+    from transport.weights.encoding import Encoding
+    from transport.weights.layout.from_torch import layout_of
+    from transport.weights.shard_encoder import ShardEncoder
+
+    encoding = Encoding.from_plain(sites[0]["encoding"])
+    encoder = ShardEncoder(encoding, layout_of(tensors, range(ranks)), rank, _local(tensors), largest)
+    return ShardsOut([
+        shards_writer(site, encoder.layout, rank, ranks, device, limits=limits, attempt=attempt) for site in sites
+    ], encoder)  # fmt: skip
+
+
+def _local(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank holds of each DTensor."""
+    return {name: tensor.detach().to_local() for name, tensor in tensors.items()}
+
+
+def abort_gloo(group: Any, rank: int, size: int) -> None:
+    """End all that is under way in a process group of gloo's, here and at the other ranks, from any thread."""
+    from transport.weights.sharded.process_group import abort_gloo
+
+    abort_gloo(group, rank, size)
+
+
+class ShardsOut(FanOut):
+    """One rank's end: what it holds of each DTensor that it is given goes out encoded, over each of its sites."""
+
+    def __init__(self, ends: Sequence[Any], encoder: "ShardEncoder") -> None:
+        super().__init__(ends)
+        self._encoder = encoder
+
+    def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
+        """As `FanOut.publish`; on all ranks at once, for they may have to agree on scales."""
+        return super().publish(version, self._encoder.encode(_local(tensors)))
+
+    def close(self) -> None:
+        """Leave the weight plane."""
+        for end in self._ends:
+            end.close()  # type: ignore[attr-defined]
+
+
+def _memory(site: Mapping[str, Any], device: str) -> str:
+    return device if site["executor"] in ON_GPU else "cpu"
+
+
+def _deadlines(limits: Limits) -> "Deadlines":
+    """Of rounds: what they have to themselves, and what a run says."""
+    from transport.weights.protocol.pace import Deadlines
+
+    return Deadlines(transfer_s=limits.transfer_s)
+
+
+def segments_at(place: Mapping[str, str], device: str) -> Any:
+    """Where a trainer of one rank and the readers of its machine meet, of which `device` is one's."""
+    if place["executor"] == "cuda_ipc":
+        from transport.weights.executors.cuda_ipc import CudaIpc
+
+        return CudaIpc(place["address"], device, folder=place["folder"])
+    from transport.weights import SharedMemory
+
+    return SharedMemory(place["address"], folder=place["folder"])
+
+
+def adoption(device: str) -> Literal["view", "copy"]:
+    """On a GPU an engine's captured graphs keep pointers to its parameters, which must not move."""
+    return "view" if device == "cpu" else "copy"

@@ -1,0 +1,349 @@
+"""A model without its weights, and where in its files each of them lies: a rank reads what it holds, and no more.
+
+The module is built on the meta device, as transformers itself builds one, with its buffers computed; it may be cut up
+as it is, and then be given memory and filled. What a file's names stand for, transformers' own rules say; where they
+ask for more than putting tensors beside each other, there is no outline, and the whole model has to be loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataflow.model_files import INDEX
+from operators.models.tensor_files import StoredTensor, content_of, read_part
+
+WEIGHTS = "model.safetensors"
+
+Runs = Sequence[Sequence[tuple[int, int]]]
+"""Of each dimension of a tensor, the ranges [first, last) that a rank holds, end to end in its part."""
+
+
+class NoOutline(Exception):
+    """Why the whole model has to be loaded."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a file, as a part of a tensor of the module."""
+
+    name: str
+    """In the file."""
+    shape: tuple[int, ...]
+    """There."""
+    stored: StoredTensor
+    """With as many dimensions as the module's tensor."""
+    offsets: tuple[int, ...]
+    """Where it begins in the module's tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """A module on the meta device, and the parts of its tensors."""
+
+    module: Any
+    parts: Mapping[str, tuple[Part, ...]]
+    """By the module's name of a tensor."""
+    missing: frozenset[str]
+    """Tensors that no file has."""
+    given: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors that are here already, whole: small ones, such as adapters."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors that are to be filled."""
+        return [*self.parts, *self.missing, *self.given]
+
+    def fill(self, tensors: Mapping[str, tuple[Tensor, Runs]]) -> None:
+        """Read what a rank holds: by name, its part of a tensor, and which that is. `missing` ones become 0.
+
+        Raises OSError, and EOFError where a file is shorter than it was."""
+        with _files() as opened, torch.no_grad():
+            for name, (into, runs) in tensors.items():
+                if name in self.missing:
+                    into.zero_()
+                if name in self.given:
+                    for first, here, size in boxes(runs):
+                        narrowed(into, here, size).copy_(narrowed(self.given[name], first, size))
+                for part in self.parts.get(name, ()):
+                    _fill(opened(part.stored.path), part, into, runs)
+
+
+def whole(shape: Sequence[int]) -> Runs:
+    """What a rank holds that holds all of a tensor."""
+    return [[(0, size)] for size in shape]
+
+
+def boxes(runs: Runs) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """The boxes that runs make: where each begins in the tensor, where in the part, and its size."""
+    placed = []
+    for ranges in runs:
+        starts = itertools.accumulate((last - first for first, last in ranges), initial=0)
+        placed.append([(first, at, last - first) for (first, last), at in zip(ranges, starts, strict=False)])
+    for box in itertools.product(*placed):
+        yield tuple(b[0] for b in box), tuple(b[1] for b in box), tuple(b[2] for b in box)
+
+
+def overlap(
+    first: Sequence[int], size: Sequence[int], other: Sequence[int], other_size: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """Where two boxes overlap: its begin and size; None where they do not."""
+    begin = [max(a, b) for a, b in zip(first, other, strict=True)]
+    ends = [min(a + s, b + t) for a, s, b, t in zip(first, size, other, other_size, strict=True)]
+    if any(low >= high for low, high in zip(begin, ends, strict=True)):
+        return None
+    return begin, [high - low for low, high in zip(begin, ends, strict=True)]
+
+
+def narrowed(tensor: Tensor, begin: Sequence[int], size: Sequence[int]) -> Tensor:
+    """That box of it, as a view."""
+    return tensor[tuple(slice(at, at + count) for at, count in zip(begin, size, strict=True))]
+
+
+def outline(module: Any, files: Iterable[Path]) -> Outline:
+    """How the tensors of these files make up those of `module`, which is a model of transformers on the meta device.
+
+    What the module does not know is passed over. Raises NoOutline where it takes more than putting tensors beside each
+    other, or shapes do not fit; ValueError for a file that is broken; OSError.
+    """
+    stored = {name: tensor for path in files for name, tensor in content_of(path).tensors.items()}
+    names, wanted = _tensors(module)
+    rules = _Rules.of(module)
+    sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
+    under: dict[str, set[str]] = defaultdict(set)
+    for name in sorted(stored, key=rules.in_order):
+        target, pattern = rules.target(name)
+        if target in names:
+            sources[names[target]].append((name, pattern))
+            under[names[target]].add(target)
+    if twice := sorted(name for name, targets in under.items() if len(targets) > 1):
+        raise NoOutline(f"its files hold '{twice[0]}' under each of the names {sorted(under[twice[0]])} that share it")
+    parts = {
+        name: tuple(_joined(name, tuple(wanted[name].shape), found, stored, rules)) for name, found in sources.items()
+    }
+    if rules.is_needed_to_save:
+        setattr(module, _SAVED_AS, parts)
+    rules.leave(module)
+    return Outline(module, parts, frozenset(wanted.keys() - parts.keys()))
+
+
+def saved_as(module: Any) -> Mapping[str, Sequence[Part]] | None:
+    """What of a module's tensors stands under other names in a folder that transformers loads; None: nobody knows."""
+    if hasattr(module, _SAVED_AS):
+        found: Mapping[str, Sequence[Part]] = getattr(module, _SAVED_AS)
+        return found
+    try:
+        return None if _Rules.of(module).is_needed_to_save else {}
+    except NoOutline:
+        return None
+
+
+_SAVED_AS = "_dataflow_saved_as"
+
+
+def _tensors(module: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Every name of a tensor of the module, with the first of those that share it; and the tensors by that: parameters,
+    and buffers that are saved."""
+    names: dict[str, str] = {}
+    wanted: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names[name] = first.setdefault(id(tensor), name)
+        wanted.setdefault(names[name], tensor)
+    return names, wanted
+
+
+class _Rules:
+    """What transformers knows of the names in a family's files."""
+
+    def __init__(self, module: Any, transforms: Sequence[Any], own: Sequence[Any]) -> None:
+        """own: those that hold when the model is saved, too."""
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        self.in_order: Callable[[str], Any] = dot_natural_key
+        self._transforms = transforms
+        self.is_needed_to_save = bool(own)
+        self._rename = rename_source_key
+        self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self._of_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self._prefix, self._wanted = module.base_model_prefix, module.state_dict()
+
+    @classmethod
+    def of(cls, module: Any) -> _Rules:
+        """NoOutline where this transformers says them in another way."""
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import PrefixChange
+
+            own = [
+                each for each in get_model_conversion_mapping(module, add_legacy=False)
+                if not isinstance(each, PrefixChange)
+            ]  # fmt: skip
+            return cls(module, get_model_conversion_mapping(module), own)
+        except (ImportError, AttributeError, TypeError) as error:
+            raise NoOutline(f"this transformers does not tell how its files are read ({error})") from error
+
+    def target(self, name: str) -> tuple[str, str | None]:
+        """The module's name for a file's, and the pattern of the conversion that it has a part in, if any."""
+        found: tuple[str, str | None] = self._rename(
+            name, self._renamings, self._converters, self._prefix, self._wanted
+        )
+        if found[0] not in self._wanted and name in self._wanted:
+            return self._rename(name, [], [], base_model_prefix=self._prefix, meta_state_dict=self._wanted)
+        return found
+
+    def conversion(self, pattern: str) -> Any:
+        """That of a pattern."""
+        return self._of_pattern[pattern]
+
+    def leave(self, module: Any) -> None:
+        """What `save_pretrained` undoes: the conversions that were used."""
+        module._weight_conversions = [each for each in self._transforms if each.was_used()]
+
+
+def _joined(
+    name: str, shape: tuple[int, ...], sources: Sequence[tuple[str, str | None]], stored: Mapping[str, StoredTensor],
+    rules: _Rules,
+) -> Iterator[Part]:  # fmt: skip
+    """The parts of a tensor that is made of these sources: (name in a file, pattern)."""
+    pattern = sources[0][1]
+    is_stacked, dim = False, 0
+    order: Sequence[str | None] = [pattern]
+    if pattern is None and len(sources) > 1:
+        raise NoOutline(f"its files hold '{name}' {len(sources)} times")
+    if pattern is not None:
+        is_stacked, dim, order = _putting_together(name, rules.conversion(pattern))
+    at, covered = 0, 0
+    for each in order:
+        thickness = 0
+        for number, source in enumerate(source for source, found in sources if found == each):
+            tensor = stored[source]
+            if is_stacked:
+                tensor = replace(tensor, shape=(1, *tensor.shape))
+            offsets = [0] * len(shape)
+            if shape:
+                offsets[dim] += at
+                offsets[0] += number if is_stacked else 0
+            ends = [first + size for first, size in zip(offsets, tensor.shape, strict=False)]
+            if len(tensor.shape) != len(shape) or any(end > most for end, most in zip(ends, shape, strict=True)):
+                raise NoOutline(f"'{source}' is {list(stored[source].shape)}, but '{name}' is {list(shape)}")
+            yield Part(source, stored[source].shape, tensor, tuple(offsets))
+            covered += math.prod(tensor.shape)
+            thickness = tensor.shape[dim] if shape else 0
+            at += 0 if is_stacked else thickness
+        at += thickness if is_stacked else 0
+    if covered != math.prod(shape):
+        raise NoOutline(f"its files hold {covered} numbers of '{name}', which has {math.prod(shape)}")
+
+
+def _putting_together(name: str, conversion: Any) -> tuple[bool, int, list[str]]:
+    """Whether a conversion stacks the tensors of each pattern, the dimension along which it puts those of one pattern
+    after those of another, and the patterns in that order. NoOutline where it does anything else."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    kinds = [type(each) for each in conversion.operations]
+    if len(conversion.target_patterns) == 1 and kinds and set(kinds) <= {MergeModulelist, Concatenate}:
+        dims = [each.dim for each in conversion.operations]
+        if kinds == [Concatenate] and dims[0] >= 0:
+            return False, dims[0], list(conversion.source_patterns)
+        if kinds[0] is MergeModulelist and dims[0] == 0 and len(kinds) == 1 and len(conversion.source_patterns) == 1:
+            return True, 0, list(conversion.source_patterns)
+        if kinds == [MergeModulelist, Concatenate] and dims[0] == 0 and dims[1] > 0:
+            return True, dims[1], list(conversion.source_patterns)
+    raise NoOutline(f"'{name}' is made by {conversion.operations}")
+
+
+def _fill(file: int, part: Part, into: Tensor, runs: Runs) -> None:
+    for first, here, size in boxes(runs):
+        common = overlap(first, size, part.offsets, part.stored.shape)
+        if common is not None:
+            begin, sizes = common
+            local = [at + b - f for at, b, f in zip(here, begin, first, strict=True)]
+            there = [b - o for b, o in zip(begin, part.offsets, strict=True)]
+            read_part(file, part.stored, there, narrowed(into, local, sizes))
+
+
+@contextlib.contextmanager
+def _files() -> Iterator[Callable[[Path], int]]:
+    """Opens each file once."""
+    opened: dict[Path, int] = {}
+
+    def file(path: Path) -> int:
+        if path not in opened:
+            opened[path] = os.open(path, os.O_RDONLY)
+        return opened[path]
+
+    try:
+        yield file
+    finally:
+        for each in opened.values():
+            os.close(each)
+
+
+def with_buffers(module: Any) -> Any:
+    """A model of transformers on the meta device, with its buffers computed on the CPU, as when it is loaded."""
+    for each in module.modules():
+        if any(buffer.is_meta for buffer in each._buffers.values() if buffer is not None):
+            for name, buffer in each._buffers.items():
+                each._buffers[name] = None if buffer is None else torch.empty_like(buffer, device="cpu")
+            each._is_hf_initialized = False
+    with torch.device("cpu"):
+        module.initialize_weights()
+    return module
+
+
+def given_memory(module: Any, device: str | torch.device) -> Any:
+    """The module with memory for each of its tensors that has none, not set to anything, and the others on `device`."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        there = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+        return torch.nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else there
+
+    return exchanged(module, moved)
+
+
+def exchanged(module: Any, other: Callable[[Any], Any]) -> Any:
+    """The module with another tensor in the place of each; what was shared stays shared."""
+    made: dict[int, tuple[Any, Any]] = {}
+    for each in module.modules():
+        for tensors in (each._parameters, each._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = tensor, other(tensor)
+                    tensors[name] = made[id(tensor)][1]
+    return module
+
+
+def files_of(source: str, revision: str | None) -> list[Path]:
+    """The safetensors files of a folder, or of a model on the hub. NoOutline where it has none, or of another name."""
+    from transformers.utils.hub import cached_file
+
+    def found(name: str) -> Path | None:
+        path = cached_file(
+            source, name, revision=revision, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        return None if path is None else Path(path)
+
+    if (single := found(WEIGHTS)) is not None:
+        return [single]
+    if (index := found(INDEX)) is None:
+        raise NoOutline(f"it has neither {WEIGHTS} nor {INDEX}")
+    names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    files = [path for name in names if (path := found(name)) is not None]
+    if len(files) < len(names):
+        raise NoOutline("some of its files are missing")
+    return files

@@ -1,0 +1,144 @@
+"""The weights of a checkpoint as files that transformers loads: every rank writes its own parts to where they belong.
+
+All ranks lay the files out alike, from names and shapes alone; nobody gathers a tensor, and nobody waits for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dataflow.model_files import INDEX
+from operators.models.slices import WEIGHTS, Part, narrowed, overlap
+from operators.models.tensor_files import StoredTensor, laid_out, write_part
+from operators.training.checkpoints.shards import TensorPart, explained
+
+MOST_BYTES = 5 << 30
+"""Of a file; a larger tensor has one of its own."""
+
+
+_AS_IT_IS: Sequence[Part | None] = [None]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor of a file, as a part of a tensor of the module."""
+
+    stored: StoredTensor
+    shape: tuple[int, ...]
+    """With as many dimensions as the module's."""
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where everything goes."""
+
+    headers: Mapping[Path, tuple[bytes, int]]
+    """Of each file, its first bytes, and how many it has in all."""
+    targets: Mapping[str, Sequence[_Target]]
+    """By the module's name of a tensor."""
+
+    @classmethod
+    def of(
+        cls, folder: Path, tensors: Mapping[str, Any], cut: Mapping[str, Sequence[Part]], name: str = WEIGHTS,
+        called_by: Callable[[str], str] = str,
+    ) -> ModelFiles:  # fmt: skip
+        """tensors: by name, of which only (full) shapes and dtypes are read. cut: as `slices.saved_as`. called_by: the
+        name in the file of what is not cut."""
+        pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        places: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {}
+        for each, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            for part in cut.get(each) or _AS_IT_IS:
+                called, own = (called_by(each), shape) if part is None else (part.name, part.shape)
+                pieces[called] = own, tensor.dtype
+                whole = (shape, (0,) * len(shape)) if part is None else (part.stored.shape, part.offsets)
+                places.setdefault(each, []).append((called, *whole))
+        files = _dealt(pieces, name)
+        headers: dict[Path, tuple[bytes, int]] = {}
+        stored: dict[str, StoredTensor] = {}
+        for file, names in files.items():
+            header, size, found = laid_out(folder / file, {n: pieces[n] for n in names}, {"format": "pt"})
+            headers[folder / file] = header, size
+            stored |= found
+        return cls(headers, {
+            each: [_Target(stored[called], shape, offsets) for called, shape, offsets in found]
+            for each, found in places.items()
+        })  # fmt: skip
+
+    def write(self, parts: Mapping[str, Sequence[TensorPart]], *, first: bool) -> None:
+        """Write what one rank holds, by name; the `first` one writes what stands before and beside the tensors too.
+
+        RunFolderError names the file that cannot be written."""
+        opened: dict[Path, int] = {}
+        with contextlib.ExitStack() as ends:
+            for path, (header, size) in self.headers.items():
+                with explained(path):
+                    opened[path] = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+                    ends.callback(os.close, opened[path])
+                    if first:
+                        os.ftruncate(opened[path], size)
+                        os.pwrite(opened[path], header, 0)
+            for name, held in parts.items():
+                for target in self.targets[name]:
+                    with explained(target.stored.path):
+                        _write(opened[target.stored.path], target, held)
+            for path, file in opened.items():
+                with explained(path):
+                    os.fsync(file)
+        if first and len(self.headers) > 1:
+            self._write_index()
+
+    def _write_index(self) -> None:
+        found = {target.stored for targets in self.targets.values() for target in targets}
+        names = {
+            name: path.name for path in self.headers for name in _names_in(self.headers[path][0])
+        }  # fmt: skip
+        index = {"metadata": {"total_size": sum(each.nbytes for each in found)}, "weight_map": names}
+        path = next(iter(self.headers)).with_name(INDEX)
+        with explained(path):
+            path.write_text(json.dumps(index, indent=1), "utf-8")
+
+
+def _names_in(header: bytes) -> list[str]:
+    return [name for name in json.loads(header[8:]) if name != "__metadata__"]
+
+
+def _write(file: int, target: _Target, held: Iterable[TensorPart]) -> None:
+    for part in held:
+        common = overlap(part.offsets, part.tensor.shape, target.offsets, target.shape)
+        if common is None:
+            continue
+        begin, size = common
+        mine = narrowed(part.tensor, [at - own for at, own in zip(begin, part.offsets, strict=True)], size)
+        there = StoredTensor(target.stored.path, target.stored.begin, target.stored.dtype, target.shape)
+        write_part(file, there, [at - own for at, own in zip(begin, target.offsets, strict=True)], mine)
+
+
+def _dealt(pieces: Mapping[str, tuple[Sequence[int], torch.dtype]], name: str) -> dict[str, list[str]]:
+    """Names of the tensors in each file, none of which is too large."""
+    files: list[list[str]] = [[]]
+    taken = 0
+    for each, (shape, dtype) in pieces.items():
+        size = dtype.itemsize
+        for count in shape:
+            size *= count
+        if files[-1] and taken + size > MOST_BYTES:
+            files.append([])
+            taken = 0
+        files[-1].append(each)
+        taken += size
+    if len(files) == 1:
+        return {name: files[0]}
+    stem, _, ending = name.rpartition(".")
+    return {
+        f"{stem}-{number:05d}-of-{len(files):05d}.{ending}": names for number, names in enumerate(files, start=1)
+    }  # fmt: skip

@@ -1,0 +1,103 @@
+"""Ranks that read their own slices of a model have what one that loads the whole has, and make the same steps."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks_rig import in_a_fork, led, train
+from torch.distributed.tensor import DTensor
+from trainer_rig import VOCABULARY, group, rows_of
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
+
+from dataflow.model import LoRA, Model
+from operators.losses import value_loss
+from operators.models.loading import load_adapted, load_model, outlined_to_train
+from operators.trainer import Trainer
+from operators.training.learner.build import make_learner
+from operators.training.learner.learner import Learner
+
+SLOW = pytest.mark.slow
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 20, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2,
+}  # fmt: skip
+FAMILIES = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "tied qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
+}
+
+
+def written(folder: Path, family: str) -> Path:
+    torch.manual_seed(3)
+    module = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.add_(torch.randn(weight.shape) * 0.05)
+    module.save_pretrained(folder, max_shard_size="6KB")
+    return folder
+
+
+def everything(learner: Learner, rank: int, ranks: int) -> dict[str, list[float]]:
+    """Each tensor of the model, put together from those of all ranks."""
+    tensors = {**dict(learner.module.named_parameters()), **dict(learner.module.named_buffers())}
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().flatten().tolist()
+        for name, each in tensors.items()
+    }
+
+
+def held(learner: Learner, rank: int, ranks: int) -> int:
+    """Bytes of this rank's parts."""
+    return sum(each.to_local().nbytes for each in learner.module.parameters() if isinstance(each, DTensor))
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "lora", "ranks", "tensor_parallel"),
+    [
+        ("llama", "lm", None, 3, 1),
+        ("tied qwen3", "lm", None, 2, 2),
+        ("llama", "value", None, 2, 1),
+        ("llama", "lm", LoRA(3), 2, 2),
+        pytest.param("mixtral", "lm", None, 2, 1, marks=SLOW),
+        pytest.param("mixtral", "lm", None, 2, 2, marks=SLOW),
+        pytest.param("tied qwen3", "lm", None, 4, 2, marks=SLOW),
+        pytest.param("llama", "lm", None, 4, 4, marks=SLOW),
+        pytest.param("tied qwen3", "lm", LoRA(3), 2, 1, marks=SLOW),
+    ],
+    ids=str,
+)
+@in_a_fork
+def test_ranks_read_what_one_loads_and_train_alike(
+    tmp_path: Path, family: str, head: str, lora: LoRA | None, ranks: int, tensor_parallel: int
+) -> None:
+    torch.set_num_threads(1)
+    model = Model(str(written(tmp_path, family)), head=head, lora=lora)
+    loss = {"loss": value_loss} if head == "value" else {}
+    trainer = Trainer(model, lr=1e-2, eps=1e-3, tensor_parallel=tensor_parallel, **loss)
+    plain = load_model(model, dtype="float32") if lora is None else load_adapted(model)
+    wanted = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    steps = [rows_of(*(group(4 * step + number) for number in range(4))) for step in range(2)]
+    if head == "value":
+        draw = np.random.default_rng(0)
+        steps = [
+            dataclasses.replace(rows, columns_S=rows.columns_S | {"values": draw.normal(size=len(rows.tokens.ids))})
+            for rows in steps
+        ]
+    expected = train(make_learner(trainer, model, node="trainer", device="cpu"), steps)
+
+    def never() -> Learner:
+        raise AssertionError("nobody loads the whole")
+
+    with led(trainer, ranks, never, found=outlined_to_train(model)) as learner:
+        for each in learner.everywhere(everything):
+            assert each.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                assert torch.equal(torch.tensor(each[name], dtype=tensor.dtype), tensor.detach().flatten()), name
+        size = sum(tensor.nbytes for tensor in plain.parameters())
+        assert all(bytes_ < 0.75 * size for bytes_ in learner.everywhere(held))
+        for outcome, of_one in zip(train(learner, steps), expected, strict=True):
+            assert outcome.loss == pytest.approx(of_one.loss, rel=1e-5, abs=1e-6)
+            assert outcome.grad_norm == pytest.approx(of_one.grad_norm, rel=1e-4)
