@@ -89,6 +89,7 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
         "executor of the weight plane: shared_memory, cuda_ipc, gloo, nccl; chosen if left out",
     ),
     "listen": (str, "", "address of this machine for edges and control, over tcp with keys; ipc alone if left out"),
+    "link_gbps": (float | None, None, "gigabits per second between machines; slow ones carry what changed alone"),
     "message_bytes": (int, MESSAGE_BYTES, "most bytes of one message on a data edge; a larger group goes in parts"),
     "runs": (Path, Path("runs"), "where the run folder goes"),
     "resume": (Path | None, None, "a run folder in which to go on, with the same flags; or use dataflow resume"),
@@ -106,7 +107,7 @@ def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None, limits: Lim
         "gpus": _devices(flags["gpus"]), "replicas": _counts("replicas", flags["replicas"]),
         "ranks": _counts("ranks", flags["ranks"]),
         "steps": flags["steps"], "scale": _schedule(flags["scale"]), "weights": flags["weights"],
-        "listen": flags["listen"], "message_bytes": flags["message_bytes"],
+        "listen": flags["listen"], "message_bytes": flags["message_bytes"], "link_gbps": flags["link_gbps"],
     }  # fmt: skip
     if flags["explain"] or flags["draw"]:
         planned = make_plan(graph, **how, one_process=flags["inline"])

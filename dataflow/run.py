@@ -113,15 +113,21 @@ def make_plan(
     weights: str | None = None,
     listen: str = "",
     message_bytes: int = MESSAGE_BYTES,
+    link_gbps: float | None = None,
     one_process: bool = False,
 ) -> Plan:
     """The plan that `run` would use."""
+    if link_gbps is not None and not link_gbps > 0:
+        raise GraphError(f"a link carries more than nothing, but link_gbps is {link_gbps}; give gigabits per second")
     if listen and one_process:
         raise GraphError(f"a run in one process listens nowhere, but listen is '{listen}'; leave it out")
     if listen:
         check_listen(listen)
+    devices = devices or this_machine()
+    if link_gbps is not None:
+        devices = dataclasses.replace(devices, link_bytes_per_s=link_gbps * 1e9 / 8)
     made = plan(
-        graph, devices or this_machine(), gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
+        graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
         sizes=measure_models(graph), scale=scale, weights=weights, message_bytes=message_bytes,
         one_process=one_process,
     )  # fmt: skip
@@ -146,6 +152,7 @@ def run(
     weights: str | None = None,
     listen: str = "",
     message_bytes: int = MESSAGE_BYTES,
+    link_gbps: float | None = None,
     resume: str | Path | None = None,
     standby: bool = False,
     keep_steps: int | None = None,
@@ -159,6 +166,8 @@ def run(
     listen: an address of this machine; edges and control go over tcp there, encrypted, with keys made for this run;
     empty: over sockets that only this user's processes can open.
     message_bytes: most bytes of one message on a data edge: batches are cut, a larger group goes in parts.
+    link_gbps: gigabits per second between machines, and of weights="gloo" or "nccl" wherever they go; where the link is
+    slow, weights travel as what changed. None: unknown, and everything travels.
     seed: of prompts' order, sampling and scorers; 0 when None. runs: where the run folder goes.
     resume: the folder of a run of this graph that is to go on; it has its seed and, where None is given, its steps.
     Where its scheduler has died a moment ago, its workers are still at work, and are taken over.
@@ -196,7 +205,8 @@ def run(
     devices = dataclasses.replace(this_machine(), cpus=1) if on is not None else None
     planned = make_plan(
         graph, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, devices=devices, scale=scale,
-        weights=weights, listen=listen, message_bytes=message_bytes, one_process=on is not None,
+        weights=weights, listen=listen, message_bytes=message_bytes, link_gbps=link_gbps,
+        one_process=on is not None,
     )  # fmt: skip
     folder = before or RunFolder.create(runs, graph.name)
     settings = Settings(

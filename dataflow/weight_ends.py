@@ -43,7 +43,10 @@ class Refresh:
 
 
 class WeightsOut(Protocol):
-    """The trainer's end of the weight plane (transport/weights)."""
+    """The trainer's end of the weight plane (transport/weights).
+
+    One that sends over links also has `traffic`: bytes of weights sent so far, by all ranks of the trainer, and what
+    these would have been without deltas."""
 
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """Offer a version; False when it goes out later (by `poll`), because readers still hold both buffers."""

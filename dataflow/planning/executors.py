@@ -15,6 +15,8 @@ EXECUTORS = ("local", "cuda_ipc", "shared_memory", "nccl", "gloo")
 """The one that is preferred stands first."""
 COLLECTIVE = ("gloo", "nccl")
 """Those that reach other machines."""
+SCAN_BYTES_PER_S = 0.8e9
+"""At which both ends find and apply what changed (transport/weights/deltas); a faster link carries all of it sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,9 @@ class WeightPath:
     """Which versions take this way; None: all that the reader takes."""
     nbytes: int | None = None
     """Most bytes that the reader's rank takes of a version, from all trainer ranks together; None: unknown."""
+    link_bytes_per_s: float | None = None
+    """Of a link so slow that what changed is sent in place of everything, where that is less; None: of a faster one, or
+    unknown."""
 
 
 def choose(sources: Sequence[Seat], destinations: Sequence[Seat]) -> str:
@@ -79,8 +84,11 @@ def weight_paths(
     *,
     forced: str | None = None,
     one_process: bool = False,
+    link_bytes_per_s: float | None = None,
 ) -> tuple[WeightPath, ...]:
     """Every pair of ranks of every feedback edge; `forced` names an executor to use instead of the best.
+
+    link_bytes_per_s: between machines, and of a forced executor as if it went between them; None: unknown.
 
     Raises GraphError when the forced one is unknown, or cannot serve some pair.
     """
@@ -107,11 +115,13 @@ def weight_paths(
             chosen = choose(sources, destinations)
             for rank, destination in enumerate(destinations):
                 for number, source in enumerate(sources):
+                    executor = _executor(forced, chosen, trainer.node, source, reader.node, destination)
+                    is_link = executor in COLLECTIVE and (forced or source.machine != destination.machine)
                     found.append(
                         WeightPath(
                             trainer=trainer.node, trainer_rank=number, reader=reader.node, replica=replica, rank=rank,
-                            executor=_executor(forced, chosen, trainer.node, source, reader.node, destination),
-                            refresh=feedback.refresh, nbytes=nbytes,
+                            executor=executor, refresh=feedback.refresh, nbytes=nbytes,
+                            link_bytes_per_s=_slow(link_bytes_per_s) if is_link else None,
                         )
                     )  # fmt: skip
     return tuple(found)
@@ -129,8 +139,20 @@ def explain(paths: tuple[WeightPath, ...]) -> list[str]:
         text += f" of {ranks} ranks" if ranks > 1 else ""
         text += f", up to {amount(own[0].nbytes)} each" if own[0].nbytes is not None else ""
         text += f", {own[0].refresh}" if own[0].refresh is not None else ""
+        text += deltas(own)
         lines.append(f"weights {trainer} -> {reader}: {summary(own)} ({text})")
     return lines
+
+
+def deltas(paths: list[WeightPath]) -> str:
+    """Of some pairs: whether what changed travels in place of everything; nothing where no link is in between."""
+    slow = [path.link_bytes_per_s for path in paths if path.link_bytes_per_s is not None]
+    return f", as deltas where these are shorter, over links of {min(slow) / 1e6:g} MB/s" if slow else ""
+
+
+def _slow(link_bytes_per_s: float | None) -> float | None:
+    """The rate of a link on which finding what changed takes less time than sending what did not."""
+    return link_bytes_per_s if link_bytes_per_s is not None and link_bytes_per_s < SCAN_BYTES_PER_S else None
 
 
 def summary(paths: list[WeightPath]) -> str:

@@ -46,6 +46,8 @@ class Devices:
     """Main memory; 0: unknown."""
     gpu_memory_bytes: int = 0
     """Memory of each accelerator; 0: unknown."""
+    link_bytes_per_s: float | None = None
+    """Of the network between machines, each way; None: unknown, and then no weights travel as deltas."""
 
     @property
     def room(self) -> dict[str, int]:
@@ -92,6 +94,14 @@ class Plan:
             path.executor for path in self.weight_paths
             if (path.trainer, path.reader, path.replica, path.rank, path.trainer_rank) == first
         )  # fmt: skip
+
+    def link(self, trainer: str, executor: str) -> float | None:
+        """Bytes per second of the slow links by which an executor carries a trainer's weights; None: of fast ones."""
+        rates = [
+            path.link_bytes_per_s for path in self.weight_paths
+            if (path.trainer, path.executor) == (trainer, executor) and path.link_bytes_per_s is not None
+        ]  # fmt: skip
+        return min(rates, default=None)
 
     def executors(self) -> dict[tuple[str, str], str]:
         """By (trainer, reader): how weights get from one to the other."""
@@ -243,7 +253,10 @@ def plan(
         )  # fmt: skip
     made = Plan(
         placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
-        scale=scale, weight_paths=weight_paths(graph, placements, sizes, forced=weights, one_process=one_process),
+        scale=scale, weight_paths=weight_paths(
+            graph, placements, sizes, forced=weights, one_process=one_process,
+            link_bytes_per_s=devices.link_bytes_per_s,
+        ),
         message_bytes=message_bytes, turns=turns,
     )  # fmt: skip
     for fault in too_large_groups(graph, {name: placement.replicas for name, placement in placements.items()}):

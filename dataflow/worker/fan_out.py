@@ -41,6 +41,12 @@ class FanOut:
         """Of all ends together; each reader has one of them."""
         return {reader: sent for end in self._ends for reader, sent in end.sent.items()}
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """As `WeightsOut` says, over the ends that have one."""
+        known = [getattr(end, "traffic", (0, 0)) for end in self._ends]
+        return sum(sent for sent, _ in known), sum(whole for _, whole in known)
+
     def poll(self) -> None:
         """Answer all readers."""
         for end in self._ends:

@@ -235,13 +235,14 @@ class Ports:
             return self._hubs.setdefault(place["address"], Hub())
         return segments_at(place, self._settings.device)
 
-    def _place(self, trainer: str, refresh: Refresh | None, executor: str, name: str = "") -> dict[str, str]:
+    def _place(self, trainer: str, refresh: Refresh | None, executor: str, name: str = "") -> dict[str, Any]:
         """Where processes meet, in plain values; for a reader of this name."""
         shards = executor in COLLECTIVE or self._plan.placements[trainer].ranks > 1
         line = line_of(self._graph, trainer, refresh)
         return {
             "protocol": ROUNDS if shards else SEGMENTS, "executor": executor, "folder": self._settings.sockets,
             "address": f"ipc://{self._settings.sockets}/weights.{line}.{executor}", "name": name,
+            "link_bytes_per_s": self._plan.link(trainer, executor),
         }  # fmt: skip
 
     def _encoding(self, trainer: str, refresh: Refresh | None) -> "Encoding":

@@ -1,5 +1,6 @@
 """Opens the ends of the weight planes: of any rank, at a site that the ports of its worker name in plain values."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,10 +42,11 @@ def shards_reader(
     *, limits: Limits, attempt: int,
 ) -> "ShardedReader":  # fmt: skip
     """The end of any rank of a reader to which each rank of the trainer sends what it needs."""
-    from transport.weights import FlatLayout, ShardedReader
+    from transport.weights import FlatLayout
+    from transport.weights.deltas.ends import DeltaReader
     from transport.weights.layout.rank_slices import layout_of_slices
 
-    end = ShardedReader(
+    end = DeltaReader(
         layout_of_slices(FlatLayout.of(tensors), slices), rank, site["address"], site["name"], ranks=len(slices),
         adopt=adoption(device), device=_memory(site, device), deadlines=_deadlines(limits), attempt=attempt,
         clock=AwakeClock(),
@@ -56,10 +58,15 @@ def shards_reader(
 def shards_writer(
     site: Mapping[str, Any], layout: "Layout", rank: int, ranks: int, device: str, *, limits: Limits, attempt: int
 ) -> "ShardedWriter":
-    """The end of one rank of a trainer, which sends the shard that it has by `layout`."""
+    """The end of one rank of a trainer: it sends the shard that it has by `layout`, over a slow link what changed."""
     from transport.weights import ShardedWriter
+    from transport.weights.deltas.ends import DeltaWriter
 
-    return ShardedWriter(
+    link = site["link_bytes_per_s"]
+    writer: Callable[..., ShardedWriter] = ShardedWriter
+    if link is not None:
+        writer = functools.partial(DeltaWriter, link_bytes_per_s=link)
+    return writer(
         layout, rank, site["address"], ranks=ranks, backend=site["executor"], device=_memory(site, device),
         deadlines=_deadlines(limits), attempt=attempt, clock=AwakeClock(),
     )  # fmt: skip

@@ -40,6 +40,13 @@ class Offers:
         """Whether some version is still to be copied out of the learner's tensors."""
         return any(getattr(end, "pending", None) is not None for end in self.ends)
 
+    @property
+    def traffic(self) -> tuple[int, int] | None:
+        """Bytes of weights sent over links so far, by all ranks and to all readers, and what they would be without
+        deltas; None: no link carries any."""
+        known = [each for end in self.ends if (each := getattr(end, "traffic", None)) is not None]
+        return (sum(sent for sent, _ in known), sum(whole for _, whole in known)) if known else None
+
     def open(self, step: int) -> None:
         """Offer each reader the version that it has to have after so many steps."""
         for line, refresh, end in self._refreshing:

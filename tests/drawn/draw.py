@@ -49,6 +49,8 @@ class Drawn:
     trainer_ranks: int = 1
     trainer_parallel: int = 1
     """How many of these share out a tensor; the others share out the data."""
+    trainer_replicas: int = 1
+    """How many copies of the model they hold (HSDP)."""
     parallel: int = 1
     """Ranks of each replica of the generator."""
     replicas: int = 1
@@ -70,7 +72,8 @@ class Drawn:
             ),
             trainer_ranks=draw.choice([1, 1, 2, 2, 2, 4]),
             trainer_parallel=draw.choice([1, 1, 2]),
-            parallel=draw.choice([1, 1, 2]),
+            trainer_replicas=draw.choice([1, 1, 2]),
+            parallel=draw.choice([1, 1, 1, 2, 2, 4]),
             replicas=replicas,
             references=draw.choice([1, 2]) if has_reference else 1,
             weights=draw.choice([None, "shared_memory", "gloo"]),
@@ -87,7 +90,7 @@ class Drawn:
         )  # fmt: skip
         trainer = Trainer(
             model, loss=partial(aipo, rho=4.0), prompts_per_step=PROMPTS, lr=what.lr, eps=1e-3,
-            tensor_parallel=self.trainer_parallel,
+            tensor_parallel=self.trainer_parallel, dp_replicate=self.trainer_replicas,
         )  # fmt: skip
         rollouts = generator(g.source(Prompts([{"prompt": f"{chr(97 + n)}{n}="} for n in range(STEPS * PROMPTS)])))
         scored = closeness(Logprobs(model.frozen())(rollouts)) if what.has_reference else reward(rollouts)

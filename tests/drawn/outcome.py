@@ -24,6 +24,8 @@ class Outcome:
     grad_norms: list[float]
     rollouts: list[tuple[int, int, list[int], list[float], list[int]]]
     """(group, position, tokens, logprobs, versions), in order."""
+    mismatches: list[float]
+    """Between what the generator said of its tokens and what the trainer finds, by step."""
     verdict: str
     """Empty where `dataflow verify` has nothing to say."""
 
@@ -38,7 +40,8 @@ class Outcome:
             rollouts += list(zip(*(table.column(name).to_pylist() for name in columns), strict=True))
         return cls(
             losses=[line["loss"] for line in steps], grad_norms=[line["grad_norm"] for line in steps],
-            rollouts=sorted(rollouts), verdict="" if result.verdict.clean else result.verdict.line,
+            rollouts=sorted(rollouts), mismatches=[line["mismatch"] for line in steps],
+            verdict="" if result.verdict.clean else result.verdict.line,
         )  # fmt: skip
 
 

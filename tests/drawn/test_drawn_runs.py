@@ -21,30 +21,47 @@ def accepted(outcomes: Outcomes, number: int) -> Drawn:
     return drawn
 
 
-def alike(found: Outcome, one: Outcome) -> None:
+def alike(found: Outcome, one: Outcome, tolerance: float = 1e-5) -> None:
     """Two runs drew the same tokens of the same versions, and learned the same from them.
 
     Sums of ranks differ in their last bits, and eps of Adam is so large that this stays so."""
     assert not found.verdict
     assert [row[:3] + row[4:] for row in found.rollouts] == [row[:3] + row[4:] for row in one.rollouts]
     for ours, theirs in zip(found.rollouts, one.rollouts, strict=True):
-        np.testing.assert_allclose(ours[3], theirs[3], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(found.losses, one.losses, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found.grad_norms, one.grad_norms, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(ours[3], theirs[3], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(found.losses, one.losses, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(found.grad_norms, one.grad_norms, rtol=10 * tolerance, atol=tolerance)
+
+
+def as_good(found: Outcome, one: Outcome) -> None:
+    """Two runs drew the same prompts from the same versions, and what was said of the tokens is as near the truth."""
+    assert not found.verdict
+    versions = [
+        [(group, position, {*of} - {-1}) for group, position, _, _, of in each.rollouts] for each in (found, one)
+    ]
+    assert versions[0] == versions[1]
+    assert max(found.mismatches) <= 3 * max(one.mismatches) + 1e-5
 
 
 @pytest.mark.parametrize(
     "number", [*range(QUICK), *(pytest.param(n, marks=pytest.mark.slow) for n in range(QUICK, ALL))]
 )
 def test_a_drawn_graph_learns_what_one_rank_learns(outcomes: Outcomes, number: int) -> None:
+    """Where a weight lies between two steps of int8, the last bits of ranks decide, which moves logits by about 1e-4.
+    Ranks that share out a row of inputs round their own parts of it (int8_dynamic), and sample from another model."""
     drawn = accepted(outcomes, number)
-    alike(outcomes.drawn(drawn), outcomes.on_one_rank(drawn.computes))
+    found, one = outcomes.drawn(drawn), outcomes.on_one_rank(drawn.computes)
+    if drawn.computes.weights == "int8_dynamic" and drawn.parallel > 1:
+        as_good(found, one)
+    else:
+        alike(found, one, 1e-5 if drawn.computes.weights == "model" else 1e-3)
 
 
 def test_the_first_draws_have_every_kind_of_rank(outcomes: Outcomes) -> None:
     drawn = [accepted(outcomes, number) for number in range(QUICK)]
     for name, values in {
-        "trainer_ranks": {1, 2, 4}, "trainer_parallel": {1, 2}, "parallel": {1, 2}, "replicas": {1, 2},
+        "trainer_ranks": {1, 2, 4}, "trainer_parallel": {1, 2}, "trainer_replicas": {1, 2}, "parallel": {1, 2, 4},
+        "replicas": {1, 2},
         "references": {1, 2}, "weights": {None, "shared_memory", "gloo"},
     }.items():  # fmt: skip
         assert {getattr(each, name) for each in drawn} == values, name

@@ -174,6 +174,11 @@ class _LedWriter:
             return version
         return None
 
+    @property
+    def traffic(self) -> tuple[int, int] | None:
+        """Of all ranks."""
+        return getattr(self._own, "traffic", None)
+
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """Offer each rank's shards of a version."""
         self._waits = True

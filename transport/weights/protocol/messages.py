@@ -273,6 +273,8 @@ class TransferResult:
     """What was found, empty when whole."""
     sent: list[int] = field(default_factory=list)
     """Of a source rank: bytes of weights, by rank of the group."""
+    whole_bytes: int = 0
+    """Of a source rank: what these would have been without deltas."""
 
 
 @dataclass(frozen=True, kw_only=True)

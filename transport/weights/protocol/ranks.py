@@ -64,6 +64,8 @@ class TransferOutcome:
     fault: str = ""
     sent: Sequence[int] = ()
     """Of a source rank: bytes of weights, by rank of the group."""
+    whole_bytes: int = 0
+    """Of a source rank: what these would have been without deltas."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,14 @@ class SourceRank:
             return []
         turn.version, turn.moving = -1, False
         return [
-            TransferResult(epoch=epoch, round=round, state=outcome.state, fault=outcome.fault, sent=[*outcome.sent])
+            TransferResult(
+                epoch=epoch,
+                round=round,
+                state=outcome.state,
+                fault=outcome.fault,
+                sent=[*outcome.sent],
+                whole_bytes=outcome.whole_bytes,
+            )
         ]
 
     def give_up(self) -> Actions:

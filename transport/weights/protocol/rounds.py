@@ -83,6 +83,8 @@ class Coordinator(Roster):
         self.failure = ""
         """Which source rank is missing, and why; empty when all are there or may still come."""
         self._sent: dict[str, Sent] = {}
+        self.traffic = (0, 0)
+        """Bytes of weights that all source ranks have sent to all groups, and what these would be without deltas."""
         self._ranks, self._key, self._trainer, self._store = ranks, key, dict(layout), store
         self._backend, self._bucket_bytes, self._deltas = backend, bucket_bytes, deltas
         self._sources: dict[int, _Source] = {}
@@ -284,6 +286,7 @@ class Coordinator(Roster):
             return self._fence(group)
         if source := self._source(peer):
             group.sent[source.rank] = message.sent
+            self.traffic = (self.traffic[0] + sum(message.sent), self.traffic[1] + message.whole_bytes)
         if message.state == DAMAGED:
             group.damage = group.damage or message.fault
         if not group.answered(peer):

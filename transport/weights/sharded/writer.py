@@ -141,6 +141,13 @@ class ShardedWriter:
             return dict(self._sent)
 
     @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of weights that all ranks of the trainer have sent to all groups, in transfers that came to their end,
+        and what these would have been without deltas; rank 0 alone knows."""
+        with self._control.changed:
+            return self._coordinator.traffic if self._coordinator else (0, 0)
+
+    @property
     def socket(self) -> None:
         """Nothing that a loop must wait for: the control thread answers."""
         return None
@@ -266,10 +273,11 @@ class Sending:
         """Send a version."""
         key, tensors = self._staging.of(version)
         messages: Sequence[Outbound]
+        whole: Sequence[Outbound]
         if self._deposits is not None:
-            messages = self._deposits.steps(key, tensors, deadline)
+            whole = messages = self._deposits.steps(key, tensors, deadline)
         else:
-            steps = recent(self._steps, key, lambda: self._compiled(tensors))
+            whole = steps = recent(self._steps, key, lambda: self._compiled(tensors))
             messages = self._agreed(version, steps, deadline)
         depth = len(messages) if self._deposits else self._depth
         outcome = self._exchange.send(messages, self._staging.sums(version), depth, deadline)
@@ -279,7 +287,7 @@ class Sending:
         if outcome.state == WHOLE:
             with self._writer._control.changed:
                 self._writer._sent[self._group] += sum(sent)
-        return replace(outcome, sent=sent)
+        return replace(outcome, sent=sent, whole_bytes=sum(message.nbytes for message in whole))
 
     def abort(self) -> None:
         """End what runs, from another thread."""
