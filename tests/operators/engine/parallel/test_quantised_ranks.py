@@ -42,22 +42,23 @@ def encoded(model: Any, weights: str) -> dict[str, torch.Tensor]:
     return Encoder(Encoding(quantized=form, names=linear_weights(model)), parameters).encode(parameters)
 
 
-def slice_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """What a rank holds of what was quantised: scales as their rows, which all ranks have where rows are cut."""
+def slice_of(name: str, full: torch.Tensor, rank: int, size: int, heads: int | None = None) -> torch.Tensor:
+    """What a rank holds of what was quantised: scales as their rows, which all ranks have where rows are cut. heads: as
+    of `part`."""
     weight = name.removesuffix(SCALE)
     if name != weight and weight.removesuffix(".weight").endswith(("o_proj", "down_proj")):
         return full
-    return part(weight, full, rank, size)
+    return part(weight, full, rank, size, heads)
 
 
 def digest(tensor: torch.Tensor) -> int:
     return int(xxhash.xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data))
 
 
-def assert_holds_slices(engine: Any, new: Mapping[str, torch.Tensor], size: int) -> None:
+def assert_holds_slices(engine: Any, new: Mapping[str, torch.Tensor], size: int, heads: int | None = None) -> None:
     for rank, digests in enumerate(engine.digests()):
         for name, full in new.items():
-            assert digests.pop(name) == digest(slice_of(name, full, rank, size)), f"{name} on rank {rank}"
+            assert digests.pop(name) == digest(slice_of(name, full, rank, size, heads)), f"{name} on rank {rank}"
         assert not digests
 
 
@@ -77,21 +78,22 @@ def assert_samples_as_well(found: Mapping[int, Any], model: Any, weights: str) -
 
 
 @pytest.mark.parametrize(
-    ("family", "weights", "size", "executor"),
+    ("family", "weights", "size", "heads", "executor"),
     [
-        ("llama", "int8", 2, "shared_memory"),
-        ("qwen2", "int8_dynamic", 2, "gloo"),
-        pytest.param("llama", "fp8", 2, "gloo", marks=pytest.mark.slow),
-        pytest.param("mixtral", "int8", 2, "shared_memory", marks=pytest.mark.slow),
-        pytest.param("mixtral", "int8", 2, "gloo", marks=pytest.mark.slow),
-        pytest.param("gemma", "int8_dynamic", 2, "shared_memory", marks=pytest.mark.slow),
-        pytest.param("llama", "int8", 4, "gloo", marks=pytest.mark.slow),
+        ("llama", "int8", 2, None, "shared_memory"),
+        ("qwen2", "int8_dynamic", 2, None, "gloo"),
+        pytest.param("llama", "fp8", 2, None, "gloo", marks=pytest.mark.slow),
+        pytest.param("mixtral", "int8", 2, None, "shared_memory", marks=pytest.mark.slow),
+        pytest.param("mixtral", "int8", 2, None, "gloo", marks=pytest.mark.slow),
+        pytest.param("gemma", "int8_dynamic", 2, None, "shared_memory", marks=pytest.mark.slow),
+        pytest.param("llama", "int8", 4, 4, "gloo", marks=pytest.mark.slow),
+        pytest.param("qwen3", "int8", 4, 2, "gloo", marks=pytest.mark.slow),
     ],
 )
 def test_what_one_trainer_rank_quantises_arrives_as_slices_and_is_sampled_from(
-    family, weights, size, executor, declare, make_model, alone, fed
+    family, weights, size, heads, executor, declare, make_model, alone, fed
 ):
-    changes = {"num_key_value_heads": 4} if size == 4 else {}
+    changes = {} if heads is None else {"num_key_value_heads": heads}
     declaration = declare(family, changes, weights=weights)
     ranks = fed(declaration, size, executor=executor, narrow=declaration.narrow)
     engine, policy = ranks.engine, make_model(family, seed=1, **changes)
@@ -99,7 +101,7 @@ def test_what_one_trainer_rank_quantises_arrives_as_slices_and_is_sampled_from(
     assert ranks.shapes.keys() == new.keys()
     ranks.publish(1, new)
     assert ranks.take() == 1
-    assert_holds_slices(engine, new, size)
+    assert_holds_slices(engine, new, size, heads)
     found = drive(engine, groups())
     if weights != "int8":
         assert_samples_as_well(found, policy, weights)
