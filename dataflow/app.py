@@ -5,7 +5,7 @@ import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.markup import escape
@@ -74,7 +74,12 @@ def _say(text: str, error: BaseException) -> None:
 _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "steps": (int | None, None, "optimiser steps to make; until the prompts end when left out"),
     "seed": (int, 0, "of the prompts' order, sampling and everything else that is random"),
-    "gpus": (str, "", "accelerators by node, as in generator=6,trainer=2 or generator=8,trainer=generator"),
+    "gpus": (
+        str,
+        "",
+        "accelerators by node, as in generator=6,trainer=2; with generator=8,trainer=generator they take turns; "
+        "shared: all nodes take turns on all accelerators, or in main memory",
+    ),
     "replicas": (str, "", "copies of a node on the CPU, as in generator=2"),
     "ranks": (str, "", "processes that share out a trainer's model on the CPU, as in trainer=2"),
     "scale": (str, "", "replicas of a node from a step on, as in 100:generator=3,200:generator=1"),
@@ -98,7 +103,7 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
 
 def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None, limits: Limits | None) -> None:
     how: dict[str, Any] = {
-        "gpus": _assignments("gpus", flags["gpus"]), "replicas": _counts("replicas", flags["replicas"]),
+        "gpus": _devices(flags["gpus"]), "replicas": _counts("replicas", flags["replicas"]),
         "ranks": _counts("ranks", flags["ranks"]),
         "steps": flags["steps"], "scale": _schedule(flags["scale"]), "weights": flags["weights"],
         "listen": flags["listen"], "message_bytes": flags["message_bytes"],
@@ -165,6 +170,11 @@ def _schedule(text: str) -> dict[int, dict[str, int]]:
             )
         found.setdefault(int(step), {})[name.strip()] = int(count)
     return found
+
+
+def _devices(text: str) -> dict[str, int | str] | Literal["shared"]:
+    """`generator=6,trainer=generator` as a mapping; `shared` as it is."""
+    return "shared" if text.strip() == "shared" else _assignments("gpus", text)
 
 
 def _counts(flag: str, text: str) -> dict[str, int]:

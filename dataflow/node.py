@@ -5,6 +5,7 @@ import inspect
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
@@ -98,6 +99,16 @@ class Runtime:
         """Small numbers for the heartbeat: queue, version, step, and `done` when it has nothing more to do, ever."""
         return {}
 
+    def wants_devices(self) -> bool:
+        """Whether it has work that needs its devices: asked of one that takes turns on them (`Traits.sleeps`)."""
+        return True
+
+    def sleep(self) -> None:
+        """Give the memory of its devices back: another node's turn comes. Until `wake` its `work` uses none of them."""
+
+    def wake(self) -> None:
+        """Its turn has come: take that memory again."""
+
     def close(self) -> None:
         """Give back what it holds."""
 
@@ -131,6 +142,9 @@ class Context:
     """CPU threads this worker may use."""
     device: str = "cpu"
     """cpu, or cuda:N."""
+    aside: Path | None = None
+    """Of one that has its devices in turn with other nodes, and sleeps between its turns (`Runtime.sleep`): the folder
+    in which it may put away what lies in main memory. None: its devices are its own."""
     steps: int | None = None
     """Steps the run will make; None: until the prompts end."""
     prompt_steps: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -27,6 +27,7 @@ from dataflow.history.verify import Verdict, verify
 from dataflow.limits import Limits
 from dataflow.planning.model_size import measure_models
 from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.planning.sharing import Wishes
 from dataflow.scheduler import orphans, scaling
 from dataflow.scheduler.execute import Run, Times, execute, take
 from dataflow.scheduler.table import Table
@@ -103,7 +104,7 @@ def this_machine() -> Devices:
 def make_plan(
     graph: Graph,
     *,
-    gpus: Mapping[str, int | str] | None = None,
+    gpus: Wishes | Literal["shared"] | None = None,
     replicas: Mapping[str, int] | None = None,
     ranks: Mapping[str, int] | None = None,
     steps: int | None = None,
@@ -133,7 +134,7 @@ def run(
     graph: Graph,
     *,
     on: Inline | None = None,
-    gpus: Mapping[str, int | str] | None = None,
+    gpus: Wishes | Literal["shared"] | None = None,
     replicas: Mapping[str, int] | None = None,
     ranks: Mapping[str, int] | None = None,
     steps: int | None = None,

@@ -85,7 +85,7 @@ class FakeGenerator(Generate):
     @property
     def traits(self) -> Traits:
         """What a graph is checked for."""
-        return Traits(in_flight=self.in_flight, temperature=self.temperature)
+        return Traits(in_flight=self.in_flight, temperature=self.temperature, sleeps=True)
 
     @property
     def rollouts_per_prompt(self) -> int:
@@ -97,7 +97,22 @@ class FakeGenerator(Generate):
         return _Echo(self, context)
 
 
-class _Echo(Runtime):
+class _Sleeps(Runtime):
+    """One that needs its devices for all of its work, and for nothing else."""
+
+    _awake = True
+
+    def wants_devices(self) -> bool:
+        return bool(self.pending())
+
+    def sleep(self) -> None:
+        self._awake = False
+
+    def wake(self) -> None:
+        self._awake = True
+
+
+class _Echo(_Sleeps):
     def __init__(self, operator: FakeGenerator, context: Context) -> None:
         self._size, self._context = operator.group_size, context
         self._queue: list[Batch] = []
@@ -112,7 +127,7 @@ class _Echo(Runtime):
         return len(self._queue)
 
     def work(self) -> list[Batch] | None:
-        if not self._queue:
+        if not self._queue or not self._awake:
             return None
         batch = self._queue.pop(0)
         size = self._size
@@ -151,7 +166,7 @@ class FakeTrainer(Learn):
     @property
     def traits(self) -> Traits:
         """What a graph is checked for."""
-        return Traits(queue_prompts=self.queue_prompts, temperature=self.temperature)
+        return Traits(queue_prompts=self.queue_prompts, temperature=self.temperature, sleeps=True)
 
     @property
     def step_prompts(self) -> int:
@@ -167,7 +182,7 @@ class FakeTrainer(Learn):
         return _Count(self, context)
 
 
-class _Count(Runtime):
+class _Count(_Sleeps):
     def __init__(self, operator: FakeTrainer, context: Context) -> None:
         self._operator, self._context = operator, context
         self._groups: dict[int, pa.RecordBatch] = {}
@@ -190,8 +205,8 @@ class _Count(Runtime):
         self._acknowledge()
 
     def work(self) -> list[Batch] | None:
-        wanted = range(self._cursor, self._cursor + self._operator.prompts_per_step)
-        if self._done or not all(group in self._groups for group in wanted):
+        wanted = self._wanted()
+        if not wanted or not self._awake:
             return None
         self._cursor, self._step = wanted.stop, self._step + 1
         rows = [self._groups.pop(group) for group in wanted]
@@ -207,6 +222,14 @@ class _Count(Runtime):
         self._done = self._step == context.steps
         self._acknowledge()
         return []
+
+    def pending(self) -> int:
+        return len(self._wanted())
+
+    def _wanted(self) -> range:
+        """The groups of a step that can be made."""
+        wanted = range(self._cursor, self._cursor + self._operator.prompts_per_step)
+        return range(0) if self._done or not all(group in self._groups for group in wanted) else wanted
 
     def _acknowledge(self) -> None:
         for last, batch in self._acks:

@@ -9,6 +9,8 @@ class Traits:
 
     tensor_parallel: int = 1
     """Processes that share out each layer of its model."""
+    sleeps: bool = False
+    """Whether its runtime can give its devices' memory back and take it again, so that it may share them in turns."""
     dp_replicate: int = 1
     """Copies of its model among a trainer's processes."""
     temperature: float | None = None

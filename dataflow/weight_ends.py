@@ -4,6 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 
+class SentVersion(Protocol):
+    """What one version has taken."""
+
+    @property
+    def version(self) -> int:
+        """Its number."""
+
+    @property
+    def pair_bytes(self) -> Sequence[Sequence[int]]:
+        """[ranks of the trainer][ranks of the reader]: bytes from each to each."""
+
+
 class WeightsOut(Protocol):
     """The trainer's end of the weight plane (transport/weights)."""
 
@@ -15,6 +27,10 @@ class WeightsOut(Protocol):
 
     def poll(self) -> None:
         """Answer the readers; never waits."""
+
+    @property
+    def sent(self) -> Mapping[str, SentVersion]:
+        """What the newest version that each reader has whole has taken, where ranks sent it to ranks."""
 
 
 @runtime_checkable
@@ -72,6 +88,17 @@ def taken(reader: WeightsIn) -> int | None:
         return None
     version = reader.adopt()
     return version if version == offer.version or version != before else None
+
+
+@runtime_checkable
+class WeightsAgain(WeightsIn, Protocol):
+    """The end of a reader that may sleep: the trainer's memory keeps the version for it."""
+
+    def let_go(self) -> bool:
+        """Leave the memory of the version in use, which the tensors lose; True: `adopt` or `again` fills them all."""
+
+    def again(self) -> bool:
+        """Take the version in use once more; False where it is not there any more, and another has to be adopted."""
 
 
 class VerifiedOffer(Offered, Protocol):

@@ -11,7 +11,7 @@ segments and mapped files in full for each process that maps them.
 In units of the whole model (its weights once):
 share           what a process needs: a trainer's rank 4 / ranks (weights, gradients, two moments), a generator's 2 /
                 ranks (the current version and the arriving one)
-plane           two versions of the whole model, which one trainer rank keeps in shared memory for its readers: a part of
+plane           two versions of the whole model, which one trainer rank keeps in shared memory for its readers: part of
                 what it holds
 packed          of a generator: the copy that its kernels read
 start, step, checkpoint, resume    the most in each phase, less `before`; start: until the first step is recorded

@@ -2,9 +2,10 @@
 
     python -m bench.weight_plane --ranks 1x1 2x1 2x2 4x2
 
-Each rank is a process with one torch thread; nobody computes. The trainer's ranks hold rows (FSDP), the readers' rows
-of half of the tensors and columns of the others (tensor parallel). Every update has other bytes, and each reader
-compares all of its own with them, outside of the time. Systems take turns; figures are medians, least_ms is the best.
+Each rank is a process with one torch thread, on a core that it is given in turn; nobody computes. The trainer's ranks
+hold rows (FSDP), the readers' rows of half of the tensors and columns of the others (tensor parallel). Every update has
+other bytes, and each reader compares all of its own with them, outside of the time. Figures are medians, least_ms is
+the best.
 
 ms              from the first rank's call to publish until the last reader's parameters hold the version (median)
 held_ms         the longest that a reader's loop was held: one look, or one adoption, in all updates
@@ -57,6 +58,8 @@ HELD_MS = 5.0
 PATIENCE_S = 120.0
 WARM = 4
 """Updates before the counted ones: buffers take turns at both ends."""
+LEAST = 5
+"""Counted updates, whatever time they take."""
 COLUMNS = 1024
 FLOAT_ONE = 0x3F800000
 """1.0 in float32, as an integer."""
@@ -269,6 +272,9 @@ def serve(job: Job, number: int, orders: Connection) -> None:
     """One process: prepares, moves and checks versions as it is told, until there is none."""
     torch.set_num_threads(1)
     keep_freed_memory()
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
     end = list(ranks_of(job))[number]()
     with contextlib.closing(end):
         while (version := orders.recv()) is not None:
@@ -311,7 +317,7 @@ def measure(job: Job, updates: int, seconds: float) -> dict[str, float]:
             if is_plane:
                 held.append(max(each for _, _, each in found[job.sources :]))
                 publish.append(max(each for _, _, each in found[: job.sources]))
-            if time.monotonic() - counting > seconds:
+            if len(times) >= LEAST and time.monotonic() - counting > seconds:
                 break
         for end in ends:
             end.send(None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import networkx as nx
 
@@ -14,6 +15,16 @@ from dataflow.planning.executors import WeightPath, explain, summary, weight_pat
 from dataflow.planning.memory_need import Need, amount, check_fit, need_of
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.placement import Placement
+from dataflow.planning.sharing import (
+    Group,
+    Wishes,
+    assign,
+    awake_at_once,
+    groups_of,
+    processes_at_once,
+    read_wishes,
+)
+from dataflow.planning.sharing import explain as explain_turns
 from dataflow.staleness import capacity
 from dataflow.structure import Structure, lanes_of, sinks_of
 
@@ -65,6 +76,8 @@ class Plan:
     """Every pair of ranks that weights travel between, and how."""
     scale: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """From which step on how many replicas a node is to have."""
+    turns: tuple[Group, ...] = ()
+    """Nodes that share their devices, of which one is awake at a time."""
     listen: str = ""
     """Address of this machine at which the run listens; empty: only sockets within it."""
     message_bytes: int = MESSAGE_BYTES
@@ -95,6 +108,10 @@ class Plan:
             workers.setdefault(placement.worker, []).append(node)
         return workers
 
+    def turns_of(self, node: str) -> Group:
+        """The nodes that it takes turns with, itself among them; none where its devices are its own."""
+        return next((group for group in self.turns if node in group), ())
+
     def processes(self) -> list[tuple[str, int, list[str]]]:
         """Every process to start: (worker, replica, nodes)."""
         return [
@@ -110,6 +127,8 @@ class Plan:
             label = f"{placement.worker} · {placement.devices}"
             label += f" · {placement.replicas} replicas" if placement.replicas > 1 else ""
             label += f" · {placement.mesh}" if placement.mesh else ""
+            others = [name for name in self.turns_of(node) if name != node]
+            label += f" · in turn with {', '.join(others)}" if others else ""
             groups.setdefault(label, []).append(node)
         return [Frame(label=label, nodes=tuple(nodes)) for label, nodes in groups.items()]
 
@@ -135,7 +154,7 @@ class Plan:
         lines.append(f"a message on a data edge has at most {amount(self.message_bytes)}; a larger group goes in parts")
         lines += [f"each process of '{each.node}' needs at least {each.need}" for each in self.placements.values()
                   if each.need is not None]  # fmt: skip
-        lines += explain(self.weight_paths)
+        lines += [*explain(self.weight_paths), *explain_turns(self.turns, self.placements)]
         if self.listen:
             lines.append(
                 f"edges and control listen at {self.listen}, encrypted, for holders of this run's keys alone; commands "
@@ -154,7 +173,7 @@ def plan(
     graph: Structure,
     devices: Devices,
     *,
-    gpus: Mapping[str, int | str] | None = None,
+    gpus: Wishes | Literal["shared"] | None = None,
     replicas: Mapping[str, int] | None = None,
     ranks: Mapping[str, int] | None = None,
     steps: int | None = None,
@@ -166,7 +185,8 @@ def plan(
 ) -> Plan:
     """Map the graph onto devices.
 
-    gpus: accelerators by node, or the name of the node whose accelerators it shares.
+    gpus: accelerators by node, or the name of the node whose devices it shares (main memory, where that node has no
+    accelerator): they take turns. "shared": all nodes that compute share all devices.
     replicas: copies of a node that runs on CPU (accelerators count replicas by themselves).
     ranks: processes that share out the model of a trainer that runs on CPU (accelerators count them by themselves).
     scale: copies of a node from a step of the trainers on. weights: the executor of the weight plane; None: chosen
@@ -193,20 +213,21 @@ def plan(
     check(graph)
     if fault := message_fault(message_bytes):
         raise GraphError(fault)
-    gpus, replicas, ranks, sizes, scale = gpus or {}, replicas or {}, ranks or {}, sizes or {}, scale or {}
+    gpus = read_wishes(graph, gpus, devices.gpus)
+    replicas, ranks, sizes, scale = replicas or {}, ranks or {}, sizes or {}, scale or {}
     for name in [*gpus, *replicas, *ranks, *(name for wishes in scale.values() for name in wishes)]:
         if name not in graph.operators:
             raise GraphError(
                 f"devices are given to '{name}', but the graph has {list(graph.operators)}"
                 f"{nearest(name, graph.operators)}; name one of these"
             )
-    assigned = _assign(gpus, devices)
+    assigned, turns = assign(gpus, devices.gpus), groups_of(graph, gpus)
     workers = _workers(graph)
     shared = {
         name: _ranks(operator, len(assigned.get(name, ())), ranks.get(name), one_process)
         for name, operator in graph.operators.items()
     }
-    threads = _threads(graph, devices, replicas, shared, assigned)
+    threads = _threads(graph, devices, replicas, shared, assigned, turns)
     placements = {}
     for name, operator in graph.operators.items():
         on = assigned.get(name, ())
@@ -223,7 +244,7 @@ def plan(
     made = Plan(
         placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
         scale=scale, weight_paths=weight_paths(graph, placements, sizes, forced=weights, one_process=one_process),
-        message_bytes=message_bytes,
+        message_bytes=message_bytes, turns=turns,
     )  # fmt: skip
     for fault in too_large_groups(graph, {name: placement.replicas for name, placement in placements.items()}):
         raise GraphError(fault)
@@ -233,12 +254,15 @@ def plan(
 
 
 def _needs(made: Plan) -> list[tuple[str, str, Need]]:
-    """Of every rank, which knows its device."""
-    return [
-        (f"{each.worker}-{replica}" + (f".{rank}" if each.ranks > 1 else ""), each.device(replica, rank), each.need)
+    """Of every rank that may be awake where memory is scarcest."""
+    return awake_at_once(made.turns, [
+        (
+            f"{each.worker}-{replica}" + (f".{rank}" if each.ranks > 1 else ""), each.node,
+            each.device(replica, rank), each.need,
+        )
         for each in made.placements.values() if each.need is not None
         for replica in range(each.replicas) for rank in range(each.ranks)
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
 def check_replicas(operator: Operator, count: int) -> None:
@@ -263,31 +287,6 @@ def _check_scale(graph: Structure, made: Plan, one_process: bool) -> None:
         )
 
 
-def _assign(gpus: Mapping[str, int | str], devices: Devices) -> dict[str, tuple[int, ...]]:
-    assigned: dict[str, tuple[int, ...]] = {}
-    free = 0
-    for name, wish in gpus.items():
-        if isinstance(wish, int):
-            if wish < 1:
-                raise GraphError(f"'{name}' is given {wish} GPUs; give 1 or more, or leave it out to use the CPU")
-            assigned[name] = tuple(range(free, free + wish))
-            free += wish
-    if free > devices.gpus:
-        asked = {name: wish for name, wish in gpus.items() if isinstance(wish, int)}
-        raise GraphError(
-            f"the run asks for {free} GPUs, {asked}, but this machine has {devices.gpus}; "
-            f'ask for fewer, let operators share ("trainer": "generator"), or leave gpus= out to run on the CPU'
-        )
-    for name, wish in gpus.items():
-        if isinstance(wish, str):
-            if wish not in assigned:
-                raise GraphError(
-                    f"'{name}' is to share the GPUs of '{wish}', which has none; give '{wish}' a number of GPUs"
-                )
-            assigned[name] = assigned[wish]
-    return assigned
-
-
 def _workers(graph: Structure) -> dict[str, str]:
     """Light operators in a row share a worker, named after the first of them."""
     light: nx.Graph[str] = nx.Graph()
@@ -309,18 +308,19 @@ def _threads(
     replicas: Mapping[str, int],
     ranks: Mapping[str, int],
     assigned: Mapping[str, tuple[int, ...]],
+    turns: tuple[Group, ...],
 ) -> int:
     """Threads of each heavy process on the CPU: all cores where they take turns, else an equal share."""
-    heavy = [
-        (replicas.get(name, 1), ranks[name])
+    heavy = {
+        name: (replicas.get(name, 1), ranks[name])
         for name, op in graph.operators.items()
         if not op.light and name not in assigned
-    ]
+    }
     synchronous = all(feedback.max_staleness == 0 for feedback in graph.feedbacks)
-    if synchronous and sum(count for count, _ in heavy) <= 2:
-        at_once = max((ranks for _, ranks in heavy), default=1)
+    if synchronous and sum(count for count, _ in heavy.values()) <= 2:
+        at_once = max((ranks for _, ranks in heavy.values()), default=1)
     else:
-        at_once = sum(count * ranks for count, ranks in heavy)
+        at_once = processes_at_once(turns, {name: count * ranks for name, (count, ranks) in heavy.items()})
     return max(1, devices.cpus // max(1, at_once))
 
 

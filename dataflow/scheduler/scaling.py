@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 
 from dataflow.errors import GraphError, nearest
 from dataflow.planning.plan import check_replicas
+from dataflow.planning.sharing import check_scale
 from dataflow.scheduler.events import Command, Notice, Send, Spawn
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
 from dataflow.worker.messages import AddReceivers, Expect, RetireReceivers, SenderEnded, Start, Stop, Wire
@@ -31,8 +32,10 @@ def replicas(table: Table, node: str) -> dict[str, int]:
 
 
 def check(table: Table, wishes: Mapping[str, int]) -> None:
-    """Raise GraphError for an unknown node, and for a number of replicas that a node cannot have."""
+    """Raise GraphError for an unknown node, for a number of replicas that a node cannot have, and for a node that takes
+    turns with others."""
     operators = table.graph.operators
+    check_scale(table.plan.turns, wishes)
     for node, count in wishes.items():
         if node not in operators:
             raise GraphError(

@@ -155,7 +155,7 @@ class RunStateMachine:
             if evaluation.open and evaluation.asked is not None and node in evaluation.sources:
                 evaluate: dict[str, bool | int] = {"evaluate": evaluation.asked}
                 commands.append(NodeCommand(node, evaluate | ({"again": True} if again else {})))
-        if self.draining and (node in self._trainers or node in self._training_sources()):
+        if self.draining and node in self._who_drains():
             commands.append(NodeCommand(node, {"drain": True}))
         return commands
 
@@ -164,9 +164,12 @@ class RunStateMachine:
         self.draining = True
         if not self._trainers or self.phase == "starting":
             self.phase = "over"
-        return [
-            NodeCommand(name, {"drain": True}) for name in [*self._training_sources(), *self._trainers]
-        ] + self._advance()
+        return [NodeCommand(name, {"drain": True}) for name in self._who_drains()] + self._advance()
+
+    def _who_drains(self) -> list[str]:
+        """Sources and trainers, and those that a trainer takes turns with: it needs one more for its checkpoint."""
+        in_turn = [node for group in self.plan.turns for node in group if node not in self._trainers]
+        return [*self._training_sources(), *self._trainers, *in_turn]
 
     def _training_sources(self) -> list[str]:
         return [n for n, op in self.graph.operators.items() if op.kind == "source" and n not in self.plan.on_demand]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataflow.weight_ends import WeightsOut
+from dataflow.weight_ends import SentVersion, WeightsOut
 
 
 class FanOut:
@@ -20,6 +20,12 @@ class FanOut:
         self._ends: Sequence[WeightsOut] = ends
         self.socket = ends[0].socket
 
+    @property
+    def pending(self) -> int | None:
+        """The version that some end still has to offer."""
+        waiting = (getattr(end, "pending", None) for end in self._ends)
+        return next((version for version in waiting if version is not None), None)
+
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """False when some end offers it later."""
         offered = [end.publish(version, tensors) for end in self._ends]
@@ -29,6 +35,11 @@ class FanOut:
         """The same note on every end."""
         for end in self._ends:
             end.tell(note)
+
+    @property
+    def sent(self) -> Mapping[str, SentVersion]:
+        """Of all ends together; each reader has one of them."""
+        return {reader: sent for end in self._ends for reader, sent in end.sent.items()}
 
     def poll(self) -> None:
         """Answer all readers."""

@@ -3,10 +3,12 @@
 import collections
 import contextlib
 import dataclasses
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dataflow.errors import boundary
@@ -23,6 +25,7 @@ from dataflow.structure import sinks_of
 from dataflow.system.log import node_log
 from dataflow.weight_ends import WeightsIn, WeightsOut
 from dataflow.worker.loop import Inlet, NodeLoop, Outlet
+from dataflow.worker.turns import Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,9 @@ class Host:
         self.at = ""
         """The node that is being built, or whose turn it is; empty while nobody is at work."""
         self.at_since = time.monotonic()
+        self._taking_turns: dict[str, Turns] = {}
+        self._private: tempfile.TemporaryDirectory[str] | None = None
+        """For the locks of a run in one process, which has no folder of sockets."""
         self._trace = Trace(f"{settings.worker}-{settings.replica}")
         self._writer_of, self._reader_of, self._device, self._clock = writer_of, reader_of, device, clock
 
@@ -118,8 +124,13 @@ class Host:
         """Make the heavy objects."""
         for name in self.nodes:
             self._enter(name)
-            with boundary(name, "starting"):
+            turns = self._turns(name)
+            in_turn = contextlib.nullcontext() if turns is None else turns.building(self.settings.limits.start_s)
+            with boundary(name, "starting"), in_turn:
                 self.runtimes[name] = self.graph.operators[name].build(self._context(name))
+            if turns is not None:
+                self._taking_turns[name] = turns
+                turns.built(self.runtimes[name])
         self._enter("")
 
     def wire(self, inlets: Mapping[str, Inlet], outlets: Mapping[str, Outlet]) -> None:
@@ -137,7 +148,7 @@ class Host:
                 name, self.runtimes[name], ends, dict(lanes), most_rows=most_rows,
                 most_bytes=self.plan.message_bytes, mark=self._marker(name, lanes),
                 finished=self._finished(name, lanes), settled=self._settled(name, {lane for lane, _, _ in ends}),
-                span=span,
+                span=span, turns=self._taking_turns.get(name),
             )  # fmt: skip
 
     def tell(self, node: str, message: Mapping[str, Any]) -> None:
@@ -177,8 +188,28 @@ class Host:
                 closing.callback(self.ledger.close)
             for loop in self.loops.values():
                 closing.callback(loop.close)
+            if self._private is not None:
+                closing.callback(self._private.cleanup)
+            for turns in self._taking_turns.values():
+                closing.callback(turns.close)
             for runtime in self.runtimes.values():
                 closing.callback(runtime.close)
+
+    def _turns(self, name: str) -> Turns | None:
+        """Its hand in the turns on devices that it shares."""
+        group = self.plan.turns_of(name)
+        if not group:
+            return None
+        folder = self.settings.sockets
+        if not folder:
+            self._private = self._private or tempfile.TemporaryDirectory(prefix="dataflow-turns-")
+            folder = self._private.name
+        return Turns(Path(folder) / f"turns-{self.plan.turns.index(group)}", group, name)
+
+    def _aside(self, name: str) -> Path | None:
+        if not self.plan.turns_of(name):
+            return None
+        return Path(tempfile.gettempdir()) if self.folder is None else self.folder.path
 
     def _finished(self, name: str, lanes: Iterable[str]) -> dict[str, Finished]:
         """Where a generator keeps what it has finished of the lanes that are trained."""
@@ -215,6 +246,7 @@ class Host:
             steps=self.settings.steps,
             keep_steps=self.settings.keep_steps,
             device=self._device(name),
+            aside=self._aside(name),
             folder=self.folder,
             ledger=self.ledger,
             limits=self.settings.limits,

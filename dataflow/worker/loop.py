@@ -19,6 +19,7 @@ from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.node import Batch, Runtime
 from dataflow.records import GROUP_ID, group_slices
 from dataflow.worker.acknowledgements import Acknowledgements
+from dataflow.worker.turns import Turns
 
 
 class Inlet(Protocol):
@@ -127,12 +128,13 @@ class NodeLoop:
         finished: Mapping[str, Finished] | None = None,
         settled: Callable[[str, list[int]], Collection[int]] = lambda lane, groups: (),
         span: Callable[[str, float, float], None] = lambda node, begin_s, end_s: None,
+        turns: Turns | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """inlets: (lane, sending node, inlet); outlets by lane; most_rows (by lane), most_bytes: of one batch sent;
         mark: writes (lane, group ids) into the ledger; finished: by lane, where what leaves is kept until it has an
         outcome, and found instead of being made again; settled: which of some groups have an outcome already, though
-        their sender has not heard of it; span: is told of every slice of work.
+        their sender has not heard of it; span: is told of every slice of work; turns: on devices that it shares.
         """
         self.node, self.runtime = node, runtime
         self.paused = False
@@ -146,6 +148,7 @@ class NodeLoop:
         ]
         self._most_rows, self._most_bytes = most_rows or {}, most_bytes
         self._mark, self._span, self._clock = mark, span, clock
+        self.turns = turns
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, _Sent]] = collections.deque()
         self._finished = finished or {}
         self._settled = settled
@@ -168,7 +171,7 @@ class NodeLoop:
         for end in self._ends:
             end.poll()
         self._answer()
-        moved = self._flush()
+        moved = self._flush() | self._take_turns()
         if self.ended:
             return moved | self._pass_over()
         if self._outbox or self.paused:
@@ -192,6 +195,18 @@ class NodeLoop:
         """End the files of what it has finished."""
         for finished in self._finished.values():
             finished.close()
+
+    def _take_turns(self) -> bool:
+        """Give the devices up, or take them, where others share them and it is time; what that takes is work."""
+        if self.turns is None:
+            return False
+        began = self._clock()
+        with boundary(self.node, "taking its turn"):
+            changed = self.turns.turn(self.runtime, held_up=bool(self._outbox))
+        if changed:
+            self.seconds["busy"] += self._clock() - began
+            self._span(self.node, began, self._clock())
+        return changed
 
     def waited(self, seconds: float) -> None:
         """Account for time that the worker slept while this node had nothing to do, or no credit."""

@@ -204,16 +204,23 @@ class Worker:
         if self._ends_at is None:
             structlog.get_logger(worker=self._name).warning("no scheduler is there any more: coming to an end")
             self._ends_at = self._clock() + self._settings.limits.drain_s
-            for node in [node for node in self._nodes if operators[node].trains]:
+            for node in self._who_drains():
                 self._host.tell(node, {"drain": True})
         elif not trainers and not self._left_alone.is_set():
             structlog.get_logger(worker=self._name).warning("a scheduler has spoken: going on")
             self._ends_at = None
+            for node in self._who_drains():
+                self._host.tell(node, {"drain": False})
             return
         if trainers and all(runtime.status().get("done") for runtime in trainers):
             self._running = False
         elif self._clock() > self._ends_at:
             os._exit(messages.ALONE)
+
+    def _who_drains(self) -> list[str]:
+        """Trainers, and those that take turns with one, which it needs for its checkpoint."""
+        plan = self._host.plan
+        return [node for node in self._nodes if self._host.graph.operators[node].trains or plan.turns_of(node)]
 
     def _confirm(self, ticket: int) -> None:
         self._link.send(messages.Confirmed(attempt=self._attempt, ticket=ticket))
@@ -242,11 +249,13 @@ class Worker:
         poller = zmq.Poller()
         for socket in [self._link.socket, *self._ports.sockets(), *extra]:
             poller.register(socket, zmq.POLLIN)
-        owing = any(loop.blocked or loop.runtime.pending() for loop in self._host.loops.values())
+        loops = self._host.loops.values()
+        owing = any(loop.blocked or loop.runtime.pending() for loop in loops)
+        watching = any(loop.turns is not None and loop.turns.watches for loop in loops)
         began = time.monotonic()
-        poller.poll(_BLOCKED_NAP_MS if owing and not extra else _NAP_MS)
+        poller.poll(_BLOCKED_NAP_MS if watching or (owing and not extra) else _NAP_MS)
         slept = time.monotonic() - began
-        for loop in self._host.loops.values():
+        for loop in loops:
             loop.waited(slept)
 
 

@@ -30,6 +30,7 @@ from operators.engine.rows import Rows, put
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.models.errors import ModelError
+from operators.models.heap import trim_memory
 
 PREFILL_TOKENS = 4096
 """Most tokens whose keys and values are computed anew in one step (one prefix may have more)."""
@@ -91,7 +92,7 @@ class Engine:
         self.device = next(model.parameters()).device
         self._stop = stop
         self._kernel = kernel
-        self._fused = fused
+        self.fused = fused
         self._on_adopt = on_adopt
         self._recomputes = on_update == "recompute"
         self._record_mask = record_mask
@@ -228,13 +229,19 @@ class Engine:
         """New weights of this version are in `tensors`: tokens drawn from now on come from them."""
         if self._on_adopt is not None:
             self._on_adopt()
-        if self._fused is not None:
-            self._fused.refresh()
+        if self.fused is not None:
+            self.fused.refresh()
+        if self.version == 0:  # parameters that are views of a version now have let go of what was loaded
+            trim_memory()
         self.version = version
         self.pages.forget()
         if self._recomputes:
-            self._settle()
-            self._park(np.arange(self.rows.n))
+            self.park_all()
+
+    def park_all(self) -> None:
+        """Take all rows out of their pages; they go on with the next step, with keys and values computed anew."""
+        self._settle()
+        self._park(np.arange(self.rows.n))
 
     @torch.inference_mode()
     def close(self) -> None:
@@ -310,9 +317,9 @@ class Engine:
 
     def _forward(self, new: Sequence[Prefix]) -> torch.Tensor:
         """Logits of every active row and, once for each of its rows, of every new prefix."""
-        if self._fused is not None:
+        if self.fused is not None:
             rows = self.rows
-            logits = self._fused(rows.last, rows.positions, self.cache, self._layout(None), new)
+            logits = self.fused(rows.last, rows.positions, self.cache, self._layout(None), new)
         else:
             logits = self._modular(new)
         if not new:

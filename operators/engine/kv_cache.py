@@ -51,6 +51,10 @@ class KVCache:
             keys[pages] = 0
             values[pages] = 0
 
+    def drop(self) -> None:
+        """Give the memory back; nobody may read what was in it. It is taken again when it is written."""
+        self._layers.clear()
+
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.pages + 1, like.shape[1], PAGE, like.shape[3])
         nbytes = math.prod(shape) * like.element_size()

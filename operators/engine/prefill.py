@@ -51,6 +51,9 @@ class Fused(Protocol):
     def refresh(self) -> None:
         """Take over the weights that the model has now."""
 
+    def let_go(self) -> None:
+        """Give back what it made of them, until `refresh`."""
+
     def __call__(
         self,
         tokens: torch.Tensor,

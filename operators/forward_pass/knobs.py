@@ -36,6 +36,11 @@ class ForwardKnobs(Transform):
         """Type of the column it writes."""
         return TOKEN_NUMBERS
 
+    @property
+    def traits(self) -> Traits:
+        """It may share its devices."""
+        return Traits(sleeps=True)
+
     def reads(self) -> Mapping[str, Any]:
         """The rollout's tokens, and what says which of them count."""
         return {TOKENS: list[int], MASK: list[bool], LOGPROBS: list[float], VERSIONS: list[int], ERROR: str}
@@ -74,7 +79,7 @@ class LogprobsKnobs(ForwardKnobs):
     @property
     def traits(self) -> Traits:
         """Its temperature has to be the generator's."""
-        return Traits(temperature=self.temperature)
+        return Traits(temperature=self.temperature, sleeps=True)
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
@@ -105,7 +110,7 @@ class RewardKnobs(ForwardKnobs):
     @property
     def traits(self) -> Traits:
         """It reads prompts as text."""
-        return Traits(chat=self.chat)
+        return Traits(chat=self.chat, sleeps=True)
 
     @property
     def column(self) -> pa.DataType:

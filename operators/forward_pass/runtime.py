@@ -17,10 +17,10 @@ from dataflow.node import Batch, Context, Runtime, Share
 from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, VERSIONS, AnyArray, group_slices
 from dataflow.rollout_tokens import gather
 from dataflow.scoring.values import error_column
-from dataflow.weight_ends import WeightsIn, taken
 from operators.forward_pass.asked import Asked, Reading
 from operators.forward_pass.due import Known, is_due, needed
 from operators.forward_pass.knobs import ForwardKnobs
+from operators.models.read_weights import ReadWeights
 from operators.training.learner.packing import pack, split
 from operators.training.learner.rows import usable
 
@@ -77,11 +77,13 @@ class ForwardRuntime(Runtime):
         """Attach the model's weights to the weight plane of `context`, where they are trained; merged: its adapters."""
         self._declaration, self._context, self._reading = declaration, context, reading
         self._merged = merged
-        self._reader: WeightsIn | None = None
         self._own = context.feedback and replace(context.feedback, steps=context.steps)
-        if context.reader is not None:
-            whole = dict(reading.forward.module.named_parameters())
-            self._reader = context.reader(whole if merged is None else merged.tensors)
+        self._model: torch.nn.Module = reading.forward.module
+        attached = dict(self._model.named_parameters()) if merged is None else merged.tensors
+        self._trained = context.reader is not None
+        self._weights = ReadWeights(context.reader(attached) if context.reader else None, attached, context.aside)
+        self._awake = True
+        """Whether it has the memory of its devices."""
         self._waiting: collections.deque[_Group] = collections.deque()
         self._round: _Round | None = None
         self._rows = self._tokens = 0
@@ -109,9 +111,13 @@ class ForwardRuntime(Runtime):
 
     def work(self) -> list[Batch] | None:
         """One micro-batch; the groups of a round once all of theirs are computed; None while no group is due."""
+        if not self._awake:
+            self._weights.hear()
+            self._check_deadline()
+            return None
         if self._round is None:
             self._listen()
-            self._round = self._begin()
+            self._round = self._begin() if self._weights.ready else None
         current = self._round
         if current is None:
             self._check_deadline()
@@ -130,29 +136,56 @@ class ForwardRuntime(Runtime):
 
     def waits(self) -> Sequence[Any]:
         """The weight plane's socket, where it has one."""
-        socket = getattr(self._reader, "socket", None)
-        return () if socket is None else (socket,)
+        return () if self._weights.socket is None else (self._weights.socket,)
+
+    def wants_devices(self) -> bool:
+        """While groups are due, or in the midst of a round, and weights can be had for them."""
+        return self._round is not None or (self._weights.can_be_had and self._due())
+
+    def sleep(self) -> None:
+        """Put the model aside; a round begins anew later."""
+        if self._round is not None:
+            self._waiting.extendleft(reversed(self._round.groups))
+            self._round = None
+        self._weights.sleep([*self._model.parameters(), *self._model.buffers()])
+        self._awake = False
+
+    def wake(self) -> None:
+        """Have memory for it again."""
+        self._weights.wake()
+        self._awake = True
+
+    def close(self) -> None:
+        """Let what was put aside go."""
+        self._weights.close()
 
     def status(self) -> dict[str, float | int | str]:
         """Rows held, groups that wait, tokens that went through the model, and the version where there are several."""
         found: dict[str, float | int | str] = {
             "queue": self._rows, "waiting": len(self._waiting), "tokens": self._tokens,
         }  # fmt: skip
-        return found if self._reader is None else found | {"version": self._reader.version}
+        return found | {"version": self._weights.version} if self._trained else found
 
     def _listen(self) -> None:
         """Take the newest weights that are offered; a restarted trainer's may have the same number."""
-        if self._reader is not None and taken(self._reader) is not None:
+        if self._weights.take() is not None:
             self._moved = self._context.clock()
             if self._merged is not None:
                 self._merged.adopted()
 
     def _known(self) -> Known:
-        if self._reader is None:
+        if not self._trained:
             return Known(version=0)
-        note = self._reader.note
+        note = self._weights.note
         return Known(
-            version=self._reader.version, told=int(note.get("version", 0)), dropped=int(note.get("dropped", 0))
+            version=self._weights.version, told=int(note.get("version", 0)), dropped=int(note.get("dropped", 0))
+        )
+
+    def _due(self) -> bool:
+        """Whether some group is."""
+        known, bounds = self._known(), self._context.bounds
+        return any(
+            is_due(group.group_id, group.newest, known, bounds.get(group.lane), self._own) for group in self._waiting
         )
 
     def _begin(self) -> _Round | None:
@@ -228,7 +261,7 @@ class ForwardRuntime(Runtime):
 
     def _check_deadline(self) -> None:
         wait_s = self._context.limits.slice_s
-        if not self._waiting or self._context.clock() - self._moved <= wait_s:
+        if not self._waiting or self._due() or self._context.clock() - self._moved <= wait_s:
             return
         known, group = self._known(), self._waiting[0]
         lane = group.lane

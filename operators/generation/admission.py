@@ -63,6 +63,10 @@ class Admission(Generic[G]):
             return False
         return admit(group.group_id, dropped, version, bound.prompts_per_step, bound.max_staleness, self.in_flight)
 
+    def has_due(self, version: int, dropped: int) -> bool:
+        """Whether the first group of some lane may start under weights of this version."""
+        return any(queue and self.may_start(lane, queue[0], version, dropped) for lane, queue in self.lanes.items())
+
     def may_go_on(self, lane: str, group: G, versions: AnyArray, newest: int, dropped: int) -> bool:
         """Whether one of its rollouts may go on that earlier processes began, its tokens drawn by these versions [n].
 

@@ -11,16 +11,18 @@ import xxhash
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
-from dataflow.weight_ends import WeightsIn, taken
-from operators.engine.decode import PREFILL_TOKENS
+from dataflow.weight_ends import WeightsIn
+from operators.engine.decode import PREFILL_TOKENS, Engine
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.make import make_engine
 from operators.engine.results import Start
+from operators.engine.sleep import put_aside
 from operators.generation import groups
 from operators.generation.admission import Admission
 from operators.generation.groups import PromptBatch, PromptGroup
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.tokenize import encode
+from operators.models.read_weights import ReadWeights
 
 LINGER_STEPS = 4
 """Decode steps after the first group of a slice is complete before it is sent on: others often follow."""
@@ -42,21 +44,25 @@ class GeneratorRuntime(Runtime):
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._context_tokens = self.engine.context_tokens
         self._admission: Admission[PromptGroup] = Admission(context.bounds, declaration.in_flight)
-        self._reader: WeightsIn | None = None
+        reader: WeightsIn | None = None
         if built.reader is not None:
-            self._reader = built.reader()
+            reader = built.reader()
         elif context.reader is not None:
-            self._reader = context.reader(self.engine.tensors)
+            reader = context.reader(self.engine.tensors)
+        self._weights = ReadWeights(reader, self.engine.tensors, context.aside)
         self._told_dropped = 0
         self._tickets: dict[int, tuple[PromptGroup, int]] = {}
         self._next_ticket = 0
         self._complete: list[PromptGroup] = []
         self._partial = partial_rollouts_of(declaration, context)
-        self._first_version = -1 if self._reader is not None else 0
+        self._first_version = -1 if reader is not None else 0
         """The first that it took."""
         self._started: dict[str, list[int]] = {}
         self._owed = 0
         self._seen = (context.clock(), 0, 0)
+        self._awake = True
+        """Whether it has the memory of its devices."""
+        self._drains = False
 
     def room(self) -> int:
         """Prompts it would take now; above 0 while any lane that may arrive has no prompt waiting."""
@@ -97,11 +103,16 @@ class GeneratorRuntime(Runtime):
 
     def work(self) -> list[Batch] | None:
         """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be done."""
+        if not self._awake:
+            self._weights.hear()
+            return self._out() if self._complete else None
         since = 0
         enough = max(1, self._declaration.slots // (4 * self._declaration.group_size))
         worked = False
         for _ in range(self._declaration.segment_tokens):
             self._listen()
+            if not self._weights.ready:
+                break
             starts = self._starts()
             if not starts and not self.engine.live:
                 break
@@ -118,10 +129,26 @@ class GeneratorRuntime(Runtime):
         """Rollouts that it still owes."""
         return self._owed
 
+    def wants_devices(self) -> bool:
+        """While rollouts are under way, or may start, and weights can be had for them."""
+        if self._drains or not self._weights.can_be_had:
+            return False
+        return bool(self.engine.live) or self._admission.has_due(self._weights.version, self._dropped())
+
+    def sleep(self) -> None:
+        """Give weights and cache back; rollouts under way go on later. Notes and offers are still heard."""
+        assert isinstance(self.engine, Engine), "what takes turns runs this project's own engine, on one rank"
+        self._weights.sleep(put_aside(self.engine))
+        self._awake = False
+
+    def wake(self) -> None:
+        """Have memory for the weights again; they are adopted, as they were or newer, before the next step."""
+        self._weights.wake()
+        self._awake = True
+
     def waits(self) -> Sequence[Any]:
         """The weight plane's socket, where it has one."""
-        socket = getattr(self._reader, "socket", None)
-        return () if socket is None else (socket,)
+        return () if self._weights.socket is None else (self._weights.socket,)
 
     def forget(self, lane: str, group: int) -> None:
         """Let go of what is on the disk of a group that has an outcome."""
@@ -129,7 +156,8 @@ class GeneratorRuntime(Runtime):
             self._partial.forget(lane, group)
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Hears {"dropped": groups that the trainer gave up}."""
+        """Hears {"dropped": groups that the trainer gave up} and {"drain": whether those it takes turns with end}."""
+        self._drains = bool(message.get("drain", self._drains))
         self._told_dropped = max(self._told_dropped, int(message.get("dropped", 0)))
 
     def status(self) -> dict[str, float | int | str]:
@@ -153,25 +181,25 @@ class GeneratorRuntime(Runtime):
     def close(self) -> None:
         """Give up the rollouts that are under way; what was written down of them stays."""
         self.engine.close()
+        self._weights.close()
         if self._partial is not None:
             self._partial.close()
 
     def _listen(self) -> None:
         """A safe point: take the newest weights that are offered; a restarted trainer's may have the same number."""
-        version = taken(self._reader) if self._reader is not None else None
-        if version is not None:
-            self.engine.adopted(version)
-            self._first_version = version if self._first_version < 0 else self._first_version
+        taken = self._weights.take()
+        if taken is not None:
+            self.engine.adopted(taken)
+            self._first_version = taken if self._first_version < 0 else self._first_version
 
     def _starts(self) -> list[Start]:
         """Groups that start in the next step."""
-        if self._reader is not None and self._reader.version < 0:
+        if self._weights.version < 0:
             return []
         starts: list[Start] = []
         tokens = 0
-        note = self._reader.note if self._reader is not None else {}
         left = self.engine.spare_pages
-        dropped = max(self._told_dropped, int(note.get("dropped", 0)))
+        dropped = self._dropped()
 
         def prepare(group: PromptGroup) -> None:
             if self._partial is not None and group.mark is None:
@@ -205,6 +233,10 @@ class GeneratorRuntime(Runtime):
             if tokens >= PREFILL_TOKENS:
                 break
         return starts
+
+    def _dropped(self) -> int:
+        """Groups that the trainer gave up, as far as is known."""
+        return max(self._told_dropped, int(self._weights.note.get("dropped", 0)))
 
     def _start(self, group: PromptGroup, count: int) -> Start:
         """Begin `count` more rollouts of a group."""

@@ -6,7 +6,6 @@ Weights are read tensor by tensor into memory of their own, so that no file stay
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from dataflow.model import Model
 from dataflow.model_files import folder_fault
 from operators.models.errors import ModelError
 from operators.models.folders import base_of, saved_lora
+from operators.models.heap import trim_memory
 
 if TYPE_CHECKING:
     import torch
@@ -85,12 +85,6 @@ def fill(model: Model, found: Outline, tensors: Mapping[str, tuple[torch.Tensor,
     with _attributed(model, "weights"):
         found.fill(tensors)
     trim_memory()
-
-
-def trim_memory() -> None:
-    """Give back to the system what this process has freed of its heap."""
-    with contextlib.suppress(AttributeError, OSError):  # not every C library has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _loaded(model: Model, found: Outline, device: str | torch.device) -> torch.nn.Module:

@@ -43,7 +43,9 @@ class Merged:
             a = torch.zeros(lora.rank, inputs, device=weight.device)
             b = torch.zeros(outputs, lora.rank, device=weight.device)
             self.tensors |= dict(zip(tensor_names(path), (a, b), strict=True))
-            self._layers.append(_Layer(weight, weight.detach().clone(), a, b))
+            base = weight.detach().clone()
+            module.get_submodule(path).register_buffer("weight_as_loaded", base, persistent=False)
+            self._layers.append(_Layer(weight, base, a, b))
 
     @property
     def kept_bytes(self) -> int:

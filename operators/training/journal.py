@@ -138,6 +138,11 @@ class Journal:
         if self._background.is_idle:
             self._settle(0.0)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written, from copies in main memory."""
+        return not self._background.is_idle
+
     def close(self) -> None:
         """Leave a checkpoint that is being written a moment to be done; the run is over already, or has failed."""
         try:

@@ -93,7 +93,7 @@ class TrainerKnobs(Learn):
         return Traits(
             tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate, temperature=self.temperature,
             queue_prompts=self.queue_prompts, micro_batch_tokens=self.micro_batch_tokens,
-            gradient_checkpointing=self.gradient_checkpointing,
+            gradient_checkpointing=self.gradient_checkpointing, sleeps=True,
         )  # fmt: skip
 
     @cached_property

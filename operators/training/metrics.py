@@ -9,9 +9,13 @@ import pyarrow as pa
 
 from dataflow.records import ADVANTAGE
 from dataflow.staleness import NO_TOKEN
+from dataflow.weight_ends import WeightsOut
 from operators.training.learner.learner import StepOutcome
 from operators.training.learner.rows import StepRows, mean_of
 from operators.training.signal import no_signal
+
+MOST_PAIRS = 1024
+"""Pairs of ranks of which a line of metrics tells one by one."""
 
 
 @dataclass
@@ -92,6 +96,18 @@ def step_metrics(
         "dropped": dict(dropped),
         "skipped_steps": skipped_steps,
     }
+
+
+def weights_sent(writer: WeightsOut | None) -> dict[str, dict[str, Any]]:
+    """By reader to whose ranks ranks send: the newest version that it has whole, its bytes, and those from each rank of
+    the trainer to each of the reader's, [from][to], up to `MOST_PAIRS`."""
+    told: dict[str, dict[str, Any]] = {}
+    for reader, sent in ({} if writer is None else writer.sent).items():
+        rows = [list(row) for row in sent.pair_bytes]
+        told[reader] = {"version": sent.version, "nbytes": sum(map(sum, rows))}
+        if sum(map(len, rows)) <= MOST_PAIRS:
+            told[reader]["pair_bytes"] = rows
+    return told
 
 
 def by_staleness(version: int, rows: StepRows) -> dict[str, dict[str, float | int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,12 +18,12 @@ from operators.training.catch_up import CatchUp
 from operators.training.checkpoints import checkpoint
 from operators.training.checkpoints.resuming import find_start
 from operators.training.checkpoints.saving import Debt
-from operators.training.drops import Drops
+from operators.training.drops import Drops, recorded_drops
 from operators.training.journal import TOO_FEW, Journal, expected
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import check_gradients, make_learner
 from operators.training.learner.learner import Learner
-from operators.training.metrics import StepPace, step_metrics
+from operators.training.metrics import StepPace, step_metrics, weights_sent
 from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
 from operators.training.steps import StepMaker
 
@@ -77,6 +76,8 @@ class TrainerRuntime(Runtime):
         self._skipped_steps = int(told.get("skipped_steps", 0))
         self._ending = ""
         self._done = False
+        self._awake = True
+        """Whether it has the memory of its devices."""
         self._loss = float(told.get("loss", 0.0))
         self._began = context.clock() - float(told.get("seconds", 0.0))
         self._weights = {name: weight.detach() for name, weight in learner.parameters.items()}
@@ -137,12 +138,16 @@ class TrainerRuntime(Runtime):
         self._journal.note()
         if self._done:
             return None
+        if self._making.rows is None and self._behind is None:
+            self._collect()
+        if not self._awake or not self._has_work:
+            return None
         if self._behind is not None:
             self._catch_up(self._behind)
-        elif self._making.rows is None and not self._collect():
-            if not self._ending:
-                return None
+        elif self._making.rows is None and not self._is_complete:
             self._finish()
+        elif self._making.rows is None:
+            self._begin_step()
         elif self._making.parts:
             self._making.micro()
         else:
@@ -156,12 +161,26 @@ class TrainerRuntime(Runtime):
         if self._behind is not None:
             return max(1, self._behind.left)
         rows = self._making.rows
-        return max(1, rows.rollouts) if rows is not None else int(self._buffer.is_ready)
+        return max(1, rows.rollouts) if rows is not None else int(self._buffer.is_ready or self._has_work)
 
     def waits(self) -> Sequence[Any]:
         """The weight plane's socket, where it has one."""
         socket = getattr(self._writer, "socket", None)
         return () if socket is None else (socket,)
+
+    def wants_devices(self) -> bool:
+        """While it has a step to make, to publish or to keep: nothing of it may be put away meanwhile."""
+        return (not self._done and self._has_work) or self._journal.is_writing or self._publishes
+
+    def sleep(self) -> None:
+        """Put weights and moments away, on all ranks; rows and notes go on coming and going."""
+        self._making.rest(weights=True)
+        self._awake = False
+
+    def wake(self) -> None:
+        """Have the weights again; the moments come for the update."""
+        self._making.bring()
+        self._awake = True
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """{"drain": True}: end the step under way, keep a checkpoint, end. {"end": True}: no group comes."""
@@ -217,7 +236,7 @@ class TrainerRuntime(Runtime):
         first, holes, ended = expected(context, self._lane)
         self._buffer = ReorderBuffer(first, holes)
         self._drops.total = ended - step * self._trainer.prompts_per_step
-        self._drops.recorded = _recorded_drops(context, step + 1)
+        self._drops.recorded = recorded_drops(context, step + 1)
         now = context.clock()
         self._making.pace = StepPace(now, now)
         self._making.bring()
@@ -232,24 +251,33 @@ class TrainerRuntime(Runtime):
         for batch in early:
             self.push(batch)
 
-    def _collect(self) -> bool:
-        """Fill the next step from the buffer, dropping what cannot be trained; True when it has begun."""
-        if self._ending == "drain":
-            return False
-        while len(self._groups) < self._trainer.prompts_per_step:
+    @property
+    def _is_complete(self) -> bool:
+        """Whether the groups of a step are there that it is to make."""
+        return len(self._groups) == self._trainer.prompts_per_step and self._ending != "drain"
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether there is a step to make, or an end to come to."""
+        return bool(self._behind is not None or self._making.rows is not None or self._is_complete or self._ending)
+
+    def _collect(self) -> None:
+        """Fill the next step from the buffer, dropping what cannot be trained."""
+        while self._ending != "drain" and not self._is_complete:
             group = self._buffer.take()
             if group is None:
-                return False
+                return
             reason = self._drops.reason(group.records, self._making.step)
             if reason is None:
                 self._groups.append(group)
             else:
                 self._drop([group], reason)
                 self._drops.check()
+
+    def _begin_step(self) -> None:
         pace = self._making.pace
         pace.add("wait", self._context.clock() - pace.free)
         self._making.begin([group.records for group in self._groups])
-        return True
 
     def _drop(self, groups: Sequence[QueuedGroup], reason: str) -> None:
         """Give groups up; the generators learn it at once, because they wait for others in their place."""
@@ -300,6 +328,7 @@ class TrainerRuntime(Runtime):
             self._note()
         published = clock()
         metrics |= {"seconds_record": recorded - ended, "seconds_publish": published - recorded}
+        metrics |= {"weights_sent": weights_sent(self._writer)}
         if journal.is_due(step):
             journal.keep(step)
             metrics["seconds_checkpoint"] = clock() - published
@@ -339,23 +368,26 @@ class TrainerRuntime(Runtime):
 
     def _rest(self) -> None:
         """Give the devices' memory back: that of the weights too, where no step could begin and none of them waits to
-        be published."""
-        unread = self._writer is None or getattr(self._writer, "pending", 0) is None
-        self._making.rest(weights=unread and not self._buffer.is_ready)
+        be published. One that takes turns does so at their end."""
+        if self._context.aside is None:
+            self._making.rest(weights=not self._publishes and not self._buffer.is_ready)
+
+    @property
+    def _publishes(self) -> bool:
+        """Whether a version waits to be copied out of the weights."""
+        return getattr(self._writer, "pending", None) is not None
 
 
 def _learner(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[Learner, Context]:
     """The learner of one rank, or of several; and the context, whose weight plane then takes what each rank has."""
     if context.ranks == 1:
-        return make_learner(trainer, model, node=context.node, device=context.device, seed=context.seed), context
+        learner = make_learner(
+            trainer, model, node=context.node, device=context.device, seed=context.seed, aside=context.aside
+        )
+        return learner, context
     from operators.training.parallel.launch import led
 
     return led(trainer, model, context)
-
-
-def _recorded_drops(context: Context, step: int) -> Counter[str]:
-    """Drops by reason that the ledger has of a step which is not committed yet."""
-    return Counter() if context.ledger is None else Counter(context.ledger.drops_at(context.node, step).values())
 
 
 def _only_lane(context: Context) -> str:

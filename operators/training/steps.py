@@ -79,12 +79,12 @@ class StepMaker:
 
     def bring(self, *, moments: bool = False) -> None:
         """Have what is parked on the devices again."""
-        if self._trainer.offload:
+        if self.learner.parked is not None:
             self.learner.everywhere(memory.bring, moments=moments)
 
     def rest(self, *, weights: bool) -> None:
         """Give the devices' memory back after an update; `weights`: theirs too, as nobody reads them now."""
-        if self._trainer.offload:
+        if self.learner.parked is not None:
             self.learner.unread()
             self.learner.everywhere(memory.rest, weights=weights)
 

@@ -423,7 +423,7 @@ def gpus_for_nobody() -> None:
 
 
 def sharing_with_nobody() -> None:
-    plan(good(), Devices(cpus=2, gpus=4), gpus={"trainer": "generator"})
+    plan(good(), Devices(cpus=2, gpus=4), gpus={"trainer": "trainer"})
 
 
 def replicas_of_a_trainer() -> None:
@@ -499,7 +499,7 @@ REFUSED: dict[Callable[[], None], str] = {
     unknown_dtype: r"Model knob 'dtype' is 'float8', which is not known; use one of",
     more_gpus_than_there_are: r"asks for 8 GPUs, .* but this machine has 4; ask for fewer",
     gpus_for_nobody: r"devices are given to 'generater'.*did you mean 'generator'",
-    sharing_with_nobody: r"'trainer' is to share the GPUs of 'generator', which has none; give",
+    sharing_with_nobody: r"'trainer' is to share the devices of 'trainer', which has none of its own; name",
     replicas_of_a_trainer: r"'trainer' cannot run as 2 replicas",
 }
 

@@ -24,7 +24,7 @@ SECURITY = (
     Law(
         "weights are read from safetensors alone",
         "test_weights_are_read_from_safetensors_alone",
-        "operators:load_model",
+        "operators:_loaded_at_once",
         argument("from_pretrained", "use_safetensors", "None"),
         "the demand",
     ),

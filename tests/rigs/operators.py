@@ -40,6 +40,18 @@ class Around(Runtime):
     def status(self) -> dict[str, float | int | str]:
         return self.inner.status()
 
+    def wants_devices(self) -> bool:
+        return self.inner.wants_devices()
+
+    def sleep(self) -> None:
+        self.inner.sleep()
+
+    def wake(self) -> None:
+        self.inner.wake()
+
+    def forget(self, lane: str, group: int) -> None:
+        self.inner.forget(lane, group)
+
     def close(self) -> None:
         self.inner.close()
 

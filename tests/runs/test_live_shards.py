@@ -73,6 +73,10 @@ def test_each_rank_of_the_trainer_sends_each_rank_of_the_generator_what_it_needs
     assert result.verdict.clean, result.verdict.line
     assert all(line["mismatch"] < 1e-5 for line in result.metrics if "loss" in line)
     assert_pairs(sent, policy, 2, 2, versions=3)
+    (*_, last) = [line["weights_sent"][TO] for line in result.metrics if "loss" in line]
+    tensors = tensors_of(policy)
+    assert last["pair_bytes"] == reshard(Layout.fsdp(tensors, 2), cut(tensors, 2)).pair_bytes.tolist()
+    assert last["version"] in (2, 3)
 
 
 @pytest.fixture(scope="module")

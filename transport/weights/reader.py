@@ -77,6 +77,10 @@ class WeightReader:
         self._attached = Attached(self._port, f"reader '{name}'", view=adopt == "view", threads=threads)
         self._transfer: _Transfer | None = None
         self._slice_bytes = verify_bytes_per_poll
+        self._held: Offer | None = None
+        """What was adopted last."""
+        self._away = False
+        """Whether it has let go of that, and has not come back."""
         self._keeps = on_damage == "keep"
         self._clock = clock
         self._closed = False
@@ -153,7 +157,7 @@ class WeightReader:
                 self._layout = layout
                 self._bind()
         offer = self._membership.offer
-        if not self._attached.named:
+        if not self._attached.named or self._away:
             return offer
         transfer = self._pursue(eager=self._slice_bytes is not None)
         if offer is None or offer is not self._membership.offer:
@@ -184,14 +188,36 @@ class WeightReader:
 
         It is verified by checksum first; of a damaged one `on_damage` tells, and the old one stays. When
         there is no offer, or the writer has just withdrawn it for a newer one, nothing changes."""
+        self._return()
         offer, transfer = self._verify(), self._transfer
         if offer is None or transfer is None:
             return self.version
-        self._transfer = None
+        self._transfer, self._held = None, offer
         transfer.verification.close()
         self._attached.take(transfer.mapped)
         self._port.send(self._membership.committed(offer))
         return self.version
+
+    def let_go(self) -> bool:
+        """Leave the segment in use: the attached tensors have no value until `adopt` or `again`, which fill them all.
+
+        Until then no segment is looked into: an offered version is verified when it is adopted. True, always."""
+        self._require_open()
+        self._give_up()
+        self._attached.let_go()
+        self._away = True
+        return True
+
+    def again(self) -> bool:
+        """After `let_go`, have the version in use in the attached tensors again; False when its segment holds another
+        by now, or is gone: then a newer version, or another writer's, is to be adopted."""
+        self._require_open()
+        self._return()
+        mapped = self._attached.open(self._held.segment) if self._held is not None else None
+        if mapped is None or self._held is None or not mapped.segment.enter(self._held.version):
+            return False
+        self._attached.take(mapped)
+        return True
 
     def wait(self, version: int, timeout_s: float) -> int:
         """Poll and adopt until this version, or a newer one, is held; the version held.
@@ -247,8 +273,15 @@ class WeightReader:
         return offer
 
     def _bind(self) -> None:
+        """Find the tensors in the layout, once they have memory."""
         self._give_up()
-        self._attached.bind(self._layout)
+        if not self._away:
+            self._attached.bind(self._layout)
+
+    def _return(self) -> None:
+        if self._away:
+            self._away = False
+            self._bind()
 
     def _give_up(self) -> None:
         if self._transfer is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import zmq
@@ -86,6 +86,11 @@ class WeightWriter:
     def socket(self) -> zmq.Socket[bytes] | None:
         """What a loop may poll for reading; None in one process."""
         return self._port.socket
+
+    @property
+    def sent(self) -> Mapping[str, Any]:
+        """Nothing: readers take what they need from the segments."""
+        return {}
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Write a version and offer it: True. False: no segment is free yet, and a later `poll` writes it.

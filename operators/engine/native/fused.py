@@ -67,6 +67,11 @@ class FusedStep:
         """Take over the weights that the model has now; to be called after every change of them."""
         self._weights.refresh()
 
+    def let_go(self) -> None:
+        """Give back what it has packed, until `refresh`; the model's weights may go as well meanwhile."""
+        self._weights.let_go()
+        self._scratch = torch.empty(0)
+
     def __call__(
         self,
         tokens: torch.Tensor,

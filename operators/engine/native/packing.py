@@ -55,7 +55,7 @@ class Decoder(ctypes.Structure):
 
 
 class PackedWeights:
-    """Packs a model's weights, again whenever they changed, into memory that stays where it is."""
+    """Packs a model's weights, again whenever they changed, into memory that stays where it is until it is let go."""
 
     def __init__(self, library: Any, model: Any, precision: torch.dtype) -> None:
         """Make room for the weights of `model` (see `families.reason_against`) in that precision and pack them."""
@@ -79,14 +79,21 @@ class PackedWeights:
         """Parameters that are read as they are: from the field of which structure."""
         self._kept: list[torch.Tensor] = []
         self._used, self._start = 0, 0
-        self._describe()
-        self._memory = huge_pages(4 * max(1, self._used)).view(torch.float32)
-        self._start = self._memory.data_ptr()
+        self._memory: torch.Tensor | None = None
         self._describe()
         self.refresh()
 
+    def let_go(self) -> None:
+        """Give the packed weights' memory back, until `refresh`."""
+        self._kept.clear()
+        self._memory = None
+
     def refresh(self) -> None:
         """Pack the weights that the model's parameters have now."""
+        if self._memory is None:
+            self._memory = huge_pages(4 * max(1, self._used)).view(torch.float32)
+            self._start = self._memory.data_ptr()
+            self._describe()
         self._kept.clear()
         sources = [(self._in_words(weight), part, parts, to) for weight, part, parts, to in self._matrices]
         sources += [(_floats(bias)[:, None], part, parts, to) for bias, part, parts, to in self._biases]

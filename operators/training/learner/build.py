@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,19 +30,25 @@ def check_gradients(node: str) -> None:
         ) from error
 
 
-def make_learner(trainer: TrainerKnobs, model: Model, *, node: str, device: str, seed: int = 0) -> Learner:
+def make_learner(
+    trainer: TrainerKnobs, model: Model, *, node: str, device: str, seed: int = 0, aside: Path | None = None
+) -> Learner:
     """Load `model` with float32 weights and put a learner around it; of one with adapters, they alone are float32.
 
-    model: the trainer's own, or that of a checkpoint. seed: the run's."""
+    model: the trainer's own, or that of a checkpoint. seed: the run's. aside: as of `learner_of`."""
     if model.lora is not None:
         module = load_adapted(model, device=device)
     else:
         module = load_model(model, device=device, dtype="float32")
-    return learner_of(trainer, forward_of(trainer, module), node=node, seed=seed)
+    return learner_of(trainer, forward_of(trainer, module), node=node, seed=seed, aside=aside)
 
 
-def learner_of(trainer: TrainerKnobs, forward: Forward, *, node: str, seed: int = 0) -> Learner:
-    """A learner around a model that is loaded already."""
+def learner_of(
+    trainer: TrainerKnobs, forward: Forward, *, node: str, seed: int = 0, aside: Path | None = None
+) -> Learner:
+    """A learner around a model that is loaded already.
+
+    aside: where it may put away what is in main memory, of one that takes turns on its devices; None: it does not."""
     prepare(forward.module, gradient_checkpointing=trainer.gradient_checkpointing, compile=trainer.compile)
     learner = Learner(
         forward=forward,
@@ -58,7 +65,7 @@ def learner_of(trainer: TrainerKnobs, forward: Forward, *, node: str, seed: int 
         whiten=trainer.whiten,
         seed=seed,
     )  # fmt: skip
-    learner.parked = Parked(learner) if trainer.offload else None
+    learner.parked = Parked(learner, aside) if trainer.offload or aside is not None else None
     return learner
 
 

@@ -83,6 +83,8 @@ class Learner:
     together: Together = field(default_factory=Alone)
     parked: Parked | None = None
     """Takes what it does not need off its device, where the trainer offloads; see `memory`."""
+    writer: Any = None
+    """This rank's end of the weight plane, where each rank has its own."""
     before_change: Callable[[], None] | None = None
     """Waits for those who read the weights and the optimiser's state, a checkpoint; see `unread`."""
     _rows: StepRows | None = None
@@ -147,7 +149,7 @@ class Learner:
         self._rows, self._scale_R, self._totals, self._bad = rows, scale_R, [], []
         self._nodes = 0
         torch.manual_seed((self.seed * 1_000_003 + version) % 2**63)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._no_gradients()
 
     def micro(self, part: Array) -> None:
         """Forward and backward of one micro-batch; gradients add up.
@@ -211,6 +213,15 @@ class Learner:
             loss=loss, grad_norm=grad_norm, measures=self._diagnostics.measures(found, most), nodes=round(computed),
             culprit=culprit,
         )  # fmt: skip
+
+    def _no_gradients(self) -> None:
+        """In main memory they keep their places: given back and taken anew, they would leave holes in the heap that
+        activations break up, and come to lie beside them, until the process holds nearly one model more."""
+        for weight in self.parameters.values():
+            if weight.grad is not None and weight.device.type == "cpu":
+                weight.grad.zero_()
+            else:
+                weight.grad = None
 
     def _idle(self) -> None:
         packed = pack(np.zeros(2, np.int64), np.ones(2, bool), np.array([0, 2]))

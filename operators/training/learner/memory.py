@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from operators.models.errors import ModelError
+from operators.models.shelf import Shelf, return_freed_memory
 
 
 def prepare(module: Any, *, gradient_checkpointing: bool, compile: bool) -> None:
@@ -89,62 +90,6 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@dataclass
-class _Place:
-    """The memory behind one or several tensors."""
-
-    storage: torch.UntypedStorage
-    host: Tensor
-    """As many bytes of main memory."""
-
-
-class Shelf:
-    """Main memory for tensors that nobody reads for a while, of one kind of device.
-
-    Their own memory is given back; the tensors, and whatever shares memory with them, stay the same objects and have
-    their values again after `back`. Main memory is taken once, and pinned for a GPU.
-    """
-
-    def __init__(self, kind: str = "cuda") -> None:
-        """Tensors of other kinds of devices are left where they are."""
-        self._kind = kind
-        self._places: dict[int, _Place] = {}
-        self._is_full = False
-
-    @property
-    def nbytes(self) -> int:
-        """Main memory that it holds."""
-        return sum(place.host.nbytes for place in self._places.values())
-
-    @torch.no_grad()
-    def park(self, tensors: Iterable[Tensor]) -> None:
-        """Copy them to main memory, after all that the current stream does, and give their own back."""
-        if self._is_full:
-            return
-        places: dict[int, _Place] = {}
-        for tensor in tensors:
-            storage = _local(tensor).untyped_storage()
-            if storage.device.type == self._kind and storage.resizable() and storage._cdata not in places:
-                places[storage._cdata] = self._places.get(storage._cdata) or _Place(storage, _room(storage))
-        for place in places.values():
-            place.host.copy_(_bytes(place.storage), non_blocking=True)
-        if self._kind == "cuda" and places:
-            torch.cuda.synchronize()
-        for place in places.values():
-            place.storage.resize_(0)
-        self._places, self._is_full = places, True
-
-    @torch.no_grad()
-    def back(self) -> None:
-        """Have them on their devices, for all that the current stream does from now on."""
-        if not self._is_full:
-            return
-        for place in self._places.values():
-            place.storage.resize_(place.host.nbytes)
-            _bytes(place.storage).copy_(place.host, non_blocking=True)
-        self._is_full = False
-
-
 class Parking(Protocol):
     """What has a model and an optimiser to park: a learner."""
 
@@ -152,6 +97,7 @@ class Parking(Protocol):
     """Those that are trained."""
     optimizer: torch.optim.Optimizer
     parked: Parked | None
+    writer: Any
 
     @property
     def module(self) -> torch.nn.Module:
@@ -164,9 +110,10 @@ class Parked:
     Nothing is copied beside a forward or backward pass: that is when the device is fullest.
     """
 
-    def __init__(self, learner: Parking, kind: str = "cuda") -> None:
+    def __init__(self, learner: Parking, folder: Path | None = None) -> None:
+        """folder: where a file may lie for what is in main memory; None: that stays there."""
         self._learner = learner
-        self._weights, self._moments = Shelf(kind), Shelf(kind)
+        self._weights, self._moments = Shelf(folder), Shelf(folder)
 
     @property
     def nbytes(self) -> int:
@@ -188,6 +135,7 @@ class Parked:
         self._moments.park(value for values in state for value in values.values() if _is_large(value))
         if weights:
             self._weights.park(self._learner.module.parameters())
+        return_freed_memory()
 
 
 def bring(*, learner: Parking, rank: int, ranks: int, moments: bool) -> None:
@@ -202,19 +150,11 @@ def rest(*, learner: Parking, rank: int, ranks: int, weights: bool) -> None:
     learner.parked.rest(weights=weights)
 
 
+def unpublished(*, learner: Parking, rank: int, ranks: int) -> int | None:
+    """The version that this rank has yet to copy out of its weights, for `Learner.everywhere`; None: there is none."""
+    found: int | None = getattr(learner.writer, "pending", None)
+    return found
+
+
 def _is_large(value: object) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that several share out."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor.detach() if to_local is None else to_local().detach()
-
-
-def _room(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

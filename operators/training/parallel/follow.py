@@ -112,7 +112,7 @@ class RankFollower:
                 if learner.end(message.learning_rate).culprit is not None:
                     self._channel.send(learner.findings())
             case Open():
-                self._writer = self._duties.opens(message.sites, learner)
+                self._writer = learner.writer = self._duties.opens(message.sites, learner)
             case Publish():
                 assert self._writer is not None, "opened before"
                 self._writer.publish(message.version, learner.parameters)

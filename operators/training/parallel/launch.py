@@ -39,7 +39,7 @@ def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearn
     heads = key_value_heads(load_configs(model)[0]) if trainer.tensor_parallel > 1 else 0
 
     def make() -> Learner:
-        return make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed)
+        return make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed, aside=context.aside)
 
     learner = lead(trainer, context, make, outlined_to_train(model), key_value_heads=heads)
     if context.writer is None:

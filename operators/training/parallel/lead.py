@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from dataflow.errors import RunError
-from dataflow.weight_ends import OpensWriter, WeightsOut
+from dataflow.weight_ends import OpensWriter, SentVersion, WeightsOut
 from operators.ranks import group
 from operators.ranks.exchange import Exchange
 from operators.ranks.messages import Numbers
+from operators.training.learner import memory
 from operators.training.learner.learner import Learner, Prepared, StepOutcome
 from operators.training.learner.nonfinite import NotFinite
 from operators.training.learner.packing import Array
@@ -97,8 +98,8 @@ class LedLearner(Learner):
             with self._exchange.together("opening the weight plane"):
                 self._exchange.tell(Open(tuple(opens.sites)))
                 assert isinstance(self.together, MeshTogether), "its model is shared out"
-                own = opens(placed(tensors, self._mesh), self.together.largest)
-                return _LedWriter(own, self._exchange)
+                self.writer = opens(placed(tensors, self._mesh), self.together.largest)
+                return _LedWriter(self.writer, self)
 
         return opened
 
@@ -151,19 +152,37 @@ def in_order(counts: Sequence[int]) -> list[Array]:
 class _LedWriter:
     """Rank 0's end of the weight plane: when it publishes, all ranks do."""
 
-    def __init__(self, own: WeightsOut, exchange: Exchange) -> None:
-        self._own, self._exchange = own, exchange
+    def __init__(self, own: WeightsOut, learner: LedLearner) -> None:
+        self._own, self._learner, self._exchange = own, learner, learner._exchange
+        self._waits = False
+        """Whether some rank may still have to copy the version published last."""
 
     @property
     def socket(self) -> Any:
         """What may become readable."""
         return getattr(self._own, "socket", None)
 
+    @property
+    def pending(self) -> int | None:
+        """The version that some rank has yet to copy; all are asked until none has."""
+        if self._waits:
+            found = self._learner.everywhere(memory.unpublished)
+            version = max((version for version in found if version is not None), default=None)
+            self._waits = version is not None
+            return version
+        return None
+
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """Offer each rank's shards of a version."""
+        self._waits = True
         with self._exchange.together(f"publishing version {version}"):
             self._exchange.tell(Publish(version))
             return self._own.publish(version, tensors)
+
+    @property
+    def sent(self) -> Mapping[str, SentVersion]:
+        """By all ranks, as the end of rank 0 hears of it."""
+        return self._own.sent
 
     def tell(self, note: dict[str, int | float | str]) -> None:
         """The note of rank 0 is that of all."""

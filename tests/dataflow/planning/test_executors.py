@@ -197,6 +197,7 @@ def test_a_forced_executor_that_cannot_serve_is_refused_with_what_it_needs(
 class End:
     def __init__(self, takes: bool) -> None:
         self.takes, self.calls, self.socket = takes, [], object()
+        self.sent: dict[str, Any] = {}
 
     def publish(self, version: int, tensors: Any) -> bool:
         self.calls.append(("publish", version))

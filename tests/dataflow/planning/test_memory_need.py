@@ -98,11 +98,14 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_its_parts() -> None:
     assert planned(21, ONE_EACH)
 
 
-def test_who_shares_a_device_is_counted_together() -> None:
+def test_of_those_that_take_turns_on_a_device_the_larger_one_has_to_fit() -> None:
     shared = {"generator": 1, "trainer": "generator"}
-    with pytest.raises(GraphError, match=r"gpu 0: .* 22\.2 GiB of 22\.0 GiB; found 'generator-0' .* \+ 'trainer-0' "):
-        planned(22, shared)
-    assert planned(23, shared) and planned(22, ONE_EACH)
+    with pytest.raises(GraphError, match=r"gpu 0: .* 20\.0 GiB of 19\.0 GiB; found 'trainer-0' 20\.0 GiB \("):
+        planned(19, shared)
+    assert planned(21, shared)
+    with pytest.raises(GraphError, match=r"main memory: .* 20\.0 GiB of 19\.0 GiB"):
+        planned(1, {"trainer": "generator"}, main_gib=19)
+    assert planned(1, {"trainer": "generator"}, main_gib=21)
 
 
 def test_every_rank_has_a_device_of_its_own_and_main_memory_is_for_all() -> None:

@@ -21,7 +21,7 @@ METRICS = {
     "step", "version", "seconds", "loss", "reward_mean", "advantage_std", "staleness_mean", "staleness_max",
     "ratio_mean", "truncated_share", "kl", "grad_norm", "completion_tokens_mean", "generated_tokens_per_s",
     "trained_tokens_per_s", "dropped", "seconds_wait", "seconds_forward_backward", "seconds_optimizer",
-    "seconds_publish", "seconds_record",
+    "seconds_publish", "seconds_record", "weights_sent",
 }  # fmt: skip
 
 

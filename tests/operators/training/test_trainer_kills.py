@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -34,6 +35,7 @@ class Witness:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.sent: dict[str, Any] = {}
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
         bits = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())

@@ -14,7 +14,7 @@ from operators.losses import aipo
 from operators.models.errors import ModelError
 from operators.trainer import Trainer
 from operators.training.learner.build import make_learner
-from operators.training.learner.memory import Parked, Shelf, compile_layers, prepare, recompute_activations
+from operators.training.learner.memory import Parked, compile_layers, prepare, recompute_activations
 from operators.training.learner.optimizer import state_tensors
 
 ROWS = (group(0, size=4, completion=20), group(1), group(2, size=5, completion=9))
@@ -144,35 +144,35 @@ def held(learner: Any) -> tuple[int, int, int]:
     return weights, sum(m.untyped_storage().nbytes() for m in moments), sum(g.nbytes for g in grads)
 
 
-def test_a_learner_that_is_parked_between_steps_makes_the_same_weights_bit_for_bit() -> None:
+def test_a_learner_that_is_parked_between_steps_makes_the_same_weights_bit_for_bit(tmp_path: Path) -> None:
     plain, other = tiny_learner(tiny_trainer()), tiny_learner(tiny_trainer())
-    home = Parked(other, "cpu")
+    home = Parked(other, tmp_path)
     assert steps(other, home) == steps(plain, None)
     home.bring(moments=False)
     assert all(torch.equal(other.parameters[name], weight) for name, weight in plain.parameters.items())
 
 
-def test_a_parked_learner_holds_nothing_and_the_moments_come_for_the_update_alone() -> None:
+def test_a_parked_learner_holds_nothing_and_the_moments_come_for_the_update_alone(tmp_path: Path) -> None:
     learner = tiny_learner(tiny_trainer())
-    home = Parked(learner, "cpu")
+    home = Parked(learner, tmp_path)
     steps(learner, None, 1)
     weights, moments, grads = held(learner)
     assert moments == 2 * weights and grads == weights
     home.rest(weights=False)
     assert held(learner) == (weights, 0, 0)
     home.rest(weights=True)
-    assert held(learner) == (0, 0, 0) and home.nbytes == 3 * weights
+    assert held(learner) == (0, 0, 0) and home.nbytes == 0
     home.bring(moments=False)
     assert held(learner) == (weights, 0, 0)
     home.bring(moments=True)
     assert held(learner) == (weights, moments, 0)
 
 
-def test_what_shares_memory_with_parked_weights_has_their_values_again() -> None:
+def test_what_shares_memory_with_parked_weights_has_their_values_again(tmp_path: Path) -> None:
     learner = tiny_learner(tiny_trainer())
     told = {name: weight.detach() for name, weight in learner.parameters.items()}
     before = {name: weight.clone() for name, weight in told.items()}
-    home = Parked(learner, "cpu")
+    home = Parked(learner, tmp_path)
     home.rest(weights=True)
     home.rest(weights=True)
     home.bring(moments=False)
@@ -180,21 +180,7 @@ def test_what_shares_memory_with_parked_weights_has_their_values_again() -> None
     assert all(told[name].data_ptr() == weight.data_ptr() for name, weight in learner.parameters.items())
 
 
-def test_a_shelf_takes_other_tensors_each_time_and_those_that_share_memory_once() -> None:
-    shelf = Shelf("cpu")
-    first = torch.arange(6.0)
-    shelf.park([first])
-    shelf.back()
-    other = torch.arange(10.0, 20.0)
-    part = other[2:5]
-    shelf.park([other, part])
-    assert shelf.nbytes == other.numel() * 4 and other.untyped_storage().nbytes() == 0
-    shelf.back()
-    assert torch.equal(other, torch.arange(10.0, 20.0)) and torch.equal(part, torch.arange(12.0, 15.0))
-    assert torch.equal(first, torch.arange(6.0))
-
-
-def test_tensors_of_another_kind_of_device_are_left_where_they_are() -> None:
+def test_without_a_folder_what_lies_in_main_memory_is_left_there() -> None:
     learner = tiny_learner(tiny_trainer())
     home = Parked(learner)
     steps(learner, home, 2)

@@ -1,6 +1,5 @@
 """A trainer that offloads: the same weights, with nothing on the device while it waits."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ GROUPS = [group(number, advantages=[1.0, -0.5, 0.25]) for number in range(6)]
 
 
 @pytest.fixture(autouse=True)
-def main_memory_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def main_memory_as_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(build, "Parked", functools.partial(Parked, kind="cpu"))
+    monkeypatch.setattr(build, "Parked", lambda learner, folder: Parked(learner, tmp_path))
 
 
 def trained(folder: Path, pending: int | None = None, **knobs: Any) -> tuple[Rig, list[int]]:

@@ -55,28 +55,29 @@ def held(learner: Learner, rank: int, ranks: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "head", "lora", "ranks", "tensor_parallel"),
+    ("family", "head", "lora", "ranks", "tensor_parallel", "dp_replicate"),
     [
-        ("llama", "lm", None, 3, 1),
-        ("tied qwen3", "lm", None, 2, 2),
-        ("llama", "value", None, 2, 1),
-        ("llama", "lm", LoRA(3), 2, 2),
-        pytest.param("mixtral", "lm", None, 2, 1, marks=SLOW),
-        pytest.param("mixtral", "lm", None, 2, 2, marks=SLOW),
-        pytest.param("tied qwen3", "lm", None, 4, 2, marks=SLOW),
-        pytest.param("llama", "lm", None, 4, 4, marks=SLOW),
-        pytest.param("tied qwen3", "lm", LoRA(3), 2, 1, marks=SLOW),
+        ("llama", "lm", None, 3, 1, 1),
+        ("tied qwen3", "lm", None, 2, 2, 1),
+        ("llama", "value", None, 2, 1, 1),
+        ("llama", "lm", LoRA(3), 2, 2, 1),
+        pytest.param("mixtral", "lm", None, 2, 1, 1, marks=SLOW),
+        pytest.param("mixtral", "lm", None, 2, 2, 1, marks=SLOW),
+        pytest.param("tied qwen3", "lm", None, 4, 2, 1, marks=SLOW),
+        pytest.param("llama", "lm", None, 4, 4, 1, marks=SLOW),
+        pytest.param("llama", "lm", None, 4, 1, 2, marks=SLOW),
+        pytest.param("tied qwen3", "lm", LoRA(3), 2, 1, 1, marks=SLOW),
     ],
     ids=str,
 )
 @in_a_fork
 def test_ranks_read_what_one_loads_and_train_alike(
-    tmp_path: Path, family: str, head: str, lora: LoRA | None, ranks: int, tensor_parallel: int
+    tmp_path: Path, family: str, head: str, lora: LoRA | None, ranks: int, tensor_parallel: int, dp_replicate: int
 ) -> None:
     torch.set_num_threads(1)
     model = Model(str(written(tmp_path, family)), head=head, lora=lora)
     loss = {"loss": value_loss} if head == "value" else {}
-    trainer = Trainer(model, lr=1e-2, eps=1e-3, tensor_parallel=tensor_parallel, **loss)
+    trainer = Trainer(model, lr=1e-2, eps=1e-3, tensor_parallel=tensor_parallel, dp_replicate=dp_replicate, **loss)
     plain = load_model(model, dtype="float32") if lora is None else load_adapted(model)
     wanted = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     steps = [rows_of(*(group(4 * step + number) for number in range(4))) for step in range(2)]

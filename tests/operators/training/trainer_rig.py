@@ -140,6 +140,7 @@ class Plane:
     events: list[Any]
     published: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     notes: list[Mapping[str, Any]] = field(default_factory=list)
+    sent: dict[str, Any] = field(default_factory=dict)
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
         self.published[version] = {name: tensor.clone() for name, tensor in tensors.items()}

@@ -126,6 +126,18 @@ class Attached:
             if before not in self._mapped.values():
                 before.segment.close()
 
+    def let_go(self) -> None:
+        """Close all segments: of what is a view of one only name, shape and dtype are left until the next `take`."""
+        if self._inside:
+            for parameter, source in self._inside.flips:
+                if parameter.data_ptr() == source.data_ptr():
+                    parameter.data = torch.zeros((), dtype=source.dtype, device=source.device).expand(source.shape)
+            self._inside.segment.leave()
+            if self._inside not in self._mapped.values():
+                self._inside.segment.close()
+            self._inside = None
+        self.forget()
+
     def close(self) -> None:
         """Close all segments; the tensors keep their version, in memory of their own."""
         if self._inside:

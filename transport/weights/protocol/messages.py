@@ -271,6 +271,8 @@ class TransferResult:
     """whole | damaged | broken."""
     fault: str
     """What was found, empty when whole."""
+    sent: list[int] = field(default_factory=list)
+    """Of a source rank: bytes of weights, by rank of the group."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ and the work to begin, in order. Work is done elsewhere, and its end is told by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transport.weights.protocol.membership import Membership
@@ -61,6 +62,8 @@ class TransferOutcome:
     state: str
     """whole | damaged | broken."""
     fault: str = ""
+    sent: Sequence[int] = ()
+    """Of a source rank: bytes of weights, by rank of the group."""
 
 
 @dataclass(frozen=True)
@@ -167,13 +170,15 @@ class SourceRank:
         """The process group stands, or does not."""
         return [FormResult(epoch=epoch, fault=fault, mismatch=mismatch)] if epoch in self._turns else []
 
-    def transferred(self, epoch: int, round: int, state: str, fault: str) -> Actions:
+    def transferred(self, epoch: int, round: int, outcome: TransferOutcome) -> Actions:
         """A transfer has ended; its version is not needed any more."""
         turn = self._turn(epoch, round)
         if turn is None:
             return []
         turn.version, turn.moving = -1, False
-        return [TransferResult(epoch=epoch, round=round, state=state, fault=fault)]
+        return [
+            TransferResult(epoch=epoch, round=round, state=outcome.state, fault=outcome.fault, sent=[*outcome.sent])
+        ]
 
     def give_up(self) -> Actions:
         """End every round that still needs a version: its memory is about to change."""
@@ -212,12 +217,12 @@ class ReaderRank(Membership):
         result = FormResult(epoch=epoch, fault=fault, mismatch=mismatch)
         return [result] if fault else [result, self._ready_ahead()]
 
-    def transferred(self, epoch: int, round: int, state: str, fault: str) -> Actions:
+    def transferred(self, epoch: int, round: int, outcome: TransferOutcome) -> Actions:
         """A transfer has ended."""
         if epoch != self.epoch or not self._in(round):
             return []
-        self._moving, self._whole = False, state == WHOLE
-        return [TransferResult(epoch=epoch, round=round, state=state, fault=fault)]
+        self._moving, self._whole = False, outcome.state == WHOLE
+        return [TransferResult(epoch=epoch, round=round, state=outcome.state, fault=outcome.fault)]
 
     @property
     def offered(self) -> Offered | None:

@@ -108,6 +108,8 @@ class Group:
     """The newest version found damaged."""
     damage: str = ""
     """What was found in the round's version."""
+    sent: dict[int, list[int]] = field(default_factory=dict)
+    """In this round, by source rank: bytes to each of the group's ranks."""
     early: set[bytes] = field(default_factory=set)
     """Ranks that are ready for the next round already."""
 

@@ -51,6 +51,15 @@ class _Source:
     versions: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What one version has taken."""
+
+    version: int
+    pair_bytes: tuple[tuple[int, ...], ...]
+    """[source ranks][ranks of the group]: bytes of weights from each to each."""
+
+
 class Coordinator(Roster):
     """Who is in, and what each group does."""
 
@@ -73,12 +82,18 @@ class Coordinator(Roster):
         super().__init__(writer, {}, self.deadlines)
         self.failure = ""
         """Which source rank is missing, and why; empty when all are there or may still come."""
+        self._sent: dict[str, Sent] = {}
         self._ranks, self._key, self._trainer, self._store = ranks, key, dict(layout), store
         self._backend, self._bucket_bytes, self._deltas = backend, bucket_bytes, deltas
         self._sources: dict[int, _Source] = {}
         self._left: set[int] = set()
         self._begun = now
         self._watch = FreezeWatch(self.deadlines.gone_s / 2, now)
+
+    @property
+    def sent(self) -> dict[str, Sent]:
+        """By reader group that is known, of the newest version that it has had whole."""
+        return {name: sent for name, sent in self._sent.items() if name in self._groups}
 
     @property
     def newest(self) -> int:
@@ -250,7 +265,7 @@ class Coordinator(Roster):
         if group.phase is not Phase.IDLE or version <= max(group.version, group.refused):
             return []
         group.round += 1
-        group.offered, group.damage = version, ""
+        group.offered, group.damage, group.sent = version, "", {}
         group.enter(Phase.OFFERED, self._all(group), now + self.deadlines.ready_s)
         offer = Offer(epoch=group.epoch, round=group.round, version=version)
         early, group.early = group.early, set()
@@ -267,6 +282,8 @@ class Coordinator(Roster):
         if message.state == BROKEN:
             self.faults[group.name] = message.fault
             return self._fence(group)
+        if source := self._source(peer):
+            group.sent[source.rank] = message.sent
         if message.state == DAMAGED:
             group.damage = group.damage or message.fault
         if not group.answered(peer):
@@ -274,6 +291,7 @@ class Coordinator(Roster):
         if group.damage:
             group.refused = group.offered
             return self._end_round(group, now)
+        self._sent[group.name] = Sent(group.offered, tuple(tuple(group.sent[rank]) for rank in sorted(group.sent)))
         group.enter(Phase.VERIFIED, group.peers)
         return [(end, self._verified(group)) for end in sorted(group.waiting)]
 

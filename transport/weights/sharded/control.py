@@ -229,6 +229,6 @@ class ControlThread(threading.Thread):
 
         def transferred(transfer: Transfer, outcome: TransferOutcome) -> None:
             with self.changed:
-                self.act(self.member.transferred(transfer.epoch, transfer.round, outcome.state, outcome.fault))
+                self.act(self.member.transferred(transfer.epoch, transfer.round, outcome))
 
         self._threads[form.epoch] = EpochThread(lambda stop: self._connect(form, stop), formed, transferred)

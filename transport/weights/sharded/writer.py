@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -22,7 +23,7 @@ from transport.weights.protocol.messages import WHOLE, FormGroup, Note
 from transport.weights.protocol.pace import Deadlines
 from transport.weights.protocol.ranks import SourceRank, TransferOutcome
 from transport.weights.protocol.roster import ReaderStatus
-from transport.weights.protocol.rounds import Coordinator
+from transport.weights.protocol.rounds import Coordinator, Sent
 from transport.weights.sharded.chunks import chunks_between
 from transport.weights.sharded.control import ControlThread, Listener
 from transport.weights.sharded.process_group import Backend
@@ -126,6 +127,12 @@ class ShardedWriter:
         """What last ended an epoch of each reader group that ever lost one; rank 0 alone knows."""
         with self._control.changed:
             return dict(self._coordinator.faults) if self._coordinator else {}
+
+    @property
+    def sent(self) -> Mapping[str, Sent]:
+        """What the newest version that each reader group has whole has taken; rank 0 alone knows."""
+        with self._control.changed:
+            return self._coordinator.sent if self._coordinator else {}
 
     @property
     def sent_bytes(self) -> Mapping[str, int]:
@@ -243,6 +250,7 @@ class Sending:
         self._depth = max(DEPTH, len(self._chunks))
         self._first = form.sources + writer.rank % form.ranks
         self._writer, self._staging, self._device, self._group = writer, writer._staging, writer._device, form.group
+        self._sources, self._ranks = form.sources, form.ranks
         self._steps: dict[int, list[Step]] = {}
         self._exchange = Exchange(
             form, writer.rank, self._chunks, self._device, writer._deadlines.form_s, stop, writer._clock
@@ -265,10 +273,13 @@ class Sending:
             messages = self._agreed(version, steps, deadline)
         depth = len(messages) if self._deposits else self._depth
         outcome = self._exchange.send(messages, self._staging.sums(version), depth, deadline)
+        sent = [0] * self._ranks
+        for message in messages:
+            sent[message.peer - self._sources] += message.nbytes
         if outcome.state == WHOLE:
             with self._writer._control.changed:
-                self._writer._sent[self._group] += sum(message.nbytes for message in messages)
-        return outcome
+                self._writer._sent[self._group] += sum(sent)
+        return replace(outcome, sent=sent)
 
     def abort(self) -> None:
         """End what runs, from another thread."""

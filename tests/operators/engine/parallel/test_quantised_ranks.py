@@ -26,6 +26,9 @@ pytestmark = pytest.mark.usefixtures("forked")
 WHOLE_STEPS = 2
 """Of what rounding inputs does to a log-probability, the most that rounding them by other scales does."""
 
+KV_HEADS = 2
+"""Of the tiny models; more ranks than these hold some of them alike."""
+
 
 def take(engine: Any, version: int, new: Mapping[str, torch.Tensor]) -> None:
     """New weights, as views of the weight plane's memory, in one process."""
@@ -42,23 +45,22 @@ def encoded(model: Any, weights: str) -> dict[str, torch.Tensor]:
     return Encoder(Encoding(quantized=form, names=linear_weights(model)), parameters).encode(parameters)
 
 
-def slice_of(name: str, full: torch.Tensor, rank: int, size: int, heads: int | None = None) -> torch.Tensor:
-    """What a rank holds of what was quantised: scales as their rows, which all ranks have where rows are cut. heads: as
-    of `part`."""
+def slice_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """What a rank holds of what was quantised: scales as their rows, which all ranks have where rows are cut."""
     weight = name.removesuffix(SCALE)
     if name != weight and weight.removesuffix(".weight").endswith(("o_proj", "down_proj")):
         return full
-    return part(weight, full, rank, size, heads)
+    return part(weight, full, rank, size, KV_HEADS if size > KV_HEADS else None)
 
 
 def digest(tensor: torch.Tensor) -> int:
     return int(xxhash.xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data))
 
 
-def assert_holds_slices(engine: Any, new: Mapping[str, torch.Tensor], size: int, heads: int | None = None) -> None:
+def assert_holds_slices(engine: Any, new: Mapping[str, torch.Tensor], size: int) -> None:
     for rank, digests in enumerate(engine.digests()):
         for name, full in new.items():
-            assert digests.pop(name) == digest(slice_of(name, full, rank, size, heads)), f"{name} on rank {rank}"
+            assert digests.pop(name) == digest(slice_of(name, full, rank, size)), f"{name} on rank {rank}"
         assert not digests
 
 
@@ -78,30 +80,28 @@ def assert_samples_as_well(found: Mapping[int, Any], model: Any, weights: str) -
 
 
 @pytest.mark.parametrize(
-    ("family", "weights", "size", "heads", "executor"),
+    ("family", "weights", "size", "executor"),
     [
-        ("llama", "int8", 2, None, "shared_memory"),
-        ("qwen2", "int8_dynamic", 2, None, "gloo"),
-        pytest.param("llama", "fp8", 2, None, "gloo", marks=pytest.mark.slow),
-        pytest.param("mixtral", "int8", 2, None, "shared_memory", marks=pytest.mark.slow),
-        pytest.param("mixtral", "int8", 2, None, "gloo", marks=pytest.mark.slow),
-        pytest.param("gemma", "int8_dynamic", 2, None, "shared_memory", marks=pytest.mark.slow),
-        pytest.param("llama", "int8", 4, 4, "gloo", marks=pytest.mark.slow),
-        pytest.param("qwen3", "int8", 4, 2, "gloo", marks=pytest.mark.slow),
+        ("llama", "int8", 2, "shared_memory"),
+        ("qwen2", "int8_dynamic", 2, "gloo"),
+        pytest.param("llama", "fp8", 2, "gloo", marks=pytest.mark.slow),
+        pytest.param("mixtral", "int8", 2, "shared_memory", marks=pytest.mark.slow),
+        pytest.param("mixtral", "int8", 2, "gloo", marks=pytest.mark.slow),
+        pytest.param("gemma", "int8_dynamic", 2, "shared_memory", marks=pytest.mark.slow),
+        pytest.param("llama", "int8", 4, "gloo", marks=pytest.mark.slow),
     ],
 )
 def test_what_one_trainer_rank_quantises_arrives_as_slices_and_is_sampled_from(
-    family, weights, size, heads, executor, declare, make_model, alone, fed
+    family, weights, size, executor, declare, make_model, alone, fed
 ):
-    changes = {} if heads is None else {"num_key_value_heads": heads}
-    declaration = declare(family, changes, weights=weights)
+    declaration = declare(family, weights=weights)
     ranks = fed(declaration, size, executor=executor, narrow=declaration.narrow)
-    engine, policy = ranks.engine, make_model(family, seed=1, **changes)
+    engine, policy = ranks.engine, make_model(family, seed=1)
     new = encoded(policy, weights)
     assert ranks.shapes.keys() == new.keys()
     ranks.publish(1, new)
     assert ranks.take() == 1
-    assert_holds_slices(engine, new, size, heads)
+    assert_holds_slices(engine, new, size)
     found = drive(engine, groups())
     if weights != "int8":
         assert_samples_as_well(found, policy, weights)

@@ -51,7 +51,9 @@ def kept(made: Full, wanted: Any) -> Full:
     return {name: made[name].to(getattr(torch, dtype)).clone() for name, (_, dtype) in wanted.items()}
 
 
-def held_after(encoding: Encoding, layout: Layout, versions: list[Full]) -> tuple[Layout, list[Local], list[int]]:
+def held_after(
+    encoding: Encoding, layout: Layout, versions: list[Full], device: str = "cpu"
+) -> tuple[Layout, list[Local], list[int]]:
     """What travels, what each rank holds of each version, and how many numbers the ranks agreed on at a time."""
     exchanges: list[int] = []
     encoders: list[ShardEncoder] = []
@@ -66,9 +68,17 @@ def held_after(encoding: Encoding, layout: Layout, versions: list[Full]) -> tupl
         else:
             own.append(numbers.clone())
 
-    shards = [gather_then_shard(layout, full) for full in versions]
+    shards = [
+        {
+            rank: {name: each.to(device) for name, each in local.items()}
+            for rank, local in gather_then_shard(layout, full).items()
+        }
+        for full in versions
+    ]
     everyone = range(layout.ranks)
-    nothing = {name: torch.zeros((0,) * each.ndim, dtype=each.dtype) for name, each in versions[0].items()}
+    nothing = {
+        name: torch.zeros((0,) * each.ndim, dtype=each.dtype, device=device) for name, each in versions[0].items()
+    }
     encoders = [ShardEncoder(encoding, layout, rank, nothing | shards[0][rank], agree) for rank in everyone]
     found: list[Local] = []
     for local in shards:
@@ -177,3 +187,21 @@ def test_a_named_tensor_that_cannot_be_quantised_is_refused(name: str) -> None:
     layout = Layout.fsdp({"o": ((4, 8), "float32"), "norm": ((8,), "float32")}, 2)
     with pytest.raises(LayoutMismatch, match=f"no floating matrix of this model; found '{name}'"):
         Encoding(quantized="int8", names=frozenset({"o", name})).layout(layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_on_a_gpu_are_quantised_as_the_whole_is_there_and_here(form: str, dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    full = {"o": torch.randn(513, 1030).to(dtype), "up": torch.randn(300, 1030).to(dtype)}
+    full["o"][5, 7], full["up"][3] = float("nan"), 0
+    encoding = Encoding(dtype="bfloat16", quantized=form, names=frozenset(full))
+    layout = Layout.cut(described(full), Mesh.of(2, 2), lambda name: (0, 1))
+    here = by_one_rank(encoding, full)
+    there = by_one_rank(encoding, {name: tensor.cuda() for name, tensor in full.items()})
+    assert same({0: here}, {0: {name: tensor.cpu() for name, tensor in there.items()}})
+    sent, (found,), _ = held_after(encoding, layout, [full], device="cuda")
+    on_host = {rank: {name: tensor.cpu() for name, tensor in local.items()} for rank, local in found.items()}
+    assert same(on_host, gather_then_shard(sent, here))

@@ -19,7 +19,7 @@ from transport.weights.protocol.messages import (
     Verified,
 )
 from transport.weights.protocol.pace import Deadlines
-from transport.weights.protocol.ranks import Abort, Connect, ReaderRank, SourceRank, Transfer
+from transport.weights.protocol.ranks import Abort, Connect, ReaderRank, SourceRank, Transfer, TransferOutcome
 from transport.weights.protocol.rounds import Coordinator
 from transport.weights.protocol.segments import SegmentReader
 
@@ -149,6 +149,8 @@ class World:
             if isinstance(message, Verified):
                 key = message.epoch, message.round
                 assert self.moved[key] == self.members[message.epoch], "whole before all were done"
+                told = next(each for each in self.coordinator.sent.values() if each.version == message.version)
+                assert told.pair_bytes == ((message.version,),) * self.sources
                 assert (message.epoch // LINE, message.version) not in self.damage
                 assert {self.lines[p] for p in self.members[message.epoch] if p in self.lines} == {self.line}
             if peer in self.ranks:
@@ -185,7 +187,8 @@ class World:
             state = DAMAGED
         if state != BROKEN:
             self.moved[work.epoch, work.round].add(peer)
-        self.act(peer, rank.transferred(work.epoch, work.round, state, "" if state == WHOLE else "bad"))
+        outcome = TransferOutcome(state, "" if state == WHOLE else "bad", [work.version])
+        self.act(peer, rank.transferred(work.epoch, work.round, outcome))
         return True
 
     def may_end(self, work) -> bool:

@@ -106,7 +106,7 @@ def generate(case: Case, number: int, rank: int) -> None:
     mesh = group.join(case.meeting("generator", number), rank, size, CPU, EXCHANGE_S)
     pieces = {name: TensorSlice(None) for name in tensors}
     if size > 1:
-        pieces = {name: shard.piece for name, shard in distribute(model, mesh, CPU).items()}
+        pieces = {name: shard.piece for name, shard in distribute(model, mesh, CPU, "llama").items()}
     reader = ShardedReader(layout, rank, case.address, f"generator-{number}", ranks=size, deadlines=PACE)
     reader.attach(_tensors(model))
     tokens = torch.arange(12).view(1, 12)

@@ -1,0 +1,148 @@
+"""Which accelerators each node has, and which nodes share theirs and take turns on them: pure functions."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from dataflow.errors import GraphError
+from dataflow.node import Generate
+from dataflow.planning.memory_need import Need
+from dataflow.structure import Structure
+
+if TYPE_CHECKING:
+    from dataflow.planning.placement import Placement
+
+Wishes = Mapping[str, int | str]
+"""Accelerators by node, or the name of the node whose devices it shares."""
+Group = tuple[str, ...]
+"""Nodes that share their devices."""
+
+
+def read_wishes(graph: Structure, gpus: Wishes | Literal["shared"] | None, count: int) -> Wishes:
+    """What is wished for; `shared`: every node that computes shares all `count` accelerators, or main memory.
+
+    Raises GraphError for another word.
+    """
+    if not isinstance(gpus, str):
+        return gpus or {}
+    if gpus != "shared":
+        raise GraphError(
+            f"gpus is '{gpus}', which says nothing; give a number or another node's name by node, as in "
+            f"generator=6,trainer=2, or 'shared' to have all nodes take turns on all devices"
+        )
+    first, *others = sorted(
+        (name for name, operator in graph.operators.items() if not operator.light),
+        key=lambda name: not isinstance(graph.operators[name], Generate),
+    )
+    return ({first: count} if count else {}) | dict.fromkeys(others, first)
+
+
+def assign(gpus: Wishes, count: int) -> dict[str, tuple[int, ...]]:
+    """By node: its accelerators, of `count` that there are; a node without any is left out.
+
+    Raises GraphError where there are too few, or where one would share with a node that shares itself.
+    """
+    assigned: dict[str, tuple[int, ...]] = {}
+    free = 0
+    for name, wish in gpus.items():
+        if isinstance(wish, int):
+            if wish < 1:
+                raise GraphError(f"'{name}' is given {wish} GPUs; give 1 or more, or leave it out to use the CPU")
+            assigned[name] = tuple(range(free, free + wish))
+            free += wish
+    if free > count:
+        asked = {name: wish for name, wish in gpus.items() if isinstance(wish, int)}
+        raise GraphError(
+            f"the run asks for {free} GPUs, {asked}, but this machine has {count}; "
+            f'ask for fewer, let operators share ("trainer": "generator"), or leave gpus= out to run on the CPU'
+        )
+    for name, wish in gpus.items():
+        if isinstance(wish, str) and (wish == name or isinstance(gpus.get(wish), str)):
+            raise GraphError(
+                f"'{name}' is to share the devices of '{wish}', which has none of its own; name a node that has"
+            )
+        if isinstance(wish, str) and wish in assigned:
+            assigned[name] = assigned[wish]
+    return assigned
+
+
+def groups_of(graph: Structure, gpus: Wishes) -> tuple[Group, ...]:
+    """Nodes that take turns on the devices of one of them, in the graph's order. GraphError where they cannot."""
+    shared = {wish for wish in gpus.values() if isinstance(wish, str)}
+    groups = tuple(
+        tuple(name for name in graph.operators if name == host or gpus.get(name) == host) for host in sorted(shared)
+    )
+    for name in shared.difference(graph.operators):
+        raise GraphError(f"devices of '{name}' are to be shared, but the graph has {list(graph.operators)}; name one")
+    for group in groups:
+        _check(graph, group)
+    return groups
+
+
+def _check(graph: Structure, group: Group) -> None:
+    fed = {feedback.reader.name for feedback in graph.feedbacks}
+    for name in group:
+        operator = graph.operators[name]
+        if operator.light:
+            raise GraphError(f"'{name}' is to share devices, but it uses none; leave it out")
+        if not operator.traits.sleeps:
+            raise GraphError(
+                f"'{name}' cannot take turns on devices with {[other for other in group if other != name]}: it keeps "
+                f'its memory for as long as it runs (generators can give it back with engine="native" and '
+                f"tensor_parallel=1); give it devices of its own"
+            )
+        if isinstance(operator, Generate) and name not in fed:
+            raise GraphError(
+                f"'{name}' shares devices, but no weights are fed back to it, so nothing would ever end its turn; add "
+                f"g.feedback(trainer.weights, {name}, max_staleness=0), or give it devices of its own"
+            )
+
+
+def check_scale(groups: Iterable[Group], scaled: Iterable[str]) -> None:
+    """Refuse replicas that come and go where devices are shared."""
+    for name, group in itertools.product(sorted(set(scaled)), groups):
+        if name in group:
+            raise GraphError(
+                f"scale names '{name}', which takes turns with {[other for other in group if other != name]}: a "
+                f"replica that joins would be built in the midst of another one's turn; leave it out of scale, or do "
+                f"not share"
+            )
+
+
+def awake_at_once(groups: Sequence[Group], needs: Iterable[tuple[str, str, str, Need]]) -> list[tuple[str, str, Need]]:
+    """Of all processes those that may be awake together where memory is scarcest: of nodes that take turns on a
+    device, those of the one that needs most.
+
+    needs: by process, its node, its device and what it needs; returned without the node.
+    """
+    needs = list(needs)
+    group_of = {node: number for number, group in enumerate(groups) for node in group}
+    sums: dict[tuple[int, str], dict[str, int]] = {}
+    for _, node, device, need in needs:
+        if node in group_of:
+            by_node = sums.setdefault((group_of[node], device), {})
+            by_node[node] = by_node.get(node, 0) + need.total
+    largest = {key: max(by_node, key=by_node.__getitem__) for key, by_node in sums.items()}
+    return [
+        (process, device, need)
+        for process, node, device, need in needs
+        if node not in group_of or largest[group_of[node], device] == node
+    ]
+
+
+def processes_at_once(groups: Sequence[Group], processes: Mapping[str, int]) -> int:
+    """How many of the nodes' processes compute at the same time."""
+    together = [sum(count for name, count in processes.items() if not any(name in group for group in groups))]
+    together += [max((processes.get(name, 0) for name in group), default=0) for group in groups]
+    return sum(together)
+
+
+def explain(groups: Iterable[Group], placements: Mapping[str, "Placement"]) -> list[str]:
+    """A line per group: who takes turns, and on what."""
+    lines = []
+    for group in groups:
+        names = ", ".join(f"'{name}'" for name in group[:-1]) + f" and '{group[-1]}'"
+        gpus = sorted({gpu for name in group for gpu in placements[name].gpus})
+        place = f"gpu {gpus[0]}" + (f"-{gpus[-1]}" if len(gpus) > 1 else "") if gpus else "main memory"
+        lines.append(f"{names} take turns on {place}: one is awake at a time, the others have given their memory back")
+    return lines

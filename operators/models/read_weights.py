@@ -1,0 +1,103 @@
+"""The weights that an operator computes with, trained elsewhere or frozen: adopted, put aside, taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dataflow.weight_ends import Offered, WeightsAgain, WeightsIn, taken
+from operators.models.shelf import Shelf, return_freed_memory
+
+
+class ReadWeights:
+    """Tensors with a version in them, between two of which their model computes.
+
+    consumes: offers of the trainer
+    produces: new values in the tensors
+    waits for: nothing
+    unblocked by: -
+    """
+
+    def __init__(self, reader: WeightsIn | None, attached: Mapping[str, Any], aside: Path | None) -> None:
+        """reader: the end that `attached` tensors are attached to; None: the weights are frozen. aside: as of
+        `Context`."""
+        self._reader, self._attached, self._shelf = reader, list(attached.values()), Shelf(aside)
+        self.ready = True
+        """Whether the tensors hold the version in use."""
+        self._awake = True
+        self._may_return = False
+        """Whether the version that was let go of may still be there to be taken again."""
+        self._moved = False
+        """Whether the tensors have come back, and their model has not been told."""
+        self._offer: Offered | None = None
+
+    @property
+    def version(self) -> int:
+        """The version in use, or that which would be used next by one that is put aside; -1: none was there yet."""
+        if self._reader is None:
+            return 0
+        return self._reader.version if self._awake or self._offer is None else self._offer.version
+
+    @property
+    def note(self) -> Mapping[str, int | float | str]:
+        """The trainer's last note."""
+        return self._reader.note if self._reader is not None else {}
+
+    @property
+    def socket(self) -> Any:
+        """Of the weight plane, where it has one."""
+        return getattr(self._reader, "socket", None)
+
+    @property
+    def can_be_had(self) -> bool:
+        """Whether there are weights, or would be for one that is awake."""
+        return self.version >= 0 and (self.ready or self._may_return or self._offer is not None)
+
+    def take(self) -> int | None:
+        """A safe point: adopt the newest version that is offered, or have again what was put aside; a restarted
+        trainer's may have the same number. The version, where the tensors have other values or another memory now."""
+        version = self._adopted(self._reader) if self._reader is not None else None
+        if version is not None:
+            self.ready, self._moved = True, False
+            return version
+        if not self.ready and self._may_return:
+            assert isinstance(self._reader, WeightsAgain)
+            self.ready = self._may_return = self._moved = self._reader.again()
+        if self.ready and self._moved and self.version >= 0:
+            self._moved = False
+            return self.version
+        return None
+
+    def _adopted(self, reader: WeightsIn) -> int | None:
+        heard, self._offer = self._offer, None
+        if heard is None:
+            return taken(reader)
+        before, version = reader.version, reader.adopt()
+        return version if version == heard.version or version != before else None
+
+    def hear(self) -> None:
+        """Listen to the trainer, of one that is put aside; what it offers is adopted later."""
+        self._offer = self._reader.poll() if self._reader is not None else None
+
+    def sleep(self, tensors: Iterable[Tensor]) -> None:
+        """Put them aside, and the other tensors of their model; until `take` nobody may read them.
+
+        What lies in main memory that a version arrives in by itself, as over a network, stays there."""
+        again = isinstance(self._reader, WeightsAgain) and self._reader.let_go()
+        stays = set() if again or self._reader is None else {id(each) for each in self._attached if each.is_cpu}
+        self._shelf.park((each for each in tensors if id(each) not in stays), forget=self._attached if again else ())
+        return_freed_memory()
+        self._may_return = again and (self.ready or self._may_return)
+        self.ready, self._awake = not again, False
+
+    def wake(self) -> None:
+        """Have memory for them again."""
+        self._shelf.back()
+        self._awake = self._moved = True
+
+    def close(self) -> None:
+        """Let what was put aside go."""
+        self._shelf.close()

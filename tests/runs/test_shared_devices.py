@@ -1,0 +1,187 @@
+"""Whole runs whose nodes take turns on one memory: the same steps as with a memory for each, one awake at a time."""
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pytest
+from rigs.graphs import fake_graph, reward, tiny_graph, words
+from rigs.operators import Around, struck, wrapped
+from rigs.policy import tiny_policy
+
+from dataflow import Graph, LoRA, Model, inline, join, run
+from dataflow.folder.run_folder import RunFolder
+from dataflow.limits import Limits, Patience
+from dataflow.node import Runtime
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from operators import Generator, Logprobs, Prompts, Trainer
+from operators.credit import advantage
+
+pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
+
+FIGURES = ("loss", "grad_norm", "reward_mean", "completion_tokens_mean", "staleness_max")
+MODEL = Model("fake-policy")
+STEPS = 3
+
+
+def steps_of(graph: Any, runs: Path, **how: Any) -> tuple[RunFolder, list[Any], list[float]]:
+    """What a run made, step by step: every token and its version; figures and log-probabilities."""
+    result = run(graph, runs=runs, quiet=True, steps=STEPS, **how)
+    assert (result.steps, result.verdict.clean) == (STEPS, True), result.verdict.line
+    folder = RunFolder.open(result.folder)
+    numbers = [line[name] for line in result.metrics if "loss" in line for name in FIGURES]
+    tables = [folder.read_rollouts(step) for step in range(1, STEPS + 1)]
+    tokens = [table.select(["group_id", "position", "tokens", "versions"]).to_pylist() for table in tables]
+    numbers += [value for table in tables for row in table.column("logprobs").to_pylist() for value in row]
+    return folder, tokens, numbers
+
+
+def both(policy: Path, tmp_path: Path, knobs: dict[str, Any], *, exact: bool = True, **how: Any) -> RunFolder:
+    """Run with a memory for each, and shared; the folder of the latter, which made the same, bit for bit if `exact`."""
+    _, tokens, numbers = steps_of(tiny_graph(policy, max_staleness=0, **knobs), tmp_path / "alone", **how)
+    graph = tiny_graph(policy, max_staleness=0, **knobs)
+    folder, shared_tokens, shared_numbers = steps_of(graph, tmp_path / "shared", gpus="shared", **how)
+    assert shared_tokens == tokens
+    assert shared_numbers == (numbers if exact else pytest.approx(numbers, rel=1e-4, abs=1e-5))
+    assert any("take turns on main memory" in line for line in folder.read_json("config.json")["plan"])
+    return folder
+
+
+def test_a_run_in_one_process_makes_the_same_steps_in_turns(policy: Path, tmp_path: Path) -> None:
+    both(policy, tmp_path, {}, on=inline())
+
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "shared memory": ({}, {}),
+    "two ranks": ({}, {"ranks": {"trainer": 2}}),
+    "gloo": ({}, {"weights": "gloo"}),
+    "replicas": ({}, {"replicas": {"generator": 2}}),
+    "adapters": ({"model_knobs": {"lora": LoRA(rank=4)}}, {}),
+    "int8": ({"generator_knobs": {"weights": "int8"}}, {"exact": False}),  # its products' last bits are the batch's
+    "bfloat16": ({"model_knobs": {"dtype": "bfloat16"}}, {}),
+    "evaluations": ({"eval_every": 1}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "way", [way if way in ("shared memory", "two ranks") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
+def test_a_run_in_processes_makes_the_same_steps_in_turns(
+    way: str, policy: Path, machine: None, tmp_path: Path
+) -> None:
+    knobs, how = WAYS[way]
+    both(policy, tmp_path, knobs, **how)
+
+
+def with_a_reference(policy: Path) -> Graph:
+    """A frozen reference, and a critic that its trainer refreshes, beside generator and trainer."""
+    g, model = Graph("reference"), Model(str(policy), name="policy")
+    generator = Generator(model, group_size=4, max_tokens=12, segment_tokens=4, slots=32)
+    reference = Logprobs(model.frozen(), name="ref_logprobs")
+    proximal = Logprobs(model, name="proximal_logprobs")
+    rollouts = reward(generator(g.source(Prompts(words(), columns=("answer",)))))
+    trainer = Trainer(model, loss=with_kl, prompts_per_step=4, lr=1e-2, normalize="rollouts")
+    trainer(advantage(join(reference(rollouts), proximal(rollouts))))
+    g.feedback(trainer.weights, generator, max_staleness=0)
+    g.feedback(trainer.weights, proximal, max_staleness=0)
+    return g
+
+
+def with_kl(new_logprobs: Any, proximal_logprobs: Any, ref_logprobs: Any, advantage: Any) -> Any:
+    ratio = ref_logprobs - new_logprobs
+    return -(advantage * (new_logprobs - proximal_logprobs).exp()) + 0.05 * (ratio.exp() - ratio - 1)
+
+
+@pytest.mark.slow
+def test_references_take_their_turns_with_generator_and_trainer(policy: Path, machine: None, tmp_path: Path) -> None:
+    _, tokens, numbers = steps_of(with_a_reference(policy), tmp_path / "alone")
+    folder, shared_tokens, shared_numbers = steps_of(with_a_reference(policy), tmp_path / "shared", gpus="shared")
+    assert shared_tokens == tokens and shared_numbers == pytest.approx(numbers, rel=1e-4, abs=1e-5)
+    (line,) = [line for line in folder.read_json("config.json")["plan"] if "take turns" in line]
+    assert line.startswith("'generator', 'ref_logprobs', 'proximal_logprobs' and 'trainer' take turns on main memory")
+
+
+def test_with_staleness_a_turn_is_of_several_steps(policy: Path, machine: None, tmp_path: Path) -> None:
+    graph = tiny_graph(policy, max_staleness=2)
+    result = run(graph, steps=6, gpus="shared", runs=tmp_path, quiet=True)
+    assert (result.steps, result.verdict.clean) == (6, True), result.verdict.line
+    folder = RunFolder.open(result.folder)
+    drawn = [set(pc.unique(pc.list_flatten(folder.read_rollouts(step).column("versions"))).to_pylist()) - {-1}
+             for step in range(1, 7)]  # fmt: skip
+    assert drawn[:3] == [{0}, {0}, {0}], "the generator draws for three steps before its turn ends"
+    assert all(step - 1 - min(versions) <= 2 for step, versions in enumerate(drawn, 1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("name", ["generator", "trainer"])
+def test_a_turn_is_not_lost_with_the_worker_that_had_it(
+    name: str, number: int, light: None, forked: None, tmp_path: Path
+) -> None:
+    source, generator = FakePrompts(size=64), FakeGenerator(model=MODEL)
+    trainer, mark = FakeTrainer(model=MODEL), tmp_path / "struck"
+    chosen: dict[str, Any] = {"generator": generator, "trainer": trainer}
+
+    def blow() -> None:
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), number)
+
+    chosen[name] = struck(chosen[name], blow)
+    limits = Limits(stop_s=2.0, stopped_s=0.2, patience=Patience(first_s=0.05, of_one=2))
+    graph = fake_graph(source=source, **chosen)
+    result = run(graph, gpus="shared", runs=tmp_path / "runs", quiet=True, limits=limits)
+    assert mark.exists() and result.verdict.clean and "64 issued = 64 trained" in result.verdict.line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["generator", "trainer"])
+def test_a_real_worker_that_dies_in_its_turn_comes_back_to_the_same_steps(
+    name: str, policy: Path, machine: None, tmp_path: Path
+) -> None:
+    _, tokens, numbers = steps_of(tiny_graph(policy, max_staleness=0), tmp_path / "alone")
+    graph, mark = tiny_graph(policy, max_staleness=0), tmp_path / "struck"
+
+    def blow() -> None:
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    object.__setattr__(graph.operators[name], "build", struck(graph.operators[name], blow, after=3).build)
+    _, found_tokens, found_numbers = steps_of(graph, tmp_path / "shared", gpus="shared")
+    assert mark.exists() and found_tokens == tokens and found_numbers == numbers
+
+
+class Noting(Around):
+    """Writes down what its process has on the GPU, awake and asleep."""
+
+    def __init__(self, inner: Runtime, path: Path) -> None:
+        super().__init__(inner)
+        self._path = path
+
+    def sleep(self) -> None:
+        import torch
+
+        awake = torch.cuda.memory_allocated()
+        super().sleep()
+        with self._path.open("a") as out:
+            out.write(f"{awake} {torch.cuda.memory_allocated()} {torch.cuda.memory_reserved()}\n")
+
+
+@pytest.mark.gpu
+def test_who_sleeps_has_next_to_nothing_on_the_gpu_that_it_shares(tmp_path: Path) -> None:
+    policy = tiny_policy(tmp_path, layers=4, width=512, heads=8, mlp_width=2048)
+    graph = tiny_graph(policy, max_staleness=0, generator_knobs={"cache_bytes": 256 << 20})
+    for name in ("generator", "trainer"):
+        noted = wrapped(graph.operators[name], partial(Noting, path=tmp_path / name))
+        object.__setattr__(graph.operators[name], "build", noted.build)
+    result = run(graph, steps=3, gpus={"generator": 1, "trainer": "generator"}, runs=tmp_path / "runs", quiet=True)
+    assert (result.steps, result.verdict.clean) == (3, True), result.verdict.line
+    weights = sum(path.stat().st_size for path in policy.glob("*.safetensors"))
+    for name in ("generator", "trainer"):
+        noted_bytes = [[int(word) for word in line.split()] for line in (tmp_path / name).read_text().splitlines()]
+        assert len(noted_bytes) >= 3 and max(awake for awake, _, _ in noted_bytes) > 2 * weights
+        assert max(asleep for _, asleep, _ in noted_bytes) < weights / 4
+        assert max(reserved for _, _, reserved in noted_bytes) < weights
