@@ -145,12 +145,12 @@ class TrainerRuntime(Runtime):
             self._collect()
         if not self._awake or not self._has_work:
             return None
+        if self._behind is None and self._making.rows is None and self._is_complete:
+            self._begin_step()
         if self._behind is not None:
             self._catch_up(self._behind)
-        elif self._making.rows is None and not self._is_complete:
-            self._finish()
         elif self._making.rows is None:
-            self._begin_step()
+            self._finish()
         elif self._making.parts:
             self._making.micro()
         else:
