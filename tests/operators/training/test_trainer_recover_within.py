@@ -288,7 +288,7 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning_and_goes_later(policy, t
 def test_an_offloading_trainer_that_catches_up_leaves_whole_checkpoints(
     policy, tmp_path, monkeypatch, recover_within_s
 ):
-    monkeypatch.setattr(build, "Parked", lambda learner: Parked(learner, kind="cpu"))
+    monkeypatch.setattr(build, "Parked", lambda learner, aside: Parked(learner, tmp_path))
     folder = run_folder(tmp_path)
     die(live(folder, declared(policy, recover_within_s=float("inf")), range(8)))
     shutil.rmtree(folder.checkpoints.path)
@@ -305,7 +305,7 @@ def test_an_offloading_trainer_that_catches_up_leaves_whole_checkpoints(
 
 
 def test_an_offloading_trainer_that_caught_up_tries_its_last_checkpoint_again(policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "Parked", lambda learner: Parked(learner, kind="cpu"))
+    monkeypatch.setattr(build, "Parked", lambda learner, aside: Parked(learner, tmp_path))
     folder, left = run_folder(tmp_path), [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
     die(live(folder, declared(policy, recover_within_s=float("inf")), range(4)))
     write = checkpoint.StagedState.write
