@@ -15,6 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from trainer_rig import Tokenizer, tiny_learner, tiny_llama, tiny_trainer
 from transformers import AutoModelForCausalLM
 
+from dataflow.system.forking import fork
 from dataflow.weight_ends import Refresh
 from operators.training.checkpoints import checkpoint
 from operators.training.learner import refreshed
@@ -100,7 +101,7 @@ def ranks_do(what: str, mesh: Mesh, folder: Path, deadline_s: float = 100.0) -> 
     """Fork the ranks of a mesh and wait for them. AssertionError with what a rank said that failed."""
     children, ranks = {}, math.prod(mesh)
     for rank in range(ranks):
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             _run_and_end(what, rank, mesh, folder)
         children[rank] = pid

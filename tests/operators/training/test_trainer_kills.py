@@ -22,6 +22,7 @@ from trainer_rig import group
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import verify
+from dataflow.system.forking import fork
 from operators.training.checkpoints import saving
 from operators.training.checkpoints.checkpoint import OPTIMIZER_FOLDER
 
@@ -64,7 +65,7 @@ def groups() -> list[pa.RecordBatch]:
 def live(policy: Path, folder: RunFolder, moment: int, late_s: float, within_s: float) -> bool:
     """A life in a process of its own, killed a little after so many slices of work; whether it came to its end."""
     hears, tells = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:
         status = 1
         try:

@@ -22,6 +22,7 @@ from dataflow.history.verify import verify
 from dataflow.model import Model
 from dataflow.node import Batch, Bound, Context
 from dataflow.system.files import RunFolderError
+from dataflow.system.forking import fork
 from operators.trainer import Trainer
 from operators.training.checkpoints import checkpoint, shards
 from operators.training.checkpoints.staging import Background
@@ -225,7 +226,7 @@ def test_a_process_killed_while_it_writes_a_checkpoint_leaves_the_one_before(pol
     folder, ledger = run
     _train(policy, run, range(4), steps=2)
     mark = folder.path / "writing"
-    child = os.fork()
+    child = fork()
     if child == 0:
         _write_for_ever(policy, folder, mark)
     deadline = time.monotonic() + 60
