@@ -16,6 +16,7 @@ from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.model_files import start_fault
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
+from dataflow.staleness import Bound
 from dataflow.stream import Builder, Prompt, Rollout, Stream
 from dataflow.traits import Traits
 from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
@@ -111,20 +112,6 @@ class Runtime:
 
     def close(self) -> None:
         """Give back what it holds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """How far a lane's generation may run ahead of its trainer."""
-
-    max_staleness: int
-    """Versions."""
-    prompts_per_step: int
-    """Groups that one step consumes."""
-    steps: int | None = None
-    """Steps the run will make; no group beyond them is started."""
-    every: int | None = None
-    """Versions between two that a refreshed reader gets, whose own model is version 0; None: it gets the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,8 @@ The sweep keeps the bound where this argument does not reach: a resume, or drops
 Pure: values in, values out, no clock. Versions count steps; -1 stands where the policy chose no token.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import pyarrow as pa
 
@@ -22,6 +24,20 @@ from dataflow.records import AnyArray
 
 NO_TOKEN = np.iinfo(np.int64).max
 """Oldest version of a rollout in which the policy chose no token: younger than any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """How far a lane's generation may run ahead of its trainer."""
+
+    max_staleness: int
+    """Versions."""
+    prompts_per_step: int
+    """Groups that one step consumes."""
+    steps: int | None = None
+    """Steps the run will make; no group beyond them is started."""
+    every: int | None = None
+    """Versions between two that a refreshed reader gets, whose own model is version 0; None: it gets the newest."""
 
 
 def capacity(prompts_per_step: int, max_staleness: int) -> int:

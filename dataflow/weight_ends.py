@@ -173,7 +173,7 @@ class OpensWeights(Protocol):
     """Opens a reader's end of the weight plane for these tensors."""
 
     @property
-    def site(self) -> Mapping[str, str] | None:
+    def site(self) -> Mapping[str, Any] | None:
         """In plain values, where other ranks find the same versions (`open_beside`); None within one process.
 
         Where it is given, the end is a LeadingWeightsIn and may hold slices of the full tensors."""

@@ -10,7 +10,7 @@ from dataflow.check import check, too_large_groups
 from dataflow.draw.picture import Frame
 from dataflow.errors import GraphError, nearest
 from dataflow.group_bytes import MESSAGE_BYTES, message_fault
-from dataflow.node import Bound, Generate, Learn, Operator, Source
+from dataflow.node import Generate, Learn, Operator, Source
 from dataflow.planning.executors import WeightPath, explain, summary, weight_paths
 from dataflow.planning.memory_need import Need, amount, check_fit, need_of
 from dataflow.planning.model_size import ModelSize
@@ -25,7 +25,7 @@ from dataflow.planning.sharing import (
     read_wishes,
 )
 from dataflow.planning.sharing import explain as explain_turns
-from dataflow.staleness import capacity
+from dataflow.staleness import Bound, capacity
 from dataflow.structure import Structure, lanes_of, sinks_of
 
 

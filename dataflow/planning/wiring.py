@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dataflow.node import Bound, Generate, Learn, Operator
+from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.plan import Plan, bounds_of
 from dataflow.records import Columns, version_column
 from dataflow.scorer import Scorer
-from dataflow.staleness import capacity
+from dataflow.staleness import Bound, capacity
 from dataflow.stream import Stream
 from dataflow.structure import Structure, group_size, lanes_of, prompts_of, readers_of, sinks_of
 from dataflow.trainers import feeding, own_folder

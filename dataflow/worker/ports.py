@@ -207,7 +207,7 @@ class Ports:
         pairs = [(name, replica) for name in readers for replica in range(self._plan.placements[name].replicas)]
         return list(dict.fromkeys(self._executor(trainer, name, replica) for name, replica in pairs))
 
-    def _writer(self, site: Mapping[str, str], layout: Any) -> Any:
+    def _writer(self, site: Mapping[str, Any], layout: Any) -> Any:
         from transport.weights import WeightWriter
 
         if site["protocol"] == SEGMENTS:
@@ -215,7 +215,7 @@ class Ports:
         whole, settings = _whole(layout), self._settings
         return shards_writer(site, whole, 0, 1, settings.device, limits=settings.limits, attempt=settings.attempt)
 
-    def _reader(self, site: Mapping[str, str], tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> Any:
+    def _reader(self, site: Mapping[str, Any], tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> Any:
         device, limits, attempt = self._settings.device, self._settings.limits, self._settings.attempt
         if site["protocol"] == ROUNDS:
             return shards_reader(site, 0, device, tensors, slices, limits=limits, attempt=attempt)
@@ -227,7 +227,7 @@ class Ports:
         end.attach(tensors, slices[0])
         return end
 
-    def _site(self, place: Mapping[str, str]) -> Any:
+    def _site(self, place: Mapping[str, Any]) -> Any:
         """Where a trainer and its readers meet: a socket between processes, a hub within one."""
         if place["executor"] == "local":
             from transport.weights import Hub
@@ -279,7 +279,7 @@ class _Opener:
     """OpensWeights."""
 
     opened: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], WeightsIn]
-    site: Mapping[str, str] | None
+    site: Mapping[str, Any] | None
 
     def __call__(self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)) -> WeightsIn:
         return self.opened(tensors, slices)

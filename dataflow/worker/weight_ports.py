@@ -22,7 +22,7 @@ ROUNDS, SEGMENTS = "rounds", "segments"
 
 
 def open_beside(
-    site: Mapping[str, str], rank: int, device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
+    site: Mapping[str, Any], rank: int, device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
     *, limits: Limits, attempt: int,
 ) -> WeightsBeside:  # fmt: skip
     """The end of another rank of a reader, on `device`, where `OpensWeights.site` says.
@@ -38,7 +38,7 @@ def open_beside(
 
 
 def shards_reader(
-    site: Mapping[str, str], rank: int, device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
+    site: Mapping[str, Any], rank: int, device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
     *, limits: Limits, attempt: int,
 ) -> "ShardedReader":  # fmt: skip
     """The end of any rank of a reader to which each rank of the trainer sends what it needs."""
@@ -131,7 +131,7 @@ def _deadlines(limits: Limits) -> "Deadlines":
     return Deadlines(transfer_s=limits.transfer_s)
 
 
-def segments_at(place: Mapping[str, str], device: str) -> Any:
+def segments_at(place: Mapping[str, Any], device: str) -> Any:
     """Where a trainer of one rank and the readers of its machine meet, of which `device` is one's."""
     if place["executor"] == "cuda_ipc":
         from transport.weights.executors.cuda_ipc import CudaIpc

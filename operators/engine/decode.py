@@ -97,16 +97,13 @@ class Engine:
         self._recomputes = on_update == "recompute"
         self._record_mask = record_mask
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-        ends = torch.zeros(self.vocabulary, dtype=torch.bool)
-        ends[[token for token in end_tokens if 0 <= token < self.vocabulary]] = True
-        self._ends = ends.numpy()
-        self._checked = ends.to(self.device)
+        self._ends = np.isin(np.arange(self.vocabulary), list(end_tokens))
+        self._checked = torch.from_numpy(self._ends).to(self.device, copy=True)
         self._watched: dict[int, StopStrings] = {}
         self._watch(stop)
         budget = default_budget(self.device) if cache_bytes is None else cache_bytes
-        self.pages = Pages(
-            page_count(slots=slots, context_tokens=context_tokens, token_bytes=token_bytes, budget=budget)
-        )
+        most = page_count(slots=slots, context_tokens=context_tokens, token_bytes=token_bytes, budget=budget)
+        self.pages = Pages(most)
         self.cache = KVCache(self.pages.count)
         cuda = self.device.type == "cuda"
         graphs = cuda if graphs is None else graphs

@@ -22,7 +22,7 @@ Groups that wait do not stand in the way of others: the runtime takes whatever i
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dataflow.node import Bound
+from dataflow.staleness import Bound
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from dataflow.node import Bound
 from dataflow.records import AnyArray
-from dataflow.staleness import admit
+from dataflow.staleness import Bound, admit
 
 
 class Waiting(Protocol):

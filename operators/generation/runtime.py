@@ -45,11 +45,12 @@ class GeneratorRuntime(Runtime):
         self._context_tokens = self.engine.context_tokens
         self._admission: Admission[PromptGroup] = Admission(context.bounds, declaration.in_flight)
         reader: WeightsIn | None = None
+        attached = {} if built.reader is not None else self.engine.tensors
         if built.reader is not None:
             reader = built.reader()
         elif context.reader is not None:
-            reader = context.reader(self.engine.tensors)
-        self._weights = ReadWeights(reader, self.engine.tensors, context.aside)
+            reader = context.reader(attached)
+        self._weights = ReadWeights(reader, attached, context.aside)
         self._told_dropped = 0
         self._tickets: dict[int, tuple[PromptGroup, int]] = {}
         self._next_ticket = 0

@@ -22,6 +22,7 @@ class Offers:
     def __init__(self, context: Context, learner: Learner) -> None:
         """Open every end."""
         self._learner = learner
+        self._traffic = (0, 0)
         self._newest: WeightsOut | None = None
         if context.writer is not None:
             self._newest = context.writer(_detached(learner.offered(0)))
@@ -40,12 +41,16 @@ class Offers:
         """Whether some version is still to be copied out of the learner's tensors."""
         return any(getattr(end, "pending", None) is not None for end in self.ends)
 
-    @property
-    def traffic(self) -> tuple[int, int] | None:
-        """Bytes of weights sent over links so far, by all ranks and to all readers, and what they would be without
-        deltas; None: no link carries any."""
-        known = [each for end in self.ends if (each := getattr(end, "traffic", None)) is not None]
-        return (sum(sent for sent, _ in known), sum(whole for _, whole in known)) if known else None
+    def sent(self) -> dict[str, int]:
+        """Bytes of weights sent over links since the last call, by all ranks and to all readers, and what deltas saved;
+        nothing where no link carries any."""
+        known = [traffic for end in self.ends if (traffic := getattr(end, "traffic", None)) is not None]
+        if not known:
+            return {}
+        traffic = sum(sent for sent, _ in known), sum(whole for _, whole in known)
+        sent, whole = (now - before for now, before in zip(traffic, self._traffic, strict=True))
+        self._traffic = traffic
+        return {"weights_sent_bytes": sent, "weights_saved_bytes": whole - sent}
 
     def open(self, step: int) -> None:
         """Offer each reader the version that it has to have after so many steps."""

@@ -82,7 +82,6 @@ class TrainerRuntime(Runtime):
         self._loss = float(told.get("loss", 0.0))
         self._began = context.clock() - float(told.get("seconds", 0.0))
         self._offers = Offers(context, learner)
-        self._traffic = (0, 0)
         self._behind.check()
         if not self._behind.left:
             self._taken_back = self._behind.taken_back
@@ -283,15 +282,6 @@ class TrainerRuntime(Runtime):
         self._drops.add(groups, reason, self._making.step + 1)
         self._note()
 
-    def _sent(self) -> dict[str, int]:
-        """Bytes of weights sent since the line before, and what deltas saved; nothing where no link carries them."""
-        traffic = self._offers.traffic
-        if traffic is None:
-            return {}
-        sent, whole = (now - before for now, before in zip(traffic, self._traffic, strict=True))
-        self._traffic = traffic
-        return {"weights_sent_bytes": sent, "weights_saved_bytes": whole - sent}
-
     def _note(self) -> None:
         self._offers.tell({"dropped": self._drops.total + self._surplus, "version": self._making.step})
 
@@ -328,7 +318,7 @@ class TrainerRuntime(Runtime):
         )
         if metrics["no_signal"] is not None:
             context.log.warning("no signal", node=context.node, step=step, **metrics["no_signal"])
-        metrics |= self._sent()
+        metrics |= self._offers.sent()
         journal.commit(step, groups, self._drops.reasons, metrics)
         journal.made(making.seconds)
         recorded = clock()

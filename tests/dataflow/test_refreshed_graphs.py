@@ -9,9 +9,9 @@ import pytest
 from dataflow import Devices, Graph, GraphError, LoRA, Model, plan
 from dataflow.history.describe import graph_facts
 from dataflow.history.resume import _edge_changes
-from dataflow.node import Bound
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.wiring import context_facts
+from dataflow.staleness import Bound
 from dataflow.structure import readers_of, refreshes_of
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.weight_ends import Refresh

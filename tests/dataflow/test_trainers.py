@@ -10,11 +10,12 @@ from dataflow import Graph, Model, scorer
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import verify
-from dataflow.node import Bound, Transform
+from dataflow.node import Transform
 from dataflow.planning.plan import Devices, Plan, plan
 from dataflow.planning.wiring import bounds_at, context_facts, edges
 from dataflow.records import Columns
 from dataflow.scheduler.state_machine import RunStateMachine
+from dataflow.staleness import Bound
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.trainers import feeding, leading, lines_of, own_folder
 from dataflow.worker.messages import NodeCommand

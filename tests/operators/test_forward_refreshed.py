@@ -5,7 +5,7 @@ import pytest
 from rigs.forwards import Forwarding, Versions, forwarding, language_model, plain_logprobs, rollouts, saved
 
 from dataflow import Model
-from dataflow.node import Bound
+from dataflow.staleness import Bound
 from operators import Logprobs
 from operators.forward_pass.due import Known, is_due, is_first, needed
 

@@ -25,7 +25,8 @@ from rigs.heads import classifier
 from dataflow import Model
 from dataflow.errors import OperatorError
 from dataflow.model import LoRA
-from dataflow.node import Bound, Context
+from dataflow.node import Context
+from dataflow.staleness import Bound
 from operators import Logprobs, Trainer, Values
 from operators.models.loading import load_model
 from operators.training.learner import policy as policy_module

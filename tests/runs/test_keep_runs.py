@@ -101,7 +101,8 @@ def test_groups_of_a_filter_that_raises_are_dropped_as_failed(policy: Path, tmp_
 
 
 def test_a_trainer_that_starts_again_finds_the_drops_of_its_filters(policy: Path, tmp_path: Path) -> None:
-    from dataflow.node import Batch, Bound, Context
+    from dataflow.node import Batch, Context
+    from dataflow.staleness import Bound
     from operators.trainer import Trainer
 
     graph = tiny_graph(policy, scorers=(reward, two_of_three), max_staleness=1, checkpoint_every=2)

@@ -32,7 +32,7 @@ class Settings:
     threads: int
     folder: str
     """Where the ranks meet."""
-    site: Mapping[str, str] | None
+    site: Mapping[str, Plain] | None
     """As `OpensWeights.site`."""
     attempt: int
     """The scheduler's, at rank 0."""

@@ -1,9 +1,9 @@
 """What operators that read trained weights are told of the graph around them, and what their edges hold."""
 
 from dataflow import Devices, Graph, Model, join, plan
-from dataflow.node import Bound
 from dataflow.planning.plan import bounds_of
 from dataflow.planning.wiring import context_facts, edges
+from dataflow.staleness import Bound
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Logprobs, Values
 

@@ -10,8 +10,9 @@ import torch
 from replaying import recomputed, replayed
 
 from dataflow.model import Model
-from dataflow.node import Batch, Bound, Context
+from dataflow.node import Batch, Context
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, check_schema
+from dataflow.staleness import Bound
 from operators.generator import Generator
 
 COLUMNS = {**PROMPT_COLUMNS, "answer": pa.string()}

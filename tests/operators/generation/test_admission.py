@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dataflow.node import Bound
+from dataflow.staleness import Bound
 from operators.generation.admission import Admission
 
 
