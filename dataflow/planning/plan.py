@@ -150,10 +150,8 @@ class Plan:
             for p in self.placements.values()
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in [head, *rows]
-        ]
+        cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [head, *rows]]
+        lines = ["  ".join(row).rstrip() for row in cells]
         lines.insert(1, "  ".join("-" * width for width in widths))
         for lane, bound in self.bounds.items():
             lines.append(

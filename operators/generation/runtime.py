@@ -45,10 +45,11 @@ class GeneratorRuntime(Runtime):
         self._context_tokens = self.engine.context_tokens
         self._admission: Admission[PromptGroup] = Admission(context.bounds, declaration.in_flight)
         reader: WeightsIn | None = None
-        attached = {} if built.reader is not None else self.engine.tensors
+        attached: Mapping[str, Any] = {}
         if built.reader is not None:
             reader = built.reader()
         elif context.reader is not None:
+            attached = self.engine.tensors
             reader = context.reader(attached)
         self._weights = ReadWeights(reader, attached, context.aside)
         self._told_dropped = 0

@@ -1,5 +1,6 @@
 """One-sided transfers within a machine: exactly the plan's bytes, none of a late sender, nothing left behind."""
 
+import contextlib
 import errno
 import os
 import re
@@ -58,15 +59,23 @@ def holds(group, tensors) -> bool:
 
 def unnamed(*processes: int) -> Counter:
     """Bytes by inode of the files without a name in shared memory that these processes map or hold open."""
-    found = Counter()
+    found: Counter[int] = Counter()
     for process in processes or (os.getpid(),):
-        for line in Path(f"/proc/{process}/maps").read_text().splitlines():
-            if mapped := re.match(r"\S+ \S+ \S+ \S+ (\d+)\s+/dev/shm/.*\(deleted\)$", line):
-                begin, end = (int(mark, 16) for mark in line.split()[0].split("-"))
-                found[int(mapped[1])] = end - begin
-        for link in Path(f"/proc/{process}/fd").iterdir():
-            if link.is_symlink() and str(link.readlink()).startswith("/dev/shm/"):
-                found[link.stat().st_ino] = link.stat().st_size
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found |= unnamed_of(process)
+    return found
+
+
+def unnamed_of(process: int) -> Counter:
+    """Of one process."""
+    found: Counter[int] = Counter()
+    for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+        if mapped := re.match(r"\S+ \S+ \S+ \S+ (\d+)\s+/dev/shm/.*\(deleted\)$", line):
+            begin, end = (int(mark, 16) for mark in line.split()[0].split("-"))
+            found[int(mapped[1])] = end - begin
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        if link.is_symlink() and str(link.readlink()).startswith("/dev/shm/"):
+            found[link.stat().st_ino] = link.stat().st_size
     return found
 
 
