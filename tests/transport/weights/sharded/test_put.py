@@ -135,6 +135,7 @@ def test_a_sender_that_is_late_changes_no_byte_of_what_its_reader_computes_with(
 def test_a_trainer_rank_that_was_stopped_in_a_chunk_wakes_and_changes_no_byte_of_its_successors_version(
     start, address, tmp_path
 ):
+    before = unnamed()
     first = ShardedWriter(HALVES, 0, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, backend="shared_memory")
     stopped = start(put_and_stop_in_a_chunk, address, 1, tmp_path / "woken")
     group = Group(ONE, address, deadlines=QUICK)
@@ -154,7 +155,7 @@ def test_a_trainer_rank_that_was_stopped_in_a_chunk_wakes_and_changes_no_byte_of
     until(lambda: (tmp_path / "woken").exists(), group)
     assert all(bool((tensor == 3).all()) for tensor in group.tensors[0].values())
     both = 2 * ONE.flat(0).nbytes
-    until(lambda: sum(unnamed(os.getpid(), stopped.pid).values()) <= both, group)
+    until(lambda: sum((unnamed(os.getpid(), stopped.pid) - before).values()) <= both, group)
     group.close()
     for writer in reversed(again):
         writer.close()
