@@ -191,7 +191,9 @@ def test_the_openai_client_is_served(engine, tokenizer, rows):
         assert rows[-1]["parent_rollout_id"] == rows[0]["rollout_id"]
         assert rows[-1]["tokens"][: len(rows[0]["tokens"])] == rows[0]["tokens"]
         text = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=3, logprobs=0)
-        assert [len(choice.logprobs.tokens) for choice in text.choices] == [3, 3]
+        counts = [len(choice.logprobs.tokens) for choice in text.choices]  # a draw may end before its third token
+        assert len(counts) == 2 and all(1 <= count <= 3 for count in counts)
+        assert sum(counts) == text.usage.completion_tokens
         assert [model.id for model in client.models.list()] == ["tiny"]
         with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
             client.completions.create(model="other", prompt="x")
