@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from dataflow.errors import RunError
 from dataflow.worker.weight_ports import abort_gloo
@@ -41,6 +42,7 @@ def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: fl
         world_size=size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+    _clear_sharding_prop_cache()  # of a life before, here or in what this was forked from: equal meshes, another rank
 
 
 def watched(limit_s: float) -> Watch:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -81,20 +82,30 @@ def met(team: Team, own: Slices) -> tuple[Slices, ...]:
     return slices
 
 
+@contextlib.contextmanager
 def beside(
-    channel: Channel[Any], rank: int, site: Mapping[str, Any], device: str, tensors: Mapping[str, Any], own: Slices,
-    *, limits: Limits, attempt: int,
-) -> WeightsBeside:  # fmt: skip
-    """Another rank's end of the weight plane at this `site`, for tensors that are its own slices, when rank 0 has met
-    all. attempt: the scheduler's, at rank 0."""
+    channel: Channel[Any], rank: int, site: Mapping[str, Any] | None, device: str, tensors: Mapping[str, Any],
+    own: Slices, *, limits: Limits, attempt: int,
+) -> Iterator[WeightsBeside | None]:  # fmt: skip
+    """Another rank's end of the weight plane at this `site`, opened when rank 0 has met all; None without one.
+
+    tensors: its own slices of full ones. attempt: the scheduler's, at rank 0."""
+    if site is None:
+        yield None
+        return
     channel.send(Holds(own))
     slices = expected(Meet, channel, rank, os.getppid(), limits.exchange_s).slices
-    return open_beside(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
+    with contextlib.closing(
+        open_beside(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
+    ) as end:  # fmt: skip
+        yield end
 
 
-def followed(message: object, channel: Channel[Any], end: WeightsBeside) -> bool:
+def followed(message: object, channel: Channel[Any], end: WeightsBeside | None) -> bool:
     """In another rank: do what a message of the `Leader` says; False where it is none."""
     match message:
+        case _ if end is None:
+            return False
         case Enter():
             channel.send(Entry(end.enter(message.segment, message.version, message.layout)))
         case Leave():

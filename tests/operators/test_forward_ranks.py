@@ -180,6 +180,16 @@ def test_ranks_take_the_adapters_that_belong_to_their_slices(folders: dict[str, 
 
 
 @in_a_fork
+def test_ranks_that_are_forked_where_others_were_before_hold_their_own_part(folders: dict[str, Path]) -> None:
+    """DTensor remembers meshes, and takes an equal one for that of rank 0."""
+    declaration = declared("logprobs", folders, tensor_parallel=2)
+    for _ in range(2):
+        with built(declaration) as runtime:
+            ours = numbers(runtime, GROUPS[0])
+    alike(ours, of_one(declaration, GROUPS[0]), 1e-6)
+
+
+@in_a_fork
 def test_ids_that_truncation_left_reach_every_rank(folders: dict[str, Path]) -> None:
     groups = [rollouts(0, masks={0: [1, 2, 3], 1: [4, 5]}), rollouts(1, masks={1: [7]})]
     declaration = declared("logprobs", folders, tensor_parallel=2)

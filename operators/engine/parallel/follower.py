@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
-import signal
-import socket
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,9 @@ from operators.engine.parallel.lockstep import follow
 from operators.engine.parallel.member import make_member
 from operators.engine.parallel.messages import CODEC, Settings, Started
 from operators.engine.parallel.shards import plain_pieces
-from operators.ranks.exchange import expected, last_words
+from operators.ranks.exchange import expected
 from operators.ranks.loading import following
+from operators.ranks.process import run_rank
 from operators.ranks.weights import beside
 
 FIRST_S = Limits().exchange_s
@@ -32,24 +31,15 @@ FIRST_S = Limits().exchange_s
 
 def main(end: int) -> int:
     """Run one rank over the socket of this number; the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel: Channel[Any] = Channel(socket.socket(fileno=end), CODEC, FIRST_S)
-    folder: Path | None = None
-    try:
-        channel.send(Started(os.getpid()))
-        settings = expected(Settings, channel, 0, os.getppid(), FIRST_S)
-        folder = Path(settings.folder)
-        _serve(channel, settings)
-    except Exception as error:
-        traceback.print_exc()
-        last_words(channel, error)
-        return 1
-    finally:
-        channel.close()
-        group.leave()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-    return 0
+    with contextlib.ExitStack() as ends:
+        return run_rank(end, CODEC, FIRST_S, functools.partial(_work, ends=ends))
+
+
+def _work(channel: Channel[Any], ends: contextlib.ExitStack) -> None:
+    channel.send(Started(os.getpid()))
+    settings = expected(Settings, channel, 0, os.getppid(), FIRST_S)
+    ends.callback(shutil.rmtree, settings.folder, ignore_errors=True)
+    _serve(channel, settings)
 
 
 def _serve(channel: Channel[Any], settings: Settings) -> None:
@@ -60,15 +50,11 @@ def _serve(channel: Channel[Any], settings: Settings) -> None:
     context = Context(node=node, device=device, threads=settings.threads, narrow=settings.narrow)
     with watch.within():
         member = make_member(settings.declaration, context, mesh, following(channel, rank, wait_s, watch))
-    with contextlib.ExitStack() as ends:
-        end = None
-        if settings.site is not None:
-            own = {name: shard.local for name, shard in member.shards.items()}
-            end = beside(
-                channel, rank, settings.site, device, own, plain_pieces(member.shards), limits=settings.limits,
-                attempt=settings.attempt,
-            )  # fmt: skip
-            ends.callback(end.close)
+    own = {name: shard.local for name, shard in member.shards.items()}
+    with beside(
+        channel, rank, settings.site, device, own, plain_pieces(member.shards), limits=settings.limits,
+        attempt=settings.attempt,
+    ) as end:  # fmt: skip
         follow(member, channel, rank, wait_s, watch, end)
 
 

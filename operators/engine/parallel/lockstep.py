@@ -131,7 +131,7 @@ def follow(
                 engine.adopted(message.version)
             case Digest():
                 channel.send(Digests(group.digests(member.shards)))
-            case _ if beside is None or not followed(message, channel, beside):
+            case _ if not followed(message, channel, beside):
                 raise RunError(f"rank {rank} was told {message!r}, which it does not know; start it with rank 0")
 
     while True:

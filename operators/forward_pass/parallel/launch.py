@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dataflow.node import Context
+from dataflow.system.channel import Channel
+from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel.shards import Shard, localized, plain_pieces
 from operators.engine.parallel.sliced_model import SlicedModel, sliced
 from operators.forward_pass.asked import Reading
 from operators.forward_pass.knobs import ForwardKnobs
-from operators.forward_pass.parallel.follow import Duties, run_rank
+from operators.forward_pass.parallel.follow import follow
 from operators.forward_pass.parallel.lead import LedForward
 from operators.forward_pass.parallel.messages import CODEC, Join
 from operators.forward_pass.reading import reading_of
@@ -23,8 +26,9 @@ from operators.models.loading import load_configs
 from operators.ranks import group
 from operators.ranks.exchange import Exchange
 from operators.ranks.loading import Loading, leading
+from operators.ranks.process import run_rank
 from operators.ranks.team import Team, forked
-from operators.ranks.weights import Leader, met, opens_for_ranks
+from operators.ranks.weights import Leader, beside, met, opens_for_ranks
 from operators.training.parallel.launch import device_of
 from operators.training.parallel.mesh import TrainerMesh, make_mesh
 from operators.training.parallel.shard import cut
@@ -62,15 +66,20 @@ def led(declaration: ForwardKnobs, context: Context) -> tuple[Reading, Merged | 
         with torch.no_grad():
             return own, reading_of(declaration, context.node, own.module)
 
-    def follow(end: int, rank: int) -> int:
-        device = str(device_of(context.device, rank))
-        site = None if opens is None else opens.site
-        duties = Duties(
-            limits, site, device, context.attempt, functools.partial(joined, rank), functools.partial(loaded, rank)
-        )  # fmt: skip
-        return run_rank(end, rank, duties)
+    def main(end: int, rank: int) -> int:
+        def work(channel: Channel[Any]) -> None:
+            def opened(own: SlicedModel) -> AbstractContextManager[WeightsBeside | None]:
+                tensors = {name: shard.local for name, shard in own.shards.items()}
+                device, site = str(device_of(context.device, rank)), None if opens is None else opens.site
+                slices = plain_pieces(own.shards)
+                return beside(channel, rank, site, device, tensors, slices, limits=limits, attempt=context.attempt)
 
-    team = Team(context.node, ranks, forked(follow), limits, CODEC)
+            meet, load = functools.partial(joined, rank), functools.partial(loaded, rank)
+            follow(channel, rank, limits.exchange_s, meet, load, opened)
+
+        return run_rank(end, CODEC, limits.exchange_s, work)
+
+    team = Team(context.node, ranks, forked(main), limits, CODEC)
     with team.starting():
         team.tell(Join(str(team.folder)))
         mesh = joined(0, team.folder)
