@@ -42,7 +42,8 @@ def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: fl
         world_size=size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    _clear_sharding_prop_cache()  # of a life before, here or in what this was forked from: equal meshes, another rank
+    # of a life before, here or in what this was forked from: an equal mesh, of another rank
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def watched(limit_s: float) -> Watch:
