@@ -38,6 +38,8 @@ class Computes:
     """Of the generator: its precision."""
     has_adapters: bool = False
     has_reference: bool = False
+    refreshed: str = "never"
+    """With what its reference is: the newest weights, or their moving average."""
     lr: float = 1e-2
 
 
@@ -56,6 +58,8 @@ class Drawn:
     replicas: int = 1
     references: int = 1
     """Replicas of the reference, where there is one."""
+    reference_parallel: int = 1
+    """Ranks of each of them."""
     weights: str | None = None
     """The executor that carries them; None: the plan chooses."""
     scale: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
@@ -69,6 +73,7 @@ class Drawn:
             computes=Computes(
                 weights=draw.choice(["model", "model", "int8", "int8_dynamic"]), has_adapters=draw.random() < 0.3,
                 has_reference=has_reference,
+                refreshed=draw.choice(["never", "newest", "average"]) if has_reference else "never",
             ),
             trainer_ranks=draw.choice([1, 1, 2, 2, 2, 4]),
             trainer_parallel=draw.choice([1, 1, 2]),
@@ -76,6 +81,7 @@ class Drawn:
             parallel=draw.choice([1, 1, 1, 2, 2, 4]),
             replicas=replicas,
             references=draw.choice([1, 2]) if has_reference else 1,
+            reference_parallel=draw.choice([1, 2, 2, 4]) if has_reference else 1,
             weights=draw.choice([None, "shared_memory", "gloo"]),
             scale={1: {"generator": 3 - replicas}} if draw.random() < 0.3 else {},
         )  # fmt: skip
@@ -93,9 +99,13 @@ class Drawn:
             tensor_parallel=self.trainer_parallel, dp_replicate=self.trainer_replicas,
         )  # fmt: skip
         rollouts = generator(g.source(Prompts([{"prompt": f"{chr(97 + n)}{n}="} for n in range(STEPS * PROMPTS)])))
-        scored = closeness(Logprobs(model.frozen())(rollouts)) if what.has_reference else reward(rollouts)
-        trainer(advantage(scored))
+        is_adapted = what.has_adapters and what.refreshed != "never"
+        reference = Logprobs(model if is_adapted else model.frozen(), tensor_parallel=self.reference_parallel)
+        trainer(advantage(closeness(reference(rollouts)) if what.has_reference else reward(rollouts)))
         g.feedback(trainer.weights, generator, max_staleness=0)
+        if what.refreshed != "never":
+            decay = 0.5 if what.refreshed == "average" else 0.0
+            g.feedback(trainer.weights.average(decay=decay), reference, every=1)
         return g
 
     def how(self) -> dict[str, Any]:
