@@ -41,7 +41,7 @@ END_S = 5.0
 
 
 def program(module: str) -> Start:
-    """python -m MODULE FD: a fresh process, which may use CUDA whatever this one has done."""
+    """python -m MODULE FD: a fresh process, which may use CUDA whatever this one has done; it imports for seconds."""
     return lambda end, rank: child.program(module, end=end, stdin=subprocess.DEVNULL)
 
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import torch
 
 from dataflow.node import Context
+from dataflow.system.forking import has_used_cuda
 from dataflow.weight_ends import OpensWeights
 from operators.engine.build import Built
 from operators.engine.knobs import GeneratorKnobs
-from operators.engine.parallel import group
+from operators.engine.parallel import follower, group
 from operators.engine.parallel.leader import Leader
 from operators.engine.parallel.lockstep import Lockstep
 from operators.engine.parallel.member import make_member
@@ -21,7 +22,7 @@ from operators.engine.parallel.messages import CODEC, Meet, Pieces, Settings, St
 from operators.engine.parallel.shards import plain_pieces
 from operators.ranks.exchange import Exchange
 from operators.ranks.messages import Build, Load, Loaded
-from operators.ranks.team import Team, program
+from operators.ranks.team import Start, Team, forked, program
 
 
 def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> Built:
@@ -33,7 +34,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
     """
     device = torch.device(context.device)
     opens = context.reader if isinstance(context.reader, OpensWeights) and context.reader.site else None
-    team = Team(declaration.name, size, program("operators.engine.parallel.follower"), context.limits, CODEC)
+    team = Team(declaration.name, size, start_of(device), context.limits, CODEC)
     with team.starting():
         for rank in range(1, size):
             team.answer(rank, Started)
@@ -68,3 +69,11 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
     lockstep = Lockstep(member, Exchange(team, watch), context.clock)
     reader = None if opens is None else functools.partial(Leader, lockstep, opens, pieces)
     return dataclasses.replace(member.built, engine=lockstep, reader=reader)
+
+
+def start_of(device: torch.device) -> Start:
+    """A fork, which has imported all that this process has; a fresh interpreter where it is to use a GPU, or this
+    process has used one."""
+    if device.type == "cuda" or has_used_cuda():
+        return program(follower.__name__)
+    return forked(lambda end, _rank: follower.main(end))
