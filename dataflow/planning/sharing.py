@@ -88,8 +88,8 @@ def _check(graph: Structure, group: Group) -> None:
         if not operator.traits.sleeps:
             raise GraphError(
                 f"'{name}' cannot take turns on devices with {[other for other in group if other != name]}: it keeps "
-                f'its memory for as long as it runs (generators can give it back with engine="native" and '
-                f"tensor_parallel=1); give it devices of its own"
+                f'its memory for as long as it runs (generators can give it back with engine="native"); '
+                f"give it devices of its own"
             )
         if isinstance(operator, Generate) and name not in fed:
             raise GraphError(

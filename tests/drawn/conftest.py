@@ -43,4 +43,4 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from operators.training.parallel import follow, lead, mesh, shard
 
     assert follow and lead and mesh and shard, "imported here once"
-    monkeypatch.setattr(launch, "program", lambda module: forked(lambda end, rank: follower.main(end)))
+    monkeypatch.setattr(launch, "program", lambda module, keep: forked(lambda end, rank: follower.main(end), keep))

@@ -67,7 +67,8 @@ def _serve(channel: Channel[Any], settings: Settings) -> None:
             channel.send(Loaded())
             expected(Build, channel, rank, os.getppid(), wait_s)
 
-    context = Context(node=node, device=device, threads=settings.threads, narrow=settings.narrow)
+    aside = None if settings.aside is None else Path(settings.aside)
+    context = Context(node=node, device=device, threads=settings.threads, narrow=settings.narrow, aside=aside)
     with watch.within():
         member = make_member(settings.declaration, context, mesh, loading)
     channel.send(Pieces(plain_pieces(member.shards)))

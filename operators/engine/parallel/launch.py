@@ -33,7 +33,8 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
     """
     device = torch.device(context.device)
     opens = context.reader if isinstance(context.reader, OpensWeights) and context.reader.site else None
-    team = Team(declaration.name, size, program("operators.engine.parallel.follower"), context.limits, CODEC)
+    start = program("operators.engine.parallel.follower", context.turn_files)
+    team = Team(declaration.name, size, start, context.limits, CODEC)
     with team.starting():
         for rank in range(1, size):
             team.answer(rank, Started)
@@ -43,6 +44,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
                 declaration=declaration, node=context.node, replica=context.rank, rank=rank, size=size, device=place,
                 threads=context.threads, folder=str(team.folder), site=None if opens is None else opens.site,
                 attempt=context.attempt, narrow=context.narrow, limits=context.limits,
+                aside=None if context.aside is None else str(context.aside),
             )  # fmt: skip
             team.tell(settings, rank)
         mesh = group.join(team.folder, 0, size, device, context.limits.exchange_s)
@@ -65,6 +67,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
         pieces = (plain_pieces(member.shards), *(team.answer(rank, Pieces).pieces for rank in range(1, size)))
         if opens is not None:
             team.tell(Meet(pieces))
-    lockstep = Lockstep(member, Exchange(team, watch), context.clock)
+    exchange = Exchange(team, watch)
+    lockstep = Lockstep(member, exchange, context.clock)
     reader = None if opens is None else functools.partial(Leader, lockstep, opens, pieces)
-    return dataclasses.replace(member.built, engine=lockstep, reader=reader)
+    return dataclasses.replace(member.built, engine=lockstep, reader=reader, ranks=exchange)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from dataflow.errors import DeadlineError
-from dataflow.weight_ends import LeadingWeightsIn, Offered, OpensWeights
+from dataflow.weight_ends import LeadingAgain, LeadingWeightsIn, Offered, OpensWeights
 from operators.engine.parallel.lockstep import Lockstep
 
 
@@ -65,6 +65,21 @@ class Leader:
             return self.version
         self._refused_at = None
         return self._lockstep.take(offer.version, self._end.adopt)
+
+    def let_go(self) -> bool:
+        """As `WeightsAgain.let_go`, for rank 0; the others do so when they are told to sleep."""
+        return isinstance(self._end, LeadingAgain) and self._end.let_go()
+
+    def again(self) -> bool:
+        """Have all ranks take the version in use once more, or none; False where one of them does not find it."""
+        assert isinstance(self._end, LeadingAgain), "it has let go"
+        held = self._end.enter_again()
+        if held is None:
+            return False
+        if self._lockstep.enter(held):
+            self._end.decline()
+            return False
+        return self._lockstep.take(held.version, self._end.again)
 
     def _bear(self, outside: list[int], version: int) -> None:
         """Put up with a refusal for a while: the trainer may have given the version up, or a rank hear of it later."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from dataflow.errors import RunError
 from dataflow.system.channel import Channel
@@ -29,10 +29,14 @@ from operators.engine.parallel.messages import (
     Take,
 )
 from operators.engine.results import FinishedRow, Start
+from operators.engine.sleep import put_aside
 from operators.engine.stop_strings import StopStrings
+from operators.models.read_weights import ModelMemory
 from operators.ranks.exchange import Exchange, named, next_message
-from operators.ranks.messages import Close
+from operators.ranks.messages import Close, Moved, Sleep, Wake
 from operators.ranks.watch import Watch
+
+T = TypeVar("T")
 
 
 class Lockstep:
@@ -96,7 +100,7 @@ class Lockstep:
                 self._tell(Leave())
             return outside
 
-    def take(self, version: int, own: Callable[[], int]) -> int:
+    def take(self, version: int, own: Callable[[], T]) -> T:
         """Have all others take the version that they hold, while rank 0 does so by `own`; what that returns."""
         with self._together(f"taking version {version}"):
             self._tell(Take())
@@ -139,6 +143,7 @@ def follow(
         RunError: this rank has drawn other tokens than rank 0.
     """
     engine, tokenizer = member.engine, member.built.tokenizer
+    memory = ModelMemory((shard.local for shard in member.shards.values()), member.aside)
     known: dict[tuple[str, ...], StopStrings] = {}
     parent = os.getppid()
 
@@ -165,6 +170,14 @@ def follow(
                 beside.adopt()
             case Adopted():
                 engine.adopted(message.version)
+            case Sleep():
+                with watch.lifted():
+                    memory.sleep(beside, put_aside(engine))
+                channel.send(Moved())
+            case Wake():
+                with watch.lifted():
+                    memory.wake()
+                channel.send(Moved())
             case Digest():
                 channel.send(Digests(group.digests(member.shards)))
             case _:

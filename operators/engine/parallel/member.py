@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,12 +36,14 @@ class RankEngine:
 
     built: Built
     shards: dict[str, Shard]
+    aside: Path | None
+    """As of `Context`."""
 
     @property
     def engine(self) -> Engine:
         """The native engine that was built."""
-        assert isinstance(self.built.engine, Engine)
-        return self.built.engine
+        assert self.built.native is not None
+        return self.built.native
 
 
 def make_member(
@@ -78,7 +81,7 @@ def make_member(
         budget = group.least(own // size if device.type == "cpu" else own)
     sliced = Sliced(cut_rows(shards), group.largest, functools.partial(connect, model, mesh))
     built = build_native(dataclasses.replace(declaration, cache_bytes=budget), context, model, sliced, merged)
-    return RankEngine(built, taken(shards, built.engine.tensors))
+    return RankEngine(built, taken(shards, built.engine.tensors), context.aside)
 
 
 def state_of(engine: Engine) -> int:

@@ -56,7 +56,7 @@ def led(declaration: ForwardKnobs, context: Context) -> Reading:
         duties = Duties(limits, lambda folder: joined(rank, folder), lambda mesh: loaded(rank, mesh).forward)
         return run_rank(end, rank, duties)
 
-    team = Team(context.node, ranks, forked(follow), limits, CODEC)
+    team = Team(context.node, ranks, forked(follow, context.turn_files), limits, CODEC)
     with team.starting():
         team.tell(Join(str(team.folder)))
         mesh = joined(0, team.folder)

@@ -109,7 +109,7 @@ def lead(
 
         return run_rank(end, rank, Duties(ranks, limits, built, opened))
 
-    team = Team(context.node, ranks, forked(follow), limits, CODEC)
+    team = Team(context.node, ranks, forked(follow, context.turn_files), limits, CODEC)
     with team.starting():
         team.tell(Join(str(team.folder)))
         mesh = joined(0, team.folder)

@@ -140,6 +140,40 @@ def test_building_waits_for_the_turn_with_a_deadline_that_says_for_whom(tmp_path
         assert trainer.turns.awake
 
 
+ALONE = """
+import os, sys, time
+from pathlib import Path
+from dataflow.system import child
+from dataflow.worker.turns import Turns
+turns = Turns(Path(sys.argv[1]), ("generator", "trainer"), "trainer")
+with turns.building(10.0):
+    rank = child.fork(lambda: time.sleep(600) or 0, keep=turns.files)
+    print(rank.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGSTOP], ids=["runs", "stopped"])
+def test_a_turn_ends_with_the_last_rank_of_who_had_it(number: int, tmp_path: Path) -> None:
+    path, runtime = tmp_path / "turns", Sleeper(work=1)
+    generator = Turns(path, ("generator", "trainer"), "generator")
+    with subprocess.Popen(
+        [sys.executable, "-c", ALONE, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        rank = int(first.stdout.readline())
+        try:
+            os.kill(rank, number)
+            first.kill()
+            assert first.wait() == -signal.SIGKILL
+            assert not any(generator.turn(runtime) for _ in range(100)) and generator.waiting
+        finally:
+            os.kill(rank, signal.SIGKILL)
+        wait_until(lambda: generator.turn(runtime), 10.0, "that the killed rank lets go")
+    assert runtime.has_memory
+    generator.close()
+
+
 HOLD = """
 import sys
 from pathlib import Path
