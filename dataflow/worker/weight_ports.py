@@ -114,6 +114,11 @@ class ShardsOut(FanOut):
         """As `FanOut.publish`; on all ranks at once, for they may have to agree on scales."""
         return super().publish(version, self._encoder.encode(_local(tensors)))
 
+    def withdraw(self) -> None:
+        """Forget a version that an end has yet to copy: the tensors are about to change."""
+        for end in self._ends:
+            end.withdraw()  # type: ignore[attr-defined]
+
     def close(self) -> None:
         """Leave the weight plane."""
         for end in self._ends:

@@ -292,6 +292,20 @@ WEIGHT_PLANE = (
         "that bytes between boxes are not counted, nor written, within a machine",
     ),
     Law(
+        "a version is copied before its weights change, or not at all",
+        "test_a_version_that_is_copied_late_has_its_own_weights[3]",
+        "operators.training.learner.learner:Learner.end",
+        never("line", "offers_weights"),
+        "that weights take back what is still to be copied",
+    ),
+    Law(
+        "a version is copied before its weights change, or not at all",
+        "test_a_version_that_is_copied_late_has_its_own_weights[4]",
+        "operators.training.learner.refreshed:follow",
+        never("line", "newest"),
+        "that averages take back what is still to be copied",
+    ),
+    Law(
         "a late sender changes no byte that is computed with",
         "test_a_sender_that_is_late_changes_no_byte_of_what_its_reader_computes_with[shared_memory]",
         "transport:ReceiveBuffers.give_back",

@@ -47,18 +47,30 @@ class Watched:
 
 
 def resident(pid: str) -> int:
-    """Bytes that a process has in memory: its own, files that it maps and shared segments, all in full."""
+    """Bytes that a process and its ranks have in memory: their own, files that they map and shared segments, in full."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        own = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        children = [
+            each for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()
+        ]
     except OSError:
         return 0
+    return own + sum(map(resident, children))
 
 
-def watched(policy: Path, folder: Path, way: str, limit: float) -> Watched:
+def watched(policy: Path, folder: Path, way: str, limit: float, parallel: int, ranks: int) -> Watched:
     """Run the pair, and kill it as soon as it has more than `limit` bytes together, which is looked at all the time."""
     found = Watched()
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "rigs.two_in_turn", str(policy), str(folder), way, str(STEPS)]
+    command = [
+        sys.executable,
+        "-m",
+        "rigs.two_in_turn",
+        str(policy),
+        str(folder),
+        way,
+        *map(str, (STEPS, parallel, ranks)),
+    ]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True, cwd=folder.parent
     ) as program:
@@ -78,11 +90,14 @@ def watched(policy: Path, folder: Path, way: str, limit: float) -> Watched:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_pair_in_turns_runs_where_there_is_room_for_the_larger_one_and_a_tenth(large: Path, tmp_path: Path) -> None:
-    alone = watched(large, tmp_path / "alone", "apart", float("inf"))
+@pytest.mark.parametrize(("parallel", "ranks"), [(1, 1), (2, 1), (2, 2)])
+def test_a_pair_in_turns_runs_where_there_is_room_for_the_larger_one_and_a_tenth(
+    parallel: int, ranks: int, large: Path, tmp_path: Path
+) -> None:
+    alone = watched(large, tmp_path / "alone", "apart", float("inf"), parallel, ranks)
     limit = MARGIN * max(alone.peaks.values())
-    shared = watched(large, tmp_path / "shared", "shared", limit)
-    apart = watched(large, tmp_path / "apart", "apart", limit)
+    shared = watched(large, tmp_path / "shared", "shared", limit, parallel, ranks)
+    apart = watched(large, tmp_path / "apart", "apart", limit, parallel, ranks)
     mebibytes = {
         way: {"together": each.together >> 20} | {name: size >> 20 for name, size in each.peaks.items()}
         for way, each in (("alone", alone), ("shared", shared), ("apart", apart))

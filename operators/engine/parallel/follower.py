@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
-import signal
-import socket
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,9 @@ from operators.engine.parallel.lockstep import follow
 from operators.engine.parallel.member import make_member
 from operators.engine.parallel.messages import CODEC, Meet, Pieces, Settings, Started
 from operators.engine.parallel.shards import plain_pieces
-from operators.ranks.exchange import expected, last_words
+from operators.ranks.exchange import expected
 from operators.ranks.messages import Build, Load, Loaded
+from operators.ranks.process import run_rank
 
 FIRST_S = Limits().exchange_s
 """For messages before the settings have come."""
@@ -33,24 +32,15 @@ FIRST_S = Limits().exchange_s
 
 def main(end: int) -> int:
     """Run one rank over the socket of this number; the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel: Channel[Any] = Channel(socket.socket(fileno=end), CODEC, FIRST_S)
-    folder: Path | None = None
-    try:
-        channel.send(Started(os.getpid()))
-        settings = expected(Settings, channel, 0, os.getppid(), FIRST_S)
-        folder = Path(settings.folder)
-        _serve(channel, settings)
-    except Exception as error:
-        traceback.print_exc()
-        last_words(channel, error)
-        return 1
-    finally:
-        channel.close()
-        group.leave()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-    return 0
+    with contextlib.ExitStack() as ends:
+        return run_rank(end, CODEC, FIRST_S, functools.partial(_work, ends=ends))
+
+
+def _work(channel: Channel[Any], ends: contextlib.ExitStack) -> None:
+    channel.send(Started(os.getpid()))
+    settings = expected(Settings, channel, 0, os.getppid(), FIRST_S)
+    ends.callback(shutil.rmtree, settings.folder, ignore_errors=True)
+    _serve(channel, settings)
 
 
 def _serve(channel: Channel[Any], settings: Settings) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dataflow.node import Context
+from dataflow.system.channel import Channel
 from operators.engine.parallel.shards import localize
 from operators.forward_pass.asked import Reading
 from operators.forward_pass.knobs import ForwardKnobs
-from operators.forward_pass.parallel.follow import Duties, run_rank
+from operators.forward_pass.parallel.follow import follow
 from operators.forward_pass.parallel.lead import LedForward
 from operators.forward_pass.parallel.messages import CODEC, Join
 from operators.forward_pass.reading import reading_of
@@ -19,6 +22,7 @@ from operators.models.loading import load_configs, load_merged
 from operators.ranks import group
 from operators.ranks.exchange import Exchange
 from operators.ranks.messages import Load, Loaded
+from operators.ranks.process import run_rank
 from operators.ranks.team import Team, forked
 from operators.training.parallel.launch import device_of
 from operators.training.parallel.mesh import TrainerMesh, make_mesh
@@ -52,11 +56,14 @@ def led(declaration: ForwardKnobs, context: Context) -> Reading:
         reading.forward._device = device_of(context.device, rank)  # type: ignore[attr-defined]
         return reading
 
-    def follow(end: int, rank: int) -> int:
-        duties = Duties(limits, lambda folder: joined(rank, folder), lambda mesh: loaded(rank, mesh).forward)
-        return run_rank(end, rank, duties)
+    def main(end: int, rank: int) -> int:
+        def work(channel: Channel[Any]) -> None:
+            meet = functools.partial(joined, rank)
+            follow(channel, rank, limits.exchange_s, meet, lambda mesh: loaded(rank, mesh).forward)
 
-    team = Team(context.node, ranks, forked(follow, context.turn_files), limits, CODEC)
+        return run_rank(end, CODEC, limits.exchange_s, work)
+
+    team = Team(context.node, ranks, forked(main, context.turn_files), limits, CODEC)
     with team.starting():
         team.tell(Join(str(team.folder)))
         mesh = joined(0, team.folder)

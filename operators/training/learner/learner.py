@@ -211,6 +211,9 @@ class Learner:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.together.clip(gradients, self.max_grad_norm, norm)
             self.unread()
+            for line, writer in self.writers.items():
+                if line == 0 or self.refreshed[line - 1].offers_weights:
+                    writer.withdraw()
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()

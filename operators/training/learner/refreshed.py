@@ -7,7 +7,7 @@ was started again, also between two versions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ class Following(Protocol):
 
     parameters: dict[str, Tensor]
     refreshed: list[Refreshed]
+    writers: dict[int, Any]
 
 
 class Refreshed:
@@ -49,6 +50,11 @@ class Refreshed:
     def offered(self) -> dict[str, Tensor]:
         """The version that readers are to have, by the weights' names; before the first, the weights."""
         return self._sent or self._source
+
+    @property
+    def offers_weights(self) -> bool:
+        """Whether what is offered are the weights themselves, which every step changes."""
+        return self._sent is None and self._average is None
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
@@ -81,8 +87,11 @@ def add(*, learner: Following, rank: int, ranks: int, every: int, decay: float, 
 
 
 def follow(*, learner: Following, rank: int, ranks: int, step: int) -> None:
-    """`Refreshed.follow`, for `Learner.everywhere`."""
-    for each in learner.refreshed:
+    """`Refreshed.follow`, for `Learner.everywhere`. A version that is still to be copied is withdrawn before what is
+    offered changes; the next one takes its place."""
+    for line, each in enumerate(learner.refreshed, 1):
+        if line in learner.writers and each.refresh.newest(step) == step:
+            learner.writers[line].withdraw()
         each.follow(step)
 
 

@@ -3,69 +3,22 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dataflow.errors import RunError
-from dataflow.limits import Limits
 from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsOut
 from operators.ranks import group
-from operators.ranks.exchange import expected, last_words, named, next_message
+from operators.ranks.exchange import named, next_message
 from operators.ranks.messages import Close
 from operators.training.learner.learner import Learner
 from operators.training.learner.packing import Array
 from operators.training.parallel.lead import in_order
-from operators.training.parallel.messages import (
-    CODEC,
-    Begin,
-    Call,
-    End,
-    Join,
-    Micro,
-    Open,
-    Publish,
-    Result,
-    function_of,
-)
+from operators.training.parallel.messages import Begin, Call, End, Micro, Open, Publish, Result, function_of
 
 POLL_S = 0.02
 """How often a rank that waits for a message looks after its end of the weight plane."""
-
-
-@dataclass(frozen=True)
-class Duties:
-    """What a rank does of its own; a fork inherits it."""
-
-    ranks: int
-    limits: Limits
-    build: Callable[[Channel[Any], Path], Learner]
-    """Makes its learner, in step with the other ranks, given the folder that they meet in."""
-    opens: Callable[[Sequence[Mapping[str, Any]], int, Learner], WeightsOut]
-    """Opens its end of a weight plane at these sites, for what its learner offers on that line."""
-
-
-def run_rank(end: int, rank: int, duties: Duties) -> int:
-    """Run a rank over the socket of this number; the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=end), CODEC, duties.limits.exchange_s)
-    parent = os.getppid()
-    try:
-        folder = Path(expected(Join, channel, rank, parent, duties.limits.exchange_s).folder)
-        RankFollower(duties.build(channel, folder), channel, rank, duties).run()
-    except Exception as error:
-        traceback.print_exc()
-        last_words(channel, error)
-        return 1
-    finally:
-        channel.close()
-    group.leave()
-    return 0
 
 
 class RankFollower:
@@ -77,8 +30,14 @@ class RankFollower:
     unblocked by: a message; the end of rank 0, which closes the channel
     """
 
-    def __init__(self, learner: Learner, channel: Channel[Any], rank: int, duties: Duties) -> None:
-        self._learner, self._channel, self._rank, self._duties = learner, channel, rank, duties
+    def __init__(
+        self, learner: Learner, channel: Channel[Any], rank: int, ranks: int, wait_s: float,
+        opens: Callable[[Sequence[Mapping[str, Any]], int, Learner], WeightsOut],
+    ) -> None:  # fmt: skip
+        """wait_s: for an exchange. opens: this rank's end of a weight plane at these sites, for what is offered there
+        on that line."""
+        self._learner, self._channel, self._rank, self._ranks = learner, channel, rank, ranks
+        self._wait_s, self._opens = wait_s, opens
         self._parts: list[Array] = []
 
     def run(self) -> None:
@@ -88,7 +47,7 @@ class RankFollower:
             WorkerDied: rank 0 ended without saying so.
             DeadlineError: an exchange was not over in time.
         """
-        parent, wait_s = os.getppid(), self._duties.limits.exchange_s
+        parent, wait_s = os.getppid(), self._wait_s
         watch = group.watched(wait_s)
         while True:
             message = next_message(self._channel, self._rank, parent, wait_s, look_s=POLL_S, meanwhile=self._poll)
@@ -111,12 +70,12 @@ class RankFollower:
                 if learner.end(message.learning_rate).culprit is not None:
                     self._channel.send(learner.findings())
             case Open():
-                learner.writers[message.line] = self._duties.opens(message.sites, message.line, learner)
+                learner.writers[message.line] = self._opens(message.sites, message.line, learner)
             case Publish():
                 learner.writers[message.line].publish(message.version, learner.offered(message.line))
             case Call():
                 call = function_of(message.function)
-                result = call(learner=learner, rank=self._rank, ranks=self._duties.ranks, **message.arguments)
+                result = call(learner=learner, rank=self._rank, ranks=self._ranks, **message.arguments)
                 self._channel.send(Result(result))
             case other:
                 raise RunError(f"rank {self._rank} was told {other!r}, which it does not know")

@@ -20,11 +20,12 @@ from operators.models.loading import load_configs, outlined_to_train
 from operators.ranks import group
 from operators.ranks.exchange import Exchange, expected, named
 from operators.ranks.messages import Build, Load, Loaded
+from operators.ranks.process import run_rank
 from operators.ranks.team import Team, forked
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
 from operators.training.learner.learner import Learner
-from operators.training.parallel.follow import Duties, run_rank
+from operators.training.parallel.follow import RankFollower
 from operators.training.parallel.lead import LedLearner
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh, make_mesh, placed
 from operators.training.parallel.messages import CODEC, Join
@@ -86,8 +87,8 @@ def lead(
         return lambda: learner_of_slices(trainer, sharded, mesh, device, node=context.node, seed=context.seed)
 
     def follow(end: int, rank: int) -> int:
-        def built(channel: Channel[Any], folder: Path) -> Learner:
-            mesh = joined(rank, folder)
+        def built(channel: Channel[Any]) -> Learner:
+            mesh = joined(rank, Path(expected(Join, channel, rank, os.getppid(), limits.exchange_s).folder))
             expected(Load, channel, rank, os.getppid(), limits.exchange_s)
             making = loaded(rank, mesh)
             channel.send(Loaded())
@@ -107,7 +108,10 @@ def lead(
                 sites, rank, ranks, device, tensors, largest=largest, limits=limits, attempt=context.attempt
             )
 
-        return run_rank(end, rank, Duties(ranks, limits, built, opened))
+        def work(channel: Channel[Any]) -> None:
+            RankFollower(built(channel), channel, rank, ranks, limits.exchange_s, opened).run()
+
+        return run_rank(end, CODEC, limits.exchange_s, work)
 
     team = Team(context.node, ranks, forked(follow, context.turn_files), limits, CODEC)
     with team.starting():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shard_ranks import REFRESHES, keep, loaded, ranks_do, step
-from trainer_rig import tiny_learner, tiny_llama, tiny_trainer
+from trainer_rig import group, rows_of, tiny_learner, tiny_llama, tiny_trainer
 
 from dataflow.errors import RunError
 from dataflow.weight_ends import Refresh
@@ -51,6 +51,64 @@ def test_what_the_next_step_makes_anew_is_not_kept() -> None:
     assert not refreshed.tensors_of(learner.refreshed) and learner.offered(1).keys() == learner.parameters.keys()
     averaging, _ = followed(Refresh(every=1, decay=0.5), 2)
     assert {name.split("/")[1] for name in refreshed.tensors_of(averaging.refreshed)} == {"average-1-0.5"}
+
+
+class Busy:
+    """A rank's end of a weight plane whose buffers are all read: a version is copied when it is polled."""
+
+    def __init__(self) -> None:
+        self.copied: dict[int, dict[str, torch.Tensor]] = {}
+        self.pending: tuple[int, dict[str, torch.Tensor]] | None = None
+
+    def publish(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
+        self.pending = version, tensors
+
+    def withdraw(self) -> None:
+        self.pending = None
+
+    def poll(self) -> None:
+        if self.pending is not None:
+            version, tensors = self.pending
+            self.copied[version] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            self.pending = None
+
+
+@pytest.mark.parametrize("frees", range(1, 6))
+def test_a_version_that_is_copied_late_has_its_own_weights(frees):
+    """Readers let go of a buffer after any of the things that a rank does between two steps, where it polls."""
+    refreshes = [Refresh(every=1), Refresh(every=2), Refresh(every=1, decay=0.5), Refresh(every=2, decay=0.5)]
+    learner = tiny_learner(tiny_trainer(), tiny_llama())
+    ends = learner.writers = {line: Busy() for line in range(1 + len(refreshes))}
+    for refresh in refreshes:
+        keep(learner, refresh, step=0)
+    rows = rows_of(group(0, advantages=[1.0, -1.0, 0.5]), group(1))
+    expected: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    done = 0
+
+    def polled() -> None:
+        nonlocal done
+        done += 1
+        if done % frees == 0:
+            for end in ends.values():
+                end.poll()
+
+    for number in range(1, 9):
+        for part in learner.begin(rows, number - 1):
+            learner.micro(part)
+        assert learner.end(1e-2).culprit is None
+        polled()
+        refreshed.follow(learner=learner, rank=0, ranks=1, step=number)
+        polled()
+        for line, end in ends.items():
+            if line == 0 or refreshes[line - 1].newest(number) == number:
+                offered = learner.offered(line)
+                expected[line, number] = {name: tensor.detach().clone() for name, tensor in offered.items()}
+                end.publish(number, offered)
+                polled()
+    found = {(line, version): copied for line, end in ends.items() for version, copied in end.copied.items()}
+    assert {line for line, _ in found} == set(ends)
+    for key, copied in found.items():
+        assert all(torch.equal(copied[name], tensor) for name, tensor in expected[key].items()), key
 
 
 @pytest.mark.parametrize(

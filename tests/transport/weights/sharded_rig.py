@@ -113,6 +113,15 @@ def until(condition, *busy) -> None:
         time.sleep(0.001)
 
 
+def holds(group: Group, tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether every rank of the group has its part of these."""
+    return all(
+        torch.equal(mine[name].detach(), wanted)
+        for rank, mine in enumerate(group.tensors)
+        for name, wanted in shards(group.layout, rank, tensors).items()
+    )
+
+
 def backed(backend: str, folder) -> dict[str, object]:
     """Knobs of a writer; on this processor files stand in for a GPU's memory, which is spoiled when it is freed."""
     return {"backend": backend, "memory": HostMemory(folder) if backend == "cuda_ipc" else None}
@@ -128,3 +137,24 @@ def plane(source: Layout, destination: Layout, address: str, **knobs):
     finally:
         group.close()
         trainer.close()
+
+
+def refuses_damaged(trainer: Trainer, group: Group, monkeypatch, kind: type, damage) -> None:
+    """Of version 2 a step of this kind is damaged before it is unpacked: all refuse it by name, and take version 3."""
+    first = trainer.publish(1)
+    until(lambda: group.versions == {1}, group)
+    unpack, damages = kind.unpack, iter([True])
+
+    def damaged(step):
+        if next(damages, False):
+            damage(step)
+        return unpack(step)
+
+    monkeypatch.setattr(kind, "unpack", damaged)
+    trainer.publish(2)
+    until(lambda: trainer.status().state == "refused", group)
+    until(lambda: all("other bytes than were sent in ['" in reader.refused for reader in group.readers))
+    assert group.versions == {1} and holds(group, first)
+    tensors = trainer.publish(3)
+    until(lambda: group.versions == {3}, group)
+    assert holds(group, tensors)

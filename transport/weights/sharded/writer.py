@@ -174,6 +174,10 @@ class ShardedWriter:
         self._stage()
         return self._pending is None
 
+    def withdraw(self) -> None:
+        """Forget a version that is not copied yet: the tensors are about to change."""
+        self._pending = None
+
     def settle(self, timeout_s: float) -> bool:
         """Wait until no transfer reads the trainer's tensors; at once where they were copied.
 

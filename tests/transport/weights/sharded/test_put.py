@@ -28,7 +28,7 @@ from ..sharded_programs import (
     values,
 )
 from ..sharded_programs import WHOLE as ONE
-from ..sharded_rig import Group, Trainer, backed, plane, shards, until
+from ..sharded_rig import Group, Trainer, backed, holds, plane, refuses_damaged, until
 
 pytestmark = pytest.mark.usefixtures("clean_shm")
 
@@ -47,14 +47,6 @@ def address(tmp_path):
 @pytest.fixture(params=["shared_memory", "cuda_ipc"])
 def backend(request, tmp_path):
     return backed(request.param, tmp_path)
-
-
-def holds(group, tensors) -> bool:
-    return all(
-        torch.equal(mine[name].detach(), wanted)
-        for rank, mine in enumerate(group.tensors)
-        for name, wanted in shards(group.layout, rank, tensors).items()
-    )
 
 
 def unnamed(*processes: int) -> Counter:
@@ -189,25 +181,11 @@ def test_a_source_rank_writes_exactly_the_plans_bytes_and_sends_none(address, ba
 
 
 def test_a_byte_that_is_flipped_in_a_readers_buffer_is_found_and_the_next_version_taken(address, backend, monkeypatch):
+    def flip(step):
+        step._summer._tensors[0].view(torch.uint8).select(0, -1).select(0, -1).bitwise_xor_(4)
+
     with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, **backend) as (trainer, group):
-        first = trainer.publish(1)
-        until(lambda: group.versions == {1}, group)
-        unpack, flips = Arrival.unpack, iter([True])
-
-        def damaged(step):
-            if next(flips, False):
-                there = step._summer._tensors[0]
-                there.view(torch.uint8).select(0, -1).select(0, -1).bitwise_xor_(4)
-            return unpack(step)
-
-        monkeypatch.setattr(Arrival, "unpack", damaged)
-        trainer.publish(2)
-        until(lambda: trainer.status().state == "refused", group)
-        until(lambda: all("other bytes than were sent in ['" in reader.refused for reader in group.readers))
-        assert group.versions == {1} and holds(group, first)
-        tensors = trainer.publish(3)
-        until(lambda: group.versions == {3}, group)
-        assert holds(group, tensors)
+        refuses_damaged(trainer, group, monkeypatch, Arrival, flip)
 
 
 def test_shared_memory_holds_two_versions_whatever_has_failed(address, monkeypatch):

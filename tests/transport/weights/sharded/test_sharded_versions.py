@@ -17,7 +17,19 @@ from transport.weights.sharded.process_group import ProcessGroup
 from transport.weights.sharded.put import Arrival
 from transport.weights.sharded.steps import Step
 
-from ..sharded_rig import DEADLINE_S, FAST, Group, Trainer, full, parameters, plane, shards, until
+from ..sharded_rig import (
+    DEADLINE_S,
+    FAST,
+    Group,
+    Trainer,
+    full,
+    holds,
+    parameters,
+    plane,
+    refuses_damaged,
+    shards,
+    until,
+)
 
 MODEL = {"a": ((12, 8), "float32"), "b": ((8, 4), "float32"), "c": ((5,), "float32")}
 SOURCE, TARGET = Layout.fsdp(MODEL, 2), Layout.fsdp(MODEL, 3)
@@ -46,14 +58,6 @@ def gate(monkeypatch):
         monkeypatch.setattr(kind, "unpack", waiting(kind.unpack))
     yield opened
     opened.set()
-
-
-def holds(group, tensors) -> bool:
-    return all(
-        torch.equal(mine[name].detach(), wanted)
-        for rank, mine in enumerate(group.tensors)
-        for name, wanted in shards(group.layout, rank, tensors).items()
-    )
 
 
 def test_a_version_goes_into_parameters_by_a_pointer_flip_between_two_buffers(address, backend):
@@ -151,7 +155,8 @@ def test_a_publish_never_waits_and_the_newest_version_goes_out_when_a_buffer_is_
         assert holds(group, tensors)
 
 
-def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate, backend):
+@pytest.mark.parametrize("withdraw", [(), (1,), (0, 1)], ids=str)
+def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate, backend, withdraw):
     trainer = Trainer(SOURCE, address, backend=backend, bucket_bytes=64)
     gate.clear()
     trainer.publish(1)
@@ -163,33 +168,29 @@ def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate
     mine = [shards(SOURCE, rank, full(SOURCE, 3)) for rank in range(2)]
     assert [writer.publish(3, tensors) for writer, tensors in zip(trainer.writers, mine, strict=True)] == [False] * 2
     assert trainer.writers[0].pending == 3
+    for rank in withdraw:
+        trainer.writers[rank].withdraw()
+        assert trainer.writers[rank].pending is None
+        for tensor in mine[rank].values():
+            tensor.zero_()
     gate.set()
-    until(lambda: slow.versions == other.versions == {3}, slow, other, trainer)
+    if withdraw:
+        until(lambda: slow.versions == {1} and other.versions == {2}, slow, other, trainer)
+        trainer.publish(4)
+    newest = 4 if withdraw else 3
+    until(lambda: slow.versions == other.versions == {newest}, slow, other, trainer)
     for group in (slow, other):
-        assert holds(group, full(SOURCE, 3))
+        assert holds(group, full(SOURCE, newest))
         group.close()
     trainer.close()
 
 
 def test_a_byte_flipped_on_the_way_is_found_and_the_next_version_taken(address, monkeypatch):
+    def flip(step):
+        step.data[5] ^= 4
+
     with plane(SOURCE, TARGET, address, bucket_bytes=64) as (trainer, group):
-        first = trainer.publish(1)
-        until(lambda: group.versions == {1}, group)
-        unpack, flips = Step.unpack, iter([True])
-
-        def damaged(step):
-            if next(flips, False):
-                step.data[5] ^= 4
-            return unpack(step)
-
-        monkeypatch.setattr(Step, "unpack", damaged)
-        trainer.publish(2)
-        until(lambda: trainer.status().state == "refused", group)
-        until(lambda: all("other bytes than were sent in ['" in reader.refused for reader in group.readers))
-        assert group.versions == {1} and holds(group, first)
-        tensors = trainer.publish(3)
-        until(lambda: group.versions == {3}, group)
-        assert holds(group, tensors)
+        refuses_damaged(trainer, group, monkeypatch, Step, flip)
 
 
 def test_a_byte_flipped_in_the_trainers_buffer_is_found(address, backend):
