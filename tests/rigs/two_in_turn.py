@@ -1,6 +1,6 @@
-"""A program: a generator and a trainer, in turns on one memory or not. POLICY FOLDER WAY STEPS PARALLEL RANKS.
+"""A program: a generator and a trainer, in turns on one memory or not. POLICY FOLDER WAY STEPS RANKS.
 
-The generator has PARALLEL ranks, the trainer RANKS. It prints what it made.
+The generator has RANKS. It prints what it made.
 Each leaves its process's number in FOLDER/pids as it begins to be built.
 """
 
@@ -33,13 +33,13 @@ def marked(operator: O, folder: Path) -> O:
     return built_by(operator, build)
 
 
-def graph(policy: str, pids: Path, parallel: int) -> Graph:
+def graph(policy: str, pids: Path, ranks: int) -> Graph:
     """Two prompts a step, short completions."""
     g, model = Graph("pair"), Model(policy)
     generator = marked(
         Generator(
             model, group_size=2, max_tokens=8, segment_tokens=4, slots=8, cache_bytes=64 << 20,
-            tensor_parallel=parallel,
+            tensor_parallel=ranks,
         ),
         pids,
     )  # fmt: skip
@@ -49,16 +49,14 @@ def graph(policy: str, pids: Path, parallel: int) -> Graph:
     return g
 
 
-def main(policy: str, folder: str, way: str, steps: str, parallel: str, ranks: str) -> None:
+def main(policy: str, folder: str, way: str, steps: str, ranks: str) -> None:
     """Run it, and say what it made."""
     sys.modules["dataflow.run"].this_machine = lambda: Devices(cpus=1)  # type: ignore[attr-defined]
     pids = Path(folder) / "pids"
     pids.mkdir(parents=True)
     gpus: Any = "shared" if way == "shared" else None
-    result = run(
-        graph(policy, pids, int(parallel)), steps=int(steps), gpus=gpus, ranks={"trainer": int(ranks)},
-        runs=Path(folder) / "runs", quiet=True,
-    )  # fmt: skip
+    made = graph(policy, pids, int(ranks))
+    result = run(made, steps=int(steps), gpus=gpus, runs=Path(folder) / "runs", quiet=True)
     rollouts = [RunFolder.open(result.folder).read_rollouts(step + 1) for step in range(result.steps)]
     print(json.dumps({
         "clean": result.verdict.clean, "losses": [(line["loss"], line["grad_norm"]) for line in result.metrics],
