@@ -134,6 +134,8 @@ class Context:
     aside: Path | None = None
     """Of one that has its devices in turn with other nodes, and sleeps between its turns (`Runtime.sleep`): the folder
     in which it may put away what lies in main memory. None: its devices are its own."""
+    turn_files: tuple[int, ...] = ()
+    """Of such a one: files that all of its processes keep open; its turn ends at the latest when they have ended."""
     steps: int | None = None
     """Steps the run will make; None: until the prompts end."""
     prompt_steps: int | None = None

@@ -124,12 +124,12 @@ class Host:
         """Make the heavy objects."""
         for name in self.nodes:
             self._enter(name)
-            turns = self._turns(name)
+            if (turns := self._turns(name)) is not None:
+                self._taking_turns[name] = turns
             in_turn = contextlib.nullcontext() if turns is None else turns.building(self.settings.limits.start_s)
             with boundary(name, "starting"), in_turn:
                 self.runtimes[name] = self.graph.operators[name].build(self._context(name))
             if turns is not None:
-                self._taking_turns[name] = turns
                 turns.built(self.runtimes[name])
         self._enter("")
 
@@ -246,6 +246,7 @@ class Host:
             keep_steps=self.settings.keep_steps,
             device=self._device(name),
             aside=self._aside(name),
+            turn_files=self._taking_turns[name].files if name in self._taking_turns else (),
             folder=self.folder,
             ledger=self.ledger,
             limits=self.settings.limits,

@@ -12,7 +12,7 @@ from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
 from dataflow.weight_ends import WeightsIn
-from operators.engine.decode import PREFILL_TOKENS, Engine
+from operators.engine.decode import PREFILL_TOKENS
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.make import make_engine
 from operators.engine.results import Start
@@ -42,6 +42,7 @@ class GeneratorRuntime(Runtime):
         self._declaration, self._context = declaration, context
         built = make_engine(declaration, context)
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
+        self._native = built.native
         self._context_tokens = self.engine.context_tokens
         self._admission: Admission[PromptGroup] = Admission(context.bounds, declaration.in_flight)
         reader: WeightsIn | None = None
@@ -51,7 +52,7 @@ class GeneratorRuntime(Runtime):
         elif context.reader is not None:
             attached = self.engine.tensors
             reader = context.reader(attached)
-        self._weights = ReadWeights(reader, attached, context.aside)
+        self._weights = ReadWeights(reader, attached, context.aside, built.ranks)
         self._told_dropped = 0
         self._tickets: dict[int, tuple[PromptGroup, int]] = {}
         self._next_ticket = 0
@@ -139,8 +140,8 @@ class GeneratorRuntime(Runtime):
 
     def sleep(self) -> None:
         """Give weights and cache back; rollouts under way go on later. Notes and offers are still heard."""
-        assert isinstance(self.engine, Engine), "what takes turns runs this project's own engine, on one rank"
-        self._weights.sleep(put_aside(self.engine))
+        assert self._native is not None, "what takes turns runs this project's own engine"
+        self._weights.sleep(put_aside(self._native))
         self._awake = False
 
     def wake(self) -> None:

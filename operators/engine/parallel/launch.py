@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -31,7 +32,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
     """
     device = torch.device(context.device)
     opens = opens_for_ranks(context.reader)
-    team = Team(declaration.name, size, start_of(device), context.limits, CODEC)
+    team = Team(declaration.name, size, start_of(device, context.turn_files), context.limits, CODEC)
     with team.starting():
         for rank in range(1, size):
             team.answer(rank, Started)
@@ -41,6 +42,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
                 declaration=declaration, node=context.node, replica=context.rank, rank=rank, size=size, device=place,
                 threads=context.threads, folder=str(team.folder), site=None if opens is None else opens.site,
                 attempt=context.attempt, narrow=context.narrow, limits=context.limits,
+                aside=None if context.aside is None else str(context.aside),
             )  # fmt: skip
             team.tell(settings, rank)
         mesh = group.join(team.folder, 0, size, device, context.limits.exchange_s)
@@ -52,12 +54,12 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
     if opens is not None:
         own = {name: shard.local for name, shard in member.shards.items()}
         reader = functools.partial(Leader, exchange, context.clock, opens, slices, own)
-    return dataclasses.replace(member.built, engine=Lockstep(member, exchange), reader=reader)
+    return dataclasses.replace(member.built, engine=Lockstep(member, exchange), reader=reader, ranks=exchange)
 
 
-def start_of(device: torch.device) -> Start:
+def start_of(device: torch.device, keep: Sequence[int] = ()) -> Start:
     """A fork, which has imported all that this process has; a fresh interpreter where it is to use a GPU, or this
-    process has used one."""
+    process has used one. keep: open files for it."""
     if device.type == "cuda" or has_used_cuda():
-        return program(follower.__name__)
-    return forked(lambda end, _rank: follower.main(end))
+        return program(follower.__name__, keep)
+    return forked(lambda end, _rank: follower.main(end), keep)
