@@ -120,11 +120,16 @@ def taken(reader: WeightsIn) -> int | None:
 
 
 @runtime_checkable
-class WeightsAgain(WeightsIn, Protocol):
-    """The end of a reader that may sleep: the trainer's memory keeps the version for it."""
+class LetsGo(Protocol):
+    """The end of a reader, or of one of its ranks, that may sleep: the trainer's memory keeps the version for it."""
 
     def let_go(self) -> bool:
-        """Leave the memory of the version in use, which the tensors lose; True: `adopt` or `again` fills them all."""
+        """Leave the memory of the version in use, which the tensors lose; True: the end will fill them all."""
+
+
+@runtime_checkable
+class WeightsAgain(WeightsIn, LetsGo, Protocol):
+    """The end of a reader that comes back to what it let go of: `adopt` or `again` fills the tensors."""
 
     def again(self) -> bool:
         """Take the version in use once more; False where it is not there any more, and another has to be adopted."""
@@ -150,6 +155,14 @@ class LeadingWeightsIn(WeightsIn, Protocol):
 
     def decline(self) -> None:
         """Let go of it: some rank cannot take it."""
+
+
+@runtime_checkable
+class LeadingAgain(LeadingWeightsIn, WeightsAgain, Protocol):
+    """The same for a reader of several ranks, all of which come back to the version that they let go of."""
+
+    def enter_again(self) -> VerifiedOffer | None:
+        """Hold the version that was let go of still, until `again` or `decline`; None where it is gone."""
 
 
 class WeightsBeside(Protocol):

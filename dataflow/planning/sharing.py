@@ -1,6 +1,5 @@
 """Which accelerators each node has, and which nodes share theirs and take turns on them: pure functions."""
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -80,7 +79,6 @@ def groups_of(graph: Structure, gpus: Wishes) -> tuple[Group, ...]:
 
 
 def _check(graph: Structure, group: Group) -> None:
-    fed = {feedback.reader.name for feedback in graph.feedbacks}
     for name in group:
         operator = graph.operators[name]
         if operator.light:
@@ -88,24 +86,8 @@ def _check(graph: Structure, group: Group) -> None:
         if not operator.traits.sleeps:
             raise GraphError(
                 f"'{name}' cannot take turns on devices with {[other for other in group if other != name]}: it keeps "
-                f'its memory for as long as it runs (generators can give it back with engine="native" and '
-                f"tensor_parallel=1); give it devices of its own"
-            )
-        if isinstance(operator, Generate) and name not in fed:
-            raise GraphError(
-                f"'{name}' shares devices, but no weights are fed back to it, so nothing would ever end its turn; add "
-                f"g.feedback(trainer.weights, {name}, max_staleness=0), or give it devices of its own"
-            )
-
-
-def check_scale(groups: Iterable[Group], scaled: Iterable[str]) -> None:
-    """Refuse replicas that come and go where devices are shared."""
-    for name, group in itertools.product(sorted(set(scaled)), groups):
-        if name in group:
-            raise GraphError(
-                f"scale names '{name}', which takes turns with {[other for other in group if other != name]}: a "
-                f"replica that joins would be built in the midst of another one's turn; leave it out of scale, or do "
-                f"not share"
+                f'its memory for as long as it runs (generators can give it back with engine="native"); '
+                f"give it devices of its own"
             )
 
 

@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping
 
 from dataflow.errors import GraphError, nearest
 from dataflow.planning.plan import check_replicas
-from dataflow.planning.sharing import check_scale
 from dataflow.scheduler.events import Command, Notice, Send, Spawn
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
 from dataflow.worker.messages import AddReceivers, Expect, RetireReceivers, SenderEnded, Start, Stop, Wire
@@ -32,10 +31,8 @@ def replicas(table: Table, node: str) -> dict[str, int]:
 
 
 def check(table: Table, wishes: Mapping[str, int]) -> None:
-    """Raise GraphError for an unknown node, for a number of replicas that a node cannot have, and for a node that takes
-    turns with others."""
+    """Raise GraphError for an unknown node, and for a number of replicas that a node cannot have."""
     operators = table.graph.operators
-    check_scale(table.plan.turns, wishes)
     for node, count in wishes.items():
         if node not in operators:
             raise GraphError(
@@ -300,9 +297,7 @@ def _most(table: Table, node: str) -> int | None:
     placement = table.plan.placements[node]
     if not placement.gpus:
         return None
-    others = {
-        gpu for each in table if each.worker != node and each.membership is not Membership.LEFT for gpu in each.gpus
-    }
+    others = {gpu for each in _beside(table, node) if each.worker != node for gpu in each.gpus}
     most, taken = 0, others - set(placement.gpus)
     while (block := spare(table.plan.devices.gpus, taken, placement.ranks)) is not None:
         most, taken = most + 1, taken | set(block)
@@ -314,8 +309,14 @@ def _gpus(table: Table, node: str) -> tuple[int, ...] | None:
     placement = table.plan.placements[node]
     if not placement.gpus:
         return ()
-    taken = {gpu for each in table if each.membership is not Membership.LEFT for gpu in each.gpus}
+    taken = {gpu for each in _beside(table, node) for gpu in each.gpus}
     return spare(table.plan.devices.gpus, taken, placement.ranks)
+
+
+def _beside(table: Table, node: str) -> list[WorkerRecord]:
+    """Those whose accelerators no replica of a node may have: all but the ones that it takes turns with."""
+    in_turn = {each for each in table.plan.turns_of(node) if each != node}
+    return [each for each in table if each.membership is not Membership.LEFT and each.worker not in in_turn]
 
 
 def spare(gpus: int, taken: Collection[int], ranks: int) -> tuple[int, ...] | None:

@@ -10,7 +10,10 @@ _LAYOUT = "hhqqi4x"
 
 
 class ByteLocks:
-    """One open file with locks of its own: others that open it are others, also within a process. Never waits."""
+    """One open file with locks of its own: others that open it are others, also within a process. Never waits.
+
+    Who inherits the file has the locks too: they are let go of by `drop`, or with the last process that has it open.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -31,8 +34,12 @@ class ByteLocks:
         """Whether somebody else has it locked."""
         return self._ask(fcntl.F_OFD_GETLK, fcntl.F_WRLCK, byte) != fcntl.F_UNLCK
 
+    def fileno(self) -> int:
+        """For others to inherit."""
+        return self._file
+
     def close(self) -> None:
-        """Let go of all."""
+        """Let go of all, where nobody else has inherited them."""
         os.close(self._file)
 
     def _ask(self, command: int, kind: int, byte: int) -> int:

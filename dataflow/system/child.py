@@ -128,15 +128,17 @@ def program(
     module: str,
     *arguments: str,
     end: socket.socket | None = None,
+    keep: Sequence[int] = (),
     environment: dict[str, str] | None = None,
     **given: Any,
 ) -> "subprocess.Popen[Any]":
-    """python -m MODULE ARGUMENTS [FD of `end`]: a fresh process that finds this project; `given` is for Popen."""
+    """python -m MODULE ARGUMENTS [FD of `end`]: a fresh process that finds this project, and has the open files `keep`;
+    `given` is for Popen."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     files = [] if end is None else [end.fileno()]
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments, *map(str, files)],
-        pass_fds=files, env={**os.environ, **(environment or {}), "PYTHONPATH": paths}, **given,
+        pass_fds=[*files, *keep], env={**os.environ, **(environment or {}), "PYTHONPATH": paths}, **given,
     )  # fmt: skip
 
 

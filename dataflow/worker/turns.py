@@ -1,7 +1,8 @@
 """Whose turn it is on devices that several nodes share: at most one of them is awake, which has the devices' memory.
 
 The turn stands in locks that the kernel keeps, on a file of the run: no message can be lost, a worker that dies lets
-go of it once its memory is gone, and one that is stopped keeps it, as it keeps its memory.
+go of it once its memory is gone, and one that is stopped keeps it, as it keeps its memory. All ranks of a worker have
+the lock of their turn open, so that it goes with the last of them.
 """
 
 import contextlib
@@ -56,8 +57,13 @@ class Turns:
         """Whether it wants the turn and has not got it."""
         self._nodes, self._node, self._own = nodes, node, nodes.index(node)
         self._others = [number for number in range(len(nodes)) if number != self._own]
-        self._locks = ByteLocks(path)
+        self._locks, self._turn = ByteLocks(path), ByteLocks(path)
         self._asks, self._door = len(nodes), 2 * len(nodes)
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """For each process to inherit that has memory in its turn: that is over when they have ended, or by `turn`."""
+        return (self._turn.fileno(),)
 
     @property
     def watches(self) -> bool:
@@ -97,14 +103,15 @@ class Turns:
         self._give(runtime)
 
     def close(self) -> None:
-        """Take part no more."""
+        """Take part no more; the turn is over when nobody has its file open."""
         self._locks.close()
+        self._turn.close()
         self.awake = self.waiting = False
 
     def _give(self, runtime: Sleeper) -> None:
         runtime.sleep()
         self.awake = False
-        self._locks.drop(self._own)
+        self._turn.drop(self._own)
 
     def _wanted(self) -> bool:
         return self.awake and any(self._locks.is_taken(self._asks + number) for number in self._others)
@@ -118,7 +125,7 @@ class Turns:
         try:
             if any(self._locks.is_taken(number) for number in self._others):
                 return False
-            self.awake = self._locks.take(self._own, alone=False)
+            self.awake = self._turn.take(self._own, alone=False)
         finally:
             self._locks.drop(self._door)
         if self.awake:

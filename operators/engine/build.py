@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from operators.engine.stop_strings import StopStrings, end_tokens, split
 from operators.models.loading import load_merged, load_tokenizer
 from operators.models.merged_adapters import Merged
 
+if TYPE_CHECKING:
+    from operators.ranks.exchange import Exchange
+
 CONTEXT_TOKENS = 4096
 """Of a model that does not say how many it takes."""
 
@@ -35,6 +38,10 @@ class Built:
     """Tokens at which a completion ends, which are not part of its text."""
     reader: Callable[[], WeightsIn] | None = None
     """Opens its end of the weight plane, where it is more than the engine's `tensors`, attached to the context's."""
+    native: Engine | None = None
+    """This process's engine, where this project's own makes the forward passes: of several ranks, this one's alone."""
+    ranks: Exchange | None = None
+    """What this rank does with the others, where there are some."""
 
 
 def build_native(
@@ -79,7 +86,7 @@ def build_native(
         tensors=None if intake is None else intake.tensors,
         on_adopt=None if intake is None else intake.adopted,
     )
-    return Built(engine, tokenizer, ends)
+    return Built(engine, tokenizer, ends, native=engine)
 
 
 def sampling_of(declaration: GeneratorKnobs) -> Sampling:

@@ -79,7 +79,7 @@ class GeneratorKnobs(Generate):
             tensor_parallel=self.tensor_parallel, temperature=self.temperature, chat=self.chat,
             in_flight=self.in_flight, max_tokens=self.max_tokens, context_tokens=self.context_tokens, top_k=self.top_k,
             slots=self.slots, cache_bytes=self.cache_bytes,
-            sleeps=self.engine == "native" and self.tensor_parallel == 1,
+            sleeps=self.engine == "native",
         )  # fmt: skip
 
     @property

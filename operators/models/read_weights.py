@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dataflow.weight_ends import Offered, WeightsAgain, WeightsIn, taken
+from dataflow.weight_ends import LetsGo, Offered, WeightsAgain, WeightsIn, taken
 from operators.models.shelf import Shelf, return_freed_memory
+from operators.ranks.messages import Sleep, Wake
+
+if TYPE_CHECKING:
+    from operators.ranks.exchange import Exchange
+
+
+class ModelMemory:
+    """The memory of one rank's model: given back while others have its device, and taken again."""
+
+    def __init__(self, attached: Iterable[Tensor], aside: Path | None) -> None:
+        """attached: to this rank's end of the weight plane. aside: as of `Context`."""
+        self._attached, self._shelf = list(attached), Shelf(aside)
+
+    def sleep(self, end: object, tensors: Iterable[Tensor]) -> bool:
+        """Put them aside, and the other tensors of their model; True: those attached lose their values, and `end` will
+        fill them.
+
+        What lies in main memory that a version arrives in by itself, as over a network, stays there."""
+        again = isinstance(end, LetsGo) and end.let_go()
+        stays = set() if again or end is None else {id(each) for each in self._attached if each.is_cpu}
+        self._shelf.park((each for each in tensors if id(each) not in stays), forget=self._attached if again else ())
+        return_freed_memory()
+        return again
+
+    def wake(self) -> None:
+        """Have memory for them again, and the values of those that were put aside."""
+        self._shelf.back()
+
+    def close(self) -> None:
+        """Let what was put aside go."""
+        self._shelf.close()
 
 
 class ReadWeights:
@@ -17,14 +49,16 @@ class ReadWeights:
 
     consumes: offers of the trainer
     produces: new values in the tensors
-    waits for: nothing
-    unblocked by: -
+    waits for: the other ranks, where there are some, to sleep and to wake
+    unblocked by: their word, their end, or the time-out
     """
 
-    def __init__(self, reader: WeightsIn | None, attached: Mapping[str, Any], aside: Path | None) -> None:
+    def __init__(
+        self, reader: WeightsIn | None, attached: Mapping[str, Any], aside: Path | None, ranks: Exchange | None = None
+    ) -> None:
         """reader: the end that `attached` tensors are attached to; None: the weights are frozen. aside: as of
-        `Context`."""
-        self._reader, self._attached, self._shelf = reader, list(attached.values()), Shelf(aside)
+        `Context`. ranks: the others, which sleep and wake when this one does."""
+        self._reader, self._memory, self._ranks = reader, ModelMemory(attached.values(), aside), ranks
         self.ready = True
         """Whether the tensors hold the version in use."""
         self._awake = True
@@ -83,21 +117,21 @@ class ReadWeights:
         self._offer = self._reader.poll() if self._reader is not None else None
 
     def sleep(self, tensors: Iterable[Tensor]) -> None:
-        """Put them aside, and the other tensors of their model; until `take` nobody may read them.
-
-        What lies in main memory that a version arrives in by itself, as over a network, stays there."""
-        again = isinstance(self._reader, WeightsAgain) and self._reader.let_go()
-        stays = set() if again or self._reader is None else {id(each) for each in self._attached if each.is_cpu}
-        self._shelf.park((each for each in tensors if id(each) not in stays), forget=self._attached if again else ())
-        return_freed_memory()
+        """Put them aside, as `ModelMemory.sleep`, on all ranks; until `take` nobody may read them."""
+        with self._together(Sleep()):
+            again = self._memory.sleep(self._reader, tensors)
         self._may_return = again and (self.ready or self._may_return)
         self.ready, self._awake = not again, False
 
     def wake(self) -> None:
-        """Have memory for them again."""
-        self._shelf.back()
+        """Have memory for them again, on all ranks."""
+        with self._together(Wake()):
+            self._memory.wake()
         self._awake = self._moved = True
 
     def close(self) -> None:
         """Let what was put aside go."""
-        self._shelf.close()
+        self._memory.close()
+
+    def _together(self, message: Sleep | Wake) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._ranks is None else self._ranks.beside(message)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.system.channel import Channel
-from operators.ranks.messages import Failed
+from operators.ranks.messages import Failed, Moved, Sleep, Wake
 from operators.ranks.team import BLAME_S, Team, timed_out
 from operators.ranks.watch import Watch
 
@@ -47,6 +47,15 @@ class Exchange:
         wait_s = self.team.limits.exchange_s if wait_s is None else wait_s
         with self._watch.lifted():
             return [self.team.answer(rank, kind, wait_s) for rank in range(1, self.team.size)]
+
+    @contextlib.contextmanager
+    def beside(self, message: Sleep | Wake) -> Iterator[None]:
+        """Have the others put memory aside, or take it again, while rank 0 does so within; over when all have."""
+        with self.together(f"a {type(message).__name__.lower()}"):
+            self.tell(message)
+            with self._watch.lifted():
+                yield
+            self.answers(Moved, self.team.limits.checkpoint_s)
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:

@@ -83,6 +83,21 @@ class Build:
 
 
 @dataclass(frozen=True)
+class Sleep:
+    """Rank 0: put your memory aside, as I do."""
+
+
+@dataclass(frozen=True)
+class Wake:
+    """Rank 0: take it again."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Another rank: I have done so."""
+
+
+@dataclass(frozen=True)
 class Failed:
     """Another rank: this error ends me."""
 
@@ -93,4 +108,4 @@ class Failed:
 
 def codec_of(protocol: str, *kinds: type[Any]) -> Codec[Any]:
     """The messages of the ranks of one operator."""
-    return Codec(protocol, 1, Close, Load, Loaded, Build, Failed, *kinds, max_bytes=MESSAGE_BYTES)
+    return Codec(protocol, 1, Close, Load, Loaded, Build, Sleep, Wake, Moved, Failed, *kinds, max_bytes=MESSAGE_BYTES)

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,13 +40,15 @@ END_S = 5.0
 """For the other ranks to end before they are killed."""
 
 
-def program(module: str) -> Start:
-    """python -m MODULE FD: a fresh process, which may use CUDA whatever this one has done."""
-    return lambda end, rank: child.program(module, end=end, stdin=subprocess.DEVNULL)
+def program(module: str, keep: Sequence[int] = ()) -> Start:
+    """python -m MODULE FD: a fresh process, which may use CUDA whatever this one has done; it imports for seconds.
+    keep: open files for it."""
+    return lambda end, rank: child.program(module, end=end, keep=keep, stdin=subprocess.DEVNULL)
 
 
-def forked(main: Callable[[int, int], int]) -> Start:
-    """A fork that runs main(FD, rank): the user's functions reach it by inheritance, as they reach the workers.
+def forked(main: Callable[[int, int], int], keep: Sequence[int] = ()) -> Start:
+    """A fork that runs main(FD, rank): the user's functions reach it by inheritance, as they reach the workers. keep:
+    open files for it.
 
     To be started before this process has used a GPU. It ends with its parent.
     """
@@ -61,7 +63,7 @@ def forked(main: Callable[[int, int], int]) -> Start:
             faulthandler.enable()
             return main(number, rank)
 
-        return child.fork(body, keep=[number], ends_with_parent=signal.SIGKILL)
+        return child.fork(body, keep=[number, *keep], ends_with_parent=signal.SIGKILL)
 
     return start
 

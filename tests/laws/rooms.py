@@ -3,7 +3,7 @@
 from .language import LANGUAGE, STRUCTURE
 from .planes import DATA_PLANE, WEIGHT_PLANE
 from .records import RECORDS
-from .runs import LEDGER, SCHEDULER, STALENESS
+from .runs import LEDGER, SCHEDULER, STALENESS, TURNS
 from .security import SECURITY
 
 ROOMS = {
@@ -14,6 +14,7 @@ ROOMS = {
     "The weight plane": WEIGHT_PLANE,
     "Security": SECURITY,
     "The scheduler": SCHEDULER,
+    "Shared devices": TURNS,
     "Staleness": STALENESS,
     "The ledger, resume": LEDGER,
 }

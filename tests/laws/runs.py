@@ -137,6 +137,72 @@ SCHEDULER = (
     ),
 )
 
+TURNS = (
+    Law(
+        "two nodes that share devices never have memory both at once",
+        "test_never_two_nodes_have_memory_and_all_work_is_done_whoever_dies_or_stops",
+        "dataflow.worker:Turns._take",
+        never("is_taken", "_others"),
+        "the look whether somebody else is awake",
+    ),
+    Law(
+        "two nodes that share devices never have memory both at once",
+        "test_of_two_that_look_at_once_one_alone_takes_the_turn",
+        "dataflow.worker:Turns._take",
+        never("_door"),
+        "the door that one goes through at a time",
+    ),
+    Law(
+        "memory is given back before the turn is",
+        "test_memory_is_given_back_before_the_turn",
+        "dataflow.worker:Turns._give",
+        last("sleep"),
+        "the order of memory and turn",
+    ),
+    Law(
+        "a turn is given when its work is done and another asks",
+        "test_never_two_nodes_have_memory_and_all_work_is_done_whoever_dies_or_stops",
+        "dataflow.worker.turns:decide",
+        returned("'stay'", "give"),
+        "that it is given",
+    ),
+    Law(
+        "whoever dies gives its turn back when its last process has ended",
+        "test_never_two_nodes_have_memory_and_all_work_is_done_whoever_dies_or_stops",
+        "dataflow.worker:Turns.files",
+        returned("()", "fileno"),
+        "the file that all of its ranks have open",
+    ),
+    Law(
+        "whoever dies gives its turn back when its last process has ended",
+        "test_a_rank_has_the_open_files_that_it_is_to_keep[fork]",
+        "operators.ranks.team:forked",
+        expression("[number]", "number", "keep", kind=ast.List),
+        "that a forked rank has it",
+    ),
+    Law(
+        "whoever dies gives its turn back when its last process has ended",
+        "test_a_rank_has_the_open_files_that_it_is_to_keep[program]",
+        "operators.ranks.team:program",
+        argument("program", "keep", "()"),
+        "that a rank that is started has it",
+    ),
+    Law(
+        "all ranks of a node sleep and wake together",
+        "test_rollouts_go_on_after_all_ranks_slept_with_the_tokens_they_would_have_drawn[shared_memory]",
+        "operators.models.read_weights:ReadWeights._together",
+        returned("contextlib.nullcontext()", "beside"),
+        "that the others are told",
+    ),
+    Law(
+        "what one rank does not find again, no rank takes",
+        "test_what_one_rank_does_not_find_again_no_rank_takes",
+        "operators:Leader.again",
+        never("_enter"),
+        "the other ranks' word",
+    ),
+)
+
 STALENESS = (
     Law(
         "staleness is kept at admission",

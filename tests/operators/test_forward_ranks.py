@@ -201,7 +201,7 @@ def test_ranks_take_the_adapters_that_belong_to_their_slices(folders: dict[str, 
 
 @in_a_fork
 def test_ranks_that_are_forked_where_others_were_before_hold_their_own_part(folders: dict[str, Path]) -> None:
-    """DTensor remembers meshes, and takes an equal one for that of rank 0."""
+    """DTensor remembers meshes, and would take an equal one for that of rank 0."""
     declaration = declared("logprobs", folders, tensor_parallel=2)
     for _ in range(2):
         with built(declaration) as runtime:

@@ -1,5 +1,6 @@
-"""A program: a generator and a trainer, in turns on one memory or not. POLICY FOLDER WAY STEPS; prints what it made.
+"""A program: a generator and a trainer, in turns on one memory or not. POLICY FOLDER WAY STEPS RANKS.
 
+The generator has RANKS. It prints what it made.
 Each leaves its process's number in FOLDER/pids as it begins to be built.
 """
 
@@ -32,26 +33,30 @@ def marked(operator: O, folder: Path) -> O:
     return built_by(operator, build)
 
 
-def graph(policy: str, pids: Path) -> Graph:
+def graph(policy: str, pids: Path, ranks: int) -> Graph:
     """Two prompts a step, short completions."""
     g, model = Graph("pair"), Model(policy)
     generator = marked(
-        Generator(model, group_size=2, max_tokens=8, segment_tokens=4, slots=8, cache_bytes=64 << 20),
+        Generator(
+            model, group_size=2, max_tokens=8, segment_tokens=4, slots=8, cache_bytes=64 << 20,
+            tensor_parallel=ranks,
+        ),
         pids,
-    )
+    )  # fmt: skip
     trainer = marked(Trainer(model, loss=partial(aipo, rho=4.0), prompts_per_step=2, lr=1e-4), pids)
     trainer(advantage(reward(generator(g.source(Prompts(words(), columns=("answer",)))))))
     g.feedback(trainer.weights, generator, max_staleness=0)
     return g
 
 
-def main(policy: str, folder: str, way: str, steps: str) -> None:
+def main(policy: str, folder: str, way: str, steps: str, ranks: str) -> None:
     """Run it, and say what it made."""
     sys.modules["dataflow.run"].this_machine = lambda: Devices(cpus=1)  # type: ignore[attr-defined]
     pids = Path(folder) / "pids"
     pids.mkdir(parents=True)
     gpus: Any = "shared" if way == "shared" else None
-    result = run(graph(policy, pids), steps=int(steps), gpus=gpus, runs=Path(folder) / "runs", quiet=True)
+    made = graph(policy, pids, int(ranks))
+    result = run(made, steps=int(steps), gpus=gpus, runs=Path(folder) / "runs", quiet=True)
     rollouts = [RunFolder.open(result.folder).read_rollouts(step + 1) for step in range(result.steps)]
     print(json.dumps({
         "clean": result.verdict.clean, "losses": [(line["loss"], line["grad_norm"]) for line in result.metrics],

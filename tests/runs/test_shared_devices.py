@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.compute as pc
 import pytest
 from rigs.graphs import fake_graph, reward, tiny_graph, words
@@ -54,13 +55,20 @@ def test_a_run_in_one_process_makes_the_same_steps_in_turns(policy: Path, tmp_pa
     both(policy, tmp_path, {}, on=inline())
 
 
+# Of int8 and of a generator's ranks the last bits of products depend on what happens to be decoded together.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared memory": ({}, {}),
     "two ranks": ({}, {"ranks": {"trainer": 2}}),
     "gloo": ({}, {"weights": "gloo"}),
+    "a generator of two ranks": ({"generator_knobs": {"tensor_parallel": 2}}, {"exact": False}),
+    "two ranks to two": ({"generator_knobs": {"tensor_parallel": 2}}, {"ranks": {"trainer": 2}, "exact": False}),
+    "two replicas of two ranks": (
+        {"generator_knobs": {"tensor_parallel": 2}, "model_knobs": {"lora": LoRA(rank=4)}},
+        {"replicas": {"generator": 2}, "exact": False},
+    ),
     "replicas": ({}, {"replicas": {"generator": 2}}),
     "adapters": ({"model_knobs": {"lora": LoRA(rank=4)}}, {}),
-    "int8": ({"generator_knobs": {"weights": "int8"}}, {"exact": False}),  # its products' last bits are the batch's
+    "int8": ({"generator_knobs": {"weights": "int8"}}, {"exact": False}),
     "bfloat16": ({"model_knobs": {"dtype": "bfloat16"}}, {}),
     "evaluations": ({"eval_every": 1}, {}),
 }
@@ -152,6 +160,27 @@ def test_a_real_worker_that_dies_in_its_turn_comes_back_to_the_same_steps(
     object.__setattr__(graph.operators[name], "build", struck(graph.operators[name], blow, after=3).build)
     _, found_tokens, found_numbers = steps_of(graph, tmp_path / "shared", gpus="shared")
     assert mark.exists() and found_tokens == tokens and found_numbers == numbers
+
+
+@pytest.mark.slow
+def test_every_rank_has_its_turn_open_so_that_it_ends_with_the_last(
+    policy: Path, machine: None, tmp_path: Path
+) -> None:
+    graph = tiny_graph(policy, max_staleness=0, generator_knobs={"tensor_parallel": 2})
+
+    def look(name: str) -> None:
+        found = {
+            process.pid for process in [psutil.Process(), *psutil.Process().children()]
+            if any(Path(each.path).name == "turns-0" for each in process.open_files())
+        }  # fmt: skip
+        (tmp_path / name).write_text(" ".join(map(str, found)))
+
+    for name in ("generator", "trainer"):
+        operator = graph.operators[name]
+        object.__setattr__(operator, "build", struck(operator, partial(look, name), after=3).build)
+    result = run(graph, steps=2, gpus="shared", ranks={"trainer": 2}, runs=tmp_path / "runs", quiet=True)
+    assert (result.steps, result.verdict.clean) == (2, True), result.verdict.line
+    assert [len((tmp_path / name).read_text().split()) for name in ("generator", "trainer")] == [2, 2]
 
 
 class Noting(Around):

@@ -77,6 +77,14 @@ class RankReader:
         self.version = version
         return version
 
+    def let_go(self) -> bool:
+        """Leave the segment in use: the attached tensors have no value until `adopt`, which fills all. True, always.
+
+        The version may be entered again (`WeightReader.enter_again`), as any other."""
+        self.decline()
+        self._attached.let_go()
+        return True
+
     def close(self) -> None:
         """Leave; the tensors keep the version held, in memory of their own."""
         self.decline()

@@ -41,18 +41,10 @@ class WeightReader:
     """
 
     def __init__(
-        self,
-        address: str | Site,
-        name: str,
-        *,
-        adopt: Literal["view", "copy"] = "view",
-        on_damage: Literal["raise", "keep"] = "raise",
-        verify_bytes_per_poll: int | None = None,
-        threads: int = 1,
-        pace: Pace | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        attempt: int = 0,
-    ) -> None:
+        self, address: str | Site, name: str, *, adopt: Literal["view", "copy"] = "view",
+        on_damage: Literal["raise", "keep"] = "raise", verify_bytes_per_poll: int | None = None, threads: int = 1,
+        pace: Pace | None = None, clock: Callable[[], float] = time.monotonic, attempt: int = 0,
+    ) -> None:  # fmt: skip
         """`name` is unique among the writer's live readers; a newcomer of the same name replaces the older.
         `attempt`: the scheduler's, at this process; a reader of an earlier one never takes the name back.
 
@@ -81,6 +73,8 @@ class WeightReader:
         """What was adopted last."""
         self._away = False
         """Whether it has let go of that, and has not come back."""
+        self._returning: Mapped | None = None
+        """The segment of it that was entered once more."""
         self._keeps = on_damage == "keep"
         self._clock = clock
         self._closed = False
@@ -169,15 +163,16 @@ class WeightReader:
 
         It stays entered until `adopt` or `decline`, with no poll in between: whoever enters its segment meanwhile, the
         other ranks of this reader (`RankReader`), finds the bytes that were verified."""
-        offer, layout = self._verify(), self._layout
-        if offer is None or layout is None:
-            return None
-        told, self._told = self._told, layout
-        news = None if layout is told else layout.to_plain()
-        return VerifiedOffer(version=offer.version, segment=offer.segment, layout=news)
+        self._return()
+        offer = self._verify()
+        return None if offer is None else self._shown(offer)
 
     def decline(self) -> None:
-        """Step out of a verified version; it is offered again, or a newer one is."""
+        """Step out of a verified version; it is offered again, or a newer one is. Or of what `enter_again` entered."""
+        if self._returning is not None:
+            self._returning.segment.leave()
+            self._returning = None
+            return
         offer = self._membership.offer
         self._give_up()
         if offer is not None:
@@ -211,13 +206,23 @@ class WeightReader:
     def again(self) -> bool:
         """After `let_go`, have the version in use in the attached tensors again; False when its segment holds another
         by now, or is gone: then a newer version, or another writer's, is to be adopted."""
+        if self._returning is None and self.enter_again() is None:
+            return False
+        mapped, self._returning = self._returning, None
+        assert mapped is not None, "it was entered"
+        self._attached.take(mapped)
+        return True
+
+    def enter_again(self) -> VerifiedOffer | None:
+        """The first half of `again`: step into the segment of the version in use, which stays entered until `again` or
+        `decline`, with no poll in between; None as there."""
         self._require_open()
         self._return()
         mapped = self._attached.open(self._held.segment) if self._held is not None else None
         if mapped is None or self._held is None or not mapped.segment.enter(self._held.version):
-            return False
-        self._attached.take(mapped)
-        return True
+            return None
+        self._returning = mapped
+        return self._shown(self._held)
 
     def wait(self, version: int, timeout_s: float) -> int:
         """Poll and adopt until this version, or a newer one, is held; the version held.
@@ -271,6 +276,14 @@ class WeightReader:
             log.warning(what)
             return None
         return offer
+
+    def _shown(self, entered: Offer) -> VerifiedOffer:
+        """What the other ranks of this reader are told of a version that this one is inside of."""
+        layout, told = self._layout, self._told
+        assert layout is not None, "it has a segment"
+        self._told = layout
+        news = None if layout is told else layout.to_plain()
+        return VerifiedOffer(version=entered.version, segment=entered.segment, layout=news)
 
     def _bind(self) -> None:
         """Find the tensors in the layout, once they have memory."""

@@ -1,4 +1,4 @@
-"""A rank behind rank 0, as a process: python -m operators.engine.parallel.follower FD, started by `launch`."""
+"""A rank behind rank 0: a fork that `launch` makes, or python -m operators.engine.parallel.follower FD."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def _serve(channel: Channel[Any], settings: Settings) -> None:
     node, rank, device, wait_s = settings.node, settings.rank, settings.device, settings.limits.exchange_s
     mesh = group.join(Path(settings.folder), rank, settings.size, torch.device(device), wait_s)
     watch = group.watched(wait_s)
-    context = Context(node=node, device=device, threads=settings.threads, narrow=settings.narrow)
+    aside = None if settings.aside is None else Path(settings.aside)
+    context = Context(node=node, device=device, threads=settings.threads, narrow=settings.narrow, aside=aside)
     with watch.within():
         member = make_member(settings.declaration, context, mesh, following(channel, rank, wait_s, watch))
     own = {name: shard.local for name, shard in member.shards.items()}

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from dataflow.node import Context
+from dataflow.system.forking import has_used_cuda
 from operators.engine.build import Built
 from operators.engine.knobs import GeneratorKnobs
-from operators.engine.parallel import group
+from operators.engine.parallel import follower, group
 from operators.engine.parallel.lockstep import Lockstep
 from operators.engine.parallel.member import make_member
 from operators.engine.parallel.messages import CODEC, Settings, Started
 from operators.engine.parallel.shards import plain_pieces
 from operators.ranks.exchange import Exchange
 from operators.ranks.loading import leading
-from operators.ranks.team import Team, program
+from operators.ranks.team import Start, Team, forked, program
 from operators.ranks.weights import Leader, met, opens_for_ranks
 
 
@@ -30,7 +32,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
     """
     device = torch.device(context.device)
     opens = opens_for_ranks(context.reader)
-    team = Team(declaration.name, size, program("operators.engine.parallel.follower"), context.limits, CODEC)
+    team = Team(declaration.name, size, start_of(device, context.turn_files), context.limits, CODEC)
     with team.starting():
         for rank in range(1, size):
             team.answer(rank, Started)
@@ -40,6 +42,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
                 declaration=declaration, node=context.node, replica=context.rank, rank=rank, size=size, device=place,
                 threads=context.threads, folder=str(team.folder), site=None if opens is None else opens.site,
                 attempt=context.attempt, narrow=context.narrow, limits=context.limits,
+                aside=None if context.aside is None else str(context.aside),
             )  # fmt: skip
             team.tell(settings, rank)
         mesh = group.join(team.folder, 0, size, device, context.limits.exchange_s)
@@ -51,4 +54,12 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
     if opens is not None:
         own = {name: shard.local for name, shard in member.shards.items()}
         reader = functools.partial(Leader, exchange, context.clock, opens, slices, own)
-    return dataclasses.replace(member.built, engine=Lockstep(member, exchange), reader=reader)
+    return dataclasses.replace(member.built, engine=Lockstep(member, exchange), reader=reader, ranks=exchange)
+
+
+def start_of(device: torch.device, keep: Sequence[int] = ()) -> Start:
+    """A fork, which has imported all that this process has; a fresh interpreter where it is to use a GPU, or this
+    process has used one. keep: open files for it."""
+    if device.type == "cuda" or has_used_cuda():
+        return program(follower.__name__, keep)
+    return forked(lambda end, _rank: follower.main(end), keep)

@@ -18,9 +18,11 @@ from operators.engine.parallel import group
 from operators.engine.parallel.member import RankEngine, state_of
 from operators.engine.parallel.messages import Abort, Adopted, Digest, Digests, Prompt, Step
 from operators.engine.results import FinishedRow, Start
+from operators.engine.sleep import put_aside
 from operators.engine.stop_strings import StopStrings
+from operators.models.read_weights import ModelMemory
 from operators.ranks.exchange import Exchange, named, next_message
-from operators.ranks.messages import Close
+from operators.ranks.messages import Close, Moved, Sleep, Wake
 from operators.ranks.watch import Watch
 from operators.ranks.weights import followed
 
@@ -109,6 +111,7 @@ def follow(
         RunError: this rank has drawn other tokens than rank 0.
     """
     engine, tokenizer = member.engine, member.built.tokenizer
+    memory = ModelMemory((shard.local for shard in member.shards.values()), member.aside)
     known: dict[tuple[str, ...], StopStrings] = {}
     parent = os.getppid()
 
@@ -129,6 +132,14 @@ def follow(
                 engine.abort(message.tickets)
             case Adopted():
                 engine.adopted(message.version)
+            case Sleep():
+                with watch.lifted():
+                    memory.sleep(beside, put_aside(engine))
+                channel.send(Moved())
+            case Wake():
+                with watch.lifted():
+                    memory.wake()
+                channel.send(Moved())
             case Digest():
                 channel.send(Digests(group.digests(member.shards)))
             case _ if not followed(message, channel, beside):

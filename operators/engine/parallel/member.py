@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,12 +33,14 @@ class RankEngine:
 
     built: Built
     shards: dict[str, Shard]
+    aside: Path | None
+    """As of `Context`."""
 
     @property
     def engine(self) -> Engine:
         """The native engine that was built."""
-        assert isinstance(self.built.engine, Engine)
-        return self.built.engine
+        assert self.built.native is not None
+        return self.built.native
 
 
 def make_member(
@@ -63,7 +66,7 @@ def make_member(
     built = build_native(
         dataclasses.replace(declaration, cache_bytes=budget), context, own.module, shares, own.merged
     )  # fmt: skip
-    return RankEngine(built, taken(own.shards, built.engine.tensors))
+    return RankEngine(built, taken(own.shards, built.engine.tensors), context.aside)
 
 
 def state_of(engine: Engine) -> int:

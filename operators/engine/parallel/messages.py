@@ -39,6 +39,8 @@ class Settings:
     """The scheduler's, at rank 0."""
     narrow: str | None
     """As `Context.narrow`."""
+    aside: str | None
+    """As `Context.aside`."""
     limits: Limits
 
 

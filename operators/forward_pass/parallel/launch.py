@@ -79,7 +79,7 @@ def led(declaration: ForwardKnobs, context: Context) -> tuple[Reading, Merged | 
 
         return run_rank(end, CODEC, limits.exchange_s, work)
 
-    team = Team(context.node, ranks, forked(main), limits, CODEC)
+    team = Team(context.node, ranks, forked(main, context.turn_files), limits, CODEC)
     with team.starting():
         team.tell(Join(str(team.folder)))
         mesh = joined(0, team.folder)

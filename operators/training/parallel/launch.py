@@ -113,7 +113,7 @@ def lead(
 
         return run_rank(end, CODEC, limits.exchange_s, work)
 
-    team = Team(context.node, ranks, forked(follow), limits, CODEC)
+    team = Team(context.node, ranks, forked(follow, context.turn_files), limits, CODEC)
     with team.starting():
         team.tell(Join(str(team.folder)))
         mesh = joined(0, team.folder)

@@ -88,7 +88,6 @@ def test_of_nodes_in_turn_the_larger_one_counts_on_each_device_and_all_replicas_
         ({"trainer": "judge"}, None, r"devices of 'judge' are to be shared, but the graph has"),
         ({"reward": "generator"}, None, r"'reward' is to share devices, but it uses none"),
         ("shared", real(engine="vllm"), r"'generator' cannot take turns .*\['trainer'\]: it keeps its memory"),
-        ("shared", real(tensor_parallel=2), r"'generator' cannot take turns"),
         ("shared", real(feedback=False), r"'generator' shares devices, but no weights are fed back to it"),
     ],
 )

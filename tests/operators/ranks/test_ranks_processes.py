@@ -16,7 +16,7 @@ from dataflow.limits import Limits
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked
 from operators.ranks.messages import codec_of
-from operators.ranks.team import Team, forked
+from operators.ranks.team import Team, forked, program
 
 WAIT_S = 20.0
 
@@ -65,6 +65,33 @@ def test_a_fork_runs_a_closure_with_no_open_file_of_its_parents_but_its_own_end(
         finally:
             team.tell(End(0), 2)
             team.close()
+
+
+KEEPS = """
+import os, socket, sys
+end, kept = map(int, sys.argv[1:])
+socket.socket(fileno=end).send(str(os.fstat(kept).st_ino).encode())
+"""
+
+
+@pytest.mark.parametrize("starts", ["fork", "program"])
+def test_a_rank_has_the_open_files_that_it_is_to_keep(starts, tmp_path, monkeypatch):
+    def main(end, rank):
+        socket.socket(fileno=end).send(str(os.fstat(file.fileno()).st_ino).encode())
+        return 0
+
+    with (tmp_path / "turn").open("w") as file:
+        number = file.fileno()
+        (tmp_path / "keeps.py").write_text(f"import sys\nsys.argv.append('{number}')\n{KEEPS}")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        start = forked(main, keep=[number]) if starts == "fork" else program("keeps", keep=[number])
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            rank = start(theirs, 1)
+            theirs.close()
+            ours.settimeout(WAIT_S)
+            assert int(ours.recv(100)) == os.fstat(number).st_ino
+        rank.wait(WAIT_S)
 
 
 def test_an_error_in_a_fork_ends_it_alone():

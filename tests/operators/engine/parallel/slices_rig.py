@@ -99,7 +99,8 @@ class Rig:
         limits = Limits(start_s=90.0, exchange_s=timeout_s)
         known = Context(node="generator", reader=self.opens, limits=limits, **context)
         built = make_parallel(declaration, known, size)
-        assert built.reader is not None
+        assert built.reader is not None and built.native is not None
+        self.native, self.ranks = built.native, built.ranks
         self.engine: Any = built.engine
         self.shards = self.engine.shards
         self.shapes: Shapes = {name: shard.shape for name, shard in self.shards.items()}
