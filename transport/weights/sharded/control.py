@@ -111,6 +111,11 @@ class ControlThread(threading.Thread):
         self.wake()
         self.changed.notify_all()
 
+    def prepare(self, epoch: int) -> None:
+        """A buffer is free for the epoch's next transfer; the caller holds `changed`."""
+        if thread := self._threads.get(epoch):
+            thread.prepare()
+
     def route(self, out: Outgoing) -> None:
         """Send the coordinator's messages; the caller holds `changed`."""
         for peer, message in out:

@@ -26,7 +26,7 @@ from transport.weights.sharded.control import ControlThread
 from transport.weights.sharded.put import Arrivals, peer_memory
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
 from transport.weights.sharded.steps import Step, compiled, recent
-from transport.weights.sharded.transfer import DEPTH, Exchange
+from transport.weights.sharded.transfer import DEPTH, Arriving, Exchange
 
 HEAR_S = 0.05
 """For a rank to hear of a version that another one has been told of at the same time."""
@@ -204,6 +204,7 @@ class ShardedReader:
                 self._buffers.adopt(taken.version, taken.epoch)
                 self._torn, self._held = False, None
                 self._control.act(self._member.adopted(taken))
+                self._control.prepare(taken.epoch)
         return self.version
 
     def wait(self, version: int, timeout_s: float) -> int:
@@ -286,28 +287,33 @@ class Receiving:
         self._reader = reader
         self._memory = reader._memory_of(form.backend)
         self._arrivals = Arrivals(self._exchange, self._chunks, first=self._first) if self._memory else None
+        self._next: tuple[Buffer, Arriving] | None = None
+        """Where senders may write already."""
+
+    def prepare(self) -> None:
+        """Tell the senders where the next version goes, if there is room; else it is left to `transfer`."""
+        with self._lock:
+            has_room = self._buffers.has_room
+        if has_room:
+            with contextlib.suppress(SegmentError):
+                self._ahead()
 
     def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Receive a version."""
         if self._buffers.is_empty:
             return TransferOutcome(WHOLE)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what was asked for before the last adoption reads the free buffer
         try:
-            buffer = self._take()
+            self._ahead()
         except SegmentError as error:
             assert self._arrivals is not None, "other memory has other errors"
-            self._arrivals.refuse(deadline)
+            self._arrivals.refuse()
             self._reader._no_room = error
             return TransferOutcome(DAMAGED, str(error))
-        state = BROKEN
-        try:
-            outcome = self._received(buffer, deadline)
-            state = outcome.state
-        finally:
-            with self._lock:
-                self._buffers.give_back(buffer, self._epoch, version, state)
-        return outcome
+        if self._next is None:
+            buffer = self._take()
+            return self._into(buffer, version, lambda: self._receive(self._steps_into(buffer), deadline))
+        (buffer, arriving), self._next = self._next, None
+        return self._into(buffer, version, lambda: self._exchange.receive(arriving, deadline))
 
     def abort(self) -> None:
         """End what runs, from another thread."""
@@ -318,8 +324,35 @@ class Receiving:
         self._steps.clear()
         if self._arrivals is not None:
             self._arrivals.close()
+        if self._next is not None:
+            self._give_back(self._next[0], -1, BROKEN)
+            self._next = None
+
+    def _ahead(self) -> None:
+        if self._arrivals is not None and self._next is None:
+            buffer = self._take()
+            try:
+                self._next = buffer, self._arrivals.expect(buffer)
+            except BaseException:
+                self._give_back(buffer, -1, BROKEN)
+                raise
+
+    def _into(self, buffer: Buffer, version: int, receive: Callable[[], TransferOutcome]) -> TransferOutcome:
+        state = BROKEN
+        try:
+            outcome = receive()
+            state = outcome.state
+        finally:
+            self._give_back(buffer, version, state)
+        return outcome
+
+    def _give_back(self, buffer: Buffer, version: int, state: str) -> None:
+        with self._lock:
+            self._buffers.give_back(buffer, self._epoch, version, state)
 
     def _take(self) -> Buffer:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what was asked for before the last adoption reads the free buffer
         with self._lock:
             buffer = self._buffers.take(self._epoch, self._memory)
         if buffer is None:
@@ -328,14 +361,11 @@ class Receiving:
                 self._buffers.add(buffer)
         return buffer
 
-    def _received(self, buffer: Buffer, deadline: float) -> TransferOutcome:
-        if self._arrivals is not None:
-            arrivals = self._arrivals.steps(buffer, deadline)
-            return self._exchange.receive(arrivals, len(arrivals), deadline)
-        return self._receive(recent(self._steps, buffer.number, lambda: self._compiled(buffer)), deadline)
+    def _steps_into(self, buffer: Buffer) -> list[Step]:
+        return recent(self._steps, buffer.number, lambda: self._compiled(buffer))
 
     def _receive(self, steps: list[Step], deadline: float) -> TransferOutcome:
-        return self._exchange.receive(steps, self._depth, deadline)
+        return self._exchange.receive(self._exchange.expect(steps, self._depth), deadline)
 
     def _compiled(self, buffer: Buffer) -> list[Step]:
         return compiled(

@@ -244,13 +244,14 @@ def test_shared_memory_holds_two_versions_whatever_has_failed(address, monkeypat
 def test_a_full_dev_shm_is_an_error_that_says_so_and_the_old_version_is_kept(address, monkeypatch):
     with plane(SOURCE, COLUMNS, address, backend="shared_memory") as (trainer, group):
         first = trainer.publish(1)
-        until(lambda: group.versions == {1}, group)
+        until(lambda: all(reader.poll() for reader in group.readers))
 
         def full(*_):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", full)
+            until(lambda: group.versions == {1}, group)
             trainer.publish(2)
             with pytest.raises(SegmentError, match=r"found No space left on device, .*each rank of a reader needs two"):
                 until(lambda: False, group)
