@@ -180,8 +180,10 @@ class ControlThread(threading.Thread):
                     thread.look(now)
                 if self.coordinator:
                     self.route(self.coordinator.tick(now))
-                self._deliver()
                 closing = self._closing
+            self._flush()  # others first: this rank's own work may keep their messages from a processor
+            with self.changed:
+                self._deliver()
             self._flush()
             if closing:
                 return

@@ -76,6 +76,8 @@ class ShardedReader:
             end.setblocking(False)
         self._announced = -1
         self._held: Offered | None = None
+        self._held_at = 0.0
+        """When the loop began to take it."""
         self._torn = False
         self._closed = False
         join = Join(
@@ -161,27 +163,21 @@ class ShardedReader:
         Where all ranks of a group hold one (the others by `enter`) before any of them adopts it, they never compute
         with different versions."""
         self._require_open()
-        with self._control.changed:
-            self.decline()
-            offered = self._member.offered
-            if offered is None or self._buffers is None:
-                return None
-            self._buffers.hold(offered.version, offered.epoch, still=True)
-            self._held = offered
-            return VerifiedOffer(version=offered.version, segment=_segment(offered))
+        return self._hold(self._clock())
 
     def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None = None) -> bool:
         """Hold the version that another rank of the group has verified; False when it is not offered here by now.
 
         `layout`: known already. Raises as `poll`."""
         self.poll()
+        began = self._clock()
 
         def is_offered() -> bool:
             offered = self._member.offered
             return offered is not None and (_segment(offered), offered.version) == (segment, version)
 
         with self._control.changed:
-            return self._control.changed.wait_for(is_offered, HEAR_S) and self.verify() is not None
+            return self._control.changed.wait_for(is_offered, HEAR_S) and self._hold(began) is not None
 
     def decline(self) -> None:
         """Let go of the version held, if any; it is offered again, or a newer one is."""
@@ -197,13 +193,16 @@ class ShardedReader:
 
         It was verified by checksums when it came. When there is no offer nothing changes."""
         self._require_open()
+        began = self._clock()
         with self._control.changed:
+            if self._held is not None:
+                began = self._held_at
             taken = self._held or self._member.offered
             if taken is not None and self._buffers is not None:
                 self._torn = True
                 self._buffers.adopt(taken.version, taken.epoch)
                 self._torn, self._held = False, None
-                self._control.act(self._member.adopted(taken))
+                self._control.act(self._member.adopted(taken, self._clock() - began))
                 self._control.prepare(taken.epoch)
         return self.version
 
@@ -242,6 +241,16 @@ class ShardedReader:
             self._buffers.close()
         self._woken.close()
         self._waker.close()
+
+    def _hold(self, began: float) -> VerifiedOffer | None:
+        with self._control.changed:
+            self.decline()
+            offered = self._member.offered
+            if offered is None or self._buffers is None:
+                return None
+            self._buffers.hold(offered.version, offered.epoch, still=True)
+            self._held, self._held_at = offered, began
+            return VerifiedOffer(version=offered.version, segment=_segment(offered))
 
     def _announce(self) -> None:
         """Wake whoever polls once for each version that may be adopted."""

@@ -188,6 +188,21 @@ def test_a_source_rank_writes_exactly_the_plans_bytes_and_sends_none(address, ba
         assert max(sent) <= 1024
 
 
+def test_a_sender_is_done_and_its_tensors_free_though_no_receiver_has_looked_yet(address, backend, monkeypatch):
+    looks, unpack = threading.Event(), Arrival.unpack
+    monkeypatch.setattr(Arrival, "unpack", lambda step: unpack(step) if looks.wait(DEADLINE_S) else None)
+    with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, hold="until_settle", **backend) as (trainer, group):
+        for version in (1, 2):
+            looks.clear()
+            tensors = trainer.publish(version)
+            wanted = [version * row for row in reshard(SOURCE, COLUMNS).pair_bytes.sum(1).tolist()]
+            until(lambda wanted=wanted: [each.sent_bytes.get("generator-0") for each in trainer.writers] == wanted)
+            assert all(writer.settle(0.0) for writer in trainer.writers)
+            looks.set()
+            until(lambda version=version: group.versions == {version}, group)
+            assert holds(group, tensors)
+
+
 def test_a_byte_that_is_flipped_in_a_readers_buffer_is_found_and_the_next_version_taken(address, backend, monkeypatch):
     with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, **backend) as (trainer, group):
         first = trainer.publish(1)
