@@ -235,17 +235,6 @@ _REASONS = (
 )  # fmt: skip
 
 
-def ranks_fault(reader: Operator) -> str | None:
-    """Why the ranks of an operator cannot take weights; None where they can."""
-    ranks = reader.traits.tensor_parallel
-    if ranks == 1 or isinstance(reader, Generate):
-        return None
-    return (
-        f"'{reader.name}' has tensor_parallel={ranks} and would read trained weights, which only a generator's ranks "
-        f"take part by part; use tensor_parallel=1, or read a frozen() model without feedback"
-    )
-
-
 def newest_fault(weights: Weights, reader: Operator) -> str | None:
     """Why an operator cannot read the newest weights of a trainer; None where it can."""
     trainer, trains, reads = weights.trainer, weights.trainer.uses, reader.uses

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataflow.check import check, missing_column, newest_fault, ranks_fault, refresh_fault, wrong_type
+from dataflow.check import check, missing_column, newest_fault, refresh_fault, wrong_type
 from dataflow.draw import draw, mimebundle
 from dataflow.errors import GraphError, nearest
 from dataflow.node import Operator, Source, Weights
@@ -137,7 +137,6 @@ class Graph(Structure):
             lacks = reader.name if reader.uses is None else weights.trainer.name
             raise GraphError(f"'{lacks}' has no model, so no weights can flow to it; name an operator with a model")
         fault = newest_fault(weights, reader) if every is None else refresh_fault(weights, reader, every)
-        fault = fault or ranks_fault(reader)
         if fault is not None:
             raise GraphError(fault)
         if other := next((f for f in self.feedbacks if f.reader is reader), None):

@@ -18,6 +18,7 @@ def build(declaration: ForwardKnobs, context: Context) -> ForwardRuntime:
     if context.ranks > 1:
         from operators.forward_pass.parallel.launch import led
 
-        return ForwardRuntime(declaration, context, led(declaration, context))
+        reading, merged, context = led(declaration, context)
+        return ForwardRuntime(declaration, context, reading, merged)
     module, merged = load_merged(declaration.model, device=context.device)
     return ForwardRuntime(declaration, context, reading_of(declaration, context.node, module), merged)

@@ -40,7 +40,7 @@ class ForwardKnobs(Transform):
     micro_batch_tokens: int = 8192
     """Tokens of one forward pass; prompts that a group has in common count once."""
     tensor_parallel: int = 1
-    """Processes that share out each layer's matrices, of a model that is frozen and not refreshed."""
+    """Processes that share out each layer's matrices; each takes its own part of a version of the weights."""
 
     head: ClassVar[str]
     """Which the model has to have."""
@@ -52,8 +52,8 @@ class ForwardKnobs(Transform):
 
     @property
     def traits(self) -> Traits:
-        """How many processes it takes; alone it may share its devices."""
-        return Traits(tensor_parallel=self.tensor_parallel, sleeps=self.tensor_parallel == 1)
+        """How many processes it takes; it may share its devices."""
+        return Traits(tensor_parallel=self.tensor_parallel, sleeps=True)
 
     def reads(self) -> Mapping[str, Any]:
         """The rollout's tokens, and what says which of them count."""
@@ -78,11 +78,6 @@ class ForwardKnobs(Transform):
             value = getattr(self, knob)
             if not _is_whole(value) or value < 1:
                 found.append(f"'{self.name}' has {knob}={value!r}; give a whole number of 1 or more")
-        if not found and self.tensor_parallel > 1 and self.model.lora is not None:
-            found.append(
-                f"'{self.name}' has tensor_parallel={self.tensor_parallel}, but adapters of '{self.model.name}' are "
-                f"merged into whole layers; use tensor_parallel=1, or a model without lora"
-            )
         return found
 
 

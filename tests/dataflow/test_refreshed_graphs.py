@@ -65,13 +65,6 @@ def other_shapes() -> None:
     plan(build(reference=Model("other").frozen()), Devices(cpus=4), sizes=sizes)
 
 
-def several_ranks() -> None:
-    graph, generator, trainer = Graph("test"), FakeGenerator(model=POLICY), FakeTrainer(model=POLICY)
-    own = Logprobs(POLICY.frozen(), tensor_parallel=2)
-    trainer(own(generator(graph.source(FakePrompts()))))
-    graph.feedback(trainer.weights, own, every=3)
-
-
 ADAPTED, OTHER = Model("policy", lora=LoRA(rank=4)), Model("other", lora=LoRA(rank=4), is_frozen=True)
 REFUSED: dict[Callable[[], object], str] = {
     lambda: build(every=0): "every counts steps between two versions and cannot be 0; give a whole number of 1 or more",
@@ -84,7 +77,6 @@ REFUSED: dict[Callable[[], object], str] = {
     a_generator: "'generator' generates what 'trainer' trains, .* got every=2; give it max_staleness",
     twice: "'ref_logprobs' already has a feedback from 'trainer'; drop one",
     an_average_for_a_generator: "'generator' would read the newest average of 'trainer'.*give .*every=",
-    several_ranks: "'ref_logprobs' has tensor_parallel=2 and would read trained weights, .*; use tensor_parallel=1",
     a_head: "'trainer' trains 'policy', whose weights 'values' cannot take .* differ in head; give",
     lambda: build(reference=Model("policy", dtype="bfloat16").frozen()): "differ in dtype; give it a Model that",
     lambda: build(policy=ADAPTED): "differ in lora; give .* so here the one that is trained",

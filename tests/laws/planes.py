@@ -235,7 +235,7 @@ WEIGHT_PLANE = (
     Law(
         "all or nothing: the ranks of a reader take one version together",
         "test_a_version_that_one_rank_cannot_enter_is_taken_by_none_and_the_next_by_all",
-        "operators.engine.parallel.leader:Leader.adopt",
+        "operators.ranks.weights:Leader.adopt",
         never("outside"),
         "that one rank without it is enough",
     ),

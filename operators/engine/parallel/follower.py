@@ -7,7 +7,6 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,15 @@ import torch
 from dataflow.limits import Limits
 from dataflow.node import Context
 from dataflow.system.channel import Channel
-from dataflow.worker.weight_ports import open_beside
 from operators.engine.parallel import group
 from operators.engine.parallel.lockstep import follow
 from operators.engine.parallel.member import make_member
-from operators.engine.parallel.messages import CODEC, Meet, Pieces, Settings, Started
+from operators.engine.parallel.messages import CODEC, Settings, Started
 from operators.engine.parallel.shards import plain_pieces
 from operators.ranks.exchange import expected
-from operators.ranks.messages import Build, Load, Loaded
+from operators.ranks.loading import following
 from operators.ranks.process import run_rank
+from operators.ranks.weights import beside
 
 FIRST_S = Limits().exchange_s
 """For messages before the settings have come."""
@@ -48,30 +47,16 @@ def _serve(channel: Channel[Any], settings: Settings) -> None:
     node, rank, device, wait_s = settings.node, settings.rank, settings.device, settings.limits.exchange_s
     mesh = group.join(Path(settings.folder), rank, settings.size, torch.device(device), wait_s)
     watch = group.watched(wait_s)
-
-    @contextlib.contextmanager
-    def loading(_in_turn: bool) -> Iterator[None]:
-        with watch.lifted():
-            expected(Load, channel, rank, os.getppid(), wait_s)
-            yield
-            channel.send(Loaded())
-            expected(Build, channel, rank, os.getppid(), wait_s)
-
     aside = None if settings.aside is None else Path(settings.aside)
     context = Context(node=node, device=device, threads=settings.threads, narrow=settings.narrow, aside=aside)
     with watch.within():
-        member = make_member(settings.declaration, context, mesh, loading)
-    channel.send(Pieces(plain_pieces(member.shards)))
-    with contextlib.ExitStack() as ends:
-        beside = None
-        if settings.site is not None:
-            own = {name: shard.local for name, shard in member.shards.items()}
-            pieces = expected(Meet, channel, rank, os.getppid(), wait_s).pieces
-            beside = open_beside(
-                settings.site, rank, device, own, pieces, limits=settings.limits, attempt=settings.attempt
-            )
-            ends.callback(beside.close)
-        follow(member, channel, rank, wait_s, watch, beside)
+        member = make_member(settings.declaration, context, mesh, following(channel, rank, wait_s, watch))
+    own = {name: shard.local for name, shard in member.shards.items()}
+    with beside(
+        channel, rank, settings.site, device, own, plain_pieces(member.shards), limits=settings.limits,
+        attempt=settings.attempt,
+    ) as end:  # fmt: skip
+        follow(member, channel, rank, wait_s, watch, end)
 
 
 if __name__ == "__main__":

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import torch
 
 from dataflow.node import Context
-from dataflow.weight_ends import OpensWeights
 from operators.engine.build import Built
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.parallel import group
-from operators.engine.parallel.leader import Leader
 from operators.engine.parallel.lockstep import Lockstep
 from operators.engine.parallel.member import make_member
-from operators.engine.parallel.messages import CODEC, Meet, Pieces, Settings, Started
+from operators.engine.parallel.messages import CODEC, Settings, Started
 from operators.engine.parallel.shards import plain_pieces
 from operators.ranks.exchange import Exchange
-from operators.ranks.messages import Build, Load, Loaded
+from operators.ranks.loading import leading
 from operators.ranks.team import Team, program
+from operators.ranks.weights import Leader, met, opens_for_ranks
 
 
 def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> Built:
@@ -32,7 +29,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
         WorkerDied, DeadlineError: a rank did not start.
     """
     device = torch.device(context.device)
-    opens = context.reader if isinstance(context.reader, OpensWeights) and context.reader.site else None
+    opens = opens_for_ranks(context.reader)
     start = program("operators.engine.parallel.follower", context.turn_files)
     team = Team(declaration.name, size, start, context.limits, CODEC)
     with team.starting():
@@ -49,25 +46,11 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
             team.tell(settings, rank)
         mesh = group.join(team.folder, 0, size, device, context.limits.exchange_s)
         watch = group.watched(context.limits.exchange_s)
-
-        @contextlib.contextmanager
-        def loading(in_turn: bool) -> Iterator[None]:
-            with watch.lifted():
-                if not in_turn:
-                    team.tell(Load())
-                yield
-                for rank in range(1, size):
-                    if in_turn:
-                        team.tell(Load(), rank)
-                    team.answer(rank, Loaded)
-            team.tell(Build())
-
         with watch.within():
-            member = make_member(declaration, context, mesh, loading)
-        pieces = (plain_pieces(member.shards), *(team.answer(rank, Pieces).pieces for rank in range(1, size)))
-        if opens is not None:
-            team.tell(Meet(pieces))
-    exchange = Exchange(team, watch)
-    lockstep = Lockstep(member, exchange, context.clock)
-    reader = None if opens is None else functools.partial(Leader, lockstep, opens, pieces)
-    return dataclasses.replace(member.built, engine=lockstep, reader=reader, ranks=exchange)
+            member = make_member(declaration, context, mesh, leading(team, watch))
+        slices = () if opens is None else met(team, plain_pieces(member.shards))
+    exchange, reader = Exchange(team, watch), None
+    if opens is not None:
+        own = {name: shard.local for name, shard in member.shards.items()}
+        reader = functools.partial(Leader, exchange, context.clock, opens, slices, own)
+    return dataclasses.replace(member.built, engine=Lockstep(member, exchange), reader=reader, ranks=exchange)

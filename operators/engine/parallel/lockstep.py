@@ -7,36 +7,25 @@ carries a checksum of rank 0's rows, so a rank that drew otherwise ends with an 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.system.channel import Channel
-from dataflow.weight_ends import VerifiedOffer, WeightsBeside
+from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel import group
 from operators.engine.parallel.member import RankEngine, state_of
-from operators.engine.parallel.messages import (
-    Abort,
-    Adopted,
-    Digest,
-    Digests,
-    Enter,
-    Entry,
-    Leave,
-    Prompt,
-    Step,
-    Take,
-)
+from operators.engine.parallel.messages import Abort, Adopted, Digest, Digests, Prompt, Step
 from operators.engine.results import FinishedRow, Start
 from operators.engine.sleep import put_aside
 from operators.engine.stop_strings import StopStrings
-from operators.models.read_weights import ModelMemory
+from operators.models.read_weights import RankMemory
 from operators.ranks.exchange import Exchange, named, next_message
-from operators.ranks.messages import Close, Moved, Sleep, Wake
+from operators.ranks.messages import Close
 from operators.ranks.watch import Watch
-
-T = TypeVar("T")
+from operators.ranks.weights import followed
 
 
 class Lockstep:
@@ -48,15 +37,9 @@ class Lockstep:
     unblocked by: their part of the exchange, their end, or the time-out; after an error every call raises
     """
 
-    def __init__(
-        self,
-        member: RankEngine,
-        exchange: Exchange,
-        clock: Callable[[], float],
-    ) -> None:
-        """clock: the worker's."""
+    def __init__(self, member: RankEngine, exchange: Exchange) -> None:
+        """member: rank 0's."""
         self._engine = member.engine
-        self.node, self.timeout_s, self.clock = exchange.team.node, exchange.team.limits.exchange_s, clock
         self.shards = member.shards
         """Rank 0's, by name."""
         self._exchange = exchange
@@ -65,8 +48,9 @@ class Lockstep:
     @property
     def tensors(self) -> dict[str, Any]:
         """None that can be written alone. Raises RunError."""
+        team = self._exchange.team
         raise RunError(
-            f"the weights of '{self.node}' lie on {self._exchange.team.size} ranks; found a call for whole tensors; "
+            f"the weights of '{team.node}' lie on {team.size} ranks; found a call for whole tensors; "
             f"let each rank take its part of a version from the weight plane, or use tensor_parallel=1"
         )
 
@@ -90,21 +74,6 @@ class Lockstep:
         with self._together(f"taking version {version}"):
             self._tell(Adopted(version))
             self._engine.adopted(version)
-
-    def enter(self, offer: VerifiedOffer) -> list[int]:
-        """Have all others hold a version that rank 0 holds; the ranks that cannot: then none of them does."""
-        with self._together(f"entering version {offer.version}"):
-            self._tell(Enter(offer.segment, offer.version, offer.layout))
-            outside = [rank for rank, each in enumerate(self._answers(Entry), start=1) if not each.entered]
-            if outside:
-                self._tell(Leave())
-            return outside
-
-    def take(self, version: int, own: Callable[[], T]) -> T:
-        """Have all others take the version that they hold, while rank 0 does so by `own`; what that returns."""
-        with self._together(f"taking version {version}"):
-            self._tell(Take())
-            return own()
 
     def digests(self) -> list[dict[str, int]]:
         """Checksums of the parameters that each rank holds, rank by rank, by name."""
@@ -143,7 +112,8 @@ def follow(
         RunError: this rank has drawn other tokens than rank 0.
     """
     engine, tokenizer = member.engine, member.built.tokenizer
-    memory = ModelMemory((shard.local for shard in member.shards.values()), member.aside)
+    attached = (shard.local for shard in member.shards.values())
+    memory = RankMemory(attached, member.aside, beside, functools.partial(put_aside, engine))
     known: dict[tuple[str, ...], StopStrings] = {}
     parent = os.getppid()
 
@@ -162,25 +132,11 @@ def follow(
                 engine.step([prompt.start(stops) for prompt in message.prompts])
             case Abort():
                 engine.abort(message.tickets)
-            case Enter() if beside is not None:
-                channel.send(Entry(beside.enter(message.segment, message.version, message.layout)))
-            case Leave() if beside is not None:
-                beside.decline()
-            case Take() if beside is not None:
-                beside.adopt()
             case Adopted():
                 engine.adopted(message.version)
-            case Sleep():
-                with watch.lifted():
-                    memory.sleep(beside, put_aside(engine))
-                channel.send(Moved())
-            case Wake():
-                with watch.lifted():
-                    memory.wake()
-                channel.send(Moved())
             case Digest():
                 channel.send(Digests(group.digests(member.shards)))
-            case _:
+            case _ if not (followed(message, channel, beside) or memory.followed(message, channel, watch)):
                 raise RunError(f"rank {rank} was told {message!r}, which it does not know; start it with rank 0")
 
     while True:

@@ -15,6 +15,7 @@ from operators.engine.results import Start
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.ranks.messages import Numbers, Tokens, codec_of
+from operators.ranks.weights import KINDS
 
 # From rank 0
 
@@ -41,13 +42,6 @@ class Settings:
     aside: str | None
     """As `Context.aside`."""
     limits: Limits
-
-
-@dataclass(frozen=True)
-class Meet:
-    """Open your end of the weight plane: these are the parts that each rank holds."""
-
-    pieces: tuple[Mapping[str, Plain], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,25 +107,6 @@ class Adopted:
 
 
 @dataclass(frozen=True)
-class Enter:
-    """Hold this version of the weights, a `VerifiedOffer`."""
-
-    segment: str
-    version: int
-    layout: Mapping[str, Plain] | None
-
-
-@dataclass(frozen=True)
-class Leave:
-    """Let go of the version that you hold."""
-
-
-@dataclass(frozen=True)
-class Take:
-    """Compute with the version that you hold."""
-
-
-@dataclass(frozen=True)
 class Digest:
     """Say what you hold."""
 
@@ -147,27 +122,10 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Which part of each parameter I hold, by `shards.plain_pieces`."""
-
-    pieces: Mapping[str, Plain]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Whether I hold the version."""
-
-    entered: bool
-
-
-@dataclass(frozen=True)
 class Digests:
     """Checksums of the parameters that I hold."""
 
     digests: Mapping[str, int]
 
 
-CODEC = codec_of(
-    "engine-ranks", Settings, Meet, Step, Abort, Adopted, Enter, Leave, Take, Digest, Started, Pieces, Entry,
-    Digests,
-)  # fmt: skip
+CODEC = codec_of("engine-ranks", *KINDS, Settings, Step, Abort, Adopted, Digest, Started, Digests)

@@ -98,22 +98,42 @@ def distribute(model: Any, mesh: DeviceMesh, device: torch.device, name: str) ->
     shards = {at: localize(model, at, rows.get(at), keep=(head, embedding), device=device) for at in names}
     if tied:
         model.tie_weights()
-    for module in model.modules():
-        for at, buffer in module.named_buffers(recurse=False):
-            module._buffers[at] = buffer.to(device)
+    move_buffers(model, device)
     settle_groups(model, heads)
     return shards
 
 
-def read_slices(model: Model, found: Outline, mesh: DeviceMesh, device: torch.device) -> dict[str, Shard]:
-    """`distribute` for a model on the meta device, whose slices are then read from its files. ModelError where a file
-    cannot be read."""
-    shards = distribute(found.module.requires_grad_(False), mesh, device, model.name)
+def localized(model: nn.Module, device: torch.device) -> dict[str, Shard]:
+    """Turn all parameters of a model that is cut into plain local tensors, as `localize`; its parameters by name.
+
+    What several layers share they still share: it arrives once, and all of them compute with it."""
+    shards: dict[str, Shard] = {}
+    first: dict[int, str] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        known = first.setdefault(id(parameter), name)
+        if known == name:
+            shards[name] = localize(model, name, device=device)
+        else:
+            where, _, leaf = name.rpartition(".")
+            model.get_submodule(where)._parameters[leaf] = model.get_parameter(known)
+    move_buffers(model, device)
+    return shards
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """To the device, each in its place."""
+    for module in model.modules():
+        for at, buffer in module.named_buffers(recurse=False):
+            module._buffers[at] = buffer.to(device)
+
+
+def read_slices(model: Model, found: Outline, shards: Mapping[str, Shard]) -> None:
+    """Read what was cut on the meta device, these shards, from the model's files. ModelError where one cannot be
+    read."""
     fill(model, found, {
         name: (shards[name].local.data, shards[name].runs) if name in shards else _whole_buffer(found.module, name)
         for name in found.names
     })  # fmt: skip
-    return shards
 
 
 def _whole_buffer(module: Any, name: str) -> tuple[torch.Tensor, Runs]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from dataflow.rollout_tokens import SamplingMask
 from operators.ranks.messages import Numbers, codec_of
+from operators.ranks.weights import KINDS
 from operators.training.learner.packing import TokenTree
 
 # From rank 0
@@ -56,4 +57,4 @@ class Compute:
         return packed, left_T, self.wanted
 
 
-CODEC = codec_of("forward-ranks", Join, Compute)
+CODEC = codec_of("forward-ranks", *KINDS, Join, Compute)

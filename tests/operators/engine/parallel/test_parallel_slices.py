@@ -113,15 +113,15 @@ def test_a_version_that_appears_while_ranks_enter_another_is_the_next_one_for_al
     ranks = rig(executor=executor)
     ranks.publish(1)
     ranks.offered()
-    enter = ranks.engine.enter
+    enter = ranks.reader._enter
 
     def enter_late(*told: Any) -> Any:
-        ranks.engine.enter = enter
+        ranks.reader._enter = enter
         ranks.publish(7)
         time.sleep(0.2)  # it may come
         return enter(*told)
 
-    ranks.engine.enter = enter_late
+    ranks.reader._enter = enter_late
     assert ranks.reader.adopt() == 1
     ranks.engine.adopted(1)
     ranks.assert_slices(1)
@@ -154,8 +154,9 @@ def test_a_rank_that_can_enter_nothing_for_too_long_ends_the_replica_with_the_ca
     ranks.publish(1)
     offer = ranks.offered()
     (Path(ranks.opens.folder) / offer.segment).unlink()
-    ranks.engine.timeout_s = 0.0
-    ranks.engine.enter = lambda *told: [1]
+    team = ranks.engine._exchange.team
+    team.limits = dataclasses.replace(team.limits, exchange_s=0.0)
+    ranks.reader._enter = lambda *told: [1]
     with pytest.raises(DeadlineError, match=r"ranks \[1\] of 'generator' could enter no version .* version 1 gone"):
         ranks.reader.adopt()
 

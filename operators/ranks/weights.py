@@ -1,0 +1,219 @@
+"""Versions of the weights on all ranks of a reader: rank 0 leads, and what one of them cannot hold, none takes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from dataflow.errors import DeadlineError
+from dataflow.limits import Limits
+from dataflow.system.channel import Channel
+from dataflow.system.messages import Plain
+from dataflow.weight_ends import LeadingAgain, LeadingWeightsIn, Offered, OpensWeights, VerifiedOffer, WeightsBeside
+from dataflow.worker.weight_ports import open_beside
+from operators.ranks.exchange import Exchange, expected
+from operators.ranks.team import Team
+
+Slices = Mapping[str, Plain]
+"""Of each tensor of a rank, which part of a full one it is: (full shape, dimension, ranges along it), by name."""
+
+# From rank 0
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Open your end of the weight plane: these are the parts that each rank holds."""
+
+    slices: tuple[Slices, ...]
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Hold this version of the weights, a `VerifiedOffer`."""
+
+    segment: str
+    version: int
+    layout: Mapping[str, Plain] | None
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Let go of the version that you hold."""
+
+
+@dataclass(frozen=True)
+class Take:
+    """Compute with the version that you hold."""
+
+
+# From the others
+
+
+@dataclass(frozen=True)
+class Holds:
+    """Which part of each tensor I hold."""
+
+    slices: Slices
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Whether I hold the version."""
+
+    entered: bool
+
+
+KINDS = (Meet, Enter, Leave, Take, Holds, Entry)
+"""Messages that belong to the protocol of every operator whose ranks read weights."""
+
+
+def opens_for_ranks(reader: object) -> OpensWeights | None:
+    """This `Context.reader`, if it tells a site at which other ranks find the same versions."""
+    return reader if isinstance(reader, OpensWeights) and reader.site is not None else None
+
+
+def met(team: Team, own: Slices) -> tuple[Slices, ...]:
+    """Rank 0: which parts each rank holds, rank by rank; all others open their ends of the weight plane (`beside`)."""
+    slices = (own, *(team.answer(rank, Holds).slices for rank in range(1, team.size)))
+    team.tell(Meet(slices))
+    return slices
+
+
+@contextlib.contextmanager
+def beside(
+    channel: Channel[Any], rank: int, site: Mapping[str, Any] | None, device: str, tensors: Mapping[str, Any],
+    own: Slices, *, limits: Limits, attempt: int,
+) -> Iterator[WeightsBeside | None]:  # fmt: skip
+    """Another rank's end of the weight plane at this `site`, opened when rank 0 has met all; None without one.
+
+    tensors: its own slices of full ones. attempt: the scheduler's, at rank 0."""
+    if site is None:
+        yield None
+        return
+    channel.send(Holds(own))
+    slices = expected(Meet, channel, rank, os.getppid(), limits.exchange_s).slices
+    with contextlib.closing(
+        open_beside(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
+    ) as end:  # fmt: skip
+        yield end
+
+
+def followed(message: object, channel: Channel[Any], end: WeightsBeside | None) -> bool:
+    """In another rank: do what a message of the `Leader` says; False where it is none."""
+    match message:
+        case _ if end is None:
+            return False
+        case Enter():
+            channel.send(Entry(end.enter(message.segment, message.version, message.layout)))
+        case Leave():
+            end.decline()
+        case Take():
+            end.adopt()
+        case _:
+            return False
+    return True
+
+
+class Leader:
+    """A `WeightsIn` for the runtime on rank 0, which has an end of the weight plane of its own, as every rank has: what
+    it adopts, all ranks adopt, each its own slices; what one of them cannot hold, none adopts.
+
+    Rank 0 holds a version, verified, until all others hold the same one or it has told them to let go of it: then
+    whatever the trainer offers, and whoever dies, all that go on compute with the same one. What is refused is offered
+    again, or a newer one is.
+
+    consumes: offers of the trainer
+    produces: the same version on every rank
+    waits for: the other ranks' word that they hold it, up to the group's time-out
+    unblocked by: their word, their end, or the time-out
+    """
+
+    def __init__(
+        self, exchange: Exchange, clock: Callable[[], float], opens: OpensWeights, slices: Sequence[Slices],
+        tensors: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Attach rank 0's tensors; the other ranks attach theirs. clock: the worker's. slices: of each rank, as `met`
+        gives them."""
+        self._exchange, self._clock = exchange, clock
+        self._end = cast(LeadingWeightsIn, opens(tensors, slices))
+        self._refused_at: float | None = None
+
+    @property
+    def version(self) -> int:
+        """The version in use, on every rank."""
+        return self._end.version
+
+    @property
+    def note(self) -> Mapping[str, int | float | str]:
+        """The trainer's last note."""
+        return self._end.note
+
+    @property
+    def socket(self) -> Any:
+        """What may become readable; None in one process."""
+        return getattr(self._end, "socket", None)
+
+    def poll(self) -> Offered | None:
+        """An offer that could be adopted now, or None; never waits."""
+        return self._end.poll()
+
+    def adopt(self) -> int:
+        """Take the newest offered version on all ranks, or on none; the version now in use.
+
+        Of what rank 0 finds damaged no other rank hears. Raises WorkerDied or DeadlineError when
+        a rank does not take part, or could hold nothing for as long as the group's time-out.
+        """
+        offer = self._end.verify()
+        if offer is None:
+            return self.version
+        outside = self._enter(offer)
+        if outside:
+            self._end.decline()
+            self._bear(outside, offer.version)
+            return self.version
+        self._refused_at = None
+        with self._exchange.together(f"taking version {offer.version}"):
+            self._exchange.tell(Take())
+            return self._end.adopt()
+
+    def let_go(self) -> bool:
+        """As `WeightsAgain.let_go`, for rank 0; the others do so when they are told to sleep."""
+        return isinstance(self._end, LeadingAgain) and self._end.let_go()
+
+    def again(self) -> bool:
+        """Have all ranks take the version in use once more, or none; False where one of them does not find it."""
+        assert isinstance(self._end, LeadingAgain), "it has let go"
+        held = self._end.enter_again()
+        if held is None:
+            return False
+        if self._enter(held):
+            self._end.decline()
+            return False
+        with self._exchange.together(f"taking version {held.version} again"):
+            self._exchange.tell(Take())
+            return self._end.again()
+
+    def _enter(self, offer: VerifiedOffer) -> list[int]:
+        """Have all others hold a version that rank 0 holds; the ranks that cannot: then none of them does."""
+        with self._exchange.together(f"entering version {offer.version}"):
+            self._exchange.tell(Enter(offer.segment, offer.version, offer.layout))
+            entries = enumerate(self._exchange.answers(Entry), start=1)
+            outside = [rank for rank, each in entries if not each.entered]
+            if outside:
+                self._exchange.tell(Leave())
+            return outside
+
+    def _bear(self, outside: list[int], version: int) -> None:
+        """Put up with a refusal for a while: the trainer may have given the version up, or a rank hear of it later."""
+        now, team = self._clock(), self._exchange.team
+        limit = team.limits.exchange_s
+        self._refused_at = now if self._refused_at is None else self._refused_at
+        if now - self._refused_at >= limit:
+            raise DeadlineError(
+                f"ranks {outside} of '{team.node}' could enter no version of the weights for {limit:.0f} s; "
+                f"found version {version} gone for them, or not there; see this worker's log, and whether they can "
+                f"open the trainer's files where weights go by shared memory"
+            )
