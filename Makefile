@@ -9,7 +9,7 @@ PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) 
 # Shared by all clones: mypy compares what it knows of a file with the file itself.
 TYPES = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/dataflow-rl/mypy
 # A thread that waits for others sleeps: there are more processes than cores.
-TEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n $(PROCESSES) --dist loadfile
+TEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # What a processor without AVX-512 computes, and one without a C compiler: the tests of the rooms that compute.
 NARROW = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2

@@ -8,7 +8,7 @@ from dataflow.group_bytes import group_faults
 from dataflow.node import Generate, Learn, Operator, Source, Weights
 from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES, arrow_type
 from dataflow.stream import Stream
-from dataflow.structure import Structure, generators_of, group_size, lanes_of, prompts_of, sinks_of
+from dataflow.structure import Structure, generators_of, group_size, prompts_of, sinks_of, sources_of
 
 
 def check(graph: Structure) -> None:
@@ -34,11 +34,11 @@ def empty(graph: Structure) -> Iterator[str]:
 
 def unread_streams(graph: Structure) -> Iterator[str]:
     """Rows that go nowhere would fill their queue and stop the run."""
-    read = {(s.node, s.lane) for call in graph.calls for s in call.inputs}
+    read = {(s.node, s.source) for call in graph.calls for s in call.inputs}
     for call in graph.calls:
-        if call.operator.kind != "sink" and (call.output.node, call.output.lane) not in read:
+        if call.operator.kind != "sink" and (call.output.node, call.output.source) not in read:
             yield (
-                f"nobody reads the stream of '{call.output.node}' (rows of '{call.output.lane}' with columns "
+                f"nobody reads the stream of '{call.output.node}' (rows of '{call.output.source}' with columns "
                 f"{list(call.output.columns)}); apply a trainer, Evaluate or another operator to it, or drop it"
             )
 
@@ -87,26 +87,26 @@ def unknown_feedback(graph: Structure) -> Iterator[str]:
                 )
 
 
-def mixed_lanes(graph: Structure) -> Iterator[str]:
+def mixed_sources(graph: Structure) -> Iterator[str]:
     """A trainer takes groups in the order of one source."""
     for name, operator in graph.operators.items():
-        lanes = lanes_of(graph, name)
-        if operator.trains and len(lanes) > 1:
+        sources = sources_of(graph, name)
+        if operator.trains and len(sources) > 1:
             yield (
-                f"'{name}' would train on rows of {len(lanes)} sources, {lanes}, which have no common order; "
+                f"'{name}' would train on rows of {len(sources)} sources, {sources}, which have no common order; "
                 f"mix them in one Prompts(...), or train on one of them"
             )
 
 
 def evaluated_and_trained(graph: Structure) -> Iterator[str]:
     """Held-out prompts must stay held out."""
-    for lane in graph.operators:
-        sinks = sinks_of(graph, lane)
+    for source in graph.operators:
+        sinks = sinks_of(graph, source)
         trainers = [s.name for s in sinks if s.trains]
         others = [s.name for s in sinks if s.traits.every_steps]
         if trainers and others:
             yield (
-                f"rows of '{lane}' are trained by '{trainers[0]}' and evaluated by '{others[0]}'; "
+                f"rows of '{source}' are trained by '{trainers[0]}' and evaluated by '{others[0]}'; "
                 f'evaluate prompts of their own: g.source(Prompts(..., name="held_out"))'
             )
 
@@ -116,7 +116,7 @@ def filtered_evaluation(graph: Structure) -> Iterator[str]:
     for call in graph.calls:
         if call.operator.traits.every_steps and DROP_REASON in call.inputs[0].columns:
             yield (
-                f"'{call.operator.name}' evaluates rows of '{call.output.lane}' behind a filter, and what is not "
+                f"'{call.operator.name}' evaluates rows of '{call.output.source}' behind a filter, and what is not "
                 f"scored there would count as an error; apply the @keep filters to the rows that are trained alone"
             )
 
@@ -126,12 +126,12 @@ def lonely_groups(graph: Structure) -> Iterator[str]:
     for call in graph.calls:
         if not call.operator.traits.compares_siblings:
             continue
-        lane = call.output.lane
-        size = group_size(graph, lane)
+        source = call.output.source
+        size = group_size(graph, source)
         if size == 1:
             yield (
-                f"'{call.operator.name}' compares the rollouts of a group, but the groups of '{lane}' have 1 rollout; "
-                f"raise group_size to 2 or more, or use a rule per row"
+                f"'{call.operator.name}' compares the rollouts of a group, but the groups of '{source}' have 1 "
+                "rollout; raise group_size to 2 or more, or use a rule per row"
             )
 
 
@@ -204,12 +204,12 @@ def too_few_prompts(graph: Structure) -> Iterator[str]:
     for name, operator in graph.operators.items():
         if not isinstance(operator, Learn):
             continue
-        for lane in lanes_of(graph, name):
-            prompts = prompts_of(graph, lane)
+        for source in sources_of(graph, name):
+            prompts = prompts_of(graph, source)
             if prompts is not None and prompts < operator.step_prompts:
-                epochs = graph.operators[lane].traits.epochs or 1
+                epochs = graph.operators[source].traits.epochs or 1
                 yield (
-                    f"'{lane}' ends after {prompts} prompts ({prompts // epochs} rows, {epochs} epochs) but one step "
+                    f"'{source}' ends after {prompts} prompts ({prompts // epochs} rows, {epochs} epochs) but one step "
                     f"of '{name}' needs {operator.step_prompts}; give more prompts or epochs, or lower prompts_per_step"
                 )
 
@@ -217,19 +217,21 @@ def too_few_prompts(graph: Structure) -> Iterator[str]:
 def too_large_groups(graph: Structure, replicas: Mapping[str, int] | None = None) -> Iterator[str]:
     """A group whose rollouts may all be as long as they are allowed to fits on every edge, one of each replica."""
     for call in graph.calls:
-        generator, lane, traits = call.operator, call.output.lane, call.operator.traits
+        generator, source, traits = call.operator, call.output.source, call.operator.traits
         if not isinstance(generator, Generate) or traits.max_tokens is None:
             continue
-        widest = {name: kind for c in graph.calls if c.output.lane == lane for name, kind in c.output.columns.items()}
+        widest = {
+            name: kind for c in graph.calls if c.output.source == source for name, kind in c.output.columns.items()
+        }
         yield from group_faults(
-            generator.name, widest, rollouts=group_size(graph, lane) or 1,
+            generator.name, widest, rollouts=group_size(graph, source) or 1,
             tokens=min(traits.max_tokens, traits.context_tokens or traits.max_tokens),
             ids_left=max(1, traits.top_k), senders=(replicas or {}).get(generator.name, 1),
         )  # fmt: skip
 
 
 _REASONS = (
-    empty, unread_streams, two_trainers, frozen_trainer, missing_feedback, unknown_feedback, mixed_lanes,
+    empty, unread_streams, two_trainers, frozen_trainer, missing_feedback, unknown_feedback, mixed_sources,
     evaluated_and_trained, filtered_evaluation, lonely_groups, too_little_in_flight, untrained_reader,
     unlike_temperatures, unlike_layouts, too_few_prompts, too_large_groups,
 )  # fmt: skip

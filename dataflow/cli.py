@@ -127,7 +127,7 @@ def replay(
     out: Path | None = None,
     rollout: int | None = None,
     group: int | None = None,
-    lane: str | None = None,
+    source: str | None = None,
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     trust: Trust = False,
 ) -> int:
@@ -146,13 +146,13 @@ def replay(
         out: folder for a checkpoint of the result.
         rollout: print the rollout with this id.
         group: that is in this group.
-        lane: that comes from this source.
+        source: that comes from this source.
         json: print JSON.
         trust: run the program that the folder names without a question, though another user owns the folder.
     """
     folder = RunFolder.open(run)
     if rollout is not None:
-        found = find_rollout(folder, rollout, lane=lane, group_id=group)
+        found = find_rollout(folder, rollout, source=source, group_id=group)
         if json:
             print(plain_rollout(found))
         else:

@@ -79,22 +79,22 @@ def _upstream(stream: Stream[Any]) -> tuple[Graph, _Collect]:
     """A graph of what lies upstream of the stream, with a sink at its end."""
     whole = stream.graph
     assert isinstance(whole, Graph)
-    needed = {(stream.node, stream.lane)}
+    needed = {(stream.node, stream.source)}
     for call in reversed(whole.calls):
-        if (call.output.node, call.output.lane) in needed:
-            needed |= {(s.node, s.lane) for s in call.inputs}
+        if (call.output.node, call.output.source) in needed:
+            needed |= {(s.node, s.source) for s in call.inputs}
     graph, sink = Graph(whole.name), _Collect(name="collect")
     made: dict[tuple[str, str], Stream[Any]] = {}
     for call in whole.calls:
-        key = (call.output.node, call.output.lane)
+        key = (call.output.node, call.output.source)
         if key not in needed:
             continue
-        inputs = tuple(made[s.node, s.lane] for s in call.inputs)
+        inputs = tuple(made[s.node, s.source] for s in call.inputs)
         if isinstance(call.operator, Source):
             made[key] = graph.source(call.operator)
         elif isinstance(call.operator, Join):
             made[key] = graph.merge(inputs)
         else:
             made[key] = graph.apply(call.operator, inputs[0])
-    sink(made[stream.node, stream.lane])
+    sink(made[stream.node, stream.source])
     return graph, sink

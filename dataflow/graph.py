@@ -42,7 +42,7 @@ class Graph(Structure):
         super().__init__(name)
 
     def source(self, source: Source) -> Stream[Prompt]:
-        """The stream of a source's prompts; its name becomes the lane of everything made from them."""
+        """The stream of a source's prompts; everything made from them carries its name."""
         if not isinstance(source, Source):
             raise GraphError(
                 f"g.source takes a source, but got {_describe(source)}; give it Prompts(...) or another Source"
@@ -65,7 +65,7 @@ class Graph(Structure):
         if isinstance(operator, Source):
             raise GraphError(f"'{operator.name}' is a source and takes no stream; use g.source({operator.name})")
         self._add(operator)
-        key = (operator.name, stream.lane)
+        key = (operator.name, stream.source)
         if key in self._inputs and self._inputs[key] != (stream,):
             if operator.name in self._upstream(stream):
                 raise GraphError(
@@ -74,12 +74,12 @@ class Graph(Structure):
                 )
             other = self._inputs[key][0]
             raise GraphError(
-                f"'{operator.name}' is applied twice to rows of '{stream.lane}', "
+                f"'{operator.name}' is applied twice to rows of '{stream.source}', "
                 f"to the outputs of '{other.node}' and of '{stream.node}'; "
                 f'give one of them another name, as in {operator.name}.renamed("{operator.name}_2")'
             )
         if key in self._inputs:
-            return next(c.output for c in self.calls if (c.operator.name, c.output.lane) == key)
+            return next(c.output for c in self.calls if (c.operator.name, c.output.source) == key)
         self._check_columns(operator, stream)
         for column in operator.provides({}):
             if column in stream.columns and column not in (ERROR, DROP_REASON):
@@ -88,7 +88,7 @@ class Graph(Structure):
                     f"rename the operator, or drop the column from the source"
                 )
         columns = operator.provides(stream.columns)
-        return self._record(operator, (stream,), Stream(self, operator.name, stream.lane, columns))
+        return self._record(operator, (stream,), Stream(self, operator.name, stream.source, columns))
 
     def merge(self, streams: tuple[Stream[Any], ...]) -> Stream[Rollout]:
         """What `join(a, b, ...)` does."""
@@ -103,7 +103,7 @@ class Graph(Structure):
         names = (f"join{'' if n == 1 else n}" for n in itertools.count(1))
         operator = Join(name=next(name for name in names if name not in self.operators))
         self._add(operator)
-        return self._record(operator, streams, Stream(self, operator.name, streams[0].lane, columns))
+        return self._record(operator, streams, Stream(self, operator.name, streams[0].source, columns))
 
     def feedback(
         self, weights: Weights, reader: Operator, *, max_staleness: int | None = None, every: int | None = None
@@ -160,14 +160,14 @@ class Graph(Structure):
         made: dict[tuple[str, str], Stream[Any]] = {}
         for call in self.calls:
             current = new if call.operator.name == name else call.operator
-            inputs = tuple(made[s.node, s.lane] for s in call.inputs)
+            inputs = tuple(made[s.node, s.source] for s in call.inputs)
             if isinstance(current, Source):
                 output: Stream[Any] = graph.source(current)
             elif isinstance(current, Join):
                 output = graph.merge(inputs)
             else:
                 output = graph.apply(current, inputs[0])
-            made[call.output.node, call.output.lane] = output
+            made[call.output.node, call.output.source] = output
         for feedback in self.feedbacks:
             trainer: Any = new if feedback.weights.trainer is old else feedback.weights.trainer
             reader = new if feedback.reader is old else feedback.reader
@@ -199,7 +199,7 @@ class Graph(Structure):
             current = todo.pop()
             if current.node not in seen:
                 seen.add(current.node)
-                todo += self._inputs.get((current.node, current.lane), ())
+                todo += self._inputs.get((current.node, current.source), ())
         return seen
 
     def _add(self, operator: Operator) -> None:
@@ -223,7 +223,7 @@ class Graph(Structure):
 
     def _record(self, operator: Operator, inputs: tuple[Stream[Any], ...], output: Stream[Any]) -> Stream[Any]:
         self.calls.append(Call(operator, inputs, output))
-        self._inputs[operator.name, output.lane] = inputs
+        self._inputs[operator.name, output.source] = inputs
         return output
 
     def _check_columns(self, operator: Operator, stream: Stream[Any]) -> None:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows on their way: whole groups of one lane, the rows of a group side by side."""
+    """Rows on their way: whole groups of one source, the rows of a group side by side."""
 
-    lane: str
+    source: str
     """Name of the source these rows come from."""
     records: pa.RecordBatch
     origin: str = ""
@@ -89,7 +89,7 @@ class Runtime:
         """File descriptors and ZeroMQ sockets on which something may arrive that lets `work` go on."""
         return ()
 
-    def forget(self, lane: str, group: int) -> None:
+    def forget(self, source: str, group: int) -> None:
         """A group that went through it has an outcome: what it keeps of it beside the rows is needed no more."""
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -141,15 +141,15 @@ class Context:
     prompt_steps: int | None = None
     """For a trainer: steps that its prompts are enough for, if none is dropped; None: no end is known."""
     columns: Mapping[str, Columns] = field(default_factory=dict)
-    """Columns of the rows that arrive, by lane."""
+    """Columns of the rows that arrive, by source."""
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Nodes that rows arrive from, by lane."""
+    """Nodes that rows arrive from, by source."""
     scores: Mapping[str, str] = field(default_factory=dict)
     """Columns of theirs that scorers of single rollouts write, and where each of these is defined."""
     forwards: tuple[str, ...] = ()
     """Columns of theirs that forward operators write, each beside the version that made it."""
     bounds: Mapping[str, Bound] = field(default_factory=dict)
-    """Lanes that lead to a trainer with a feedback edge, and how far they may run ahead."""
+    """Sources that lead to a trainer with a feedback edge, and how far they may run ahead."""
     feedback: Bound | None = None
     """Of the feedback edge that ends here: how far its weights may be behind, what their trainer consumes."""
     on_demand: bool = False

@@ -28,7 +28,7 @@ NO_TOKEN = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """How far a lane's generation may run ahead of its trainer."""
+    """How far a source's generation may run ahead of its trainer."""
 
     max_staleness: int
     """Versions."""

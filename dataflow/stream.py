@@ -32,7 +32,7 @@ class Builder(Protocol):
 
 @dataclass(frozen=True)
 class Stream(Generic[R_co]):
-    """Rows that leave `node`, all from the source `lane`.
+    """Rows that leave `node`, all from the source `source`.
 
     >>> from dataflow import Graph
     >>> from dataflow.testing import FakePrompts
@@ -43,11 +43,11 @@ class Stream(Generic[R_co]):
 
     graph: Builder
     node: str
-    lane: str
+    source: str
     columns: Columns
 
     def __repr__(self) -> str:
-        return f"Stream('{self.node}' of '{self.lane}': {list(self.columns)})"
+        return f"Stream('{self.node}' of '{self.source}': {list(self.columns)})"
 
 
 def join(first: Stream[Any], *others: Stream[Any]) -> Stream[Rollout]:
@@ -75,9 +75,9 @@ def join(first: Stream[Any], *others: Stream[Any]) -> Stream[Rollout]:
                 f"join got streams of two graphs, '{first.graph.name}' and '{other.graph.name}'; "
                 f"build all of them with one Graph"
             )
-        if other.lane != first.lane:
+        if other.source != first.source:
             raise GraphError(
-                f"join got rows of two sources, '{first.lane}' and '{other.lane}', which never meet; "
+                f"join got rows of two sources, '{first.source}' and '{other.source}', which never meet; "
                 f"join branches of one stream"
             )
     for stream in streams:

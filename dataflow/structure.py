@@ -58,7 +58,7 @@ class Structure:
         for call in self.calls:
             for stream in call.inputs:
                 graph.add_edge(
-                    stream.node, call.operator.name, key=stream.lane, plane="data", lane=stream.lane,
+                    stream.node, call.operator.name, key=stream.source, plane="data", source=stream.source,
                     columns=stream.columns, added=self._added(stream),
                 )  # fmt: skip
         for feedback in self.feedbacks:
@@ -71,26 +71,26 @@ class Structure:
 
     def _added(self, stream: Stream[Any]) -> tuple[str, ...]:
         before: set[str] = set()
-        for source in self._inputs.get((stream.node, stream.lane), ()):
-            before |= set(source.columns)
+        for each in self._inputs.get((stream.node, stream.source), ()):
+            before |= set(each.columns)
         return tuple(name for name in stream.columns if name not in before)
 
 
-def lanes_of(graph: Structure, node: str) -> list[str]:
+def sources_of(graph: Structure, node: str) -> list[str]:
     """The sources whose rows reach a node."""
-    return [call.output.lane for call in graph.calls if call.operator.name == node]
+    return [call.output.source for call in graph.calls if call.operator.name == node]
 
 
-def prompts_of(graph: Structure, lane: str) -> int | None:
+def prompts_of(graph: Structure, source: str) -> int | None:
     """Prompts that a source issues before it ends, where that can be told."""
-    source = graph.operators[lane]
-    rows, epochs = (source.count() if isinstance(source, Source) else None), source.traits.epochs
+    operator = graph.operators[source]
+    rows, epochs = (operator.count() if isinstance(operator, Source) else None), operator.traits.epochs
     return None if rows is None or epochs is None else rows * epochs
 
 
-def sinks_of(graph: Structure, lane: str) -> list[Operator]:
+def sinks_of(graph: Structure, source: str) -> list[Operator]:
     """The sinks in which rows of a source end."""
-    return [c.operator for c in graph.calls if c.output.lane == lane and c.operator.kind == "sink"]
+    return [c.operator for c in graph.calls if c.output.source == source and c.operator.kind == "sink"]
 
 
 def readers_of(graph: Structure, trainer: str, refresh: Refresh | None = None) -> list[Operator]:
@@ -119,9 +119,11 @@ def line_of(graph: Structure, trainer: str, refresh: Refresh | None) -> str:
 
 def generators_of(graph: Structure, node: str) -> list[Generate]:
     """The generators upstream of a node."""
-    lanes = set(lanes_of(graph, node))
+    sources = set(sources_of(graph, node))
     found = {
-        c.operator.name: c.operator for c in graph.calls if c.output.lane in lanes and isinstance(c.operator, Generate)
+        c.operator.name: c.operator
+        for c in graph.calls
+        if c.output.source in sources and isinstance(c.operator, Generate)
     }
     reach = (
         nx.ancestors(nx.DiGraph((u, v) for u, v, d in graph.nx.edges(data=True) if d["plane"] == "data"), node)
@@ -131,10 +133,10 @@ def generators_of(graph: Structure, node: str) -> list[Generate]:
     return [operator for name, operator in found.items() if name in reach]
 
 
-def group_size(graph: Structure, lane: str) -> int | None:
-    """Rollouts in a group of a lane: the source's own wish, else its generator's; None without a generator."""
-    asked = graph.operators[lane].traits.group_size
+def group_size(graph: Structure, source: str) -> int | None:
+    """Rollouts in a group of a source: its own wish, else its generator's; None without a generator."""
+    asked = graph.operators[source].traits.group_size
     for call in graph.calls:
-        if call.output.lane == lane and isinstance(call.operator, Generate):
+        if call.output.source == source and isinstance(call.operator, Generate):
             return int(asked or call.operator.rollouts_per_prompt)
     return None

@@ -145,10 +145,10 @@ class _Echo(_Sleeps):
             "error": pa.nulls(count, pa.string()),
             **{n: pa.ListArray.from_arrays(pa.array(one), pa.array(v)) for n, v in ragged.items()},
         }  # fmt: skip
-        columns = {**self._context.columns[batch.lane], **ROLLOUT_COLUMNS}
+        columns = {**self._context.columns[batch.source], **ROLLOUT_COLUMNS}
         arrays = [made[n] if n in made else rows.column(n) for n in columns]
         batch.ack()
-        return [Batch(batch.lane, pa.RecordBatch.from_arrays(arrays, schema=schema(columns)))]
+        return [Batch(batch.source, pa.RecordBatch.from_arrays(arrays, schema=schema(columns)))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,14 +190,14 @@ class _Count(_Sleeps):
         """Deliveries by their last group, until that is trained."""
         self._step = 0 if context.ledger is None else context.ledger.last_step(context.node)
         self._cursor = self._step * operator.prompts_per_step
-        self._lane = ""
+        self._source = ""
         self._done = False
 
     def room(self) -> int:
         return 1 << 20
 
     def push(self, batch: Batch) -> None:
-        self._lane = batch.lane
+        self._source = batch.source
         ids = batch.records.column(GROUP_ID).to_numpy()
         for group in np.unique(ids[ids >= self._cursor]):
             self._groups[int(group)] = batch.records.filter(pa.array(ids == group))
@@ -214,7 +214,7 @@ class _Count(_Sleeps):
         if context.folder is not None and context.ledger is not None:
             context.folder.write_rollouts(self._step, rows, node=context.own_folder)
             context.ledger.commit_step(
-                node=context.node, step=self._step, version=self._step, source=self._lane, trained=list(wanted),
+                node=context.node, step=self._step, version=self._step, source=self._source, trained=list(wanted),
                 dropped={}, metrics={}, checkpoint=None,
             )  # fmt: skip
             line = {"step": self._step, "node": context.node, "version": self._step, "dropped": {}}

@@ -1,10 +1,10 @@
-"""Which trainers a graph has, which of them feeds the generator of a lane, and which lines of metrics are whose."""
+"""Which trainers a graph has, which of them feeds the generator of a source, and which lines of metrics are whose."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dataflow.node import Generate, Learn
-from dataflow.structure import Feedback, Structure, lanes_of
+from dataflow.structure import Feedback, Structure, sources_of
 
 
 def trainers(graph: Structure) -> list[str]:
@@ -13,15 +13,17 @@ def trainers(graph: Structure) -> list[str]:
 
 
 def feeding(graph: Structure) -> dict[str, Feedback]:
-    """By lane, the feedback from a trainer of its rows to the generator of its rows.
+    """By source, the feedback from a trainer of its rows to the generator of its rows.
 
     There is one at most, as a model has one trainer. A critic, whose weights go to another operator, feeds none.
     """
     found: dict[str, Feedback] = {}
     for feedback in graph.feedbacks:
         if isinstance(feedback.weights.trainer, Learn) and isinstance(feedback.reader, Generate):
-            generated = set(lanes_of(graph, feedback.reader.name))
-            found |= {lane: feedback for lane in lanes_of(graph, feedback.weights.trainer.name) if lane in generated}
+            generated = set(sources_of(graph, feedback.reader.name))
+            found |= {
+                source: feedback for source in sources_of(graph, feedback.weights.trainer.name) if source in generated
+            }
     return found
 
 

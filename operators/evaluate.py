@@ -100,12 +100,12 @@ class EvaluateRuntime(Runtime):
         if recorded is not None:
             self._add_metrics(recorded)
         self._kept: dict[str, Finished] = {}
-        """By lane: what has come of rounds that are open."""
+        """By source: what has come of rounds that are open."""
         if context.folder is not None and context.ledger is not None:
             files = context.folder.finished(context.node)
-            for lane in context.columns:
-                self._kept[lane] = Finished(files, lane, replica=context.rank, attempt=context.attempt)
-                self._find(lane, [group.group_id for group in context.ledger.in_flight(lane, context.node)])
+            for source in context.columns:
+                self._kept[source] = Finished(files, source, replica=context.rank, attempt=context.attempt)
+                self._find(source, [group.group_id for group in context.ledger.in_flight(source, context.node)])
 
     def room(self) -> int:
         """As much as comes: a round is held whole."""
@@ -115,10 +115,10 @@ class EvaluateRuntime(Runtime):
         """Sort the groups of a batch into their rounds, write down those that are new, acknowledge it."""
         rows = batch.records
         slices = group_slices(rows)
-        new = [group for group, first, count in slices if self._sort(batch.lane, group, rows.slice(first, count))]
-        if new and batch.lane in self._kept:
+        new = [group for group, first, count in slices if self._sort(batch.source, group, rows.slice(first, count))]
+        if new and batch.source in self._kept:
             is_new = pc.is_in(rows.column(GROUP_ID), pa.array(new, pa.int64()))
-            self._kept[batch.lane].append(rows.filter(is_new))
+            self._kept[batch.source].append(rows.filter(is_new))
         batch.ack()
 
     def work(self) -> list[Batch] | None:
@@ -159,52 +159,52 @@ class EvaluateRuntime(Runtime):
         except RunFolderError as error:
             context.log.warning("a round has no line of metrics", node=context.node, step=step, error=str(error))
 
-    def _find(self, lane: str, waiting: Sequence[int]) -> None:
+    def _find(self, source: str, waiting: Sequence[int]) -> None:
         """What earlier attempts wrote down of these groups, which have no outcome."""
-        self._kept[lane].load(waiting)
+        self._kept[source].load(waiting)
         for group in waiting:
-            rows = self._kept[lane].find(group)
+            rows = self._kept[source].find(group)
             if rows is not None:
-                self._sort(lane, group, rows)
+                self._sort(source, group, rows)
 
-    def _sort(self, lane: str, group: int, rows: pa.RecordBatch) -> bool:
+    def _sort(self, source: str, group: int, rows: pa.RecordBatch) -> bool:
         """Put a group into its round; False where it is there already, or its round is closed."""
         size, step = rows.column(ROUND_SIZE)[0].as_py(), rows.column(MIN_VERSION)[0].as_py()
         if not size:
             raise OperatorError(
-                f"'{self._context.node}' evaluates rounds, but group {group} of '{lane}' is "
+                f"'{self._context.node}' evaluates rounds, but group {group} of '{source}' is "
                 f"in none (round_size {size}); give it prompts of their own, in a source of another name"
             )
         if step <= self._recorded or step in self._closed:
             return False
-        found = self._rounds.setdefault(step, {}).setdefault(lane, _Round(size, {}))
+        found = self._rounds.setdefault(step, {}).setdefault(source, _Round(size, {}))
         return found.groups.setdefault(group, rows) is rows
 
     def _is_complete(self, step: int) -> bool:
-        lanes = self._rounds[step]
-        return all(lane in lanes and lanes[lane].is_complete for lane in self._context.columns or lanes)
+        sources = self._rounds[step]
+        return all(source in sources and sources[source].is_complete for source in self._context.columns or sources)
 
     def _held(self, step: int) -> int:
         return sum(len(found.groups) for found in self._rounds[step].values())
 
-    def _close(self, step: int, lanes: dict[str, _Round]) -> None:
+    def _close(self, step: int, sources: dict[str, _Round]) -> None:
         context = self._context
         table = pa.Table.from_batches(
-            [lanes[lane].groups[group] for lane in sorted(lanes) for group in sorted(lanes[lane].groups)]
+            [sources[source].groups[group] for source in sorted(sources) for group in sorted(sources[source].groups)]
         )
         metrics = self._metrics(step, table)
         if context.folder is not None:
             context.folder.write_evaluation(step, table)
         if context.ledger is not None:
-            groups = {lane: sorted(found.groups) for lane, found in lanes.items()}
+            groups = {source: sorted(found.groups) for source, found in sources.items()}
             context.ledger.commit_round(context.node, step, groups)
         if context.folder is not None:
             context.folder.append_metrics(metrics)
         if context.keep_steps is not None and context.folder is not None and context.ledger is not None:
             upto = step - max(1, context.keep_steps)
             retention.remove(context.folder, context.ledger, context.node, upto, kind="eval", log=context.log)
-        for lane, kept in self._kept.items():
-            for group in lanes[lane].groups:
+        for source, kept in self._kept.items():
+            for group in sources[source].groups:
                 kept.forget(group)
             kept.close()
         if metrics["eval_errors"]:

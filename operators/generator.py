@@ -28,9 +28,11 @@ class Generator(GeneratorKnobs):
     def preload(self) -> None:
         """Import torch, the model's code and the runtime."""
         import operators.engine.make
-        import operators.generation.runtime  # noqa: F401
+        import operators.generation.runtime
         from operators.models.loading import preload
 
+        if self.tensor_parallel > 1:
+            import operators.engine.parallel.launch  # noqa: F401
         preload(self.model)
 
     def build(self, context: Context) -> Runtime:

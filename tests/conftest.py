@@ -1,7 +1,9 @@
 """Fixtures of the tests of whole runs."""
 
 import gc
+import itertools
 import os
+import signal
 import sqlite3
 import sys
 import tempfile
@@ -24,6 +26,9 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
 
 __all__ = ["forked", "fresh"]
 
+LONG = ("drawn", "runs", "parallel")
+"""Folders of whole runs, the longest first."""
+
 
 def pytest_collection_finish() -> None:
     """Before any test computes; what is forked from then on collects its garbage."""
@@ -44,7 +49,10 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without the slow tests a law gets a quarter of its examples (`rigs/examples.py`)."""
+    """Without the slow tests a law gets a quarter of its examples (`rigs/examples.py`); Control-C is heard by programs
+    of tests also where a shell has put the tests themselves into the background."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # A machine that has much else to do fails no test for that.
     anywhere = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("every", anywhere, max_examples=100)
@@ -63,8 +71,21 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of whole runs begin first: they take longest, and wait while others compute."""
-    items.sort(key=lambda item: item.path.parent.name not in ("runs", "parallel", "drawn"))
+    """Files of whole runs, which take longest and wait for half of it, stand evenly among those that compute.
+
+    Processes of pytest-xdist take one file after the other (--dist loadfile --no-loadscope-reorder): so no core idles
+    while all wait, and none has a long file left when all others are done.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    long = [of for path, of in files.items() if path.parent.name in LONG]
+    long.sort(key=lambda of: LONG.index(of[0].path.parent.name))
+    short = [of for path, of in files.items() if path.parent.name not in LONG]
+    short.sort(key=lambda of: -len(of))
+    each = max(1, -(-len(short) // max(1, len(long))))
+    turns = itertools.zip_longest(long, (short[at : at + each] for at in range(0, len(short), each)), fillvalue=[])
+    items[:] = [item for first, others in turns for of in (first, *others) for item in of]
 
 
 @pytest.fixture(autouse=True)

@@ -93,12 +93,12 @@ def rows_of_faults(
     return [row for _, row in events]
 
 
-def repeated(drawn: Iterable[Mapping[str, Any]], what: str, lane: str) -> list[tuple[float, int]]:
+def repeated(drawn: Iterable[Mapping[str, Any]], what: str, source: str) -> list[tuple[float, int]]:
     """Each time that a group was begun, or finished, which had been before: (seconds since 1970, group)."""
     known: set[int] = set()
     found = []
     for line in drawn:
-        if line["what"] == what and line["lane"] == lane:
+        if line["what"] == what and line["source"] == source:
             found += [(float(line["at"]), group) for group in line["groups"] if group in known]
             known.update(line["groups"])
     return found
@@ -106,7 +106,7 @@ def repeated(drawn: Iterable[Mapping[str, Any]], what: str, lane: str) -> list[t
 
 @dataclass(frozen=True)
 class Ended:
-    """What the ledger says became of the groups of the training lane."""
+    """What the ledger says became of the groups of the training source."""
 
     step_times: Sequence[float]
     """When each step was committed, seconds since 1970."""
@@ -158,9 +158,9 @@ def accuracies(metrics: Iterable[Mapping[str, Any]]) -> dict[int, float]:
 
 
 def at_stake(kill: float, drawn: Sequence[Mapping[str, Any]], ended: Mapping[int, tuple[str, float]]) -> set[int]:
-    """Groups of the training lane that were finished before a moment and had no outcome at it."""
+    """Groups of the training source that were finished before a moment and had no outcome at it."""
     finished = {
-        group for line in drawn if line["what"] == "finished" and line["lane"] == LANE and line["at"] <= kill
+        group for line in drawn if line["what"] == "finished" and line["source"] == LANE and line["at"] <= kill
         for group in line["groups"]
     }  # fmt: skip
     return {group for group in finished if group not in ended or ended[group][1] > kill}

@@ -193,8 +193,8 @@ def _edges(edges: Sequence[EdgeSnapshot], screen: Screen) -> list[Line]:
     cell = (screen.width - 4 * (per_line - 1)) // per_line
     depths = [_depth(edge, glyphs) for edge in edges]
     depth_width = max(cell_len(text) for text in depths)
-    beside = Counter((edge.source, edge.target) for edge in edges)
-    names = [_edge_name(edge, beside[edge.source, edge.target] > 1, glyphs) for edge in edges]
+    beside = Counter((edge.producer, edge.consumer) for edge in edges)
+    names = [_edge_name(edge, beside[edge.producer, edge.consumer] > 1, glyphs) for edge in edges]
     room = cell - depth_width - 2
     name_width = min(max(cell_len(name) for name in names), max(room - 6, 6))
     bar = min(max(room - name_width - 1, 0), 20)
@@ -216,8 +216,8 @@ def _edges(edges: Sequence[EdgeSnapshot], screen: Screen) -> list[Line]:
 
 
 def _edge_name(edge: EdgeSnapshot, is_parallel: bool, glyphs: Glyphs) -> str:
-    lane = f" ({clean(edge.lane)})" if edge.lane and is_parallel else ""
-    return f"{clean(edge.source)} {glyphs.arrow} {clean(edge.target)}{lane}"
+    source = f" ({clean(edge.source)})" if edge.source and is_parallel else ""
+    return f"{clean(edge.producer)} {glyphs.arrow} {clean(edge.consumer)}{source}"
 
 
 def _depth(edge: EdgeSnapshot, glyphs: Glyphs) -> str:

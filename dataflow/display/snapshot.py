@@ -31,9 +31,9 @@ class NodeSnapshot:
 class EdgeSnapshot:
     """One data edge."""
 
-    source: str
-    target: str
-    lane: str = ""
+    producer: str
+    consumer: str
+    source: str = ""
     """Told where two edges join the same nodes."""
     depth: float | None = None
     """Rows on their way."""

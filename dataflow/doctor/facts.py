@@ -68,7 +68,7 @@ class Edge:
 
     producer: str
     consumer: str
-    lane: str = ""
+    source: str = ""
     depth: int | None = None
     """Rows that arrived and are not acknowledged; None: not known."""
     capacity: int | None = None
@@ -94,7 +94,7 @@ class Awaited:
     """The group that a trainer needs next, and where the ledger says it is."""
 
     group_id: int
-    lane: str
+    source: str
     state: str
     """issued | generating | generated | scored."""
     node: str = ""

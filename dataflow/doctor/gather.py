@@ -100,9 +100,9 @@ def _edges(data: Iterable[Mapping[str, Any]], said: Mapping[str, Any]) -> tuple[
             depths[name] = max(depths.get(name, (0, capacity)), (depth, capacity))
     found = []
     for edge in data:
-        depth, capacity = depths.get(f"{edge['from']}>{edge['to']}:{edge['lane']}", (None, None))
+        depth, capacity = depths.get(f"{edge['from']}>{edge['to']}:{edge['source']}", (None, None))
         found.append(
-            Edge(producer=edge["from"], consumer=edge["to"], lane=edge["lane"], depth=depth, capacity=capacity)
+            Edge(producer=edge["from"], consumer=edge["to"], source=edge["source"], depth=depth, capacity=capacity)
         )
     return tuple(found)
 
@@ -111,19 +111,19 @@ def _awaited(
     folder: RunFolder, data: Iterable[Mapping[str, Any]], config: Mapping[str, Any], said: Mapping[str, Any]
 ) -> dict[str, Awaited]:
     """For each trainer the next group in order that has not come to it."""
-    lanes = {edge["to"]: edge["lane"] for edge in data if edge["to"] in config.get("max_staleness", {})}
+    sources = {edge["to"]: edge["source"] for edge in data if edge["to"] in config.get("max_staleness", {})}
     found: dict[str, Awaited] = {}
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
-        for trainer, lane in lanes.items():
-            waiting = {group.group_id: group.state for group in ledger.in_flight(lane, trainer)}
+        for trainer, source in sources.items():
+            waiting = {group.group_id: group.state for group in ledger.in_flight(source, trainer)}
             wanted = _next(trainer, said)
             if wanted is None or wanted not in waiting:
                 on_the_way = [number for number, state in waiting.items() if state != "scored"]
                 wanted = min(on_the_way or waiting, default=None)
             if wanted is not None:
-                node, worker = _holder(trainer, lane, wanted, said)
+                node, worker = _holder(trainer, source, wanted, said)
                 found[trainer] = Awaited(
-                    group_id=wanted, lane=lane, state=waiting[wanted], node=node, worker=worker
+                    group_id=wanted, source=source, state=waiting[wanted], node=node, worker=worker
                 )  # fmt: skip
     return found
 
@@ -137,14 +137,14 @@ def _next(trainer: str, said: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _holder(trainer: str, lane: str, group: int, said: Mapping[str, Any]) -> tuple[str, str]:
-    """The node and the worker whose oldest group of a lane this is, the last of them on its way."""
+def _holder(trainer: str, source: str, group: int, said: Mapping[str, Any]) -> tuple[str, str]:
+    """The node and the worker whose oldest group of a source this is, the last of them on its way."""
     holders = [
         (node, name)
         for name, worker in said.get("workers", {}).items()
         if worker["state"] == "ready"
         for node, report in worker["heartbeat"].get("nodes", {}).items()
-        if node != trainer and report.get("oldest", {}).get(lane) == group
+        if node != trainer and report.get("oldest", {}).get(source) == group
     ]
     return holders[-1] if holders else ("", "")
 

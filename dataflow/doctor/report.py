@@ -104,7 +104,7 @@ def _state(node: Node) -> str:
 def _edges(facts: Facts) -> list[str]:
     known = [edge for edge in facts.edges if edge.depth is not None]
     rows = [
-        [f"{e.producer} > {e.consumer}", e.lane, _number(e.depth), "of", _number(e.capacity), "full" * e.is_full]
+        [f"{e.producer} > {e.consumer}", e.source, _number(e.depth), "of", _number(e.capacity), "full" * e.is_full]
         for e in known
     ]
     return table(rows) if rows else []

@@ -43,7 +43,7 @@ def _starting(facts: Facts) -> str:
 
 def _most(facts: Facts, reached: Mapping[str, list[str]]) -> str:
     """What the sink waits for that the run is about now; else what most nodes wait for."""
-    held_out = {edge.consumer for edge in facts.edges if edge.lane in facts.on_demand}
+    held_out = {edge.consumer for edge in facts.edges if edge.source in facts.on_demand}
     sinks = {name for name in held_out if facts.nodes[name].kind == "sink"}
     goals = sinks if facts.evaluating else set(facts.leading)
     order = list(facts.nodes)

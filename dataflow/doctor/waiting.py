@@ -180,12 +180,12 @@ def _weights(facts: Facts, node: Node) -> list[Wait]:
 
 def _group(facts: Facts, node: Node, awaited: Awaited) -> Wait:
     """The trainer takes groups in order: it waits for whoever has the next one."""
-    path = _path(facts, node.name, awaited.lane)
+    path = _path(facts, node.name, awaited.source)
     idle = [name for name in path if _is_idle(facts.nodes[name])]
     if awaited.node:
         whom = awaited.node
     elif awaited.state in ("issued", "generating") or len(path) < 2:
-        whom = (path or [awaited.lane])[0]
+        whom = (path or [awaited.source])[0]
     else:
         whom = next((name for name in path[1:] if name not in idle), path[-1])
     at = f" and {awaited.worker} has" if awaited.worker else ""
@@ -197,23 +197,23 @@ def _is_idle(node: Node) -> bool:
     return node.state == "waiting" and not node.pending and not troubled(node)
 
 
-def _path(facts: Facts, sink: str, lane: str) -> list[str]:
-    """Operators between a lane's source and a sink, in the graph's order."""
+def _path(facts: Facts, sink: str, source: str) -> list[str]:
+    """Operators between a source and a sink, in the graph's order."""
     before = {sink}
     for name in reversed(list(facts.nodes)):
-        if any(e.producer == name and e.consumer in before and e.lane == lane for e in facts.edges):
+        if any(e.producer == name and e.consumer in before and e.source == source for e in facts.edges):
             before.add(name)
-    return [name for name in facts.nodes if name in before and name not in (sink, lane)]
+    return [name for name in facts.nodes if name in before and name not in (sink, source)]
 
 
 def _sources(facts: Facts, name: str) -> list[str]:
-    return [edge.lane for edge in facts.edges if edge.consumer == name]
+    return [edge.source for edge in facts.edges if edge.consumer == name]
 
 
 def _live_edges(facts: Facts, node: Node) -> list[Edge]:
-    """Edges on which rows should come now: of the lanes that the run waits for."""
+    """Edges on which rows should come now: of the sources that the run waits for."""
     ending = [edge for edge in facts.edges if edge.consumer == node.name]
-    wanted = [edge for edge in ending if (edge.lane in facts.on_demand) == facts.evaluating]
+    wanted = [edge for edge in ending if (edge.source in facts.on_demand) == facts.evaluating]
     if facts.phase == "first_evaluation":
         wanted = wanted or ending
     return [edge for edge in wanted if facts.nodes[edge.producer].state != "done"]

@@ -117,7 +117,7 @@ def read(graph: Any, frames: Sequence[Frame] | None = None, title: str | None = 
                 )
             )  # fmt: skip
         else:
-            columns, lane = data.get("columns") or {}, str(data.get("lane", key))
+            columns, lane = data.get("columns") or {}, str(data.get("source", key))
             added = tuple(data.get("added") or ())
             wires.append(Wire(tail=tail, head=head, lane=lane, columns=dict(columns), added=added))
     sources = [box.name for box in boxes if box.role == "source"]

@@ -2,7 +2,7 @@
 them again.
 
 A generator's process appends every group before it sends it on, and lets go of it when it has an outcome: files
-<node>/<replica>-<attempt>-<number>.<lane>.arrows (dataflow.folder.arrow_log).
+<node>/<replica>-<attempt>-<number>.<source>.arrows (dataflow.folder.arrow_log).
 """
 
 from collections.abc import Callable, Collection
@@ -16,7 +16,7 @@ from dataflow.records import GROUP_ID, group_slices
 
 
 class Finished:
-    """The finished groups of one lane of one generator.
+    """The finished groups of one source of one generator.
 
     consumes: rows by `append`; the news that groups have an outcome, by `forget`
     produces: the rows of a group that some process finished before, by `find`
@@ -25,14 +25,14 @@ class Finished:
     """
 
     def __init__(
-        self, folder: Path, lane: str, *, replica: int = 0, attempt: int = 0, file_bytes: int = FILE_BYTES,
+        self, folder: Path, source: str, *, replica: int = 0, attempt: int = 0, file_bytes: int = FILE_BYTES,
         waited_for: Callable[[], Collection[int]] | None = None,
     ) -> None:  # fmt: skip
         """folder: that of the node. No two processes of a run have the same replica and attempt.
 
         waited_for: asked when the first group is looked for, which is then the time of `load`: all nodes have started
         by then, and a trainer that had to has gone back."""
-        self._files = ArrowLog(folder, f"{lane}.arrows", replica=replica, attempt=attempt, file_bytes=file_bytes)
+        self._files = ArrowLog(folder, f"{source}.arrows", replica=replica, attempt=attempt, file_bytes=file_bytes)
         self._waited_for = waited_for
         self._found: dict[int, pa.RecordBatch] = {}
         """Rows of earlier processes by group, mapped into memory, not read into it."""

@@ -1,7 +1,7 @@
 """What unfinished rollouts have drawn, in Arrow files of the run folder: a crash costs a long rollout its last tokens.
 
 A generator's process appends what rollouts have grown by now and then, and lets go of a group when it has an outcome:
-files <node>/<replica>-<attempt>-<number>.<lane>.parts (dataflow.folder.arrow_log) beside the finished ones. The rows
+files <node>/<replica>-<attempt>-<number>.<source>.parts (dataflow.folder.arrow_log) beside the finished ones. The rows
 that one process wrote of a rollout are a line; lines are never joined with one another, as other weights may have
 drawn them.
 """
@@ -78,7 +78,7 @@ class PartialRow:
 
 
 class PartialRolloutFiles:
-    """The unfinished rollouts of one lane of one generator.
+    """The unfinished rollouts of one source of one generator.
 
     consumes: rows by `append`; the news that groups have an outcome, by `forget`
     produces: what is kept of a group's rollouts from earlier processes, by `find`
@@ -87,13 +87,13 @@ class PartialRolloutFiles:
     """
 
     def __init__(
-        self, folder: Path, lane: str, *, replica: int = 0, attempt: int = 0, file_bytes: int = FILE_BYTES,
+        self, folder: Path, source: str, *, replica: int = 0, attempt: int = 0, file_bytes: int = FILE_BYTES,
         waited_for: Callable[[], Collection[int]] | None = None,
     ) -> None:  # fmt: skip
         """folder: that of the node. No two processes that live at the same time have the same replica and attempt.
 
         waited_for: as `dataflow.folder.finished.Finished` has it."""
-        self._files = ArrowLog(folder, f"{lane}.parts", replica=replica, attempt=attempt, file_bytes=file_bytes)
+        self._files = ArrowLog(folder, f"{source}.parts", replica=replica, attempt=attempt, file_bytes=file_bytes)
         self._schema = SCHEMA.with_metadata({LINE: uuid.uuid4().hex})
         self._waited_for = waited_for
         self._found: dict[int, list[tuple[pa.RecordBatch, int]]] = defaultdict(list)

@@ -19,8 +19,8 @@ from dataflow.system.files import disk, write_atomically
 Keep = Callable[[pa.RecordBatch, pa.BooleanArray], pa.RecordBatch]
 
 
-def take_out_abandoned(finished: Path, lane: str, newest: int) -> int:
-    """Forget, of a lane, finished groups and stretches of unfinished rollouts with a token of a version above `newest`.
+def take_out_abandoned(finished: Path, source: str, newest: int) -> int:
+    """Forget, of a source, finished groups and parts of unfinished rollouts with a token of a version above `newest`.
 
     finished: the folder that holds those of all generators. Only files of parts of the run that have ended are looked
     at (`dataflow.history.resume` names them), and those without such a token stay as they are. A crash on the way
@@ -30,7 +30,7 @@ def take_out_abandoned(finished: Path, lane: str, newest: int) -> int:
     return sum(
         _rewrite(path, newest, keep)
         for ending, keep in kinds.items()
-        for path in sorted(finished.glob(f"*/*-part*.{lane}.{ending}"))
+        for path in sorted(finished.glob(f"*/*-part*.{source}.{ending}"))
     )
 
 

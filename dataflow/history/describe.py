@@ -12,7 +12,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
 from dataflow.node import Operator
 from dataflow.planning.plan import Plan
-from dataflow.structure import lanes_of
+from dataflow.structure import sources_of
 from dataflow.trainers import feeding, leading, trainers
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -43,7 +43,7 @@ def graph_facts(graph: Graph) -> dict[str, Any]:
         ],
         "edges": [
             {
-                "from": u, "to": v, "plane": data["plane"], "lane": data.get("lane"),
+                "from": u, "to": v, "plane": data["plane"], "source": data.get("source"),
                 "max_staleness": data.get("max_staleness"),
                 **({"refresh": dataclasses.asdict(data["refresh"])} if data.get("refresh") else {}),
                 "columns": {n: str(t) for n, t in data.get("columns", {}).items()},
@@ -70,7 +70,7 @@ def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
 
 def consumers(graph: Graph) -> dict[str, list[str]]:
     """By trainer and evaluation, the sources whose groups it consumes: whose outcomes the ledger knows."""
-    return {name: lanes_of(graph, name) for name, op in graph.operators.items() if op.trains or op.traits.every_steps}
+    return {name: sources_of(graph, name) for name, op in graph.operators.items() if op.trains or op.traits.every_steps}
 
 
 def _knobs(operator: Operator) -> dict[str, str]:

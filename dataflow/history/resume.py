@@ -200,7 +200,7 @@ def _number_trace(folder: RunFolder) -> None:
 
 
 def _number_finished(folder: RunFolder, part: int) -> None:
-    """Give files of finished rollouts, and of parts, names that no later process gives: 0-part1-0-0.lane.arrows."""
+    """Give files of finished rollouts, and of parts, names that no later process gives: 0-part1-0-0.source.arrows."""
     files = folder.path / "finished"
     for path in [*files.rglob("*.arrows"), *files.rglob("*.parts")]:
         replica, _, rest = path.name.partition("-")
@@ -209,14 +209,15 @@ def _number_finished(folder: RunFolder, part: int) -> None:
 
 
 def _ends(edge: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return edge["from"], edge["to"], edge["plane"], edge.get("lane") or ""
+    source = edge.get("source") or edge.get("lane")  # "lane" in folders made before the word was dropped
+    return edge["from"], edge["to"], edge["plane"], source or ""
 
 
 def _edge_changes(
     ends: tuple[str, str, str, str], was: Mapping[str, Any] | None, is_now: Mapping[str, Any] | None
 ) -> list[str]:
-    origin, end, plane, lane = ends
-    name = f"{origin} -> {end} ({plane}{f', {lane}' if lane else ''})"
+    origin, end, plane, source = ends
+    name = f"{origin} -> {end} ({plane}{f', {source}' if source else ''})"
     if was is None or is_now is None:
         return [f"{name} is {'new' if was is None else 'missing'}"]
     found = [f"column '{column}' of {name} {change}" for column, change in _changes(was["columns"], is_now["columns"])]

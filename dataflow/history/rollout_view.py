@@ -30,7 +30,7 @@ _COLOURS = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-i
 class Found:
     """A rollout, and where it stands."""
 
-    lane: str
+    source: str
     """Its source."""
     place: str
     """The file."""
@@ -39,33 +39,37 @@ class Found:
     """What each sink did with its group; none while it is in flight."""
 
 
-def find_rollout(folder: RunFolder, rollout_id: int, *, lane: str | None = None, group_id: int | None = None) -> Found:
-    """The rollout with this id. Errors: RunError where there is none, or one in each of several lanes."""
+def find_rollout(
+    folder: RunFolder, rollout_id: int, *, source: str | None = None, group_id: int | None = None
+) -> Found:
+    """The rollout with this id. Errors: RunError where there is none, or one in each of several sources."""
     with Ledger.open(folder.ledger, readonly=True) as ledger:
         found = [
             each for path, outcome, step in _files(folder)
             for each in _in_file(folder, ledger, path, outcome, step, rollout_id)
-            if lane in (None, each.lane) and group_id in (None, each.row[records.GROUP_ID])
+            if source in (None, each.source) and group_id in (None, each.row[records.GROUP_ID])
         ]  # fmt: skip
         lost = not_kept(ledger.facts())
-    by_lane = {each.lane: each for each in reversed(found)}
+    by_source = {each.source: each for each in reversed(found)}
     if not found:
-        which = "".join(f" of {what} {it!r}" for what, it in (("lane", lane), ("group", group_id)) if it is not None)
+        which = "".join(
+            f" of {what} {it!r}" for what, it in (("source", source), ("group", group_id)) if it is not None
+        )
         upto = "".join(f", or of a step of '{node}' up to {step}, which were not kept" for node, step in lost.items())
         raise RunError(
             f"'{folder.path.name}' has no rollout {rollout_id}{which} in its files; it was not finished, or dropped "
-            f"before its step{upto}; take --lane and --group away"
+            f"before its step{upto}; take --source and --group away"
             f"{f', or make the next run with a larger {KNOB}' if lost else ''}"
         )
-    if len(by_lane) > 1:
-        raise RunError(f"rollout {rollout_id} stands in several lanes: {sorted(by_lane)}; choose one with --lane")
+    if len(by_source) > 1:
+        raise RunError(f"rollout {rollout_id} stands in several sources: {sorted(by_source)}; choose one with --source")
     return found[0]
 
 
 def show_rollout(found: Found, console: Console, vocabulary: "Mapping[int, str] | None" = None) -> None:
     """Print it. vocabulary: texts of token ids; the ids are shown without."""
     row = found.row
-    where = f"{found.lane}, group {row[records.GROUP_ID]}, position {row[records.POSITION]}, {found.place}"
+    where = f"{found.source}, group {row[records.GROUP_ID]}, position {row[records.POSITION]}, {found.place}"
     console.print(f"[bold]rollout {row[records.ROLLOUT_ID]}[/] ({where})", highlight=False)
     for fate in found.fates or ("in flight",):
         console.print(f"outcome  {fate}", highlight=False, markup=False)
@@ -83,7 +87,7 @@ def show_rollout(found: Found, console: Console, vocabulary: "Mapping[int, str] 
 def plain_rollout(found: Found) -> str:
     """All of it as JSON."""
     fates = [dataclasses.asdict(fate) for fate in found.fates]
-    return to_json({"lane": found.lane, "place": found.place, "fates": fates, "rollout": found.row}, indent=1)
+    return to_json({"source": found.source, "place": found.place, "fates": fates, "rollout": found.row}, indent=1)
 
 
 def scores(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def _files(folder: RunFolder) -> Iterator[tuple[Path, str, int | None]]:
 def _in_file(
     folder: RunFolder, ledger: Ledger, path: Path, outcome: str, step: int | None, rollout_id: int
 ) -> list[Found]:
-    """The rollouts with this id in a file. One of a step has the rows of its lanes in the order of their names."""
+    """The rollouts with this id in a file. One of a step has the rows of its sources in the order of their names."""
     tables = [read_arrow(path)] if outcome else list(_stream(path))
     rows = [
         row for table in tables
@@ -129,25 +133,25 @@ def _in_file(
     ]  # fmt: skip
     if not rows:
         return []
-    known = {lane: tuple(ledger.fates(lane, rows[0][records.GROUP_ID])) for lane in ledger.sources()}
+    known = {source: tuple(ledger.fates(source, rows[0][records.GROUP_ID])) for source in ledger.sources()}
     if outcome:
-        lanes = [
-            lane for lane, fates in known.items()
+        sources = [
+            source for source, fates in known.items()
             if any((fate.outcome, fate.step) == (outcome, step) for fate in fates)
         ]  # fmt: skip
     else:
-        lanes = [path.name.partition(".")[2].removesuffix(".arrows")]
+        sources = [path.name.partition(".")[2].removesuffix(".arrows")]
     place = str(path.relative_to(folder.path))
     return [
-        Found(lane=lane, place=place, row=row, fates=known.get(lane, ()))
-        for lane, row in zip(lanes, rows, strict=False)
+        Found(source=source, place=place, row=row, fates=known.get(source, ()))
+        for source, row in zip(sources, rows, strict=False)
     ]
 
 
 def _stream(path: Path) -> Iterator[pa.Table]:
     """The whole batches of a file that is being written, or that a crash tore."""
-    with contextlib.suppress(pa.ArrowException, OSError, EOFError), pa.OSFile(str(path)) as source:
-        reader = pa.ipc.open_stream(source)
+    with contextlib.suppress(pa.ArrowException, OSError, EOFError), pa.OSFile(str(path)) as file:
+        reader = pa.ipc.open_stream(file)
         while True:
             try:
                 yield pa.Table.from_batches([reader.read_next_batch()])

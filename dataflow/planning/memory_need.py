@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from dataflow.errors import GraphError
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.model_size import ModelSize, bytes_of
-from dataflow.structure import Structure, group_size, lanes_of, refreshes_of
+from dataflow.structure import Structure, group_size, refreshes_of, sources_of
 
 _KEPT = 16
 """Numbers that a layer keeps of each token for the backward pass, in widths of the model; 1 where it computes them
@@ -91,7 +91,7 @@ def _activations(graph: Structure, operator: Operator, size: ModelSize, each: in
     traits, tokens = operator.traits, operator.traits.micro_batch_tokens
     generators = [op for op in graph.operators.values() if isinstance(op, Generate)]
     longest = [tokens if op.traits.max_tokens is None else op.traits.max_tokens for op in generators]
-    groups = [group_size(graph, lane) or 1 for lane in lanes_of(graph, operator.name)]
+    groups = [group_size(graph, source) or 1 for source in sources_of(graph, operator.name)]
     prompts = operator.step_prompts if isinstance(operator, Learn) else 1
     if longest and groups:
         tokens = min(tokens, prompts * max(groups) * max(longest))

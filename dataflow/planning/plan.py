@@ -26,7 +26,7 @@ from dataflow.planning.sharing import (
 )
 from dataflow.planning.sharing import explain as explain_turns
 from dataflow.staleness import Bound, capacity
-from dataflow.structure import Structure, lanes_of, sinks_of
+from dataflow.structure import Structure, sinks_of, sources_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Plan:
 
     placements: Mapping[str, Placement]
     bounds: Mapping[str, Bound]
-    """Lanes that lead to a trainer with feedback."""
+    """Sources that lead to a trainer with feedback."""
     on_demand: tuple[str, ...]
     """Sources that issue only when the control asks for an evaluation."""
     devices: Devices = field(default_factory=lambda: Devices(cpus=1))
@@ -153,9 +153,9 @@ class Plan:
         cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [head, *rows]]
         lines = ["  ".join(row).rstrip() for row in cells]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        for lane, bound in self.bounds.items():
+        for source, bound in self.bounds.items():
             lines.append(
-                f"rows of '{lane}' run at most {bound.max_staleness} versions ahead: "
+                f"rows of '{source}' run at most {bound.max_staleness} versions ahead: "
                 f"{capacity(bound.prompts_per_step, bound.max_staleness)} prompts in flight"
             )
         lines += [f"the ranks of '{each.node}' are {each.mesh}" for each in self.placements.values() if each.mesh]
@@ -378,17 +378,17 @@ def _ranks(operator: Operator, gpus: int, wish: int | None, one_process: bool) -
 
 
 def bounds_of(graph: Structure, steps: int | None = None) -> dict[str, Bound]:
-    """By lane that leads to a trainer with feedback to its generator: how far generation may run ahead."""
+    """By source that leads to a trainer with feedback to its generator: how far generation may run ahead."""
     bounds: dict[str, Bound] = {}
     for feedback in graph.feedbacks:
         trainer = feedback.weights.trainer
         if not isinstance(trainer, Learn) or not isinstance(feedback.reader, Generate):
             continue
-        for lane in lanes_of(graph, trainer.name):
-            if any(call.operator is feedback.reader and call.output.lane == lane for call in graph.calls):
-                known = [bounds[lane].max_staleness] if lane in bounds else []
+        for source in sources_of(graph, trainer.name):
+            if any(call.operator is feedback.reader and call.output.source == source for call in graph.calls):
+                known = [bounds[source].max_staleness] if source in bounds else []
                 tightest = min([feedback.max_staleness, *known])
-                bounds[lane] = Bound(max_staleness=tightest, prompts_per_step=trainer.step_prompts, steps=steps)
+                bounds[source] = Bound(max_staleness=tightest, prompts_per_step=trainer.step_prompts, steps=steps)
     return bounds
 
 

@@ -11,7 +11,7 @@ from dataflow.records import Columns, version_column
 from dataflow.scorer import Scorer
 from dataflow.staleness import Bound, capacity
 from dataflow.stream import Stream
-from dataflow.structure import Structure, group_size, lanes_of, prompts_of, readers_of, sinks_of
+from dataflow.structure import Structure, group_size, prompts_of, readers_of, sinks_of, sources_of
 from dataflow.trainers import feeding, own_folder
 
 _CAPACITY_ROWS = 4096
@@ -25,11 +25,11 @@ _PARTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """One data edge of one lane."""
+    """One data edge of one source."""
 
     producer: str
     consumer: str
-    lane: str
+    source: str
     columns: Columns
     capacity_rows: int
     """Rows that may be sent and not yet acknowledged, for each receiver."""
@@ -41,16 +41,16 @@ class Edge:
     @property
     def name(self) -> str:
         """What errors and headers call it."""
-        return f"{self.producer}>{self.consumer}:{self.lane}"
+        return f"{self.producer}>{self.consumer}:{self.source}"
 
 
 def edges(graph: Structure) -> list[Edge]:
     """All data edges, in the order in which they were declared."""
     bounds = bounds_of(graph)
     return [
-        _prompts(graph, stream, call.operator, bounds.get(stream.lane))
+        _prompts(graph, stream, call.operator, bounds.get(stream.source))
         if isinstance(call.operator, Generate)
-        else _rows(graph, stream, call.operator, bounds.get(stream.lane))
+        else _rows(graph, stream, call.operator, bounds.get(stream.source))
         for call in graph.calls for stream in call.inputs
     ]  # fmt: skip
 
@@ -64,12 +64,12 @@ def _prompts(graph: Structure, stream: Stream[Any], generator: Operator, bound: 
     neighbours travel together; of those that have an outcome the source hears at once, but they keep their credit until
     all do, so a replica has credit for as many times more.
     """
-    trained = _longest_step(graph, stream.lane)
+    trained = _longest_step(graph, stream.source)
     step = bound.prompts_per_step if bound is not None else trained or _PROMPTS
     together = max(1, min(_TOGETHER, step // _PARTS))
-    most = _without_outcome(graph, stream.lane, bound) + together * bool(trained)
+    most = _without_outcome(graph, stream.source, bound) + together * bool(trained)
     return Edge(
-        producer=stream.node, consumer=generator.name, lane=stream.lane, columns=stream.columns,
+        producer=stream.node, consumer=generator.name, source=stream.source, columns=stream.columns,
         capacity_rows=together * most if trained else most, batch_rows=together, most_rows=most if trained else None,
     )  # fmt: skip
 
@@ -79,27 +79,27 @@ def _rows(graph: Structure, stream: Stream[Any], consumer: Operator, bound: Boun
     until they come: an edge must hold all that may be without one, and a step more. Of groups that travel together each
     may keep the credit of all. With less the run would deadlock.
     """
-    size = group_size(graph, stream.lane) or 1
-    most = _without_outcome(graph, stream.lane, bound) + _longest_step(graph, stream.lane)
+    size = group_size(graph, stream.source) or 1
+    most = _without_outcome(graph, stream.source, bound) + _longest_step(graph, stream.source)
     return Edge(
-        producer=stream.node, consumer=consumer.name, lane=stream.lane, columns=stream.columns,
+        producer=stream.node, consumer=consumer.name, source=stream.source, columns=stream.columns,
         capacity_rows=_TOGETHER * max(_CAPACITY_ROWS, most * size), batch_rows=_TOGETHER * size,
     )  # fmt: skip
 
 
-def _without_outcome(graph: Structure, lane: str, bound: Bound | None) -> int:
-    """Groups of a lane that may be without an outcome: all that may be in flight, and a step's worth to go on with; but
-    never less than the trainer with the longest step needs to make one, with as many dropped and not recorded yet.
+def _without_outcome(graph: Structure, source: str, bound: Bound | None) -> int:
+    """Groups of a source that may be without an outcome: all that may be in flight, and a step's worth to go on with;
+    but never less than the trainer with the longest step needs to make one, with as many dropped and not recorded yet.
     """
     ahead = _PROMPTS
     if bound is not None:
         ahead = capacity(bound.prompts_per_step, bound.max_staleness) + bound.prompts_per_step
-    return max(min(ahead, _MOST_PROMPTS), 2 * _longest_step(graph, lane))
+    return max(min(ahead, _MOST_PROMPTS), 2 * _longest_step(graph, source))
 
 
-def _longest_step(graph: Structure, lane: str) -> int:
-    """Prompts in the longest step that any trainer makes of a lane; 0: none does."""
-    return max((sink.step_prompts for sink in sinks_of(graph, lane) if isinstance(sink, Learn)), default=0)
+def _longest_step(graph: Structure, source: str) -> int:
+    """Prompts in the longest step that any trainer makes of a source; 0: none does."""
+    return max((sink.step_prompts for sink in sinks_of(graph, source) if isinstance(sink, Learn)), default=0)
 
 
 def context_facts(graph: Structure, plan: Plan, node: str) -> dict[str, object]:
@@ -109,8 +109,8 @@ def context_facts(graph: Structure, plan: Plan, node: str) -> dict[str, object]:
     origins: dict[str, tuple[str, ...]] = {}
     for edge in edges(graph):
         if edge.consumer == node:
-            columns.setdefault(edge.lane, edge.columns)
-            origins[edge.lane] = (*origins.get(edge.lane, ()), edge.producer)
+            columns.setdefault(edge.source, edge.columns)
+            origins[edge.source] = (*origins.get(edge.source, ()), edge.producer)
     trainers = [
         feedback.weights.trainer.name for feedback in graph.feedbacks
         if feedback.reader.name == node and feedback.refresh is None
@@ -128,14 +128,14 @@ def context_facts(graph: Structure, plan: Plan, node: str) -> dict[str, object]:
 
 def _scores(graph: Structure, columns: Mapping[str, Columns]) -> dict[str, str]:
     """The scorers of single rollouts whose columns arrive, and where each is defined."""
-    arriving = {name for of_lane in columns.values() for name in of_lane}
+    arriving = {name for of_source in columns.values() for name in of_source}
     rows = [op for op in graph.operators.values() if isinstance(op, Scorer) and op.per == "row"]
     return {op.name: op.where for op in rows if op.name in arriving}
 
 
 def _forwards(graph: Structure, columns: Mapping[str, Columns]) -> tuple[str, ...]:
     """The columns that arrive beside the version which made them."""
-    arriving = dict.fromkeys(name for of_lane in columns.values() for name in of_lane)
+    arriving = dict.fromkeys(name for of_source in columns.values() for name in of_source)
     reading = {name for name, operator in graph.operators.items() if operator.uses is not None}
     return tuple(name for name in arriving if name in reading and version_column(name) in arriving)
 
@@ -144,30 +144,30 @@ def _prompt_steps(graph: Structure, operator: Operator) -> int | None:
     """Steps that a trainer's prompts are enough for."""
     if not isinstance(operator, Learn):
         return None
-    counts = [prompts_of(graph, lane) for lane in lanes_of(graph, operator.name)]
+    counts = [prompts_of(graph, source) for source in sources_of(graph, operator.name)]
     known = [count for count in counts if count is not None]
     return min(known) // operator.step_prompts if known else None
 
 
 def bounds_at(graph: Structure, plan: Plan, operator: Operator) -> dict[str, Bound]:
-    """The bounds that hold at an operator, by lane.
+    """The bounds that hold at an operator, by source.
 
-    A trainer sweeps only where the tokens are of its own versions: a critic has no bound. Where a lane has several
+    A trainer sweeps only where the tokens are of its own versions: a critic has no bound. Where a source has several
     trainers, its source issues enough for the one that takes most, and the generator starts whatever was issued.
     """
     if isinstance(operator, Learn):
-        fed = {lane for lane, feedback in feeding(graph).items() if feedback.weights.trainer is operator}
-        return {lane: bound for lane, bound in plan.bounds.items() if lane in fed}
+        fed = {source for source, feedback in feeding(graph).items() if feedback.weights.trainer is operator}
+        return {source: bound for source, bound in plan.bounds.items() if source in fed}
     bounds = dict(plan.bounds)
     takes = [sink.step_prompts for sink in sinks_of(graph, operator.name) if isinstance(sink, Learn)]
     if takes and operator.name not in bounds:  # nobody waits for weights: only the source has to know when to stop
         bounds[operator.name] = Bound(max_staleness=0, prompts_per_step=max(takes))
-    for lane, bound in plan.bounds.items():
-        takes = [sink.step_prompts for sink in sinks_of(graph, lane) if isinstance(sink, Learn)]
-        if len(takes) > 1 and operator.name == lane:
-            bounds[lane] = dataclasses.replace(bound, prompts_per_step=max(takes))
+    for source, bound in plan.bounds.items():
+        takes = [sink.step_prompts for sink in sinks_of(graph, source) if isinstance(sink, Learn)]
+        if len(takes) > 1 and operator.name == source:
+            bounds[source] = dataclasses.replace(bound, prompts_per_step=max(takes))
         elif len(takes) > 1:
-            bounds[lane] = dataclasses.replace(bound, steps=None)
+            bounds[source] = dataclasses.replace(bound, steps=None)
     return bounds
 
 
@@ -187,10 +187,10 @@ def narrow_format(graph: Structure, trainer: str) -> str | None:
     return wanted.pop() if len(wanted) == 1 else None
 
 
-def marks(graph: Structure, node: str, lane: str) -> str | None:
+def marks(graph: Structure, node: str, source: str) -> str | None:
     """The ledger state that rows leaving `node` have reached; None where the next node will say so itself."""
     state = graph.operators[node].state
-    readers = [edge.consumer for edge in edges(graph) if edge.producer == node and edge.lane == lane]
+    readers = [edge.consumer for edge in edges(graph) if edge.producer == node and edge.source == source]
     if state == "issued" or any(graph.operators[reader].state == state for reader in readers):
         return None
     return state

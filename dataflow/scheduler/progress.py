@@ -238,10 +238,10 @@ class Watch:
 
     def _edges(self) -> tuple[EdgeSnapshot, ...]:
         found = edges(self._graph)
-        lanes = len({edge.lane for edge in found}) > 1
+        sources = len({edge.source for edge in found}) > 1
         return tuple(
             EdgeSnapshot(
-                source=edge.producer, target=edge.consumer, lane=edge.lane if lanes else "",
+                producer=edge.producer, consumer=edge.consumer, source=edge.source if sources else "",
                 depth=self._depths[edge.name][0], capacity=self._depths[edge.name][1],
             )
             for edge in found if edge.name in self._depths

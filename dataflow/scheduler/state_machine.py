@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.planning.plan import Plan
-from dataflow.structure import Structure, lanes_of
+from dataflow.structure import Structure, sources_of
 from dataflow.trainers import leading
 from dataflow.worker.messages import NodeCommand
 
@@ -55,7 +55,7 @@ class RunStateMachine:
                 self._trainers[name] = {}
             every = operator.traits.every_steps
             if operator.kind == "sink" and every:
-                self._evaluations[name] = _Evaluation(every, tuple(lanes_of(self.graph, name)))
+                self._evaluations[name] = _Evaluation(every, tuple(sources_of(self.graph, name)))
             elif operator.kind == "sink":
                 self._open_sinks.add(name)
 
@@ -126,7 +126,7 @@ class RunStateMachine:
             furthest = {key: max(int(known.get(key, 0)), int(status.get(key, 0))) for key in ("step", "done")}
             self._trainers[node] = {**status, **furthest}
             dropped = int(status.get("dropped", 0))
-            for source in lanes_of(self.graph, node):
+            for source in sources_of(self.graph, node):
                 if dropped > self._dropped.get(source, 0):
                     self._dropped[source] = dropped
                     commands.append(NodeCommand(source, {"dropped": dropped}))

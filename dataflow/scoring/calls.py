@@ -15,7 +15,7 @@ from dataflow.system.channel import Channel
 from dataflow.system.messages import MessageError
 
 Call = Callable[[int], Any]
-Lane = memoryview  # three words shared with the owner: chunk (-1: none), call, start in ns
+Source = memoryview  # three words shared with the owner: chunk (-1: none), call, start in ns
 
 GATHER_NS = 5_000_000
 SLOW_NS = 200_000
@@ -45,7 +45,7 @@ class Settings:
         return f"no answer within {self.timeout_s:g} s"
 
 
-def make_calls(channel: Channel[Any], lanes: list[Lane], settings: Settings) -> None:
+def make_calls(channel: Channel[Any], sources: list[Source], settings: Settings) -> None:
     """Make calls until the owner is gone (EOFError or OSError).
 
     consumes: calls (`Calls`)
@@ -54,11 +54,11 @@ def make_calls(channel: Channel[Any], lanes: list[Lane], settings: Settings) -> 
     unblocked by: a message, or the end of the owner
     """
     if settings.is_async:
-        asyncio.run(_by_tasks(channel, lanes, settings))
-    elif len(lanes) > 1:
-        _by_threads(channel, lanes, settings)
+        asyncio.run(_by_tasks(channel, sources, settings))
+    elif len(sources) > 1:
+        _by_threads(channel, sources, settings)
     else:
-        _one_by_one(channel, lanes[0], settings)
+        _one_by_one(channel, sources[0], settings)
 
 
 class _Answers:
@@ -85,34 +85,34 @@ class _Answers:
         return [Answers(chunk, *answers) for chunk, answers in gathered.items()]
 
 
-def _one_by_one(channel: Channel[Any], lane: Lane, settings: Settings) -> None:
+def _one_by_one(channel: Channel[Any], source: Source, settings: Settings) -> None:
     answers = _Answers()
     clock = time.monotonic_ns
     for message in _messages(channel):
         call = _prepared(message.payload, settings)
         for index in range(message.calls):
             start = clock()
-            _enter(lane, message.chunk, index, start)
+            _enter(source, message.chunk, index, start)
             answer = _attempt(call, index, settings)
-            lane[0] = -1
+            source[0] = -1
             answers.add(message.chunk, index, *answer)
             if answers.are_due(clock() - start):
                 _send(channel, answers)
         _send(channel, answers)
 
 
-def _by_threads(channel: Channel[Any], lanes: list[Lane], settings: Settings) -> None:
+def _by_threads(channel: Channel[Any], sources: list[Source], settings: Settings) -> None:
     todo: queue.SimpleQueue[tuple[int, int, Call]] = queue.SimpleQueue()
     answers = _Answers()
     lock = threading.Lock()
 
-    def work(lane: Lane) -> None:
+    def work(source: Source) -> None:
         while True:
             chunk, index, call = todo.get()
             start = time.monotonic_ns()
-            _enter(lane, chunk, index, start)
+            _enter(source, chunk, index, start)
             answer = _attempt(call, index, settings)
-            lane[0] = -1
+            source[0] = -1
             with lock:
                 answers.add(chunk, index, *answer)
                 if todo.empty() or answers.are_due(time.monotonic_ns() - start):
@@ -121,15 +121,15 @@ def _by_threads(channel: Channel[Any], lanes: list[Lane], settings: Settings) ->
                     except OSError:
                         os._exit(0)
 
-    for lane in lanes:
-        threading.Thread(target=work, args=(lane,), daemon=True).start()
+    for source in sources:
+        threading.Thread(target=work, args=(source,), daemon=True).start()
     for message in _messages(channel):
         call = _prepared(message.payload, settings)
         for index in range(message.calls):
             todo.put((message.chunk, index, call))
 
 
-async def _by_tasks(channel: Channel[Any], lanes: list[Lane], settings: Settings) -> None:
+async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     todo: asyncio.Queue[tuple[int, int, Call]] = asyncio.Queue()
     answers = _Answers()
@@ -157,26 +157,26 @@ async def _by_tasks(channel: Channel[Any], lanes: list[Lane], settings: Settings
             for index in range(message.calls):
                 todo.put_nowait((message.chunk, index, call))
 
-    async def work(lane: Lane) -> None:
+    async def work(source: Source) -> None:
         while True:
             chunk, index, call = await todo.get()
-            _enter(lane, chunk, index, time.monotonic_ns())
+            _enter(source, chunk, index, time.monotonic_ns())
             answer = await _attempt_async(call, index, settings)
-            lane[0] = -1
+            source[0] = -1
             answers.add(chunk, index, *answer)
             loop.call_soon(send)
 
     loop.add_reader(channel.fileno(), read)
     async with asyncio.TaskGroup() as workers:
-        for lane in lanes:
-            workers.create_task(work(lane))
+        for source in sources:
+            workers.create_task(work(source))
 
 
-def _enter(lane: Lane, chunk: int, index: int, now_ns: int) -> None:
+def _enter(source: Source, chunk: int, index: int, now_ns: int) -> None:
     """Show the owner which call begins; the chunk last, because it marks the entry as valid."""
-    lane[2] = now_ns
-    lane[1] = index
-    lane[0] = chunk
+    source[2] = now_ns
+    source[1] = index
+    source[0] = chunk
 
 
 def _attempt(call: Call, index: int, settings: Settings) -> tuple[Any, str | None]:

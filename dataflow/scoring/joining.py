@@ -51,14 +51,14 @@ class JoinRuntime(Runtime):
         self._open[id(batch)] = [batch, len(groups)]
         for group in groups:
             rows = batch.records.filter(pc.equal(ids, group))
-            self._parts[batch.lane, group][batch.origin] = (rows, batch)
+            self._parts[batch.source, group][batch.origin] = (rows, batch)
 
     def work(self) -> list[Batch] | None:
         """All groups that every branch has delivered."""
         made = []
-        for lane, group in [key for key, parts in self._parts.items() if len(parts) == len(self._origins[key[0]])]:
-            parts = self._parts.pop((lane, group))
-            made.append(Batch(lane, self._merge(lane, [parts[o][0] for o in self._origins[lane]])))
+        for source, group in [key for key, parts in self._parts.items() if len(parts) == len(self._origins[key[0]])]:
+            parts = self._parts.pop((source, group))
+            made.append(Batch(source, self._merge(source, [parts[o][0] for o in self._origins[source]])))
             for _, batch in parts.values():
                 self._close(batch)
         return made or None
@@ -74,7 +74,7 @@ class JoinRuntime(Runtime):
             del self._open[id(batch)]
             batch.ack()
 
-    def _merge(self, lane: str, parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+    def _merge(self, source: str, parts: list[pa.RecordBatch]) -> pa.RecordBatch:
         ids = parts[0].column(ROLLOUT_ID)
         columns: dict[str, pa.Array] = {}
         for part in parts:
@@ -82,7 +82,7 @@ class JoinRuntime(Runtime):
                 order = pc.index_in(ids, value_set=part.column(ROLLOUT_ID))
                 if order.null_count or part.num_rows != parts[0].num_rows:
                     raise RecordError(
-                        f"branches of '{lane}' disagree on which rollouts a group has: "
+                        f"branches of '{source}' disagree on which rollouts a group has: "
                         f"{ids.to_pylist()[:4]}... and {part.column(ROLLOUT_ID).to_pylist()[:4]}...; "
                         f"an operator on one branch adds or removes rows"
                     )

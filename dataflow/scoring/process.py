@@ -51,7 +51,7 @@ class Process:
     def __init__(self, number: int, progress: memoryview, concurrency: int, window: int) -> None:
         self.number = number
         width = concurrency * LANE_WORDS
-        self._lanes = range(number * width, (number + 1) * width, LANE_WORDS)
+        self._sources = range(number * width, (number + 1) * width, LANE_WORDS)
         self._progress = progress
         self.window = window
         self.channel: Channel[Any] | None = None
@@ -59,8 +59,8 @@ class Process:
 
     def begin(self, channel: Channel[Any] | None) -> None:
         """Start over with a new process at the other end."""
-        for lane in self._lanes:
-            self._progress[lane] = -1
+        for source in self._sources:
+            self._progress[source] = -1
         self.channel = channel
         self.pid = 0
         self.base_kb = 0
@@ -122,18 +122,18 @@ class Process:
     def running(self, before_ns: int | None = None) -> list[tuple[Chunk, int]]:
         """Calls that are being made; only those begun before a time of the monotonic clock, if given."""
         progress, running = self._progress, []
-        for lane in self._lanes:
-            if progress[lane] >= 0 and (before_ns is None or progress[lane + 2] < before_ns):
-                number, call, _ = seen = progress[lane : lane + LANE_WORDS].tolist()
+        for source in self._sources:
+            if progress[source] >= 0 and (before_ns is None or progress[source + 2] < before_ns):
+                number, call, _ = seen = progress[source : source + LANE_WORDS].tolist()
                 chunk = self.chunks.get(number)
-                is_steady = seen == progress[lane : lane + LANE_WORDS].tolist()
+                is_steady = seen == progress[source : source + LANE_WORDS].tolist()
                 if is_steady and chunk is not None and chunk.start + call in chunk.open:
                     running.append((chunk, chunk.start + call))
         return running
 
     def is_silent(self, now: float, patience_s: float) -> bool:
         """Whether it has had calls for a while and made none: stopped, or lost before the first."""
-        if any(self._progress[lane] >= 0 for lane in self._lanes):
+        if any(self._progress[source] >= 0 for source in self._sources):
             self.idle_since = None
         elif self.idle_since is None:
             self.idle_since = now

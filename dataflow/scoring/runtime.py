@@ -273,7 +273,7 @@ class Scoring(Runtime):
                 reason = next(iter(held.failures.values()))
                 self._log.warning("rows without a score", rows=len(held.failures), first=reason)
             held.batch.ack()
-        return [Batch(held.batch.lane, records, held.batch.origin)]
+        return [Batch(held.batch.source, records, held.batch.origin)]
 
     def _scored_records(self, held: _Held) -> pa.RecordBatch:
         records = held.batch.records

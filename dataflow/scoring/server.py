@@ -82,9 +82,9 @@ def _spawn(end: int, number: int, progress: memoryview, settings: Settings) -> F
         _limit_memory(settings.memory_mb)
         width = settings.concurrency * LANE_WORDS
         starts = range(number * width, (number + 1) * width, LANE_WORDS)
-        lanes = [progress[start : start + LANE_WORDS] for start in starts]
+        sources = [progress[start : start + LANE_WORDS] for start in starts]
         with contextlib.suppress(OSError, EOFError):
-            make_calls(Channel(socket.socket(fileno=end), CALLS, math.inf), lanes, settings)
+            make_calls(Channel(socket.socket(fileno=end), CALLS, math.inf), sources, settings)
         return 0
 
     return fork(make, leads=True, keep=[end], ends_with_parent=signal.SIGKILL)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from dataflow.node import Share
 
 Group = tuple[str, int]
-"""Lane and group_id."""
+"""Source and group_id."""
 
 
 @dataclass
@@ -31,26 +31,26 @@ class Acknowledgements:
     _shares: dict[Group, dict[tuple[str, str], Share]] = field(default_factory=dict)
     """By group, sending node and sender, which is one of its replicas: the delivery that stands for it."""
     _inside: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    """Lane, origin, group: those that the runtime is not done with."""
+    """Source, origin, group: those that the runtime is not done with."""
     _under_way: Counter[Group] = field(default_factory=Counter)
     """Acknowledgements that next nodes owe."""
 
     def __len__(self) -> int:
         return len(self._shares)
 
-    def groups(self, lane: str) -> list[int]:
-        """Those of a lane that this node answers for."""
-        return sorted({number for of, number in [*self._shares, *self._under_way] if of == lane})
+    def groups(self, source: str) -> list[int]:
+        """Those of a source that this node answers for."""
+        return sorted({number for of, number in [*self._shares, *self._under_way] if of == source})
 
     def oldest(self) -> dict[str, int]:
-        """By lane, the first group that the runtime is not done with."""
+        """By source, the first group that the runtime is not done with."""
         found: dict[str, int] = {}
-        for lane, _, number in self._inside:
-            found[lane] = min(number, found.get(lane, number))
+        for source, _, number in self._inside:
+            found[source] = min(number, found.get(source, number))
         return found
 
     def arrive(
-        self, lane: str, origin: str, groups: Iterable[int], ack: Callable[[], None], sender: str = "",
+        self, source: str, origin: str, groups: Iterable[int], ack: Callable[[], None], sender: str = "",
         early: Callable[[int], None] = lambda group: None,
     ) -> list[int]:  # fmt: skip
         """Take a delivery's groups in; those that are new, which the runtime is to do.
@@ -61,41 +61,41 @@ class Acknowledgements:
         share = Share(ack, early, len(numbers))
         new = []
         for number in numbers:
-            known = self._shares.setdefault((lane, number), {})
+            known = self._shares.setdefault((source, number), {})
             if not any(node == origin for node, _ in known):
                 new.append(number)
-                self._inside[lane, origin, number] += 1
+                self._inside[source, origin, number] += 1
             before = known.get((origin, sender))
             known[origin, sender] = share
             if before is not None:
                 before.release(number)
         return new
 
-    def sent(self, lane: str, groups: Iterable[int], receivers: int) -> None:
+    def sent(self, source: str, groups: Iterable[int], receivers: int) -> None:
         """Groups leave for so many next nodes."""
         if receivers:
-            self._under_way.update({(lane, number): receivers for number in groups})
+            self._under_way.update({(source, number): receivers for number in groups})
 
-    def acknowledged(self, lane: str, groups: Iterable[int]) -> None:
+    def acknowledged(self, source: str, groups: Iterable[int]) -> None:
         """One of the next nodes is done with these."""
         for number in groups:
-            group = (lane, number)
+            group = (source, number)
             self._under_way[group] -= 1
             if not self._under_way[group]:
                 del self._under_way[group]
                 self._settle(group)
 
-    def done(self, lane: str, origin: str, groups: Iterable[int]) -> None:
+    def done(self, source: str, origin: str, groups: Iterable[int]) -> None:
         """The runtime has returned all that these groups led to."""
         for number in groups:
-            del self._inside[lane, origin, number]
-            self._settle((lane, number))
+            del self._inside[source, origin, number]
+            self._settle((source, number))
 
     def _settle(self, group: Group) -> None:
         """Let go of a group that neither the runtime nor a next node has."""
-        lane, number = group
+        source, number = group
         shares = self._shares.get(group, {})
-        if group in self._under_way or any((lane, origin, number) in self._inside for origin, _ in shares):
+        if group in self._under_way or any((source, origin, number) in self._inside for origin, _ in shares):
             return
         self._shares.pop(group, None)
         for share in shares.values():

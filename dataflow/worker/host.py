@@ -136,18 +136,18 @@ class Host:
     def wire(self, inlets: Mapping[str, Inlet], outlets: Mapping[str, Outlet]) -> None:
         """Put a loop around every runtime; both mappings go by edge name."""
         for name in self.nodes:
-            lanes: dict[str, list[Outlet]] = collections.defaultdict(list)
+            sources: dict[str, list[Outlet]] = collections.defaultdict(list)
             most_rows: dict[str, int] = {}
             for edge in self.outgoing():
                 if edge.producer == name:
-                    lanes[edge.lane].append(outlets[edge.name])
-                    most_rows[edge.lane] = min(edge.batch_rows, most_rows.get(edge.lane, edge.batch_rows))
-            ends = [(e.lane, e.producer, inlets[e.name]) for e in self.incoming() if e.consumer == name]
+                    sources[edge.source].append(outlets[edge.name])
+                    most_rows[edge.source] = min(edge.batch_rows, most_rows.get(edge.source, edge.batch_rows))
+            ends = [(e.source, e.producer, inlets[e.name]) for e in self.incoming() if e.consumer == name]
             span = self._trace.add
             self.loops[name] = NodeLoop(
-                name, self.runtimes[name], ends, dict(lanes), most_rows=most_rows,
-                most_bytes=self.plan.message_bytes, mark=self._marker(name, lanes),
-                finished=self._finished(name, lanes), settled=self._settled(name, {lane for lane, _, _ in ends}),
+                name, self.runtimes[name], ends, dict(sources), most_rows=most_rows,
+                most_bytes=self.plan.message_bytes, mark=self._marker(name, sources),
+                finished=self._finished(name, sources), settled=self._settled(name, {source for source, _, _ in ends}),
                 span=span, turns=self._taking_turns.get(name),
             )  # fmt: skip
 
@@ -212,24 +212,24 @@ class Host:
             return None
         return Path(tempfile.gettempdir()) if self.folder is None else self.folder.path
 
-    def _finished(self, name: str, lanes: Iterable[str]) -> dict[str, Finished]:
-        """Where a generator keeps what it has finished of the lanes that are trained."""
+    def _finished(self, name: str, sources: Iterable[str]) -> dict[str, Finished]:
+        """Where a generator keeps what it has finished of the sources that are trained."""
         if self.folder is None or self.ledger is None or not isinstance(self.graph.operators[name], Generate):
             return {}
         kept: dict[str, Finished] = {}
-        for lane in lanes:
-            if any(sink.trains for sink in sinks_of(self.graph, lane)):
-                kept[lane] = Finished(
-                    self.folder.finished(name), lane, replica=self.settings.replica, attempt=self.settings.attempt,
-                    waited_for=partial(in_flight, self.ledger, lane),
+        for source in sources:
+            if any(sink.trains for sink in sinks_of(self.graph, source)):
+                kept[source] = Finished(
+                    self.folder.finished(name), source, replica=self.settings.replica, attempt=self.settings.attempt,
+                    waited_for=partial(in_flight, self.ledger, source),
                 )  # fmt: skip
         return kept
 
-    def _settled(self, name: str, lanes: Iterable[str]) -> Callable[[str, list[int]], Collection[int]]:
+    def _settled(self, name: str, sources: Iterable[str]) -> Callable[[str, list[int]], Collection[int]]:
         """For a node that was started again: what comes to it once more may have been trained meanwhile."""
         if self.ledger is None or not self.settings.attempt or self.graph.operators[name].kind == "sink":
-            return lambda lane, groups: ()
-        return settled_since(self.ledger, lanes)
+            return lambda source, groups: ()
+        return settled_since(self.ledger, sources)
 
     def _enter(self, node: str) -> None:
         """Note whose slice of work begins; "" for nobody's."""
@@ -258,32 +258,32 @@ class Host:
             reader=self._reader_of(reads[0].weights.trainer.name, name) if reads else None,
         )
 
-    def _marker(self, name: str, lanes: Iterable[str]) -> Callable[[str, list[int]], None] | None:
-        states = {lane: marks(self.graph, name, lane) for lane in lanes}
+    def _marker(self, name: str, sources: Iterable[str]) -> Callable[[str, list[int]], None] | None:
+        states = {source: marks(self.graph, name, source) for source in sources}
         ledger = self.ledger
         if ledger is None or not any(states.values()):
             return None
 
-        def mark(lane: str, group_ids: list[int]) -> None:
-            state = states.get(lane)
+        def mark(source: str, group_ids: list[int]) -> None:
+            state = states.get(source)
             if state:
-                ledger.advance(lane, group_ids, state)
+                ledger.advance(source, group_ids, state)
 
         return mark
 
 
-def in_flight(ledger: Ledger, lane: str) -> list[int]:
-    """The groups of a lane that some sink waits for."""
-    return [group.group_id for group in ledger.in_flight(lane)]
+def in_flight(ledger: Ledger, source: str) -> list[int]:
+    """The groups of a source that some sink waits for."""
+    return [group.group_id for group in ledger.in_flight(source)]
 
 
-def settled_since(ledger: Ledger, lanes: Iterable[str]) -> Callable[[str, list[int]], list[int]]:
-    """Which of some groups of a lane have an outcome with every sink; of those alone that were issued before now."""
-    issued = {lane: ledger.next_group_id(lane) for lane in lanes}
+def settled_since(ledger: Ledger, sources: Iterable[str]) -> Callable[[str, list[int]], list[int]]:
+    """Which of some groups of a source have an outcome with every sink; of those alone that were issued before now."""
+    issued = {source: ledger.next_group_id(source) for source in sources}
 
-    def settled(lane: str, groups: list[int]) -> list[int]:
-        before = [group for group in groups if group < issued[lane]]
-        waiting = {group.group_id for group in ledger.in_flight(lane, among=before)} if before else set()
+    def settled(source: str, groups: list[int]) -> list[int]:
+        before = [group for group in groups if group < issued[source]]
+        waiting = {group.group_id for group in ledger.in_flight(source, among=before)} if before else set()
         return [group for group in before if group not in waiting]
 
     return settled

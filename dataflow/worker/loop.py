@@ -110,7 +110,7 @@ class NodeLoop:
     """Drives one runtime without ever waiting.
 
     consumes: deliveries of its inlets, while the runtime has room
-    produces: batches on the outlets of their lane; acknowledgements once what they led to was acknowledged
+    produces: batches on the outlets of their source; acknowledgements once what they led to was acknowledged
     waits for: credit on its outlets (back-pressured), rows or weights (idle)
     unblocked by: grants and arrivals, noticed at the next `turn`
     """
@@ -126,13 +126,13 @@ class NodeLoop:
         most_bytes: int = MESSAGE_BYTES,
         mark: Callable[[str, list[int]], None] | None = None,
         finished: Mapping[str, Finished] | None = None,
-        settled: Callable[[str, list[int]], Collection[int]] = lambda lane, groups: (),
+        settled: Callable[[str, list[int]], Collection[int]] = lambda source, groups: (),
         span: Callable[[str, float, float], None] = lambda node, begin_s, end_s: None,
         turns: Turns | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """inlets: (lane, sending node, inlet); outlets by lane; most_rows (by lane), most_bytes: of one batch sent;
-        mark: writes (lane, group ids) into the ledger; finished: by lane, where what leaves is kept until it has an
+        """inlets: (source, sending node, inlet); outlets, by source; most_rows, by source, most_bytes: of a batch sent;
+        mark: writes (source, group ids) into the ledger; finished: by source, where what leaves is kept until it has an
         outcome, and found instead of being made again; settled: which of some groups have an outcome already, though
         their sender has not heard of it; span: is told of every slice of work; turns: on devices that it shares.
         """
@@ -154,11 +154,11 @@ class NodeLoop:
         self._settled = settled
         self.acknowledgements = Acknowledgements(released=self._forget)
         self._done: list[tuple[str, str, list[int]]] = []
-        """Lane, origin and groups of deliveries that the runtime acknowledged."""
+        """Source, origin and groups of deliveries that the runtime acknowledged."""
         self._inside: collections.Counter[str] = collections.Counter()
-        """Deliveries by lane that the runtime has not acknowledged."""
+        """Deliveries by source that the runtime has not acknowledged."""
         self._over: set[str] = set()
-        """Lanes whose end was passed on."""
+        """Sources whose end was passed on."""
         self._told_end = False
 
     @property
@@ -214,7 +214,7 @@ class NodeLoop:
 
     def _receive(self) -> bool:
         moved = False
-        for lane, origin, inlet in self._inlets:
+        for source, origin, inlet in self._inlets:
             while self.runtime.room() > 0:
                 delivery = inlet.receive()
                 if delivery is None:
@@ -222,28 +222,28 @@ class NodeLoop:
                 moved = True
                 self.rows_in += delivery.batch.num_rows
                 began = self._clock()
-                with boundary(self.node, f"taking rows of '{lane}' from '{origin}'"):
-                    self._take(lane, origin, delivery)
+                with boundary(self.node, f"taking rows of '{source}' from '{origin}'"):
+                    self._take(source, origin, delivery)
                 self.seconds["busy"] += self._clock() - began
         return moved
 
-    def _take(self, lane: str, origin: str, delivery: Any) -> None:
+    def _take(self, source: str, origin: str, delivery: Any) -> None:
         """Push what is new of a delivery; what was finished before leaves at once, what has an outcome is let go."""
-        groups, new = self._arrive(lane, origin, delivery)
-        settled = set(self._settled(lane, new))
-        found = self._found(lane, [group for group in new if group not in settled])
+        groups, new = self._arrive(source, origin, delivery)
+        settled = set(self._settled(source, new))
+        found = self._found(source, [group for group in new if group not in settled])
         if settled or found:
-            self._send_on(lane, found)
-            self._done.append((lane, origin, [*settled, *found]))
+            self._send_on(source, found)
+            self._done.append((source, origin, [*settled, *found]))
             new = [group for group in new if group not in settled and group not in found]
         if new or not groups:
             rows = delivery.batch
             if len(new) < len(groups):
                 rows = rows.filter(pc.is_in(rows.column(GROUP_ID), pa.array(new, pa.int64())))
-            taken = self._taken(lane, origin, new)
-            self.runtime.push(Batch(lane, rows, origin, taken.ack, taken.early))
+            taken = self._taken(source, origin, new)
+            self.runtime.push(Batch(source, rows, origin, taken.ack, taken.early))
 
-    def _arrive(self, lane: str, origin: str, delivery: Any) -> tuple[list[int], list[int]]:
+    def _arrive(self, source: str, origin: str, delivery: Any) -> tuple[list[int], list[int]]:
         """All groups of a delivery, and those that are new."""
         rows_of = {group: (first, count) for group, first, count in group_slices(delivery.batch)}
 
@@ -251,51 +251,51 @@ class NodeLoop:
             delivery.ack_rows(*rows_of[group])
 
         groups = list(rows_of)
-        return groups, self.acknowledgements.arrive(lane, origin, groups, delivery.ack, delivery.sender, early)
+        return groups, self.acknowledgements.arrive(source, origin, groups, delivery.ack, delivery.sender, early)
 
-    def _taken(self, lane: str, origin: str, groups: list[int]) -> _Taken:
-        self._inside[lane] += 1
+    def _taken(self, source: str, origin: str, groups: list[int]) -> _Taken:
+        self._inside[source] += 1
 
         def over() -> None:
-            self._inside[lane] -= 1
+            self._inside[source] -= 1
 
-        return _Taken(groups, lambda done: self._done.append((lane, origin, done)), over)
+        return _Taken(groups, lambda done: self._done.append((source, origin, done)), over)
 
     def _queue(self, made: list[Batch]) -> None:
         for batch in made:
             groups = [group for group, _, _ in group_slices(batch.records)]
-            if batch.lane in self._finished and groups:
-                self._finished[batch.lane].append(batch.records)
-            self._put(batch.lane, batch.records, groups)
+            if batch.source in self._finished and groups:
+                self._finished[batch.source].append(batch.records)
+            self._put(batch.source, batch.records, groups)
 
-    def _put(self, lane: str, records: pa.RecordBatch, groups: list[int]) -> None:
-        """Have rows sent to every outlet of their lane."""
+    def _put(self, source: str, records: pa.RecordBatch, groups: list[int]) -> None:
+        """Have rows sent to every outlet of their source."""
         self.rows_out += records.num_rows
         if self._mark is not None:
-            self._mark(lane, groups)
-        outlets = self._outlets.get(lane, ())
-        self.acknowledgements.sent(lane, groups, len(outlets))
-        for part in whole_groups(records, self._most_rows.get(lane, _MOST_ROWS), self._most_bytes):
+            self._mark(source, groups)
+        outlets = self._outlets.get(source, ())
+        self.acknowledgements.sent(source, groups, len(outlets))
+        for part in whole_groups(records, self._most_rows.get(source, _MOST_ROWS), self._most_bytes):
             self._outbox += [
-                (outlet, part, _Sent(part, partial(self.acknowledgements.acknowledged, lane))) for outlet in outlets
+                (outlet, part, _Sent(part, partial(self.acknowledgements.acknowledged, source))) for outlet in outlets
             ]
 
-    def _found(self, lane: str, groups: list[int]) -> dict[int, pa.RecordBatch]:
+    def _found(self, source: str, groups: list[int]) -> dict[int, pa.RecordBatch]:
         """Those of some groups that were finished before."""
-        finished = self._finished.get(lane)
+        finished = self._finished.get(source)
         found = {group: finished.find(group) for group in groups} if finished is not None else {}
         return {group: rows for group, rows in found.items() if rows is not None}
 
-    def _send_on(self, lane: str, found: Mapping[int, pa.RecordBatch]) -> None:
+    def _send_on(self, source: str, found: Mapping[int, pa.RecordBatch]) -> None:
         for group, rows in found.items():
-            self._put(lane, rows, [group])
+            self._put(source, rows, [group])
 
     def _forget(self, group: tuple[str, int]) -> None:
         """Nobody needs what was kept of a group that has an outcome."""
-        lane, number = group
-        if lane in self._finished:
-            self._finished[lane].forget(number)
-        self.runtime.forget(lane, number)
+        source, number = group
+        if source in self._finished:
+            self._finished[source].forget(number)
+        self.runtime.forget(source, number)
 
     def _flush(self) -> bool:
         moved = False
@@ -310,8 +310,8 @@ class NodeLoop:
     def _settle(self) -> None:
         """Count what the runtime acknowledged as done, after all that it returned is on its way."""
         done, self._done = self._done, []
-        for lane, origin, groups in done:
-            self.acknowledgements.done(lane, origin, groups)
+        for source, origin, groups in done:
+            self.acknowledgements.done(source, origin, groups)
         self._answer()
 
     def _answer(self) -> None:
@@ -323,18 +323,18 @@ class NodeLoop:
     def _pass_over(self) -> bool:
         """After the end only what is known already comes, from a node that restarted."""
         moved = False
-        for lane, origin, inlet in self._inlets:
+        for source, origin, inlet in self._inlets:
             while (delivery := inlet.receive()) is not None:
                 moved = True
-                _, new = self._arrive(lane, origin, delivery)
-                self.acknowledgements.done(lane, origin, new)
+                _, new = self._arrive(source, origin, delivery)
+                self.acknowledgements.done(source, origin, new)
         return moved
 
     def _end(self) -> bool:
-        """Pass the end of the stream on once nothing more can come, of a single lane before that of the others."""
+        """Pass the end of the stream on once nothing more can come, of a single source before that of the others."""
         over = all(inlet.finished for _, _, inlet in self._inlets) if self._inlets else self._source_done()
         if not over:
-            return self._end_lanes({lane for lane, _, _ in self._inlets if self._lane_over(lane)})
+            return self._end_sources({source for source, _, _ in self._inlets if self._source_over(source)})
         if self.runtime.pending():
             return False
         if not self._told_end:
@@ -342,19 +342,19 @@ class NodeLoop:
             self.runtime.tell({"end": True})
             return True
         self.ended = True
-        self._end_lanes(self._outlets)
+        self._end_sources(self._outlets)
         return True
 
-    def _lane_over(self, lane: str) -> bool:
-        """Whether all rows of a lane have come, and all that they led to has left, found rows as well as made ones."""
-        has_left = not self._outbox and not self._inside[lane]
-        return has_left and all(inlet.finished for of, _, inlet in self._inlets if of == lane)
+    def _source_over(self, source: str) -> bool:
+        """Whether all rows of a source have come and all that they led to has left, found rows as well as made ones."""
+        has_left = not self._outbox and not self._inside[source]
+        return has_left and all(inlet.finished for of, _, inlet in self._inlets if of == source)
 
-    def _end_lanes(self, lanes: Collection[str]) -> bool:
-        ending = [lane for lane in lanes if lane in self._outlets and lane not in self._over]
-        for lane in ending:
-            self._over.add(lane)
-            for outlet in self._outlets[lane]:
+    def _end_sources(self, sources: Collection[str]) -> bool:
+        ending = [source for source in sources if source in self._outlets and source not in self._over]
+        for source in ending:
+            self._over.add(source)
+            for outlet in self._outlets[source]:
                 outlet.finish()
         return bool(ending)
 

@@ -61,7 +61,7 @@ class NodeReport:
     """Of one that shares its devices: `awake`, `asleep`, or `waits` for its turn."""
     pending: int = 0
     oldest: Mapping[str, int] = field(default_factory=dict)
-    """By lane, the first group that it is not done with."""
+    """By source, the first group that it is not done with."""
 
     def __post_init__(self) -> None:
         if any(type(self.status.get(name, 0)) not in (int, bool) for name in WHOLE_NUMBERS):

@@ -40,7 +40,7 @@ MOST_STOPS = 64
 
 
 class Engine:
-    """Rows in a paged KV-cache, decoded together; it knows tokens, not prompts' columns, groups or lanes."""
+    """Rows in a paged KV-cache, decoded together; it knows tokens, not prompts' columns, groups or sources."""
 
     def __init__(
         self,

@@ -37,16 +37,16 @@ class Known:
     """Groups that the trainer had passed by then without training them."""
 
 
-def needed(newest: int, lane: Bound | None, own: Bound | None) -> int:
+def needed(newest: int, source: Bound | None, own: Bound | None) -> int:
     """The oldest version that a group with a token of version `newest` may be computed under.
 
-    lane: of the policy that made the group; None where it may run ahead as it likes, as for evaluation. own: of the
+    source: of the policy that made the group; None where it may run ahead as it likes, as for evaluation. own: of the
     feedback that brings the weights; its trainer makes no more than own.steps versions. newest: -1 where the policy
     chose no token.
     """
-    if lane is None or own is None or newest < 0:
+    if source is None or own is None or newest < 0:
         return 0
-    wanted = newest * lane.prompts_per_step // own.prompts_per_step - own.max_staleness
+    wanted = newest * source.prompts_per_step // own.prompts_per_step - own.max_staleness
     wanted = max(0, wanted if own.steps is None else min(wanted, own.steps))
     return _sent(wanted, own)
 
@@ -58,11 +58,11 @@ def is_first(note: Mapping[str, object], own: Bound) -> bool:
     return own.every is not None and isinstance(made, int) and made < own.every
 
 
-def is_due(group_id: int, newest: int, known: Known, lane: Bound | None, own: Bound | None) -> bool:
+def is_due(group_id: int, newest: int, known: Known, source: Bound | None, own: Bound | None) -> bool:
     """Whether the group may be computed now."""
     if known.version < 0:
         return False
-    if own is None or known.version >= needed(newest, lane, own):
+    if own is None or known.version >= needed(newest, source, own):
         return True
     passed = known.told * own.prompts_per_step + known.dropped
     return known.version >= _sent(known.told, own) and group_id < passed + own.prompts_per_step

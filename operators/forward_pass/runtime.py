@@ -40,14 +40,14 @@ class _Group:
     """Version behind its newest token."""
     cost: int
     """About how many tokens it takes."""
-    lane: str
+    source: str
     share: Share
     """Of the batch that brought it."""
 
 
 @dataclass
 class _Round:
-    """Groups of one lane that are computed together, and how far that is."""
+    """Groups of one source that are computed together, and how far that is."""
 
     groups: list[_Group]
     records: pa.RecordBatch
@@ -108,7 +108,7 @@ class ForwardRuntime(Runtime):
             rows = records.slice(first, count)
             newest = pc.max(pc.list_flatten(rows.column(VERSIONS))).as_py()
             newest = -1 if newest is None else newest
-            group = _Group(group_id, rows, newest, _cost(rows), batch.lane, share)
+            group = _Group(group_id, rows, newest, _cost(rows), batch.source, share)
             self._waiting.append(group)
         self._rows += records.num_rows
         self._moved = self._context.clock()
@@ -194,19 +194,19 @@ class ForwardRuntime(Runtime):
         """Whether some group is."""
         known, bounds = self._known(), self._context.bounds
         return any(
-            is_due(group.group_id, group.newest, known, bounds.get(group.lane), self._own) for group in self._waiting
+            is_due(group.group_id, group.newest, known, bounds.get(group.source), self._own) for group in self._waiting
         )
 
     def _begin(self) -> _Round | None:
-        """Groups of one lane that are due, the first that is and others up to a micro-batch, taken from the queue."""
+        """Groups of one source that are due, the first that is and others up to a micro-batch, taken from the queue."""
         known, bounds = self._known(), self._context.bounds
         chosen: list[_Group] = []
         cost = 0
         for group in self._waiting:
-            lane = group.lane
-            if chosen and lane != chosen[0].lane:
+            source = group.source
+            if chosen and source != chosen[0].source:
                 continue
-            if not is_due(group.group_id, group.newest, known, bounds.get(lane), self._own):
+            if not is_due(group.group_id, group.newest, known, bounds.get(source), self._own):
                 continue
             if chosen and cost + group.cost > self._declaration.micro_batch_tokens:
                 break
@@ -270,18 +270,18 @@ class ForwardRuntime(Runtime):
         versions = pc.if_else(values.is_null(), pa.scalar(None, pa.int32()), versions)
         name = self._declaration.name
         made = records.append_column(name, values).append_column(version_column(name), versions)
-        return Batch(current.groups[0].lane, made)
+        return Batch(current.groups[0].source, made)
 
     def _check_deadline(self) -> None:
         wait_s = self._context.limits.slice_s
         if not self._waiting or self._due() or self._context.clock() - self._moved <= wait_s:
             return
         known, group = self._known(), self._waiting[0]
-        lane = group.lane
-        wanted = needed(group.newest, self._context.bounds.get(lane), self._own)
+        source = group.source
+        wanted = needed(group.newest, self._context.bounds.get(source), self._own)
         raise DeadlineError(
             f"'{self._context.node}' waited {wait_s:.0f} s for version {wanted} of '{self._declaration.model.name}', "
-            f"which group {group.group_id} of '{lane}' needs (its newest token is of version {group.newest}); it has "
+            f"which group {group.group_id} of '{source}' needs (its newest token is of version {group.newest}); it has "
             f"version {known.version} and its trainer spoke of version {known.told} last; see that trainer's log"
         )
 

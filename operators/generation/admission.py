@@ -1,4 +1,4 @@
-"""Which waiting groups start now: pure policy over lanes, versions, slots and memory; it knows no tensors."""
+"""Which waiting groups start now: pure policy over sources, versions, slots and memory; it knows no tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Waiting(Protocol):
 
     @property
     def group_id(self) -> int:
-        """Issue number within its lane."""
+        """Issue number within its source."""
 
     @property
     def min_version(self) -> int:
@@ -32,30 +32,30 @@ G = TypeVar("G", bound=Waiting)
 
 @dataclass
 class Admission(Generic[G]):
-    """Queues of waiting groups by lane, and the rule by which they leave; lanes without a bound go first."""
+    """Queues of waiting groups by source, and the rule by which they leave; sources without a bound go first."""
 
     bounds: Mapping[str, Bound]
-    """Lanes that must not run ahead of their trainer."""
+    """Sources that must not run ahead of their trainer."""
     in_flight: int | None = None
     """Most groups between admission and training; None: as many as the bound allows."""
-    lanes: dict[str, deque[G]] = field(default_factory=dict)
+    sources: dict[str, deque[G]] = field(default_factory=dict)
 
-    def add(self, lane: str, group: G) -> None:
-        """Put a group into its lane's queue, in the order of issue: one issued again comes before later ones."""
-        queue = self.lanes.setdefault(lane, deque())
+    def add(self, source: str, group: G) -> None:
+        """Put a group into its source's queue, in the order of issue: one issued again comes before later ones."""
+        queue = self.sources.setdefault(source, deque())
         at = len(queue)
         while at and queue[at - 1].group_id > group.group_id:
             at -= 1
         queue.insert(at, group)
 
     def __len__(self) -> int:
-        return sum(len(queue) for queue in self.lanes.values())
+        return sum(len(queue) for queue in self.sources.values())
 
-    def may_start(self, lane: str, group: G, version: int, dropped: int) -> bool:
+    def may_start(self, source: str, group: G, version: int, dropped: int) -> bool:
         """Whether the group may start under weights of this version."""
         if group.min_version > version:
             return False
-        bound = self.bounds.get(lane)
+        bound = self.bounds.get(source)
         if bound is None:
             return True
         if bound.steps is not None and group.group_id - dropped >= bound.steps * bound.prompts_per_step:
@@ -63,10 +63,12 @@ class Admission(Generic[G]):
         return admit(group.group_id, dropped, version, bound.prompts_per_step, bound.max_staleness, self.in_flight)
 
     def has_due(self, version: int, dropped: int) -> bool:
-        """Whether the first group of some lane may start under weights of this version."""
-        return any(queue and self.may_start(lane, queue[0], version, dropped) for lane, queue in self.lanes.items())
+        """Whether the first group of some source may start under weights of this version."""
+        return any(
+            queue and self.may_start(source, queue[0], version, dropped) for source, queue in self.sources.items()
+        )
 
-    def may_go_on(self, lane: str, group: G, versions: AnyArray, newest: int, dropped: int) -> bool:
+    def may_go_on(self, source: str, group: G, versions: AnyArray, newest: int, dropped: int) -> bool:
         """Whether one of its rollouts may go on that earlier processes began, its tokens drawn by these versions [n].
 
         Its age counts from its oldest token: it has to be trained within the bound as if it were started under that
@@ -75,7 +77,7 @@ class Admission(Generic[G]):
         """
         if not len(versions):
             return True
-        oldest, bound = int(versions.min()), self.bounds.get(lane)
+        oldest, bound = int(versions.min()), self.bounds.get(source)
         if int(versions.max()) > newest or group.min_version > oldest:
             return False
         return bound is None or admit(group.group_id, dropped, oldest, bound.prompts_per_step, bound.max_staleness)
@@ -84,7 +86,7 @@ class Admission(Generic[G]):
         self, *, free: int, slots: int, idle: bool, version: int, dropped: int, fit: Callable[[G, int], int],
         prepare: Callable[[G], None] = lambda group: None,
     ) -> Iterator[tuple[str, G, int]]:  # fmt: skip
-        """Lane, group and how many of its rollouts start now; a group leaves its queue once all have started.
+        """Source, group and how many of its rollouts start now; a group leaves its queue once all have started.
 
         A group waits until all its rollouts fit, unless it is larger than a quarter of the slots or nothing else
         is at work: then it starts in parts.
@@ -93,9 +95,9 @@ class Admission(Generic[G]):
         group fit into memory beside what this call has yielded; at least 1 when idle. prepare: called before a group
         is looked at, each time; a group may have no rollout left to start after it, and then leaves too.
         """
-        for lane in sorted(self.lanes, key=lambda lane: lane in self.bounds):
-            queue = self.lanes[lane]
-            while queue and free and self.may_start(lane, queue[0], version, dropped):
+        for source in sorted(self.sources, key=lambda source: source in self.bounds):
+            queue = self.sources[source]
+            while queue and free and self.may_start(source, queue[0], version, dropped):
                 group = queue[0]
                 prepare(group)
                 wanted = group.unstarted
@@ -106,6 +108,6 @@ class Admission(Generic[G]):
                     queue.popleft()
                 free -= count
                 idle = False
-                yield lane, group, count
+                yield source, group, count
                 if count < wanted:
                     return

@@ -65,7 +65,7 @@ class PromptBatch:
 class PromptGroup:
     """A prompt and its rollouts."""
 
-    lane: str
+    source: str
     group_id: int
     size: int
     """Rollouts."""
@@ -146,7 +146,7 @@ def collect(finished: Sequence[FinishedRow], tickets: dict[int, tuple[PromptGrou
 def rollouts(
     groups: Sequence[PromptGroup], tokenizer: Any, ends: frozenset[int], *, masks: bool = False
 ) -> pa.RecordBatch:
-    """The prompts' rows of complete groups of one lane, once for each rollout, with the rollout columns.
+    """The prompts' rows of complete groups of one source, once for each rollout, with the rollout columns.
 
     ends: ids of end tokens, which are left out of the completion's text. masks: add the column sampling_mask.
     """

@@ -34,7 +34,7 @@ class PartialRollouts:
     """
 
     def __init__(self, files: Mapping[str, PartialRolloutFiles], *, seed: int, every: int, masks: bool) -> None:
-        """files: by lane. every: tokens. masks: rollouts record what truncation left."""
+        """files: by source. every: tokens. masks: rollouts record what truncation left."""
         self.recalled = 0
         """Tokens that were not drawn again."""
         self._files, self._seed, self._every, self._masks = files, seed, every, masks
@@ -45,7 +45,7 @@ class PartialRollouts:
 
         may_go_on: whether a rollout that has drawn this much, or ended with it, may still be trained.
         """
-        files = self._files.get(group.lane)
+        files = self._files.get(group.source)
         if files is None or group.arrival.batch.records.column(ROUND_SIZE)[group.row].as_py():
             return
         group.mark = mark_of(self._seed, group)
@@ -77,20 +77,20 @@ class PartialRollouts:
         def add(group: PromptGroup, position: int, rollout: PartialRollout) -> None:
             assert group.mark is not None, "it was asked for"
             group.written[position] = rollout.end
-            rows[group.lane].append(PartialRow(group.group_id, position, group.mark, rollout))
+            rows[group.source].append(PartialRow(group.group_id, position, group.mark, rollout))
 
         for ticket, rollout in engine.new_tokens(since, self._every):
             add(*tickets[ticket], rollout)
         for group in {id(group): group for group, _ in tickets.values() if group.mark is not None}.values():
             for position, rollout in group.unwritten_ends(self._every):
                 add(group, position, rollout)
-        for lane, of_lane in rows.items():
-            self._files[lane].append(of_lane)
+        for source, of_source in rows.items():
+            self._files[source].append(of_source)
 
-    def forget(self, lane: str, group: int) -> None:
+    def forget(self, source: str, group: int) -> None:
         """The group has an outcome."""
-        if lane in self._files:
-            self._files[lane].forget(group)
+        if source in self._files:
+            self._files[source].forget(group)
 
     def close(self) -> None:
         """End the files that are being written."""
@@ -105,11 +105,11 @@ def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> Partia
     if folder is None or ledger is None or declaration.engine == "vllm":
         return None
     files = {
-        lane: PartialRolloutFiles(
-            folder.finished(context.node), lane, replica=context.rank, attempt=context.attempt,
-            waited_for=partial(in_flight, ledger, lane),
+        source: PartialRolloutFiles(
+            folder.finished(context.node), source, replica=context.rank, attempt=context.attempt,
+            waited_for=partial(in_flight, ledger, source),
         )
-        for lane in context.columns
+        for source in context.columns
     }  # fmt: skip
     return PartialRollouts(files, seed=context.seed, every=declaration.segment_tokens, masks=declaration.sampling_mask)
 
@@ -117,4 +117,4 @@ def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> Partia
 def mark_of(seed: int, group: PromptGroup) -> int:
     """A checksum of what a group's rollouts depend on beside weights: the run's seed, the prompt's tokens. int64."""
     prompt = np.ascontiguousarray(group.prompt, np.int64).tobytes()
-    return xxhash.xxh3_64_intdigest(f"{seed}/{group.lane}/{group.group_id}/".encode() + prompt) - (1 << 63)
+    return xxhash.xxh3_64_intdigest(f"{seed}/{group.source}/{group.group_id}/".encode() + prompt) - (1 << 63)

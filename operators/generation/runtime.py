@@ -68,13 +68,13 @@ class GeneratorRuntime(Runtime):
         self._drains = False
 
     def room(self) -> int:
-        """Prompts it would take now; above 0 while any lane that may arrive has no prompt waiting."""
-        lanes = {*self._context.columns, *self._admission.lanes}
-        fewest = min((len(self._admission.lanes.get(lane, ())) for lane in lanes), default=0)
+        """Prompts it would take now; above 0 while any source that may arrive has no prompt waiting."""
+        sources = {*self._context.columns, *self._admission.sources}
+        fewest = min((len(self._admission.sources.get(source, ())) for source in sources), default=0)
         return max(0, max(64, self._declaration.slots) - fewest)
 
     def push(self, batch: Batch) -> None:
-        """Tokenize the prompts into their lane's queue; what cannot be served is complete at once."""
+        """Tokenize the prompts into their source's queue; what cannot be served is complete at once."""
         records = batch.records
         arrival = PromptBatch(batch)
         if not records.num_rows:
@@ -86,7 +86,7 @@ class GeneratorRuntime(Runtime):
             size = asked or self._declaration.group_size
             tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
             group = PromptGroup(
-                lane=batch.lane,
+                source=batch.source,
                 group_id=group_id,
                 size=size,
                 min_version=min_version,
@@ -102,7 +102,7 @@ class GeneratorRuntime(Runtime):
                 group.fail(prompt)
                 self._complete.append(group)
             else:
-                self._admission.add(batch.lane, group)
+                self._admission.add(batch.source, group)
 
     def work(self) -> list[Batch] | None:
         """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be done."""
@@ -153,10 +153,10 @@ class GeneratorRuntime(Runtime):
         """The weight plane's socket, where it has one."""
         return () if self._weights.socket is None else (self._weights.socket,)
 
-    def forget(self, lane: str, group: int) -> None:
+    def forget(self, source: str, group: int) -> None:
         """Let go of what is on the disk of a group that has an outcome."""
         if self._partial is not None:
-            self._partial.forget(lane, group)
+            self._partial.forget(source, group)
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Hears {"dropped": groups that the trainer gave up} and {"drain": whether those it takes turns with end}."""
@@ -244,13 +244,13 @@ class GeneratorRuntime(Runtime):
     def _start(self, group: PromptGroup, count: int) -> Start:
         """Begin `count` more rollouts of a group."""
         if group.unstarted == len(group.order or group.rows):
-            self._started.setdefault(group.lane, []).append(group.group_id)
+            self._started.setdefault(group.source, []).append(group.group_id)
         tickets = range(self._next_ticket, self._next_ticket + count)
         self._next_ticket += count
         positions = group.start(count)
         for ticket, position in zip(tickets, positions, strict=True):
             self._tickets[ticket] = (group, position)
-        key = f"{self._context.seed}/{group.lane}/{group.group_id}"
+        key = f"{self._context.seed}/{group.source}/{group.group_id}"
         return Start(
             prompt=group.prompt,
             limit=self._limit(group),
@@ -264,26 +264,26 @@ class GeneratorRuntime(Runtime):
         left = self._limit(group) - len(group.prompt) - len(rollout.tokens)
         if left < (0 if rollout.finish_reason else 1):
             return False
-        return self._admission.may_go_on(group.lane, group, rollout.tokens.versions, self._first_version, dropped)
+        return self._admission.may_go_on(group.source, group, rollout.tokens.versions, self._first_version, dropped)
 
     def _limit(self, group: PromptGroup) -> int:
         """Most tokens of prompt and completion."""
         return min(self._context_tokens, len(group.prompt) + self._declaration.max_tokens)
 
     def _out(self) -> list[Batch]:
-        """One batch for each lane that has complete groups; acknowledges arrivals that are done with."""
+        """One batch for each source that has complete groups; acknowledges arrivals that are done with."""
         if self._context.ledger is not None:
-            for lane, ids in self._started.items():
-                self._context.ledger.advance(lane, ids, "generating")
+            for source, ids in self._started.items():
+                self._context.ledger.advance(source, ids, "generating")
         self._started = {}
-        by_lane: dict[str, list[PromptGroup]] = {}
+        by_source: dict[str, list[PromptGroup]] = {}
         for group in self._complete:
-            by_lane.setdefault(group.lane, []).append(group)
+            by_source.setdefault(group.source, []).append(group)
         self._complete = []
         batches = []
         masks = self._declaration.sampling_mask
-        for lane, complete in by_lane.items():
-            batches.append(Batch(lane, groups.rollouts(complete, self.tokenizer, self._ends, masks=masks)))
+        for source, complete in by_source.items():
+            batches.append(Batch(source, groups.rollouts(complete, self.tokenizer, self._ends, masks=masks)))
             for group in complete:
                 self._owed -= group.size
                 group.arrival.share.release(group.group_id)

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import socket
+import sys
 from pathlib import Path
 
 import torch
@@ -71,7 +72,17 @@ def _abort() -> None:
 
 
 def leave() -> None:
-    """Leave the process group, whatever state it is in."""
+    """Leave the process group, whatever state it is in.
+
+    With it goes what DTensor has cached of its meshes: a later mesh of the same shape, here or in a fork, would be
+    given this rank's place and this group. No fork could clear that, as it has none of the group's threads.
+    """
     with contextlib.suppress(RuntimeError, ValueError, AssertionError):
         if dist.is_initialized():
             dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        _redistribute._gen_transform_infos.cache_clear()

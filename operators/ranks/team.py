@@ -41,7 +41,8 @@ END_S = 5.0
 
 
 def program(module: str, keep: Sequence[int] = ()) -> Start:
-    """python -m MODULE FD: a fresh process, which may use CUDA whatever this one has done. keep: open files for it."""
+    """python -m MODULE FD: a fresh process, which may use CUDA whatever this one has done; it imports for seconds.
+    keep: open files for it."""
     return lambda end, rank: child.program(module, end=end, keep=keep, stdin=subprocess.DEVNULL)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from dataflow.errors import DeadlineError
 from dataflow.limits import Limits
@@ -16,6 +16,8 @@ from dataflow.weight_ends import LeadingAgain, LeadingWeightsIn, Offered, OpensW
 from dataflow.worker.weight_ports import open_beside
 from operators.ranks.exchange import Exchange, expected
 from operators.ranks.team import Team
+
+T = TypeVar("T")
 
 Slices = Mapping[str, Plain]
 """Of each tensor of a rank, which part of a full one it is: (full shape, dimension, ranges along it), by name."""
@@ -175,9 +177,28 @@ class Leader:
             self._bear(outside, offer.version)
             return self.version
         self._refused_at = None
-        with self._exchange.together(f"taking version {offer.version}"):
+        return self._take(offer.version, self._end.adopt)
+
+    def let_go(self) -> bool:
+        """As `WeightsAgain.let_go`, for rank 0; the others do so when they are told to sleep."""
+        return isinstance(self._end, LeadingAgain) and self._end.let_go()
+
+    def again(self) -> bool:
+        """Have all ranks take the version in use once more, or none; False where one of them does not find it."""
+        assert isinstance(self._end, LeadingAgain), "it has let go"
+        held = self._end.enter_again()
+        if held is None:
+            return False
+        if self._enter(held):
+            self._end.decline()
+            return False
+        return self._take(held.version, self._end.again)
+
+    def _take(self, version: int, own: Callable[[], T]) -> T:
+        """Have all others take the version that they hold, while rank 0 does so by `own`; what that returns."""
+        with self._exchange.together(f"taking version {version}"):
             self._exchange.tell(Take())
-            return self._end.adopt()
+            return own()
 
     def let_go(self) -> bool:
         """As `WeightsAgain.let_go`, for rank 0; the others do so when they are told to sleep."""

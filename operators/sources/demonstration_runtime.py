@@ -76,7 +76,7 @@ class DemonstrationRuntime(Runtime):
         ids, versions = (batch.records.column(name).to_pylist() for name in (GROUP_ID, MIN_VERSION))
         groups = [
             PromptGroup(
-                lane=batch.lane, group_id=group_id, size=1, min_version=min_version, arrival=arrival, row=row,
+                source=batch.source, group_id=group_id, size=1, min_version=min_version, arrival=arrival, row=row,
                 prompt=np.zeros(0, np.int64), unstarted=0, left=0,
             )
             for row, (group_id, min_version) in enumerate(zip(ids, versions, strict=True))
@@ -89,7 +89,7 @@ class DemonstrationRuntime(Runtime):
         made = rollouts(groups, self._tokenizer, frozenset([self._end]))
         for group in groups:
             arrival.share.release(group.group_id)
-        return [Batch(batch.lane, made)]
+        return [Batch(batch.source, made)]
 
     def _demonstrated(self, batch: Batch) -> list[EndedRollout | str]:
         """For each row its rollout, or a message in three parts."""

@@ -49,18 +49,18 @@ class PromptRuntime(Runtime):
         epochs: int | None,
     ) -> None:
         """table: the prompts of an epoch. The rest as `operators.Prompts` has it."""
-        self._lane = name
+        self._source = name
         self._seed = None if shuffle_seed is None else shuffle_seed + context.seed
         self._group_size = group_size or 0
         self._table = table
         self._dropped_rows = report.dropped
         self._ledger = context.ledger
         self._on_demand = context.on_demand
-        self._next = 0 if context.ledger is None else context.ledger.next_group_id(self._lane)
+        self._next = 0 if context.ledger is None else context.ledger.next_group_id(self._source)
         self._again: deque[int] | None = None
         """Groups to be issued once more, in order; None: before its first work, when every node is ready."""
         self._last = None if epochs is None else epochs * len(table)
-        bound = context.bounds.get(self._lane)
+        bound = context.bounds.get(self._source)
         steps = None if bound is None else bound.steps if bound.steps is not None else context.steps
         self._needed = None if bound is None or steps is None else steps * bound.prompts_per_step
         self._dropped_groups = 0
@@ -125,11 +125,11 @@ class PromptRuntime(Runtime):
 
     def _is_judged(self, step: int) -> bool:
         """Whether the round of a step is recorded."""
-        return self._ledger is not None and self._ledger.is_judged(self._lane, step)
+        return self._ledger is not None and self._ledger.is_judged(self._source, step)
 
     def _in_flight(self) -> deque[int]:
         """Groups without an outcome, in order."""
-        waiting = [] if self._ledger is None else self._ledger.in_flight(self._lane)
+        waiting = [] if self._ledger is None else self._ledger.in_flight(self._source)
         return deque(group.group_id for group in waiting)
 
     def _rows(self, groups: Sequence[int]) -> AnyArray:
@@ -171,9 +171,9 @@ class PromptRuntime(Runtime):
             columns[name] = pa.array(np.full(count, value, np.int32))
         order = [GROUP_ID, PROMPT_ID, PROMPT, GROUP_SIZE, MIN_VERSION, ROUND_SIZE, *names[2:]]
         if self._ledger is not None:
-            self._ledger.issue(self._lane, list(zip(ids.tolist(), columns[PROMPT_ID].to_pylist(), strict=True)))
+            self._ledger.issue(self._source, list(zip(ids.tolist(), columns[PROMPT_ID].to_pylist(), strict=True)))
         self._next = max(self._next, int(ids[-1]) + 1)
-        return Batch(self._lane, pa.RecordBatch.from_arrays([columns[name] for name in order], names=order))
+        return Batch(self._source, pa.RecordBatch.from_arrays([columns[name] for name in order], names=order))
 
 
 def _flat(column: pa.ChunkedArray) -> pa.Array:

@@ -56,8 +56,8 @@ class CatchUp:
         context = self._context
         if context.folder is None or context.ledger is None or context.attempt:
             return
-        for lane in context.bounds:
-            if taken_out := take_out_abandoned(context.folder.path / "finished", lane, self.target):
+        for source in context.bounds:
+            if taken_out := take_out_abandoned(context.folder.path / "finished", source, self.target):
                 context.log.warning(
                     "rollouts are generated again: the weights that drew them were taken back", node=context.node,
                     rows=taken_out, version=self.target,

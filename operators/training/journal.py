@@ -65,7 +65,7 @@ class Journal:
     """The trainer's hand in the run folder and the ledger; without them it writes nothing."""
 
     context: Context
-    lane: str
+    source: str
     learner: Learner
     tokenizer: Any
     kept_step: int
@@ -93,7 +93,7 @@ class Journal:
                 context.node,
                 step,
                 version=step,
-                source=self.lane,
+                source=self.source,
                 trained=[group.group_id for group in trained],
                 dropped=dropped,
                 metrics=metrics,
@@ -153,7 +153,7 @@ class Journal:
     def drop(self, reasons: Mapping[int, str], step: int | None) -> None:
         """Record groups given up for the step under way, before it is committed; None: outside any step."""
         if reasons and self.context.ledger is not None:
-            self.context.ledger.drop(self.context.node, self.lane, reasons, step=step)
+            self.context.ledger.drop(self.context.node, self.source, reasons, step=step)
 
     def _stays(self, step: int) -> bool:
         """Whether the checkpoint of a step is one that was asked for, or that of the last step."""
@@ -264,12 +264,12 @@ def _check_room(place: Path, needed: int) -> None:
         )
 
 
-def expected(context: Context, lane: str) -> tuple[int, list[int], int]:
+def expected(context: Context, source: str) -> tuple[int, list[int], int]:
     """The first group still to consume, the later ones that will not come, and how many have an outcome."""
     if context.ledger is None:
         return 0, [], 0
-    following = context.ledger.next_group_id(lane)
-    in_flight = [group.group_id for group in context.ledger.in_flight(lane, context.node)]
+    following = context.ledger.next_group_id(source)
+    in_flight = [group.group_id for group in context.ledger.in_flight(source, context.node)]
     waiting = [group for group in in_flight if group < following]  # more may have been issued between the two reads
     first = min(waiting, default=following)
     return first, sorted(set(range(first, following)).difference(waiting)), following - len(waiting)

@@ -35,7 +35,7 @@ MOST_BAD_STEPS = 5
 class TrainerRuntime(Runtime):
     """Trains groups one after the other in the order of their issue.
 
-    consumes: whole groups of one lane, in any order
+    consumes: whole groups of one source, in any order
     produces: weights on the weight plane; per step a rollouts file, a ledger entry, a line of metrics
     waits for: the next group in issue order
     unblocked by: its arrival; a call of `work` does one micro-batch
@@ -56,15 +56,15 @@ class TrainerRuntime(Runtime):
         """start: steps behind the weights that `learner` has. missing: committed ones after it, to be made again.
         told: the metrics of the last committed step."""
         self._trainer, self._context, self._learner = trainer, context, learner
-        self._lane = _only_lane(context)
+        self._source = _only_source(context)
         self._making = StepMaker(trainer, context, learner, start)
         debt = Debt(trainer.recover_within_s)
-        self._journal = Journal(context, self._lane, learner, tokenizer, start, debt, trainer.checkpoint_every)
+        self._journal = Journal(context, self._source, learner, tokenizer, start, debt, trainer.checkpoint_every)
         self._behind: CatchUp | None = CatchUp(context, self._making, self._journal, missing)
         self._buffer = ReorderBuffer()
         self._early: list[Batch] = []
         """Came before it had caught up."""
-        self._bound = context.bounds.get(self._lane)
+        self._bound = context.bounds.get(self._source)
         self._group_rows = 1
         self._groups: list[QueuedGroup] = []
         """Of the step under way."""
@@ -232,7 +232,7 @@ class TrainerRuntime(Runtime):
         """Offer the weights of the last committed step, and let groups in."""
         context, step = self._context, self._making.step
         self._behind = None
-        first, holes, ended = expected(context, self._lane)
+        first, holes, ended = expected(context, self._source)
         self._buffer = ReorderBuffer(first, holes)
         self._drops.total = ended - step * self._trainer.prompts_per_step
         self._drops.recorded = recorded_drops(context, step + 1)
@@ -383,11 +383,11 @@ def _learner(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[Lea
     return led(trainer, model, context)
 
 
-def _only_lane(context: Context) -> str:
-    lanes = list(context.columns) or list(context.bounds)
-    if len(lanes) != 1:
+def _only_source(context: Context) -> str:
+    sources = list(context.columns) or list(context.bounds)
+    if len(sources) != 1:
         raise GraphError(
-            f"'{context.node}' trains groups in the order of one source, but {len(lanes)} lead to it: "
-            f"{lanes}; apply it to one stream"
+            f"'{context.node}' trains groups in the order of one source, but {len(sources)} lead to it: "
+            f"{sources}; apply it to one stream"
         )
-    return lanes[0]
+    return sources[0]

@@ -37,8 +37,8 @@ def fault(worker: str, at: float, recovered_s: float | None = 1.0) -> dict[str, 
     return {"at": at, "worker": worker, "cause": "died (SIGKILL)", "attempt": 0, "recovered_s": recovered_s}
 
 
-def line(at: float, what: str, *groups: int, lane: str = "prompts") -> dict[str, object]:
-    return {"at": at, "what": what, "lane": lane, "groups": list(groups)}
+def line(at: float, what: str, *groups: int, source: str = "prompts") -> dict[str, object]:
+    return {"at": at, "what": what, "source": source, "groups": list(groups)}
 
 
 def test_lines_that_a_crash_tore_are_left_out(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_fault_is_explained_by_the_first_blow_to_its_worker_that_explains_no_o
 def test_a_row_has_what_became_of_a_blow_and_the_rollouts_begun_again_until_the_next() -> None:
     blows = [Blow(10.0, "a-0", "SIGKILL"), Blow(20.0, "r-0/process", "SIGSTOP", replaced_s=1.5)]
     book = [
-        line(1.0, "begun", 1, 2, 3), line(11.0, "begun", 2, 4), line(11.5, "begun", 1, lane="held_out"),
+        line(1.0, "begun", 1, 2, 3), line(11.0, "begun", 2, 4), line(11.5, "begun", 1, source="held_out"),
         line(21.0, "begun", 3, 2), line(31.0, "begun", 5),
     ]  # fmt: skip
     rows = rows_of_faults(blows, [fault("a-0", 10.25, 3.0), fault("c-0", 30.0, None)], book, group_size=8)

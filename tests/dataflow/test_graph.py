@@ -57,8 +57,8 @@ def test_one_operator_serves_the_streams_of_several_sources() -> None:
     graph, generator = Graph("test"), FakeGenerator(model=POLICY)
     first = reward(generator(graph.source(FakePrompts())))
     second = reward(generator(graph.source(FakePrompts(name="held_out"))))
-    assert (first.node, first.lane) == ("reward", "prompts")
-    assert (second.node, second.lane) == ("reward", "held_out")
+    assert (first.node, first.source) == ("reward", "prompts")
+    assert (second.node, second.source) == ("reward", "held_out")
     assert list(graph.operators) == ["prompts", "generator", "reward", "held_out"]
 
 

@@ -192,8 +192,8 @@ def test_several_filters_in_a_row_share_the_column_and_branches_meet_again() -> 
 def test_a_drop_on_any_branch_is_one_behind_the_join() -> None:
     from dataflow.scoring.joining import JoinRuntime
 
-    lanes = {"prompts": ("a", "b")}
-    runtime = JoinRuntime(Context(node="join", origins=lanes))
+    sources = {"prompts": ("a", "b")}
+    runtime = JoinRuntime(Context(node="join", origins=sources))
     both = rows([1.0, 1.0, 0.0, 1.0])
     runtime.push(Batch("prompts", passed_through(not_easy.configured(most=9.0), both), "a"))
     runtime.push(Batch("prompts", passed_through(has_signal, both), "b"))

@@ -340,7 +340,7 @@ def too_few_prompts() -> None:
     good(prompts_per_step=101).check()
 
 
-def two_lanes_into_a_trainer() -> None:
+def two_sources_into_a_trainer() -> None:
     graph = good()
     more = graph.operators["generator"](graph.source(FakePrompts(name="more")))
     graph.operators["trainer"](advantage(reward(more)))
@@ -481,7 +481,7 @@ REFUSED: dict[Callable[[], None], str] = {
     messages_smaller_than_any_header: r"at most 1000 bytes, which is not from 65536 to .*give message_bytes",
     messages_larger_than_an_edge_holds: r"at most 1099511627776 bytes, .* to 17179869184, all that an edge holds; give",
     too_few_prompts: r"'prompts' ends after 100 prompts .*needs 101; give more",
-    two_lanes_into_a_trainer: r"'trainer' would train on rows of 2 sources.*mix them",
+    two_sources_into_a_trainer: r"'trainer' would train on rows of 2 sources.*mix them",
     evaluating_what_is_trained: r"trained by 'trainer' and evaluated by 'eval'; evaluate prompts of their own",
     join_of_two_sources: r"join got rows of two sources, 'prompts' and 'more'.*join branches",
     join_of_two_graphs: r"join got streams of two graphs.*one Graph",

@@ -62,7 +62,9 @@ def bounds(graph: Graph, planned: Plan, node: str) -> dict[str, Bound]:
 
 
 def test_the_trainer_that_feeds_the_generator_leads(graph: Graph) -> None:
-    assert {lane: feedback.weights.trainer.name for lane, feedback in feeding(graph).items()} == {"prompts": "actor"}
+    assert {source: feedback.weights.trainer.name for source, feedback in feeding(graph).items()} == {
+        "prompts": "actor"
+    }
     assert leading(graph) == ["actor"]
 
 
@@ -73,7 +75,7 @@ def test_only_trainers_among_several_have_folders_of_their_own(graph: Graph) -> 
     assert own_folder(alone, "trainer") is None
 
 
-def test_a_lane_is_bounded_by_the_trainer_of_its_generator_whatever_the_order_of_feedbacks(
+def test_a_source_is_bounded_by_the_trainer_of_its_generator_whatever_the_order_of_feedbacks(
     planned: Plan,
 ) -> None:
     assert dict(planned.bounds) == {"prompts": Bound(max_staleness=3, prompts_per_step=32, steps=7)}

@@ -1,4 +1,4 @@
-"""What drawn graphs are run with: a policy with heads enough for tensor parallelism, and ranks that are forked."""
+"""What drawn graphs are run with: a policy with heads enough for tensor parallelism."""
 
 from pathlib import Path
 
@@ -33,14 +33,3 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Runs graphs around that policy."""
     return Outcomes(heads, tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture
-def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of a generator are forked, as a trainer's are: an interpreter of its own would import for seconds."""
-    from operators.engine.parallel import follower, launch
-    from operators.ranks.team import forked
-    from operators.training.parallel import follow, lead, mesh, shard
-
-    assert follow and lead and mesh and shard, "imported here once"
-    monkeypatch.setattr(launch, "program", lambda module, keep: forked(lambda end, rank: follower.main(end), keep))

@@ -8,7 +8,7 @@ import pytest
 from .draw import Computes, Drawn
 from .outcome import Outcome, Outcomes, listed
 
-pytestmark = [pytest.mark.usefixtures("machine", "one_core", "forked_ranks"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(120)]
 
 QUICK, ALL = 20, 200
 

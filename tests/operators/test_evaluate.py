@@ -44,20 +44,20 @@ class Folder(FakeFolder):
 class World:
     """An Evaluate among fakes."""
 
-    def __init__(self, tmp_path: Any, lanes: tuple[str, ...] = ("held_out",)) -> None:
+    def __init__(self, tmp_path: Any, sources: tuple[str, ...] = ("held_out",)) -> None:
         self.events: list[Any] = []
         self.acks: list[int] = []
         self.folder, self.ledger = Folder(tmp_path, self.events), FakeLedger(self.events)
         self.context = context = Context(
-            node="eval", columns=dict.fromkeys(lanes, COLUMNS), folder=self.folder, ledger=self.ledger,  # type: ignore[arg-type]
+            node="eval", columns=dict.fromkeys(sources, COLUMNS), folder=self.folder, ledger=self.ledger,  # type: ignore[arg-type]
         )  # fmt: skip
         self.runtime = Evaluate(every_steps=5).build(context)
         assert isinstance(self.runtime, EvaluateRuntime)
 
-    def push(self, *groups: pa.RecordBatch, lane: str = "held_out") -> None:
+    def push(self, *groups: pa.RecordBatch, source: str = "held_out") -> None:
         first = groups[0].column("group_id")[0].as_py()
         rows = pa.Table.from_batches(groups).combine_chunks().to_batches()[0]
-        self.runtime.push(Batch(lane, rows, "reward", lambda: self.acks.append(first)))
+        self.runtime.push(Batch(source, rows, "reward", lambda: self.acks.append(first)))
 
     def run(self) -> None:
         while self.runtime.work() is not None:
@@ -300,10 +300,10 @@ def test_a_missing_score_is_a_failure_too():
 
 def test_a_round_waits_for_every_source_that_leads_here(tmp_path):
     world = World(tmp_path, ("easy", "hard"))
-    world.push(_held_out(0, size=1, score=1.0), lane="easy")
+    world.push(_held_out(0, size=1, score=1.0), source="easy")
     world.run()
     assert world.folder.metrics == []
-    world.push(_held_out(0, size=1, score=0.0), lane="hard")
+    world.push(_held_out(0, size=1, score=0.0), source="hard")
     world.run()
     assert world.folder.metrics[0]["eval_accuracy"] == 0.5
     assert world.ledger.evaluations == {0: [0, 0]}

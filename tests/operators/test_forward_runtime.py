@@ -120,10 +120,10 @@ def test_small_groups_of_several_batches_share_a_micro_batch(policy_model: Model
     assert ids(rig) == [[0, 1, 2, 3]]
 
 
-def test_lanes_are_not_mixed(policy_model: Model) -> None:
+def test_sources_are_not_mixed(policy_model: Model) -> None:
     rig = forwarding(Logprobs(policy_model))
     rig.push(rollouts(0))
-    rig.push(rollouts(0, ("z",)), lane="held_out")
+    rig.push(rollouts(0, ("z",)), source="held_out")
     rig.push(rollouts(1))
     rig.run()
     assert ids(rig) == [[0, 1], [0]]
@@ -206,11 +206,11 @@ def test_a_group_may_be_computed_as_much_older_as_the_feedback_allows(critic: Mo
     assert ids(rig) == [[2]]
 
 
-def test_rows_of_an_unbounded_lane_never_wait(critic: Model) -> None:
+def test_rows_of_an_unbounded_source_never_wait(critic: Model) -> None:
     plane = Versions()
     rig = forwarding(Values(critic), plane=plane)
     plane.offer(0)
-    rig.push(rollouts(7, version=5), lane="held_out")
+    rig.push(rollouts(7, version=5), source="held_out")
     rig.run()
     assert ids(rig) == [[7]]
 
@@ -275,7 +275,7 @@ def test_two_trainers_that_drop_different_groups_never_deadlock(
 ) -> None:
     """Groups are made under the policy's version, wait here, then go to both trainers, which may skip whole steps."""
     draw = np.random.default_rng(seed)
-    lane = Bound(max_staleness=ahead, prompts_per_step=policy_step)
+    source = Bound(max_staleness=ahead, prompts_per_step=policy_step)
     own = Bound(max_staleness=staleness, prompts_per_step=own_step)
     versions, dropped, taken = {"policy": 0, "own": 0}, {"policy": 0, "own": 0}, {"policy": 0, "own": 0}
     waiting: dict[int, int] = {}
@@ -286,9 +286,9 @@ def test_two_trainers_that_drop_different_groups_never_deadlock(
             waiting[issued] = versions["policy"]
             issued += 1
         known = Known(version=versions["own"], told=versions["own"], dropped=dropped["own"])
-        due = [n for n, version in waiting.items() if is_due(n, version, known, lane, own)]
+        due = [n for n, version in waiting.items() if is_due(n, version, known, source, own)]
         for n in due:
-            if known.version < needed(waiting[n], lane, own):
+            if known.version < needed(waiting[n], source, own):
                 assert dropped["own"] > 0
         moved = bool(due)
         if due:

@@ -149,11 +149,11 @@ class Forwarding:
     acks: list[int] = field(default_factory=list)
     out: list[pa.RecordBatch] = field(default_factory=list)
 
-    def push(self, *groups: pa.RecordBatch, lane: str = LANE) -> None:
+    def push(self, *groups: pa.RecordBatch, source: str = LANE) -> None:
         """One batch; its ack is written down by its first group."""
         records = together(*groups)
         first = records.column("group_id")[0].as_py()
-        self.runtime.push(Batch(lane, records, "generator", lambda: self.acks.append(first)))
+        self.runtime.push(Batch(source, records, "generator", lambda: self.acks.append(first)))
 
     def step(self) -> bool:
         """One slice; whether anything was done."""
@@ -177,16 +177,16 @@ def forwarding(
     max_staleness: int = 0,
     every: int | None = None,
     prompts_per_step: int = 2,
-    lane_prompts: int | None = None,
+    source_prompts: int | None = None,
     module: Any | None = None,
 ) -> Forwarding:
-    """lane_prompts: groups per step of the policy's trainer; prompts_per_step: of the operator's own."""
+    """source_prompts: groups per step of the policy's trainer; prompts_per_step: of the operator's own."""
     clock = Clock()
     facts: dict[str, Any] = {}
     if plane is not None:
-        lane = Bound(max_staleness=4, prompts_per_step=lane_prompts or prompts_per_step)
+        source = Bound(max_staleness=4, prompts_per_step=source_prompts or prompts_per_step)
         facts = {
-            "reader": plane, "bounds": {LANE: lane},
+            "reader": plane, "bounds": {LANE: source},
             "feedback": Bound(max_staleness=max_staleness, prompts_per_step=prompts_per_step, every=every),
         }  # fmt: skip
     context = Context(node=declaration.name, columns={LANE: COLUMNS}, clock=clock, **facts)

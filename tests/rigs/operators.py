@@ -49,8 +49,8 @@ class Around(Runtime):
     def wake(self) -> None:
         self.inner.wake()
 
-    def forget(self, lane: str, group: int) -> None:
-        self.inner.forget(lane, group)
+    def forget(self, source: str, group: int) -> None:
+        self.inner.forget(source, group)
 
     def close(self) -> None:
         self.inner.close()

@@ -51,7 +51,7 @@ class _Widening(Around):
 
     def work(self) -> list[Batch] | None:
         made = super().work()
-        return made and [Batch(batch.lane, self._widened(batch.records)) for batch in made]
+        return made and [Batch(batch.source, self._widened(batch.records)) for batch in made]
 
     def _widened(self, records: pa.RecordBatch) -> pa.RecordBatch:
         groups_R = records.column(GROUP_ID).to_numpy()

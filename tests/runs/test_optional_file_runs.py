@@ -125,7 +125,7 @@ def test_a_trained_run_is_replayed_and_goes_on_without_all_of_them(
     looked_at(folder)
     graph = tiny_graph(policy, max_staleness=0, eval_every=2)
     assert report_replay(graph, Wishes(run=str(folder))) == 0
-    assert cli.replay(folder, rollout=0, lane="prompts", json=True) == 0
+    assert cli.replay(folder, rollout=0, source="prompts", json=True) == 0
     whole = run(graph, steps=3, on=inline(), resume=folder, quiet=True)
     assert whole.verdict.clean and whole.steps == 3, whole.verdict
     looked_at(folder)

@@ -135,19 +135,21 @@ def test_a_rollout_is_found_in_the_file_of_its_step_with_its_outcome(done: Resul
     folder = RunFolder.open(done.folder)
     table = folder.read_rollouts(2)
     row = table.to_pylist()[3]
-    found = find_rollout(folder, row["rollout_id"], lane="prompts")
-    assert (found.lane, found.place, dict(found.row)) == ("prompts", "rollouts/step-000002.arrow", row)
+    found = find_rollout(folder, row["rollout_id"], source="prompts")
+    assert (found.source, found.place, dict(found.row)) == ("prompts", "rollouts/step-000002.arrow", row)
     assert [str(fate) for fate in found.fates] == ["trained by trainer at step 2"]
 
 
-def test_a_rollout_id_of_two_lanes_is_refused_until_one_is_chosen(done: Result) -> None:
+def test_a_rollout_id_of_two_sources_is_refused_until_one_is_chosen(done: Result) -> None:
     folder = RunFolder.open(done.folder)
-    with pytest.raises(RunError, match=r"stands in several lanes: \['held_out', 'prompts'\]; choose one with --lane"):
+    with pytest.raises(
+        RunError, match=r"stands in several sources: \['held_out', 'prompts'\]; choose one with --source"
+    ):
         find_rollout(folder, 0)
-    found = find_rollout(folder, 0, lane="held_out")
+    found = find_rollout(folder, 0, source="held_out")
     assert [str(fate) for fate in found.fates] == ["evaluated by eval at step 0"]
-    with pytest.raises(RunError, match="has no rollout 0 of lane 'prompts' of group 9"):
-        find_rollout(folder, 0, lane="prompts", group_id=9)
+    with pytest.raises(RunError, match="has no rollout 0 of source 'prompts' of group 9"):
+        find_rollout(folder, 0, source="prompts", group_id=9)
 
 
 def test_a_rollout_that_is_finished_and_not_trained_is_found_too(copied: RunFolder) -> None:
@@ -160,7 +162,7 @@ def test_a_rollout_that_is_finished_and_not_trained_is_found_too(copied: RunFold
     with pa.OSFile(str(place), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
         writer.write_table(rows)
     found = find_rollout(copied, 4242)
-    assert (found.lane, found.place) == ("prompts", "finished/generator/0-0-0.prompts.arrows")
+    assert (found.source, found.place) == ("prompts", "finished/generator/0-0-0.prompts.arrows")
 
 
 def test_a_rollout_is_printed_with_its_text_scores_tokens_and_versions(
@@ -168,7 +170,7 @@ def test_a_rollout_is_printed_with_its_text_scores_tokens_and_versions(
 ) -> None:
     folder = RunFolder.open(done.folder)
     row = folder.read_rollouts(2).to_pylist()[0]
-    found = find_rollout(folder, row["rollout_id"], lane="prompts")
+    found = find_rollout(folder, row["rollout_id"], source="prompts")
     console = Console(width=100, record=True, file=sys.stdout)
     show_rollout(found, console, vocabulary_of(folder))
     said = capsys.readouterr().out
@@ -176,5 +178,5 @@ def test_a_rollout_is_printed_with_its_text_scores_tokens_and_versions(
         assert part in said
     chosen = [at for at, mask in enumerate(row["mask"]) if mask]
     assert said.count(" v") >= len(chosen) and f"{row['logprobs'][chosen[0]]:.3f} v" in said
-    assert cli.replay(done.folder, rollout=row["rollout_id"], lane="prompts", json=True) == 0
+    assert cli.replay(done.folder, rollout=row["rollout_id"], source="prompts", json=True) == 0
     assert json.loads(capsys.readouterr().out)["rollout"]["tokens"] == row["tokens"]

@@ -134,7 +134,7 @@ def test_what_needs_a_file_that_was_not_kept_says_so_and_what_to_do(policy: Path
         list(replay(graph_of(policy), Wishes(run=str(done.folder))))
     assert [each.difference for each in replay(graph_of(policy), Wishes(run=str(done.folder), first=4))] == [0.0, 0.0]
     with pytest.raises(RunError, match=r"of a step of 'trainer' up to 4, which were not kept; .*larger keep_steps"):
-        cli.replay(done.folder, rollout=0, lane="prompts")
+        cli.replay(done.folder, rollout=0, source="prompts")
     summary = summarize(RunFolder.open(done.folder), done.verdict.line, done.verdict.clean)
     assert "rollouts of trainer up to step 4 not kept" in summary.not_kept
     assert cli.show(done.folder) == 0

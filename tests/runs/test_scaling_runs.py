@@ -233,7 +233,7 @@ class _Passing(Runtime):
             return None
         batch = self._held.pop(0)
         batch.ack()
-        return [Batch(batch.lane, batch.records)]
+        return [Batch(batch.source, batch.records)]
 
 
 @pytest.mark.slow
@@ -260,16 +260,16 @@ class Noted:
 
     path: Path
 
-    def add(self, what: str, rank: int, lane: str, records: Any, step: int) -> None:
+    def add(self, what: str, rank: int, source: str, records: Any, step: int) -> None:
         ids = records.column(GROUP_ID).to_pylist()
         with self.path.open("a") as out:
-            out.write(json.dumps([what, rank, lane, min(ids), max(ids), step]) + "\n")
+            out.write(json.dumps([what, rank, source, min(ids), max(ids), step]) + "\n")
 
-    def of(self, what: str, rank: int, lane: str = "prompts") -> list[tuple[int, int, int]]:
+    def of(self, what: str, rank: int, source: str = "prompts") -> list[tuple[int, int, int]]:
         """(first group, last group, trainer's step) of each batch."""
         text = self.path.read_text() if self.path.exists() else ""
         whole = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        return [tuple(line[3:]) for line in whole if line[:3] == [what, rank, lane]]
+        return [tuple(line[3:]) for line in whole if line[:3] == [what, rank, source]]
 
 
 class _Noting(Around):
@@ -280,7 +280,7 @@ class _Noting(Around):
         self.rank, self.noted = context.rank, noted
 
     def push(self, batch: Batch) -> None:
-        self.noted.add("took", self.rank, batch.lane, batch.records, self._now())
+        self.noted.add("took", self.rank, batch.source, batch.records, self._now())
         super().push(batch)
 
     def _now(self) -> int:
@@ -299,7 +299,7 @@ class _Bounded(_Noting):
         return 1024
 
     def push(self, batch: Batch) -> None:
-        self.noted.add("took", self.rank, batch.lane, batch.records, self._now())
+        self.noted.add("took", self.rank, batch.source, batch.records, self._now())
         self._held.append(batch)
 
     def pending(self) -> int:
@@ -311,7 +311,7 @@ class _Bounded(_Noting):
             last = max(batch.records.column(GROUP_ID).to_pylist())
             if super().room() > 0 and admit(last, 0, now, self._per_step, self._ahead):
                 self._held.remove(batch)
-                self.noted.add("began", self.rank, batch.lane, batch.records, now)
+                self.noted.add("began", self.rank, batch.source, batch.records, now)
                 self.inner.push(batch)
         return super().work()
 

@@ -59,7 +59,7 @@ class _Judging(Runtime):
         """Group by group: one may be in time while those that it came with are not."""
         buffer = ReorderBuffer()
         buffer.add(batch)
-        self._lane = batch.lane
+        self._source = batch.source
         self._held += buffer.rest()
 
     def pending(self) -> int:
@@ -79,7 +79,7 @@ class _Judging(Runtime):
         made = []
         for group in ready:
             column = pa.array([self._reader.version] * group.records.num_rows, pa.int64())
-            made.append(Batch(self._lane, group.records.append_column("judged_by", column)))
+            made.append(Batch(self._source, group.records.append_column("judged_by", column)))
             group.release()
         return made
 

@@ -95,7 +95,7 @@ class _Group:
 
     group_id: int
     min_version: int
-    lane: str
+    source: str
     prompt: pa.RecordBatch
     share: Share
     lengths: list[int]
@@ -120,9 +120,9 @@ class _Drawing(Runtime):
         self._live: list[_Group] = []
 
     def room(self) -> int:
-        """Room while any lane that may arrive has none waiting, as in the product: no lane keeps another out."""
-        lanes = self._admission.lanes
-        return max(0, 16 - min(len(lanes.get(lane, ())) for lane in self._context.columns))
+        """Room while any source that may arrive has none waiting, as in the product: no source keeps another out."""
+        sources = self._admission.sources
+        return max(0, 16 - min(len(sources.get(source, ())) for source in self._context.columns))
 
     def push(self, batch: Batch) -> None:
         rows = batch.records
@@ -132,7 +132,7 @@ class _Drawing(Runtime):
             size = asked or self._operator.group_size
             lengths = lengths_of(group, size, self._operator.max_tokens)
             self._admission.add(
-                batch.lane, _Group(group, least, batch.lane, rows.slice(at, 1), share, lengths, unstarted=size)
+                batch.source, _Group(group, least, batch.source, rows.slice(at, 1), share, lengths, unstarted=size)
             )
 
     def pending(self) -> int:
@@ -157,7 +157,7 @@ class _Drawing(Runtime):
             fit=lambda group, wanted: wanted,
         ):  # fmt: skip
             if not group.drawn:
-                self._probe.starts(group.lane, group.group_id, group.min_version, version)
+                self._probe.starts(group.source, group.group_id, group.min_version, version)
                 self._live.append(group)
             group.unstarted -= count
             group.drawn += [[] for _ in range(count)]
@@ -171,13 +171,13 @@ class _Drawing(Runtime):
                     row.append(version)
         made: dict[str, list[pa.RecordBatch]] = {}
         for group in [group for group in self._live if group.finished]:
-            made.setdefault(group.lane, []).append(self._rows(group))
+            made.setdefault(group.source, []).append(self._rows(group))
             self._live.remove(group)
             group.share.release(group.group_id)
-        return [Batch(lane, pa.concat_batches(rows)) for lane, rows in made.items()]
+        return [Batch(source, pa.concat_batches(rows)) for source, rows in made.items()]
 
     def status(self) -> dict[str, float | int | str]:
-        waiting = [group.group_id for queue in self._admission.lanes.values() for group in queue]
+        waiting = [group.group_id for queue in self._admission.sources.values() for group in queue]
         return {"version": self._reader.version, "live": len(self._live), "held": str(waiting)}
 
     def _rows(self, group: _Group) -> pa.RecordBatch:
@@ -196,7 +196,7 @@ class _Drawing(Runtime):
             "completion": rows.column(PROMPT), "finish_reason": STOP.slice(0, size), "error": NONE.slice(0, size),
             **{name: pa.ListArray.from_arrays(offsets, pa.array(values)) for name, values in ragged.items()},
         }  # fmt: skip
-        columns = {**self._context.columns[group.lane], **ROLLOUT_COLUMNS}
+        columns = {**self._context.columns[group.source], **ROLLOUT_COLUMNS}
         arrays = [made[name] if name in made else rows.column(name) for name in columns]
         return pa.RecordBatch.from_arrays(arrays, schema=schema(columns))
 
@@ -262,7 +262,7 @@ class _Scoring(Runtime):
         made = []
         for batch in ready:
             rewards = (batch.records.column(GROUP_ID).to_numpy() % 5).astype(np.float64)
-            made.append(Batch(batch.lane, batch.records.append_column(self._operator.name, pa.array(rewards))))
+            made.append(Batch(batch.source, batch.records.append_column(self._operator.name, pa.array(rewards))))
             batch.ack()
         return made
 

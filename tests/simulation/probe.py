@@ -41,12 +41,12 @@ class Probe:
 
     # the generator
 
-    def starts(self, lane: str, group: int, least: int, version: int) -> None:
+    def starts(self, source: str, group: int, least: int, version: int) -> None:
         """A group starts to be generated: not again where it is kept, and not too far ahead of the trainer."""
         world, shape = self._world, self._world.shape
-        check(version >= least, f"group {group} of '{lane}' starts under version {version} instead of {least}")
-        if lane != TRAINED:
-            world.say(self._process.name, f"starts group {group} of {lane}")
+        check(version >= least, f"group {group} of '{source}' starts under version {version} instead of {least}")
+        if source != TRAINED:
+            world.say(self._process.name, f"starts group {group} of {source}")
             return
         world.say(self._process.name, f"starts group {group}")
         if group in world.trained or group in world.given_up:

@@ -70,8 +70,8 @@ def a_round_is_closed_before_all_is_there(patch: Patch) -> None:
 
 
 def rounds_do_not_wait_for_their_weights(patch: Patch) -> None:
-    def start(self: Admission[Any], lane: str, *values: Any) -> bool:
-        return lane == "questions" or may_start(self, lane, *values)
+    def start(self: Admission[Any], source: str, *values: Any) -> bool:
+        return source == "questions" or may_start(self, source, *values)
 
     may_start = Admission.may_start
     patch.setattr(Admission, "may_start", start)

@@ -60,7 +60,7 @@ def acknowledgements_do_not_wait_for_the_next_node(patch: pytest.MonkeyPatch) ->
 def the_trainer_acknowledges_on_arrival(patch: pytest.MonkeyPatch) -> None:
     def add_and_ack(self: ReorderBuffer, batch: Batch) -> int:
         batch.ack()
-        return add(self, Batch(batch.lane, batch.records, batch.origin))
+        return add(self, Batch(batch.source, batch.records, batch.origin))
 
     add = ReorderBuffer.add
     patch.setattr(ReorderBuffer, "add", add_and_ack)
@@ -75,9 +75,9 @@ def what_was_finished_is_not_found_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_group_that_comes_twice_is_done_twice(patch: pytest.MonkeyPatch) -> None:
-    def always_new(self: Acknowledgements, lane: str, origin: str, groups: Any, ack: Any) -> list[int]:
+    def always_new(self: Acknowledgements, source: str, origin: str, groups: Any, ack: Any) -> list[int]:
         numbers = list(groups)
-        arrive(self, lane, origin, numbers, ack)
+        arrive(self, source, origin, numbers, ack)
         return numbers
 
     arrive = Acknowledgements.arrive

@@ -58,8 +58,8 @@ class _Training(Runtime):
 
     def __init__(self, operator: SimulatedTrainer, context: Context) -> None:
         self._operator, self._context, self._probe = operator, context, context.log
-        (self._lane,) = context.columns
-        self._bound = context.bounds[self._lane]
+        (self._source,) = context.columns
+        self._bound = context.bounds[self._source]
         ledger = context.ledger
         assert ledger is not None and context.writer is not None
         made = ledger.last_step(context.node)
@@ -71,7 +71,7 @@ class _Training(Runtime):
         if self._step < made:
             ledger.roll_back_to(self._step, context.node)
             self._probe.rolled_back(self._step)
-        first, holes, ended = expected(context, self._lane)
+        first, holes, ended = expected(context, self._source)
         self._buffer = ReorderBuffer(first, holes)
         self._told_dropped = ended - self._step * operator.prompts_per_step
         self._groups: list[QueuedGroup] = []
@@ -146,7 +146,7 @@ class _Training(Runtime):
         self._note()
         if len(self._reasons) >= self._operator.prompts_per_step:
             reasons, self._reasons = self._reasons, {}
-            context.ledger.drop(context.node, self._lane, reasons, step=self._step + 1)
+            context.ledger.drop(context.node, self._source, reasons, step=self._step + 1)
             for each in [each for each in self._passed if each.group_id in reasons]:
                 self._passed.remove(each)
                 each.release()
@@ -168,7 +168,7 @@ class _Training(Runtime):
         context.folder.write_rollouts(self._step, table)
         self._probe.commits(self._step, self._content, table, [group.group_id for group in groups])
         context.ledger.commit_step(
-            context.node, self._step, version=self._step, source=self._lane,
+            context.node, self._step, version=self._step, source=self._source,
             trained=[group.group_id for group in groups], dropped=self._reasons, metrics={},
         )  # fmt: skip
         self._publish()

@@ -1,4 +1,4 @@
-"""A rank behind rank 0, as a process: python -m operators.engine.parallel.follower FD, started by `launch`."""
+"""A rank behind rank 0: a fork that `launch` makes, or python -m operators.engine.parallel.follower FD."""
 
 from __future__ import annotations
 

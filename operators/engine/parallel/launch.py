@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from dataflow.node import Context
+from dataflow.system.forking import has_used_cuda
 from operators.engine.build import Built
 from operators.engine.knobs import GeneratorKnobs
-from operators.engine.parallel import group
+from operators.engine.parallel import follower, group
 from operators.engine.parallel.lockstep import Lockstep
 from operators.engine.parallel.member import make_member
 from operators.engine.parallel.messages import CODEC, Settings, Started
 from operators.engine.parallel.shards import plain_pieces
 from operators.ranks.exchange import Exchange
 from operators.ranks.loading import leading
-from operators.ranks.team import Team, program
+from operators.ranks.team import Start, Team, forked, program
 from operators.ranks.weights import Leader, met, opens_for_ranks
 
 
@@ -30,8 +32,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
     """
     device = torch.device(context.device)
     opens = opens_for_ranks(context.reader)
-    start = program("operators.engine.parallel.follower", context.turn_files)
-    team = Team(declaration.name, size, start, context.limits, CODEC)
+    team = Team(declaration.name, size, start_of(device, context.turn_files), context.limits, CODEC)
     with team.starting():
         for rank in range(1, size):
             team.answer(rank, Started)
@@ -54,3 +55,11 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
         own = {name: shard.local for name, shard in member.shards.items()}
         reader = functools.partial(Leader, exchange, context.clock, opens, slices, own)
     return dataclasses.replace(member.built, engine=Lockstep(member, exchange), reader=reader, ranks=exchange)
+
+
+def start_of(device: torch.device, keep: Sequence[int] = ()) -> Start:
+    """A fork, which has imported all that this process has; a fresh interpreter where it is to use a GPU, or this
+    process has used one. keep: open files for it."""
+    if device.type == "cuda" or has_used_cuda():
+        return program(follower.__name__, keep)
+    return forked(lambda end, _rank: follower.main(end), keep)

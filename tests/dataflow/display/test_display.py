@@ -59,9 +59,9 @@ SNAPSHOT = Snapshot(
         NodeSnapshot(name="reward"),
     ),
     edges=(
-        EdgeSnapshot(source="prompts", target="generator", lane="prompts", depth=62, capacity=64),
-        EdgeSnapshot(source="generator", target="reward", lane="prompts", depth=128, capacity=512),
-        EdgeSnapshot(source="generator", target="reward", lane="held_out", depth=0, capacity=512),
+        EdgeSnapshot(producer="prompts", consumer="generator", source="prompts", depth=62, capacity=64),
+        EdgeSnapshot(producer="generator", consumer="reward", source="prompts", depth=128, capacity=512),
+        EdgeSnapshot(producer="generator", consumer="reward", source="held_out", depth=0, capacity=512),
     ),
 )
 
@@ -346,7 +346,6 @@ def odd(kind: type, **extra: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         "note",
         "source",
         "target",
-        "lane",
         "graph",
         "outcome",
         "busiest",

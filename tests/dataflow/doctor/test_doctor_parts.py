@@ -189,7 +189,7 @@ def test_a_process_that_has_a_file_of_the_run_open_is_found(sleeper: subprocess.
 def folder(tmp_path: Path) -> RunFolder:
     made = RunFolder.create(tmp_path, "t")
     names = {"prompts": "source", "trainer": "sink"}
-    edge = {"from": "prompts", "to": "trainer", "plane": "data", "lane": "prompts"}
+    edge = {"from": "prompts", "to": "trainer", "plane": "data", "source": "prompts"}
     made.write_json("graph.json", {"nodes": [{"name": n, "kind": k} for n, k in names.items()], "edges": [edge]})
     made.write_json("config.json", {"max_staleness": {"trainer": 0}, "leading": ["trainer"], "on_demand": []})
     with Ledger.create(made.ledger, {"trainer": ["prompts"]}) as ledger:

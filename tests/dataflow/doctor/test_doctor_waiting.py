@@ -27,8 +27,8 @@ def run(*, edges: dict[tuple[str, str], tuple[int, int]] | None = None, **change
         nodes[name] = Node(name=name, kind=KINDS.get(name, "operator"), **plain)
     known = edges or {}
     found = [
-        Edge(producer=a, consumer=b, lane=lane, depth=known.get((a, b), (0, 64))[0], capacity=64)
-        for lane, pairs in PATHS.items() for a, b in pairs
+        Edge(producer=a, consumer=b, source=source, depth=known.get((a, b), (0, 64))[0], capacity=64)
+        for source, pairs in PATHS.items() for a, b in pairs
     ]  # fmt: skip
     plain = {"still_s": 40.0, "on_demand": ("held_out",), "leading": ("trainer",), **changes}
     return Facts(nodes=nodes, edges=tuple(found), feedbacks=(Feedback(trainer="trainer", reader="generator"),), **plain)
@@ -39,7 +39,7 @@ def pairs(facts: Facts) -> set[tuple[str, str]]:
 
 
 def awaited(state: str, **knobs: Any) -> dict[str, Awaited]:
-    return {"trainer": Awaited(group_id=120, lane="prompts", state=state, **knobs)}
+    return {"trainer": Awaited(group_id=120, source="prompts", state=state, **knobs)}
 
 
 STOPPED = {"state": "ready", "silent_s": 12.0, "proc": "T"}

@@ -69,7 +69,7 @@ def test_files_without_such_a_token_stay_as_they_are_and_those_with_nothing_else
     assert list((tmp_path / "other").iterdir()) == []
 
 
-def test_other_lanes_and_files_that_may_be_written_to_are_not_touched(tmp_path: Path) -> None:
+def test_other_sources_and_files_that_may_be_written_to_are_not_touched(tmp_path: Path) -> None:
     finished(tmp_path / "generator", rows([9], groups=[0]))
     writing = Finished(tmp_path / "generator", "prompts", attempt=1)
     writing.append(rows([9], groups=[1]))

@@ -190,6 +190,13 @@ def test_the_same_graph_made_twice_does_not_differ() -> None:
     assert differences(graph_facts(made()), graph_facts(made())) == []
 
 
+def test_a_folder_that_calls_a_source_a_lane_is_of_the_same_graph() -> None:
+    older = named()
+    for edge in older["edges"]:
+        edge["lane"] = edge.pop("source")
+    assert differences(older, named()) == differences(named(), older) == []
+
+
 def test_what_differs_is_told_knob_by_knob_and_edge_by_edge() -> None:
     assert differences(named(), named("h")) == ["the graph was called 'g' and is called 'h'"]
     assert differences(named(prompts_per_step=8), named(prompts_per_step=16)) == [

@@ -331,7 +331,7 @@ def test_whole_groups_leave_without_waiting_for_a_slow_one() -> None:
     assert runtime.work() is None
     caller.answer(0, {2: 1.0, 3: 1.0})
     (last,) = runtime.work() or []
-    assert (groups([last]), last.lane, last.origin) == ([1, 1], "prompts", "generator")
+    assert (groups([last]), last.source, last.origin) == ([1, 1], "prompts", "generator")
     assert (runtime.pending(), events) == (0, ["ack"])
 
 
@@ -340,9 +340,9 @@ def test_a_later_batch_may_overtake_an_earlier_one() -> None:
     runtime.push(Batch("a", rows(["x"] * 2)))
     runtime.push(Batch("b", rows(["x"] * 2)))
     caller.answer(1, {0: 1.0, 1: 1.0})
-    assert [batch.lane for batch in runtime.work() or []] == ["b"]
+    assert [batch.source for batch in runtime.work() or []] == ["b"]
     caller.answer(0, {0: 1.0, 1: 1.0})
-    assert [batch.lane for batch in runtime.work() or []] == ["a"]
+    assert [batch.source for batch in runtime.work() or []] == ["a"]
 
 
 def test_rows_in_hand_are_bounded() -> None:

@@ -74,7 +74,7 @@ def test_what_several_replicas_sent_is_acknowledged_to_each_of_them_when_it_has_
     assert sorted(acks) == ["first of 0", "of 1", "second of 0"]
 
 
-def test_branches_and_lanes_are_told_apart() -> None:
+def test_branches_and_sources_are_told_apart() -> None:
     held, acks = Acknowledgements(), Acks()
     for origin in ("left", "right"):
         assert held.arrive("a", origin, [1], acks.of(origin)) == [1]

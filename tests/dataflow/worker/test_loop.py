@@ -123,7 +123,7 @@ class Script(Runtime):
             return None
         batch = self.inside.popleft()
         batch.ack()
-        return [Batch(batch.lane, batch.records)]
+        return [Batch(batch.source, batch.records)]
 
     def pending(self) -> int:
         return len(self.inside)
@@ -276,15 +276,15 @@ def test_the_end_waits_for_every_inlet() -> None:
     assert loop.ended
 
 
-def test_the_end_of_one_lane_is_passed_on_while_another_goes_on_and_not_before_its_last_row() -> None:
+def test_the_end_of_one_source_is_passed_on_while_another_goes_on_and_not_before_its_last_row() -> None:
     """Held-out prompts never end by themselves; those that are trained may."""
     events = Events()
     ending, lasting = FakeInlet(events, rows(0)), FakeInlet(events)
     lasting.ended = False
     first, second = FakeOutlet(events), FakeOutlet(events, name="other")
     runtime = Script(events, keeps_last=True)
-    lanes = {"a": [first], "b": [second]}
-    loop = NodeLoop("node", runtime, [("a", "x", ending), ("b", "y", lasting)], lanes)
+    sources = {"a": [first], "b": [second]}
+    loop = NodeLoop("node", runtime, [("a", "x", ending), ("b", "y", lasting)], sources)
     turn_until_still(loop)
     assert (first.finishes, second.finishes) == (0, 0)
     runtime.keeps_last = False
@@ -340,7 +340,9 @@ def test_groups_are_marked_in_the_ledger_before_they_are_sent() -> None:
     events = Events()
     outlet = FakeOutlet(events)
     inlet = FakeInlet(events, rows(0, 0, 1, 1), rows(2, 2))
-    loop = loop_of(Script(events), inlet, outlet, mark=lambda lane, groups: events.append(("marked", lane, *groups)))
+    loop = loop_of(
+        Script(events), inlet, outlet, mark=lambda source, groups: events.append(("marked", source, *groups))
+    )
     turn_until_still(loop)
     assert events.of("marked", "sent") == [
         ("marked", "prompts", 0, 1), ("sent", 0, 0, 1, 1), ("marked", "prompts", 2), ("sent", 2, 2),
@@ -446,7 +448,7 @@ def test_what_was_finished_before_a_restart_leaves_without_being_made_again(tmp_
     assert list(tmp_path.iterdir()) == [], "all have an outcome"
 
 
-def test_the_end_of_a_lane_waits_for_rows_that_were_found_finished_in_the_same_turn(tmp_path: Path) -> None:
+def test_the_end_of_a_source_waits_for_rows_that_were_found_finished_in_the_same_turn(tmp_path: Path) -> None:
     with_rows = Finished(tmp_path, "prompts")
     with_rows.append(rows(0))
     finished = Finished(tmp_path, "prompts", attempt=1)
@@ -480,14 +482,14 @@ def test_after_the_end_what_a_restarted_node_sends_again_is_acknowledged_like_th
 
 def test_what_has_an_outcome_is_acknowledged_and_not_made_again(tmp_path: Path) -> None:
     """A generator that was started again: groups 0 and 1 were trained before their source heard of it."""
-    with Ledger.create(tmp_path / "ledger.db", {"trainer": ["lane"]}) as ledger:
-        ledger.issue("lane", [(group, f"prompt {group}") for group in range(3)])
-        settled = settled_since(ledger, ["lane"])
-        ledger.commit_step("trainer", 1, version=1, source="lane", trained=[0, 1])
-        ledger.issue("lane", [(3, "prompt 3")])
+    with Ledger.create(tmp_path / "ledger.db", {"trainer": ["source"]}) as ledger:
+        ledger.issue("source", [(group, f"prompt {group}") for group in range(3)])
+        settled = settled_since(ledger, ["source"])
+        ledger.commit_step("trainer", 1, version=1, source="source", trained=[0, 1])
+        ledger.issue("source", [(3, "prompt 3")])
         events = Events()
         inlet, outlet = FakeInlet(events, rows(0), rows(1, 2), rows(3)), FakeOutlet(events, keeps=True)
-        loop = NodeLoop("node", Script(events), [("lane", "origin", inlet)], {"lane": [outlet]}, settled=settled)
+        loop = NodeLoop("node", Script(events), [("source", "origin", inlet)], {"source": [outlet]}, settled=settled)
         loop.turn()
         assert events.of("pushed", "acked") == [("pushed", 2), ("pushed", 3), ("acked", 0)]
         while loop.turn():
@@ -496,7 +498,7 @@ def test_what_has_an_outcome_is_acknowledged_and_not_made_again(tmp_path: Path) 
         outlet.acknowledge()
         assert events.of("acked") == [("acked", 0), ("acked", 1, 2)]
         ledger.roll_back_to(0, "trainer")
-        assert settled("lane", [0, 1, 2, 3]) == []
+        assert settled("source", [0, 1, 2, 3]) == []
 
 
 def test_a_node_that_was_started_again_asks_the_ledger_of_the_groups_that_come_alone() -> None:
@@ -510,8 +512,8 @@ def test_a_node_that_was_started_again_asks_the_ledger_of_the_groups_that_come_a
             asked.append(among)
             return []
 
-    settled = settled_since(cast(Ledger, Spy()), ["lane"])
-    assert settled("lane", [7, 8, 1_000_000]) == [7, 8]
+    settled = settled_since(cast(Ledger, Spy()), ["source"])
+    assert settled("source", [7, 8, 1_000_000]) == [7, 8]
     assert asked == [[7, 8]]
 
 
@@ -539,21 +541,21 @@ def test_a_runtime_hears_of_every_group_that_has_an_outcome_and_of_no_other(tmp_
     events = Events()
 
     class Keeps(Script):
-        def forget(self, lane: str, group: int) -> None:
-            events.append(("forgot", lane, group))
+        def forget(self, source: str, group: int) -> None:
+            events.append(("forgot", source, group))
 
-    earlier = Finished(tmp_path, "lane")
+    earlier = Finished(tmp_path, "source")
     earlier.append(rows(1, 1))
-    kept = Finished(tmp_path, "lane", attempt=1)
+    kept = Finished(tmp_path, "source", attempt=1)
     kept.load([0, 1, 2])
     outlet = FakeOutlet(events, keeps=True)
     loop = NodeLoop(
-        "node", Keeps(events), [("lane", "origin", FakeInlet(events, rows(0, 1, 2), rows(3)))], {"lane": [outlet]},
-        finished={"lane": kept}, settled=lambda lane, groups: {2} & set(groups),
+        "node", Keeps(events), [("source", "origin", FakeInlet(events, rows(0, 1, 2), rows(3)))], {"source": [outlet]},
+        finished={"source": kept}, settled=lambda source, groups: {2} & set(groups),
     )  # fmt: skip
     turn_until_still(loop)
     assert events.of("pushed") == [("pushed", 0), ("pushed", 3)]
-    assert events.of("forgot") == [("forgot", "lane", 2)], "the others are on their way"
+    assert events.of("forgot") == [("forgot", "source", 2)], "the others are on their way"
     while outlet.owed:
         outlet.acknowledge()
-    assert sorted(events.of("forgot")) == [("forgot", "lane", group) for group in range(4)]
+    assert sorted(events.of("forgot")) == [("forgot", "source", group) for group in range(4)]

@@ -54,7 +54,7 @@ class FakeLedger:
         self.calls.append((source, list(group_ids), state))
 
 
-def prompts(texts, lane="train", *, first=0, sizes=None, min_version=0, acked=None):
+def prompts(texts, source="train", *, first=0, sizes=None, min_version=0, acked=None):
     count = len(texts)
     records = pa.record_batch(
         {
@@ -67,7 +67,7 @@ def prompts(texts, lane="train", *, first=0, sizes=None, min_version=0, acked=No
             "answer": pa.array([f"answer {first + i}" for i in range(count)]),
         }
     )
-    return Batch(lane, records, ack=lambda: acked.append((lane, first)) if acked is not None else None)
+    return Batch(source, records, ack=lambda: acked.append((source, first)) if acked is not None else None)
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def run_dry(runtime, turns=500):
     raise AssertionError("the generator never came to rest")
 
 
-def rows_of(batches, lane="train"):
-    return [row for batch in batches if batch.lane == lane for row in batch.records.to_pylist()]
+def rows_of(batches, source="train"):
+    return [row for batch in batches if batch.source == source for row in batch.records.to_pylist()]
 
 
 def letters(count, seed=0):
@@ -188,8 +188,8 @@ def test_evaluation_goes_first_and_waits_only_for_its_version(build, make_model)
     runtime.push(prompts(letters(4), "held_out"))
     runtime.push(prompts(letters(2), "held_out", first=4, min_version=1))
     runtime.work()
-    order = [(group.lane, group.group_id) for group, _ in runtime._tickets.values()]
-    assert {lane for lane, _ in order} <= {"held_out"}
+    order = [(group.source, group.group_id) for group, _ in runtime._tickets.values()]
+    assert {source for source, _ in order} <= {"held_out"}
     rows = run_dry(runtime)
     assert not {row["group_id"] for row in rows_of(rows, "held_out")} & {4, 5}
     plane.offered = 1
@@ -359,7 +359,7 @@ def test_the_heartbeat_tells_version_load_and_rate(build):
     assert len(rows) > 0
 
 
-def test_room_is_left_while_one_lane_has_no_prompts(build):
+def test_room_is_left_while_one_source_has_no_prompts(build):
     runtime = build(context={"columns": {"train": COLUMNS, "held_out": COLUMNS}})
     runtime.push(prompts(letters(300)))
     assert runtime.room() > 0

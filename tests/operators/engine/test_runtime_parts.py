@@ -26,11 +26,11 @@ class Site:
     """A run folder, and the processes of a generator that follow one another in it. None of them is closed: that is
     how a kill leaves them."""
 
-    def __init__(self, policy, path, lanes=("train",)):
+    def __init__(self, policy, path, sources=("train",)):
         self.policy, self.folder = policy, RunFolder.create(path, "t")
-        self.ledger = Ledger.create(self.folder.ledger, {"trainer": list(lanes)})
+        self.ledger = Ledger.create(self.folder.ledger, {"trainer": list(sources)})
         at_end(self.ledger.close)
-        self.lanes, self.attempt, self.alive = lanes, -1, []
+        self.sources, self.attempt, self.alive = sources, -1, []
 
     def process(self, replica=0, context=None, **knobs):
         self.attempt += 1
@@ -38,15 +38,15 @@ class Site:
         made = Generator(Model(str(self.policy)), **knobs).build(
             Context(
                 node="generator", rank=replica, attempt=self.attempt, folder=self.folder, ledger=self.ledger,
-                columns=dict.fromkeys(self.lanes, COLUMNS), **(context or {}),
+                columns=dict.fromkeys(self.sources, COLUMNS), **(context or {}),
             )
         )  # fmt: skip
         self.alive.append(made)
         return made
 
-    def issue(self, texts, lane="train", **more):
-        self.ledger.issue(lane, [(i, f"task{i}") for i in range(len(texts))])
-        return prompts(texts, lane, **more)
+    def issue(self, texts, source="train", **more):
+        self.ledger.issue(source, [(i, f"task{i}") for i in range(len(texts))])
+        return prompts(texts, source, **more)
 
     @property
     def files(self):
@@ -79,7 +79,7 @@ def unsent(texts, rows):
     done = {row["group_id"] for row in rows}
     batch = prompts(texts)
     keep = [i for i in range(len(texts)) if i not in done]
-    return type(batch)(batch.lane, batch.records.take(pa.array(keep, pa.int64())))
+    return type(batch)(batch.source, batch.records.take(pa.array(keep, pa.int64())))
 
 
 def segments(runtime, count):
@@ -188,7 +188,7 @@ def test_evaluations_write_nothing(site):
     at = batch.records.schema.get_field_index("round_size")
     records = batch.records.set_column(at, "round_size", pa.array([6] * 6, pa.int32()))
     runtime = site.process()
-    runtime.push(type(batch)(batch.lane, records))
+    runtime.push(type(batch)(batch.source, records))
     assert len(rows_of(run_dry(runtime))) == 24
     assert site.files == []
 

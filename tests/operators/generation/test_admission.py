@@ -1,4 +1,4 @@
-"""Groups start in order, within the staleness bound, when they fit; lanes without a bound go first."""
+"""Groups start in order, within the staleness bound, when they fit; sources without a bound go first."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ class Waiting:
     unstarted: int = 4
 
 
-def admission(lanes, *, in_flight=None, steps=None, staleness=1):
+def admission(sources, *, in_flight=None, steps=None, staleness=1):
     found = Admission({"train": Bound(max_staleness=staleness, prompts_per_step=2, steps=steps)}, in_flight)
-    for lane, groups in lanes.items():
+    for source, groups in sources.items():
         for group in groups:
-            found.add(lane, group)
+            found.add(source, group)
     return found
 
 
@@ -30,11 +30,11 @@ def started(policy, free=100, slots=100, version=0, dropped=0, *, idle=False, me
         memory -= count
         return count
 
-    for lane, group, count in policy.start(
+    for source, group, count in policy.start(
         free=free, slots=slots, idle=idle, version=version, dropped=dropped, fit=fit
     ):
         group.unstarted -= count
-        found.append((lane, group.group_id, count))
+        found.append((source, group.group_id, count))
     return found
 
 
@@ -63,7 +63,7 @@ def test_a_prompt_waits_for_its_version():
     assert len(started(policy, version=5)) == 2
 
 
-def test_lanes_without_a_bound_go_first_and_do_not_count():
+def test_sources_without_a_bound_go_first_and_do_not_count():
     policy = admission({"train": [Waiting(i) for i in range(9)], "held_out": [Waiting(i) for i in range(9)]})
     assert started(policy, free=40) == [("held_out", i, 4) for i in range(9)] + [("train", 0, 4)]
 

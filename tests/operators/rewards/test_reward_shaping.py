@@ -59,8 +59,8 @@ def test_a_column_that_is_not_there_or_no_number_is_refused_when_the_graph_is_bu
 def test_equal_sums_are_one_operator_of_the_graph_and_others_are_not() -> None:
     g = Graph("g")
     generator, made = FakeGenerator(group_size=1), []
-    for lane in ("prompts", "held_out"):
-        made.append(combine({"accuracy": 0.5})(accuracy(generator(g.source(FakePrompts(name=lane))))))
+    for source in ("prompts", "held_out"):
+        made.append(combine({"accuracy": 0.5})(accuracy(generator(g.source(FakePrompts(name=source))))))
     assert [stream.node for stream in made] == ["reward", "reward"]
     assert list(g.operators) == ["prompts", "generator", "accuracy", "reward", "held_out"]
     assert g.operators["reward"].knobs()["weights"] == {"accuracy": 0.5}

@@ -14,6 +14,7 @@ from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.node import Context
 from operators.engine.make import make_engine
+from operators.engine.parallel import launch
 from operators.engine.parallel.launch import make_parallel
 from operators.generator import Generator
 
@@ -32,6 +33,12 @@ def declare(make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> C
         return Generator(Model(str(folder)), **given)
 
     return made
+
+
+@pytest.fixture
+def interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are interpreters that start, as on a GPU."""
+    monkeypatch.setattr(launch, "has_used_cuda", lambda: True)
 
 
 @pytest.fixture

@@ -31,7 +31,10 @@ def follower(engine) -> int:
     return engine._exchange.team._processes[1].pid
 
 
-def test_a_killed_rank_is_named_and_the_engine_is_done(declare, together):
+@pytest.mark.parametrize("kind", ["fork", "interpreter"])
+def test_a_killed_rank_is_named_and_the_engine_is_done(kind, declare, together, request):
+    if kind == "interpreter":
+        request.getfixturevalue("interpreters")
     engine = together(declare())
     engine.step([start()])
     pid, folder = follower(engine), engine._exchange.team.folder
@@ -83,9 +86,9 @@ def test_of_three_ranks_beside_rank_0_the_one_that_broke_the_exchange_is_named(n
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_dealt_out_is_refused_and_no_rank_is_left(declare):
-    declaration, before = declare(changes={"num_key_value_heads": 1}), descendants()
-    with pytest.raises(ModelError, match="1 key/value heads"):
-        make_parallel(declaration, Context(node="generator"), 2)
+    declaration, before = declare(), descendants()
+    with pytest.raises(ModelError, match="4 attention heads and 2 key/value heads"):
+        make_parallel(declaration, Context(node="generator"), 3)
     assert descendants() <= before, "no rank runs, and none is left to be waited for"
 
 
@@ -97,11 +100,12 @@ from dataflow.model import Model
 from dataflow.node import Context
 from dataflow.limits import Limits
 from dataflow.node import Context
-from operators.engine.parallel.launch import make_parallel
+from operators.engine.parallel import launch
 from operators.engine.results import Start
 from operators.generator import Generator
+launch.has_used_cuda = lambda: sys.argv[3] == "interpreter"
 declaration = Generator(Model(sys.argv[1]), slots=6, context_tokens=64, cache_bytes=1 << 22)
-engine = make_parallel(declaration, Context(node="generator", limits=Limits(exchange_s=10.0)), 2).engine
+engine = launch.make_parallel(declaration, Context(node="generator", limits=Limits(exchange_s=10.0)), 2).engine
 engine.step([Start(prompt=np.arange(2, 9), limit=40, tickets=[0, 1], seeds=[0, 1])])
 if sys.argv[2] == "in a step":
     engine.model.model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -112,16 +116,18 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("when", "says"),
+    ("when", "start", "says"),
     [
-        ("between steps", "rank 1 waited for a word of rank 0"),
-        ("in a step", "rank 1 waited for the other ranks in step 2, and rank 0"),
+        ("in a step", "fork", ""),  # the kernel ends it
+        ("between steps", "interpreter", "rank 1 waited for a word of rank 0"),
+        ("in a step", "interpreter", "rank 1 waited for the other ranks in step 2, and rank 0"),
     ],
 )
-def test_the_others_end_when_rank_0_is_killed(when, says, declare):
+def test_the_others_end_when_rank_0_is_killed(when, start, says, declare):
+    """The command is over when nobody holds its output any more."""
     declaration = declare()
     done = subprocess.run(
-        [sys.executable, "-c", RANK_0, declaration.model.source, when],
+        [sys.executable, "-c", RANK_0, declaration.model.source, when, start],
         capture_output=True, text=True, timeout=100, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL
