@@ -200,23 +200,6 @@ class Leader:
             self._exchange.tell(Take())
             return own()
 
-    def let_go(self) -> bool:
-        """As `WeightsAgain.let_go`, for rank 0; the others do so when they are told to sleep."""
-        return isinstance(self._end, LeadingAgain) and self._end.let_go()
-
-    def again(self) -> bool:
-        """Have all ranks take the version in use once more, or none; False where one of them does not find it."""
-        assert isinstance(self._end, LeadingAgain), "it has let go"
-        held = self._end.enter_again()
-        if held is None:
-            return False
-        if self._enter(held):
-            self._end.decline()
-            return False
-        with self._exchange.together(f"taking version {held.version} again"):
-            self._exchange.tell(Take())
-            return self._end.again()
-
     def _enter(self, offer: VerifiedOffer) -> list[int]:
         """Have all others hold a version that rank 0 holds; the ranks that cannot: then none of them does."""
         with self._exchange.together(f"entering version {offer.version}"):
