@@ -38,6 +38,8 @@ class Computes:
     """Of the generator: its precision."""
     has_adapters: bool = False
     has_reference: bool = False
+    every: int | None = None
+    """Steps after which the reference is refreshed; None: it is frozen."""
     lr: float = 1e-2
 
 
@@ -60,15 +62,18 @@ class Drawn:
     """The executor that carries them; None: the plan chooses."""
     scale: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """How many replicas of the generator there are from a step on."""
+    shares: bool = False
+    """Whether all take turns on one memory."""
 
     @classmethod
     def of(cls, draw: Random) -> Drawn:
         """The next of these draws; accepted or not."""
         has_reference, replicas = draw.random() < 0.4, draw.choice([1, 1, 2])
+        every = draw.choice([None, 1, 2]) if has_reference else None
         return cls(
             computes=Computes(
                 weights=draw.choice(["model", "model", "int8", "int8_dynamic"]), has_adapters=draw.random() < 0.3,
-                has_reference=has_reference,
+                has_reference=has_reference, every=every,
             ),
             trainer_ranks=draw.choice([1, 1, 2, 2, 2, 4]),
             trainer_parallel=draw.choice([1, 1, 2]),
@@ -78,6 +83,7 @@ class Drawn:
             references=draw.choice([1, 2]) if has_reference else 1,
             weights=draw.choice([None, "shared_memory", "gloo"]),
             scale={1: {"generator": 3 - replicas}} if draw.random() < 0.3 else {},
+            shares=draw.random() < 0.4,
         )  # fmt: skip
 
     def graph(self, policy: Path) -> Graph:
@@ -93,8 +99,11 @@ class Drawn:
             tensor_parallel=self.trainer_parallel, dp_replicate=self.trainer_replicas,
         )  # fmt: skip
         rollouts = generator(g.source(Prompts([{"prompt": f"{chr(97 + n)}{n}="} for n in range(STEPS * PROMPTS)])))
-        scored = closeness(Logprobs(model.frozen())(rollouts)) if what.has_reference else reward(rollouts)
+        reference = Logprobs(model.frozen())
+        scored = closeness(reference(rollouts)) if what.has_reference else reward(rollouts)
         trainer(advantage(scored))
+        if what.every is not None:
+            g.feedback(trainer.weights, reference, every=what.every)
         g.feedback(trainer.weights, generator, max_staleness=0)
         return g
 
@@ -103,5 +112,6 @@ class Drawn:
         replicas = {"generator": self.replicas} | ({"ref_logprobs": self.references} if self.references > 1 else {})
         return {
             "ranks": {"trainer": self.trainer_ranks}, "replicas": replicas, "weights": self.weights,
+            "gpus": "shared" if self.shares else None,
             "scale": {step: dict(wishes) for step, wishes in self.scale.items()},
         }  # fmt: skip
