@@ -17,7 +17,7 @@ def together(earlier: Told, now: Heartbeat | None) -> Told:
     """A heartbeat whose sums are those of both; what is known only of earlier attempts stays as it was."""
     nodes = dict(earlier.get("nodes", {}))
     for name, known in nodes.items():
-        nodes[name] = {**known, "blocked": False, "ended": False}
+        nodes[name] = {**known, "blocked": False, "ended": False, "turn": ""}
     if now is None:
         return {**earlier, "nodes": nodes}
     for name, report in now.nodes.items():

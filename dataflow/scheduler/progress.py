@@ -146,12 +146,13 @@ class Watch:
             for name, report in heartbeat.get("nodes", {}).items():
                 known = nodes.setdefault(
                     name, {"status": {}, "seconds": dict.fromkeys(_SUMS, 0.0), "rows_in": 0, "rows_out": 0,
-                           "blocked": False, "ended": True, "members": collections.Counter()}
+                           "blocked": False, "ended": True, "turns": set(), "members": collections.Counter()}
                 )  # fmt: skip
                 known["members"][member] += 1
                 known["rows_in"] += report["rows_in"]
                 known["rows_out"] += report["rows_out"]
                 known["blocked"] |= report["blocked"] and member != "left"
+                known["turns"] |= {report.get("turn", "")} if member != "left" else set()
                 known["ended"] &= report["ended"] or member == "left"
                 for key in _SUMS:
                     known["seconds"][key] += report["seconds"][key]
@@ -225,8 +226,15 @@ class Watch:
             name=name, state=_state(node, spent), rate=self._rate(lambda nodes: nodes.get(name, node)[made]),
             queue=_whole(status.get("queue", status.get("waiting"))), busy=spent["busy"] / whole if whole else None,
             idle=spent["idle"] / whole if whole else None, blocked=spent["blocked"] / whole if whole else None,
-            note=_note(status, node["members"]), replicas=_present(node),
+            note=_note(status, node["members"], self._waited_for(name)), replicas=_present(node),
         )  # fmt: skip
+
+    def _waited_for(self, name: str) -> str:
+        """Of a node that waits for its turn: who has it."""
+        if _turn(self._nodes[name]) != "waits":
+            return ""
+        others = [each for each in self._plan.turns_of(name) if "awake" in self._nodes.get(each, {}).get("turns", ())]
+        return f"for {others[0]}" if others else "for its turn"
 
     def _edges(self) -> tuple[EdgeSnapshot, ...]:
         found = edges(self._graph)
@@ -252,11 +260,19 @@ def _state(node: Mapping[str, Any], spent: Mapping[str, float]) -> str:
         return "restarting"
     if node["ended"]:
         return "ended"
+    if _turn(node) in ("waits", "asleep"):
+        return "waiting" if _turn(node) == "waits" else "asleep"
     return "blocked" if node["blocked"] else "working" if spent["busy"] else "waiting"
 
 
-def _note(status: Mapping[str, Any], members: Mapping[str, int]) -> str:
-    parts = [f"{members[state]} {state}" for state in ("joining", "leaving", "restarting") if members.get(state)]
+def _turn(node: Mapping[str, Any]) -> str:
+    """Of a node's replicas, which are awake together: awake, waits, asleep; empty where its devices are its own."""
+    return next((word for word in ("awake", "waits", "asleep") if word in node["turns"]), "")
+
+
+def _note(status: Mapping[str, Any], members: Mapping[str, int], waited_for: str = "") -> str:
+    parts = [waited_for] if waited_for else []
+    parts += [f"{members[state]} {state}" for state in ("joining", "leaving", "restarting") if members.get(state)]
     if "active" in status:
         parts.append(f"{status['active']} rollouts")
     if "version" in status:

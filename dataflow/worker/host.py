@@ -174,7 +174,8 @@ class Host:
             node: {
                 "status": self.runtimes[node].status(), "seconds": dict(loop.seconds), "rows_in": loop.rows_in,
                 "rows_out": loop.rows_out, "ended": loop.ended, "blocked": loop.blocked, "paused": loop.paused,
-                "pending": self.runtimes[node].pending(), "oldest": loop.acknowledgements.oldest(),
+                "turn": "" if loop.turns is None else loop.turns.state, "pending": self.runtimes[node].pending(),
+                "oldest": loop.acknowledgements.oldest(),
             }
             for node, loop in self.loops.items()
         }  # fmt: skip

@@ -57,6 +57,8 @@ class NodeReport:
     ended: bool
     blocked: bool
     paused: bool = False
+    turn: str = ""
+    """Of one that shares its devices: `awake`, `asleep`, or `waits` for its turn."""
     pending: int = 0
     oldest: Mapping[str, int] = field(default_factory=dict)
     """By source, the first group that it is not done with."""

@@ -66,6 +66,11 @@ class Turns:
         return (self._turn.fileno(),)
 
     @property
+    def state(self) -> str:
+        """For people: awake, asleep, or `waits` where it wants the turn and has not got it."""
+        return "awake" if self.awake else "waits" if self.waiting else "asleep"
+
+    @property
     def watches(self) -> bool:
         """Whether the others' locks concern it now, of which no message tells."""
         return self.waiting or self.awake

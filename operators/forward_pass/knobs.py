@@ -52,8 +52,8 @@ class ForwardKnobs(Transform):
 
     @property
     def traits(self) -> Traits:
-        """How many processes it takes; alone it may share its devices."""
-        return Traits(tensor_parallel=self.tensor_parallel, sleeps=self.tensor_parallel == 1)
+        """How many processes it takes; it may share its devices."""
+        return Traits(tensor_parallel=self.tensor_parallel, sleeps=True)
 
     def reads(self) -> Mapping[str, Any]:
         """The rollout's tokens, and what says which of them count."""

@@ -83,7 +83,9 @@ class ForwardRuntime(Runtime):
         self._model: torch.nn.Module = reading.forward.module
         attached = dict(self._model.named_parameters()) if merged is None else merged.tensors
         self._trained = context.reader is not None
-        self._weights = ReadWeights(context.reader(attached) if context.reader else None, attached, context.aside)
+        reader = context.reader(attached) if context.reader else None
+        ranks = getattr(reading.forward, "ranks", None)
+        self._weights = ReadWeights(reader, attached, context.aside, ranks)
         self._awake = True
         """Whether it has the memory of its devices."""
         self._waiting: collections.deque[_Group] = collections.deque()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from dataflow.weight_ends import LetsGo, Offered, WeightsAgain, WeightsIn, taken
 from operators.models.shelf import Shelf, return_freed_memory
-from operators.ranks.messages import Sleep, Wake
+from operators.ranks.messages import Moved, Sleep, Wake
 
 if TYPE_CHECKING:
+    from dataflow.system.channel import Channel
     from operators.ranks.exchange import Exchange
+    from operators.ranks.watch import Watch
 
 
 class ModelMemory:
@@ -42,6 +44,29 @@ class ModelMemory:
     def close(self) -> None:
         """Let what was put aside go."""
         self._shelf.close()
+
+
+class RankMemory(ModelMemory):
+    """That of a rank behind rank 0."""
+
+    def __init__(
+        self, attached: Iterable[Tensor], aside: Path | None, end: object, tensors: Callable[[], Iterable[Tensor]]
+    ) -> None:
+        """end: this rank's, of the weight plane. tensors: those of its model, once nothing else of it is there."""
+        super().__init__(attached, aside)
+        self._end, self._tensors = end, tensors
+
+    def followed(self, message: object, channel: Channel[Any], watch: Watch) -> bool:
+        """Sleep or wake where rank 0 says so; False where it says something else. watch: of the exchanges."""
+        if not isinstance(message, Sleep | Wake):
+            return False
+        with watch.lifted():
+            if isinstance(message, Sleep):
+                self.sleep(self._end, self._tensors())
+            else:
+                self.wake()
+        channel.send(Moved())
+        return True
 
 
 class ReadWeights:

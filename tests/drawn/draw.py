@@ -40,6 +40,8 @@ class Computes:
     has_reference: bool = False
     refreshed: str = "never"
     """With what its reference is: the newest weights, or their moving average."""
+    every: int = 1
+    """Steps after which it is, where it is."""
     lr: float = 1e-2
 
 
@@ -64,6 +66,8 @@ class Drawn:
     """The executor that carries them; None: the plan chooses."""
     scale: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """How many replicas of the generator there are from a step on."""
+    shares: bool = False
+    """Whether all take turns on one memory."""
 
     @classmethod
     def of(cls, draw: Random) -> Drawn:
@@ -74,6 +78,7 @@ class Drawn:
                 weights=draw.choice(["model", "model", "int8", "int8_dynamic"]), has_adapters=draw.random() < 0.3,
                 has_reference=has_reference,
                 refreshed=draw.choice(["never", "newest", "average"]) if has_reference else "never",
+                every=draw.choice([1, 2]) if has_reference else 1,
             ),
             trainer_ranks=draw.choice([1, 1, 2, 2, 2, 4]),
             trainer_parallel=draw.choice([1, 1, 2]),
@@ -84,6 +89,7 @@ class Drawn:
             reference_parallel=draw.choice([1, 2, 2, 4]) if has_reference else 1,
             weights=draw.choice([None, "shared_memory", "gloo"]),
             scale={1: {"generator": 3 - replicas}} if draw.random() < 0.3 else {},
+            shares=draw.random() < 0.4,
         )  # fmt: skip
 
     def graph(self, policy: Path) -> Graph:
@@ -105,7 +111,7 @@ class Drawn:
         g.feedback(trainer.weights, generator, max_staleness=0)
         if what.refreshed != "never":
             decay = 0.5 if what.refreshed == "average" else 0.0
-            g.feedback(trainer.weights.average(decay=decay), reference, every=1)
+            g.feedback(trainer.weights.average(decay=decay), reference, every=what.every)
         return g
 
     def how(self) -> dict[str, Any]:
@@ -113,5 +119,6 @@ class Drawn:
         replicas = {"generator": self.replicas} | ({"ref_logprobs": self.references} if self.references > 1 else {})
         return {
             "ranks": {"trainer": self.trainer_ranks}, "replicas": replicas, "weights": self.weights,
+            "gpus": "shared" if self.shares else None,
             "scale": {step: dict(wishes) for step, wishes in self.scale.items()},
         }  # fmt: skip

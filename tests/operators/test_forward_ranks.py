@@ -233,7 +233,7 @@ def test_each_rank_reads_its_part_of_the_layers_and_holds_no_more(folders: dict[
 @in_a_fork
 def test_a_rank_that_is_killed_is_named_and_ends_the_others(folders: dict[str, Path]) -> None:
     with built(declared("logprobs", folders, tensor_parallel=2)) as runtime:
-        team = runtime._reading.forward._exchange.team
+        team = runtime._reading.forward.ranks.team
         os.kill(team._processes[1].pid, signal.SIGKILL)
         with pytest.raises(WorkerDied, match=r"rank 1 of 'numbers' .* ended by signal 9"):
             numbers(runtime, *GROUPS)

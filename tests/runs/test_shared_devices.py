@@ -84,12 +84,12 @@ def test_a_run_in_processes_makes_the_same_steps_in_turns(
     both(policy, tmp_path, knobs, **how)
 
 
-def with_a_reference(policy: Path) -> Graph:
-    """A frozen reference, and a critic that its trainer refreshes, beside generator and trainer."""
+def with_a_reference(policy: Path, ranks: int = 1) -> Graph:
+    """A frozen reference, and a critic that its trainer refreshes, beside generator and trainer. ranks: of each."""
     g, model = Graph("reference"), Model(str(policy), name="policy")
     generator = Generator(model, group_size=4, max_tokens=12, segment_tokens=4, slots=32)
-    reference = Logprobs(model.frozen(), name="ref_logprobs")
-    proximal = Logprobs(model, name="proximal_logprobs")
+    reference = Logprobs(model.frozen(), name="ref_logprobs", tensor_parallel=ranks)
+    proximal = Logprobs(model, name="proximal_logprobs", tensor_parallel=ranks)
     rollouts = reward(generator(g.source(Prompts(words(), columns=("answer",)))))
     trainer = Trainer(model, loss=with_kl, prompts_per_step=4, lr=1e-2, normalize="rollouts")
     trainer(advantage(join(reference(rollouts), proximal(rollouts))))
@@ -104,9 +104,13 @@ def with_kl(new_logprobs: Any, proximal_logprobs: Any, ref_logprobs: Any, advant
 
 
 @pytest.mark.slow
-def test_references_take_their_turns_with_generator_and_trainer(policy: Path, machine: None, tmp_path: Path) -> None:
-    _, tokens, numbers = steps_of(with_a_reference(policy), tmp_path / "alone")
-    folder, shared_tokens, shared_numbers = steps_of(with_a_reference(policy), tmp_path / "shared", gpus="shared")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_references_take_their_turns_with_generator_and_trainer(
+    ranks: int, policy: Path, machine: None, tmp_path: Path
+) -> None:
+    _, tokens, numbers = steps_of(with_a_reference(policy, ranks), tmp_path / "alone")
+    graph = with_a_reference(policy, ranks)
+    folder, shared_tokens, shared_numbers = steps_of(graph, tmp_path / "shared", gpus="shared")
     assert shared_tokens == tokens and shared_numbers == pytest.approx(numbers, rel=1e-4, abs=1e-5)
     (line,) = [line for line in folder.read_json("config.json")["plan"] if "take turns" in line]
     assert line.startswith("'generator', 'ref_logprobs', 'proximal_logprobs' and 'trainer' take turns on main memory")
@@ -121,6 +125,37 @@ def test_with_staleness_a_turn_is_of_several_steps(policy: Path, machine: None, 
              for step in range(1, 7)]  # fmt: skip
     assert drawn[:3] == [{0}, {0}, {0}], "the generator draws for three steps before its turn ends"
     assert all(step - 1 - min(versions) <= 2 for step, versions in enumerate(drawn, 1))
+
+
+def taught(policy: Path) -> Graph:
+    """A generator that nobody feeds, and a trainer that learns from what it says."""
+    g, teacher = Graph("taught"), Model(str(policy), name="teacher")
+    generator = Generator(teacher.frozen(), group_size=4, max_tokens=12, segment_tokens=4, slots=32)
+    rollouts = reward(generator(g.source(Prompts(words(), columns=("answer",)))))
+    trainer = Trainer(Model(str(policy), name="student"), loss=imitating, prompts_per_step=4, lr=1e-2)
+    trainer(advantage(rollouts))
+    return g
+
+
+def imitating(new_logprobs: Any, advantage: Any) -> Any:
+    return -new_logprobs * advantage
+
+
+def test_a_generator_that_nobody_feeds_ends_its_turn_when_what_it_made_is_waited_for(
+    policy: Path, machine: None, tmp_path: Path
+) -> None:
+    _, tokens, numbers = steps_of(taught(policy), tmp_path / "alone")
+    _, shared_tokens, shared_numbers = steps_of(taught(policy), tmp_path / "shared", gpus="shared")
+    assert shared_tokens == tokens and shared_numbers == numbers
+
+
+def test_replicas_join_and_leave_in_the_turns_of_their_node(light: None, forked: None, tmp_path: Path) -> None:
+    graph = fake_graph(count=128, generator=FakeGenerator(model=MODEL, in_flight=8))
+    scale = {2: {"generator": 3}, 6: {"generator": 1}}
+    result = run(graph, gpus="shared", runs=tmp_path / "runs", quiet=True, scale=scale)
+    assert result.verdict.clean and "128 issued = 128 trained" in result.verdict.line
+    logs = RunFolder.open(result.folder).logs
+    assert all("event='stopped'" in (logs / f"generator-{number}.log").read_text() for number in range(3))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

@@ -7,6 +7,7 @@ carries a checksum of rank 0's rows, so a rank that drew otherwise ends with an 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -20,9 +21,9 @@ from operators.engine.parallel.messages import Abort, Adopted, Digest, Digests, 
 from operators.engine.results import FinishedRow, Start
 from operators.engine.sleep import put_aside
 from operators.engine.stop_strings import StopStrings
-from operators.models.read_weights import ModelMemory
+from operators.models.read_weights import RankMemory
 from operators.ranks.exchange import Exchange, named, next_message
-from operators.ranks.messages import Close, Moved, Sleep, Wake
+from operators.ranks.messages import Close
 from operators.ranks.watch import Watch
 from operators.ranks.weights import followed
 
@@ -111,7 +112,8 @@ def follow(
         RunError: this rank has drawn other tokens than rank 0.
     """
     engine, tokenizer = member.engine, member.built.tokenizer
-    memory = ModelMemory((shard.local for shard in member.shards.values()), member.aside)
+    attached = (shard.local for shard in member.shards.values())
+    memory = RankMemory(attached, member.aside, beside, functools.partial(put_aside, engine))
     known: dict[tuple[str, ...], StopStrings] = {}
     parent = os.getppid()
 
@@ -132,17 +134,9 @@ def follow(
                 engine.abort(message.tickets)
             case Adopted():
                 engine.adopted(message.version)
-            case Sleep():
-                with watch.lifted():
-                    memory.sleep(beside, put_aside(engine))
-                channel.send(Moved())
-            case Wake():
-                with watch.lifted():
-                    memory.wake()
-                channel.send(Moved())
             case Digest():
                 channel.send(Digests(group.digests(member.shards)))
-            case _ if not followed(message, channel, beside):
+            case _ if not (followed(message, channel, beside) or memory.followed(message, channel, watch)):
                 raise RunError(f"rank {rank} was told {message!r}, which it does not know; start it with rank 0")
 
     while True:

@@ -75,7 +75,7 @@ def led(declaration: ForwardKnobs, context: Context) -> tuple[Reading, Merged | 
                 return beside(channel, rank, site, device, tensors, slices, limits=limits, attempt=context.attempt)
 
             meet, load = functools.partial(joined, rank), functools.partial(loaded, rank)
-            follow(channel, rank, limits.exchange_s, meet, load, opened)
+            follow(channel, rank, limits.exchange_s, meet, load, opened, context.aside)
 
         return run_rank(end, CODEC, limits.exchange_s, work)
 

@@ -27,17 +27,17 @@ class LedForward:
     def __init__(self, own: Forward, exchange: Exchange) -> None:
         """own: rank 0's, of a model that is cut."""
         self.module: Any = own.module
-        self._own, self._exchange = own, exchange
+        self._own, self.ranks = own, exchange
         self._passes = 0
 
     def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """As the forward's, on all ranks. Raises WorkerDied or DeadlineError when a rank does not take part."""
         self._passes += 1
-        with self._exchange.together(f"pass {self._passes}"):
-            self._exchange.tell(Compute.of(packed, left_T, wanted))
+        with self.ranks.together(f"pass {self._passes}"):
+            self.ranks.tell(Compute.of(packed, left_T, wanted))
             return self._own.computed(packed, left_T, wanted)
 
     def close(self) -> None:
         """End the other ranks; may be called again."""
-        self._exchange.close()
+        self.ranks.close()
         group.leave()

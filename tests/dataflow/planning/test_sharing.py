@@ -88,7 +88,6 @@ def test_of_nodes_in_turn_the_larger_one_counts_on_each_device_and_all_replicas_
         ({"trainer": "judge"}, None, r"devices of 'judge' are to be shared, but the graph has"),
         ({"reward": "generator"}, None, r"'reward' is to share devices, but it uses none"),
         ("shared", real(engine="vllm"), r"'generator' cannot take turns .*\['trainer'\]: it keeps its memory"),
-        ("shared", real(feedback=False), r"'generator' shares devices, but no weights are fed back to it"),
     ],
 )
 def test_sharing_that_cannot_work_is_refused_and_says_why(gpus: Any, graph: Graph | None, message: str) -> None:
@@ -96,10 +95,17 @@ def test_sharing_that_cannot_work_is_refused_and_says_why(gpus: Any, graph: Grap
         planned(gpus, graph=graph)
 
 
-def test_replicas_do_not_come_and_go_where_devices_are_shared() -> None:
-    table = Table(graph=fake_graph(), plan=planned("shared"))
-    with pytest.raises(GraphError, match=r"scale names 'generator', which takes turns with \['trainer'\]"):
-        scaling.check(table, {"generator": 2})
+def test_replicas_that_join_get_the_devices_that_their_node_shares() -> None:
+    made = planned({"generator": 2, "trainer": "generator"}, count=3, replicas={"generator": 2}, ranks={"trainer": 2})
+    table = Table(graph=fake_graph(), plan=made)
+    scaling.check(table, {"generator": 3})
+    with pytest.raises(GraphError, match="3 GPUs have room for 3 beside the others"):
+        scaling.check(table, {"generator": 4})
+
+
+@pytest.mark.parametrize("knobs", [{"tensor_parallel": 2}, {"feedback": False}])
+def test_generators_of_several_ranks_and_frozen_ones_take_turns(knobs: Any) -> None:
+    assert planned("shared", graph=real(**knobs)).turns == (PAIR,)
 
 
 def test_the_command_line_says_it_in_a_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,12 @@ from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 class Scene:
     """A watch with a clock that is moved by hand, and a run that is training."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, gpus: Any = None) -> None:
         graph, model = Graph("test"), Model("policy")
         generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model)
         trainer(generator(graph.source(FakePrompts())))
         graph.feedback(trainer.weights, generator, max_staleness=1)
-        made = plan(graph, Devices(cpus=2))
+        made = plan(graph, Devices(cpus=2), gpus=gpus)
         self.now = 0.0
         self.folder = RunFolder.create(folder, "test")
         self.watch = Watch(graph, made, self.folder, 10, clock=lambda: self.now)
@@ -52,6 +52,22 @@ def beat(
 @pytest.fixture
 def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
+
+
+def test_of_nodes_that_share_devices_it_tells_who_sleeps_and_who_waits_for_whom(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, gpus="shared")
+    scene.note(0.0, all_0=beat("live", 10, 0.0))
+    for generator, trainer, told in (
+        ("awake", "asleep", ("working", "asleep", "")),
+        ("awake", "waits", ("working", "waiting", "for generator")),
+        ("asleep", "waits", ("asleep", "waiting", "for its turn")),
+    ):
+        reports = beat("live", 10, scene.now + 1.0)["nodes"]
+        reports["trainer"] = {**reports["generator"], "status": {}, "turn": trainer}
+        reports["generator"]["turn"] = generator
+        scene.note(scene.now + 1.0, all_0={"member": "live", "nodes": reports, "edges": {}})
+        nodes = {node.name: node for node in scene.watch.snapshot().nodes}
+        assert (nodes["generator"].state, nodes["trainer"].state, nodes["trainer"].note) == told
 
 
 def test_it_tells_who_is_starting_and_what_goes_on_before_and_after_the_steps(scene: Scene) -> None:
