@@ -198,7 +198,7 @@ TURNS = (
         "what one rank does not find again, no rank takes",
         "test_what_one_rank_does_not_find_again_no_rank_takes",
         "operators:Leader.again",
-        never("enter"),
+        never("_enter"),
         "the other ranks' word",
     ),
 )
