@@ -126,5 +126,8 @@ def explain(groups: Iterable[Group], placements: Mapping[str, "Placement"]) -> l
         names = ", ".join(f"'{name}'" for name in group[:-1]) + f" and '{group[-1]}'"
         gpus = sorted({gpu for name in group for gpu in placements[name].gpus})
         place = f"gpu {gpus[0]}" + (f"-{gpus[-1]}" if len(gpus) > 1 else "") if gpus else "main memory"
-        lines.append(f"{names} take turns on {place}: one is awake at a time, the others have given their memory back")
+        lines.append(
+            f"{names} take turns on {place}: one is awake at a time, the others have given their memory back and wait "
+            f"until its work is done"
+        )
     return lines

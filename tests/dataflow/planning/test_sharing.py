@@ -52,7 +52,7 @@ def test_a_node_that_names_another_takes_turns_with_it(gpus: Any, count: int, tu
     assert made.placements["trainer"].gpus == made.placements["generator"].gpus or not turns
     told = [line for line in made.explain().splitlines() if "take turns" in line]
     wanted = f"'generator' and 'trainer' take turns on {devices}: one is awake at a time, the others have given their "
-    assert told == ([wanted + "memory back"] if turns else [])
+    assert told == ([wanted + "memory back and wait until its work is done"] if turns else [])
     assert any("in turn with trainer" in frame.label for frame in made.frames()) == bool(turns)
 
 
