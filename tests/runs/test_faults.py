@@ -263,8 +263,8 @@ def test_a_model_that_is_not_there_is_named_before_anything_starts(on: Any, mach
 def test_a_worker_that_never_gets_ready_is_named_when_the_start_is_overdue(light: None, tmp_path: Path) -> None:
     generator = built_by(FakeGenerator(model=MODEL), lambda context: time.sleep(600))  # type: ignore[arg-type, return-value]
     graph = fake_graph(generator=generator, trainer=FakeTrainer(model=MODEL))
-    with pytest.raises(DeadlineError, match=r"waited 3 s for \['generator-0'\] to start; see their logs"):
-        run(graph, runs=tmp_path, quiet=True, limits=Limits(start_s=3.0, stop_s=0.5))
+    with pytest.raises(DeadlineError, match=r"waited 6 s for \['generator-0'\] to start; see their logs"):
+        run(graph, runs=tmp_path, quiet=True, limits=Limits(start_s=6.0, stop_s=0.5))
 
 
 # Scorers: what a call does wrong is a record of its rollout
