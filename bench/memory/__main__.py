@@ -11,7 +11,8 @@ segments and mapped files in full for each process that maps them.
 In units of the whole model (its weights once), what a process needs:
 share           a trainer's rank 4 / ranks (weights, gradients, two moments), a generator's 2 / ranks (the current
                 version and the arriving one)
-plane           of a trainer's rank: its part of two versions, in memory that it shares with its readers
+plane           of a trainer's rank: two versions that can be sent, in segments that one rank shares with its readers;
+                of several each has its part of two by itself, and maps as much of its readers' memory
 packed          of a generator of one rank: the copy that its kernels read
 layer           of a trainer's rank among several: a layer's weights and gradients, and as much that it exchanges
 activations     of a trainer's rank: what autograd keeps of its part of the rollouts, measured on one rank
@@ -163,7 +164,8 @@ def lines(
     for name in sorted({name.split("@")[0] for name in held if name.startswith(("trainer", "generator"))}):
         if name.startswith("trainer"):
             needs = {
-                "share": 4 / trainer, "plane": 2 / trainer, "layer": 3 * facts["layer"] / model * (trainer > 1),
+                "share": 4 / trainer, "plane": (2 if trainer == 1 else 4) / trainer,
+                "layer": 3 * facts["layer"] / model * (trainer > 1),
                 "activations": facts["activations"] / model / trainer,
             }  # fmt: skip
         else:
