@@ -97,9 +97,8 @@ def beside(
         return
     channel.send(Holds(own))
     slices = expected(Meet, channel, rank, os.getppid(), limits.exchange_s).slices
-    with contextlib.closing(
-        open_beside(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
-    ) as end:  # fmt: skip
+    end = open_beside(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
+    with contextlib.closing(end):
         yield end
 
 
