@@ -158,7 +158,11 @@ class Leader:
         return getattr(self._end, "socket", None)
 
     def poll(self) -> Offered | None:
-        """An offer that could be adopted now, or None; never waits."""
+        """An offer that could be adopted now, or None; never waits. WorkerDied when a rank has ended, without which
+        none would come."""
+        if self._exchange.team.fallen():
+            with self._exchange.together("waiting for a version"):
+                raise RuntimeError("another rank has ended")
         return self._end.poll()
 
     def adopt(self) -> int:
