@@ -97,9 +97,8 @@ def beside(
         return
     channel.send(Holds(own))
     slices = expected(Meet, channel, rank, os.getppid(), limits.exchange_s).slices
-    with contextlib.closing(
-        open_beside(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
-    ) as end:  # fmt: skip
+    end = open_beside(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
+    with contextlib.closing(end):
         yield end
 
 
@@ -159,7 +158,11 @@ class Leader:
         return getattr(self._end, "socket", None)
 
     def poll(self) -> Offered | None:
-        """An offer that could be adopted now, or None; never waits."""
+        """An offer that could be adopted now, or None; never waits. WorkerDied when a rank has ended, without which
+        none would come."""
+        if self._exchange.team.fallen():
+            with self._exchange.together("waiting for a version"):
+                raise RuntimeError("another rank has ended")
         return self._end.poll()
 
     def adopt(self) -> int:

@@ -242,6 +242,18 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_others(folders: dict[str, P
 
 
 @in_a_fork
+def test_a_rank_that_ends_while_a_version_is_waited_for_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Without it none would come."""
+    with fed(declared("logprobs", folders, tensor_parallel=2), tmp_path, "gloo") as (runtime, _):
+        team = runtime._reading.forward.exchange.team
+        os.kill(team._processes[1].pid, signal.SIGKILL)
+        deadline = time.monotonic() + WAIT_S
+        with pytest.raises(WorkerDied, match=r"rank 1 of 'numbers' .* ended by signal 9"):
+            while time.monotonic() < deadline:
+                runtime.work()
+
+
+@in_a_fork
 def test_heads_that_cannot_be_dealt_out_are_refused(folders: dict[str, Path]) -> None:
     wrong = declared("logprobs", folders, tensor_parallel=3)
     with pytest.raises(ModelError, match="cannot be dealt out to 3 ranks: it has 4 attention heads"), built(wrong):

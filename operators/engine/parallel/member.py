@@ -43,10 +43,7 @@ class RankEngine:
         return self.built.native
 
 
-def make_member(
-    declaration: GeneratorKnobs, context: Context, mesh: DeviceMesh,
-    loading: Loading,
-) -> RankEngine:  # fmt: skip
+def make_member(declaration: GeneratorKnobs, context: Context, mesh: DeviceMesh, loading: Loading) -> RankEngine:
     """Load this rank's slices and build its engine; all ranks together, since the engine's self-test is a forward pass.
 
     Raises:
@@ -63,9 +60,8 @@ def make_member(
         free = default_budget(device)
         budget = group.least(free // size if device.type == "cpu" else free)
     shares = Sliced(cut_rows(own.shards), group.largest, functools.partial(connect, own.module, mesh))
-    built = build_native(
-        dataclasses.replace(declaration, cache_bytes=budget), context, own.module, shares, own.merged
-    )  # fmt: skip
+    budgeted = dataclasses.replace(declaration, cache_bytes=budget)
+    built = build_native(budgeted, context, own.module, shares, own.merged)
     return RankEngine(built, taken(own.shards, built.engine.tensors), context.aside)
 
 
