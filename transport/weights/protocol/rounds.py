@@ -275,7 +275,7 @@ class Coordinator(Roster):
         group.offered, group.damage, group.sent, group.ready, group.began = version, "", {}, set(), now
         group.enter(Phase.TRANSFERRING, self._all(group), now + self.deadlines.transfer_s)
         start = StartTransfer(epoch=group.epoch, round=group.round, version=version)
-        return [(end, start) for end in sorted(group.waiting)]
+        return [(end, start) for end in sorted(group.waiting, key=lambda end: (end in group.peers, end))]
 
     def _transferred(self, group: Group, peer: bytes, message: TransferResult, now: float) -> Outgoing:
         if message.state == BROKEN:
