@@ -16,6 +16,14 @@ class SentVersion(Protocol):
     def pair_bytes(self) -> Sequence[Sequence[int]]:
         """[ranks of the trainer][ranks of the reader]: bytes from each to each."""
 
+    @property
+    def seconds(self) -> float:
+        """From the start of the transfer until every rank of the reader had its part, verified."""
+
+    @property
+    def held_s(self) -> float:
+        """The longest that taking it has kept the loop of one of them, 0 until one has taken it; in seconds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refresh:

@@ -1,5 +1,6 @@
 """Fixtures of the tests of whole runs."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -40,6 +41,11 @@ def pytest_collection_finish() -> None:
         import torch
 
         torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    if "transformers" in sys.modules:  # whoever loads a model would compile the names of all families
+        with contextlib.suppress(ImportError):
+            from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+            get_checkpoint_conversion_mapping("llama")
     prepare()
 
 

@@ -8,15 +8,19 @@ with a checkpoint after every other one, then 2 more from the last checkpoint. M
 second: the kernel's own high-water mark of each process (VmHWM, set back after each reading), which counts shared
 segments and mapped files in full for each process that maps them.
 
-In units of the whole model (its weights once):
-share           what a process needs: a trainer's rank 4 / ranks (weights, gradients, two moments), a generator's 2 /
-                ranks (the current version and the arriving one)
-plane           two versions of the whole model, which one trainer rank keeps in shared memory for its readers: part of
-                what it holds
-packed          of a generator: the copy that its kernels read
-start, step, checkpoint, resume    the most in each phase, less `before`; start: until the first step is recorded
-own, shared, file    at the moment of the most: memory of its own, shared segments, mapped files
-before_mib      what it held when it was seen first, before it loaded anything
+In units of the whole model (its weights once), what a process needs:
+share           a trainer's rank 4 / ranks (weights, gradients, two moments), a generator's 2 / ranks (the current
+                version and the arriving one)
+plane           of a trainer's rank: its part of two versions, in memory that it shares with its readers
+packed          of a generator of one rank: the copy that its kernels read
+layer           of a trainer's rank among several: a layer's weights and gradients, and as much that it exchanges
+activations     of a trainer's rank: what autograd keeps of its part of the rollouts, measured on one rank
+needed          all of these
+and what it held at the most, beside `process_mib`:
+start, step, checkpoint, resume    start: until the first step is recorded
+own, shared, file    at the moment of the most, `process_mib` included: its own memory, shared segments, mapped files
+process_mib     what the same process held at the most in the same run of a model of next to nothing: Python, torch and
+                whatever else is imported, sockets, the generator's cache
 
 A phase is told from the run's folder, a few hundredths of a second late. Run it on a machine with memory to spare.
 """
@@ -25,10 +29,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,19 +49,22 @@ from bench.report import Figure, Report
 MIB = 1 << 20
 SAMPLE_S = 0.02
 RUN_S = 1200.0
+NEEDS = ("share", "plane", "packed", "layer", "activations", "needed")
 PHASES = ("start", "step", "checkpoint", "resume")
 
 
 @dataclass
 class Held:
-    """What one process held."""
+    """What one process held, in bytes."""
 
-    before: int
-    """Bytes, when it was seen first."""
     most: dict[str, int] = field(default_factory=dict)
     """By phase."""
     parts: dict[str, int] = field(default_factory=dict)
     """At the most of all: own, shared, file."""
+
+    def at(self, phase: str) -> int:
+        """The most in a phase; one that was too short to be seen had nothing of its own."""
+        return self.most.get(phase, self.most.get("step", max(self.most.values())))
 
     def see(self, phase: str, most: int, parts: dict[str, int]) -> None:
         """Take a reading."""
@@ -71,27 +79,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m bench.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
-    parser.add_argument("--millions", type=int, nargs="+", default=[100], choices=SIZES, help="of parameters")
+    parser.add_argument("--millions", type=int, nargs="+", default=[100], choices=[*SIZES][1:], help="of parameters")
     parser.add_argument("--ranks", nargs="+", default=["1+1", "2+1", "4+2"], help="trainer's + generator's")
     options = parser.parse_args(arguments)
     report = Report("memory", options.json)
-    for millions in options.millions:
-        for ranks in options.ranks:
-            trainer, generator = map(int, ranks.split("+"))
-            with tempfile.TemporaryDirectory() as temporary:
-                try:
-                    watch(Path(temporary), millions, trainer, generator, report)
-                except Failed as failure:
-                    report.add(case=f"{millions} M, {ranks}", system="failed", skipped=str(failure)[-300:])
-    report.show(Console(width=max(165, Console().width)))
+    for ranks in options.ranks:
+        trainer, generator = map(int, ranks.split("+"))
+        try:
+            _, bare = watch(0, trainer, generator)
+            for millions in options.millions:
+                facts, held = watch(millions, trainer, generator)
+                for row in lines(facts, held, bare, trainer, generator):
+                    report.add(case=f"{millions} M, {ranks}", **row)
+        except Failed as failure:
+            report.add(case=ranks, system="failed", skipped=str(failure)[-300:])
+    report.show(Console(width=max(190, Console().width)))
 
 
-def watch(folder: Path, millions: int, trainer: int, generator: int, report: Report) -> None:
-    """One run, and its lines. Errors: Failed."""
-    command = [sys.executable, "-m", "bench.memory.program"]
-    given = [str(folder), f"--millions={millions}", f"--trainer={trainer}", f"--generator={generator}"]
-    Program([*command, "write", *given], folder / "said").wait(RUN_S)
-    model = sum(path.stat().st_size for path in (folder / "policy").glob("*.safetensors"))
+def watch(millions: int, trainer: int, generator: int) -> tuple[dict[str, int], dict[str, Held]]:
+    """A run and its resume: `program.facts` of its model, and what its processes held. Errors: Failed."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        given = [str(folder), f"--millions={millions}", f"--trainer={trainer}", f"--generator={generator}"]
+        command = [sys.executable, "-m", "bench.memory.program"]
+        for what in ("write", "facts"):
+            Program([*command, what, *given], folder / "said").wait(RUN_S)
+        return json.loads((folder / "facts.json").read_text("utf-8")), held_in(folder, command, given)
+
+
+def held_in(folder: Path, command: list[str], given: list[str]) -> dict[str, Held]:
+    """By process and run, as `trainer-0 rank 1@resume`."""
     held: dict[str, Held] = {}
     for what in ("run", "resume"):
         program = Program([*command, what, *given], folder / "said")
@@ -104,16 +121,7 @@ def watch(folder: Path, millions: int, trainer: int, generator: int, report: Rep
             program.wait(1.0)
         finally:
             program.kill()
-    shares = {"trainer": 4 / trainer, "generator": 2 / generator}
-    for name in sorted({name.split("@")[0] for name in held}):
-        role = name.split("-")[0]
-        if role in shares:
-            row = line(name, held, model)
-            report.add(
-                case=f"{millions} M, {trainer}+{generator}", system=name, share=round(shares[role], 2),
-                plane=2.0 if role == "trainer" and trainer == 1 else None,
-                packed=(1.0 if generator == 1 else 0.0) if role == "generator" else None, **row,
-            )  # fmt: skip
+    return held
 
 
 def phase_of(folder: Path, first: int, goes_on: bool) -> str:
@@ -139,26 +147,41 @@ def see(name: str, pid: int, phase: str, held: dict[str, Held]) -> None:
     """Read one process, and set its high-water mark back."""
     try:
         status = dict(each.split(":", 1) for each in Path(f"/proc/{pid}/status").read_text().splitlines())
-        kib = {key: int(status[key].split()[0]) for key in ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")}
+        kib = {key: int(status[key].split()[0]) for key in ("VmHWM", "RssAnon", "RssFile", "RssShmem")}
         Path(f"/proc/{pid}/clear_refs").write_text("5")
     except (OSError, KeyError):
         return
     parts = {"own": kib["RssAnon"] << 10, "shared": kib["RssShmem"] << 10, "file": kib["RssFile"] << 10}
-    held.setdefault(name, Held(kib["VmRSS"] << 10)).see(phase, kib["VmHWM"] << 10, parts)
+    held.setdefault(name, Held()).see(phase, kib["VmHWM"] << 10, parts)
 
 
-def line(name: str, held: dict[str, Held], model: int) -> dict[str, Figure]:
-    """The figures of a process: its first run, and what it was in the second."""
-    first, again = held.get(f"{name}@run"), held.get(f"{name}@resume")
-    found: dict[str, Figure] = {}
-    for phase in PHASES:
-        process = again if phase == "resume" else first
-        most = process.most.get(phase) if process is not None else None
-        found[phase] = None if most is None or process is None else round((most - process.before) / model, 2)
-    if first is not None:
-        found |= {key: round(size / model, 2) for key, size in first.parts.items()}
-        found["before_mib"] = round(first.before / MIB)
-    return found
+def lines(
+    facts: dict[str, int], held: dict[str, Held], bare: dict[str, Held], trainer: int, generator: int
+) -> Iterator[dict[str, Figure]]:
+    """The figures of each process: its first run, and what it was in the second."""
+    model = facts["weights"]
+    for name in sorted({name.split("@")[0] for name in held if name.startswith(("trainer", "generator"))}):
+        if name.startswith("trainer"):
+            needs = {
+                "share": 4 / trainer, "plane": 2 / trainer, "layer": 3 * facts["layer"] / model * (trainer > 1),
+                "activations": facts["activations"] / model / trainer,
+            }  # fmt: skip
+        else:
+            needs = {"share": 2 / generator, "packed": float(generator == 1)}
+        needs["needed"] = sum(needs.values())
+        row: dict[str, Figure] = {"system": name}
+        row |= {key: round(needs[key], 2) if key in needs else None for key in NEEDS}
+        first, again = held.get(f"{name}@run"), held.get(f"{name}@resume")
+        for phase in PHASES:
+            process = again if phase == "resume" else first
+            beside = bare.get(f"{name}@{'resume' if phase == 'resume' else 'run'}")
+            most = process.most.get(phase) if process is not None else None
+            row[phase] = None if most is None or beside is None else round((most - beside.at(phase)) / model, 2)
+        if first is not None:
+            row |= {key: round(size / model, 2) for key, size in first.parts.items()}
+        if (beside := bare.get(f"{name}@run")) is not None:
+            row["process_mib"] = round(beside.at("step") / MIB)
+        yield row
 
 
 if __name__ == "__main__":

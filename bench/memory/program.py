@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dataflow import Graph, Model, run, scorer
 
@@ -24,8 +26,10 @@ class Size:
     heads: int
 
 
-SIZES = {100: Size(14, 768, 2048, 12), 400: Size(20, 1280, 3456, 20)}
-"""By millions of parameters."""
+SIZES = {0: Size(1, 64, 128, 2), 100: Size(14, 768, 2048, 12), 400: Size(20, 1280, 3456, 20)}
+"""By millions of parameters; 0: next to none, whose run shows what processes hold beside a model."""
+PROMPTS, GROUP, NEW_TOKENS = 2, 2, 4
+"""Of a step: prompts, rollouts of each, tokens of each."""
 
 
 @scorer
@@ -41,8 +45,10 @@ def build(policy: Path, tensor_parallel: int) -> Graph:
     from operators.losses import aipo
 
     g, model = Graph("memory"), Model(str(policy))
-    generator = Generator(model, group_size=2, max_tokens=4, cache_bytes=32 << 20, tensor_parallel=tensor_parallel)
-    trainer = Trainer(model, loss=aipo, prompts_per_step=2, lr=1e-5, checkpoint_every=2)
+    generator = Generator(
+        model, group_size=GROUP, max_tokens=NEW_TOKENS, cache_bytes=32 << 20, tensor_parallel=tensor_parallel
+    )
+    trainer = Trainer(model, loss=aipo, prompts_per_step=PROMPTS, lr=1e-5, checkpoint_every=2)
     rows = [{"prompt": word} for word in ("ab", "cd", "ef", "gh")]
     trainer(advantage(reward(generator(g.source(Prompts(rows))))))
     g.feedback(trainer.weights, generator, max_staleness=0)
@@ -63,10 +69,38 @@ def write(folder: Path, size: Size) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def facts(folder: Path) -> dict[str, int]:
+    """Of a model, in bytes. weights: all of it. layer: the most that FSDP2 gathers at once. activations: what autograd
+    keeps of a step's rollouts for the backward pass, beside the weights, on one rank."""
+    import torch
+
+    from operators.models.loading import load_model
+    from operators.training.parallel.shard import layers_of
+
+    module: Any = load_model(Model(str(folder)))
+    weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.zeros(PROMPTS * GROUP, 2 + NEW_TOKENS, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(input_ids=tokens, use_cache=False).logits.log_softmax(-1).sum().backward()
+    return {
+        "weights": sum(weight.nbytes for weight in module.parameters()),
+        "layer": max(sum(weight.nbytes for weight in layer.parameters()) for layer in layers_of(module)),
+        "activations": sum(storage.nbytes() for storage in kept.values()),
+    }
+
+
 def main() -> None:
     """Write the model, make the run, or go on with it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["write", "run", "resume"])
+    parser.add_argument("what", choices=["write", "facts", "run", "resume"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--millions", type=int, default=100)
     parser.add_argument("--trainer", type=int, default=1)
@@ -74,6 +108,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.what == "write":
         write(given.folder / "policy", SIZES[given.millions])
+        return
+    if given.what == "facts":
+        (given.folder / "facts.json").write_text(json.dumps(facts(given.folder / "policy")), "utf-8")
         return
     goes_on = given.what == "resume"
     run(

@@ -2,6 +2,7 @@
 
     python -m bench.weight_plane --json FILE
     python -m bench.weight_plane --ranks 1x1 2x1 2x2 4x2 --mib 64 512
+    python -m bench.weight_plane --live 2x2 4x2 --mib 64
     python -m bench.weight_plane --simulate
 
 Two processes with one torch thread each: see bench.weight_plane.pair; the systems: see bench.weight_plane.systems.
@@ -22,6 +23,7 @@ What works beside the computing (ours) shares two cores with it, and what stops 
 compare speeds by waiting_gb_per_s, and what they cost by the stalls.
 
 --ranks: between several processes on either side (bench.weight_plane.ranks).
+--live: the same in a run, by its own metrics (bench.weight_plane.live).
 --simulate: what the cost model says of large models on many GPUs (bench.weight_plane.simulation).
 Run it on an idle machine with two cores.
 """
@@ -72,8 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
         ranks = import_module("bench.weight_plane.ranks")
         systems = [system for system in ranks.SYSTEMS if system in options.rank_systems or not options.rank_systems]
         return int(ranks.main(
-            options.ranks, options.mib, systems, updates=options.updates, seconds=options.seconds, path=options.json
+            options.ranks, options.mib, systems, updates=options.updates or 30, seconds=options.seconds,
+            path=options.json,
         ))  # fmt: skip
+    if options.live:
+        return int(import_module("bench.weight_plane.live").main(options.live, options.mib, options.json))
     console = Console()
 
     def say(line: str) -> None:
@@ -100,10 +105,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--tensors", type=int, nargs="+", default=list(TENSORS), help="of a version (default 1 300)")
     found.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
     found.add_argument("--repeats", type=int, default=3, help="pairs of processes of each (default 3)")
-    found.add_argument("--updates", type=int, default=7, help="counted in each, busy and waiting (default 7)")
+    found.add_argument("--updates", type=int, help="counted in each, busy and waiting (default 7; with --ranks 30)")
     found.add_argument("--seconds", type=float, default=2.0, help="after which a pair counts no more (default 2)")
     found.add_argument("--minutes", type=float, default=8.0, help="for everything, rows left out at need (default 8)")
     found.add_argument("--ranks", nargs="+", metavar="TxR", help="of a trainer and of readers, e.g. 1x1 2x1 2x2 4x2")
+    found.add_argument("--live", nargs="+", metavar="TxR", help="the same in a live run, e.g. 2x2 4x2")
     found.add_argument("--rank-systems", nargs="+", default=[], help="with --ranks; default: all")
     found.add_argument("--simulate", action="store_true", help="by the cost model, on many GPUs")
     return found
@@ -125,7 +131,7 @@ def run(
             if row in reasons or (repeat and spent[row] + spent[row] / repeat > share_s) or left_s <= spent[row]:
                 continue
             started = time.monotonic()
-            outcome = measure(Job(system=system, case=case, updates=options.updates, seconds=options.seconds))
+            outcome = measure(Job(system=system, case=case, updates=options.updates or 7, seconds=options.seconds))
             spent[row] += time.monotonic() - started
             if isinstance(outcome, Outcome):
                 found.setdefault(row, {})[repeat] = outcome

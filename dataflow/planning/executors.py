@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dataflow.errors import GraphError, nearest
+from dataflow.node import Generate
 from dataflow.planning.memory_need import amount
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.placement import Placement
@@ -107,7 +108,10 @@ def weight_paths(
             )
         model = graph.operators[trainer.node].uses
         size = sizes.get(model.source) if model else None
-        nbytes = size.sent_bytes(model.dtype, model.lora) // reader.ranks if size and model else None
+        nbytes = None
+        if size and model:
+            has_ends = not isinstance(feedback.reader, Generate)
+            nbytes = size.sent_bytes(model.dtype, model.lora, reader.ranks, has_ends=has_ends)
         sources = [_seat(trainer, 0, rank, one_process) for rank in range(trainer.ranks)]
         _check_alike(graph, feedback, sizes)
         for replica in range(reader.replicas):

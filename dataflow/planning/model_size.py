@@ -75,9 +75,17 @@ class ModelSize:
         count = self.parameters if lora is None else self._adapters(lora)
         return count * (4 * bool(refresh.decay) + _BYTES[dtype] * (refresh.every > 1))
 
-    def sent_bytes(self, dtype: str, lora: LoRA | None = None) -> int:
-        """Of a version on its way to a reader."""
-        return _BYTES[dtype] * (self.parameters if lora is None else self._adapters(lora))
+    def sent_bytes(self, dtype: str, lora: LoRA | None = None, ranks: int = 1, *, has_ends: bool = False) -> int:
+        """Of a version on its way to a reader, the most that one of its ranks takes; has_ends: which has the `ends`
+        whole."""
+        count, whole = (self.parameters, self.ends) if lora is None else (self._adapters(lora), 0)
+        whole = whole if has_ends else 0
+        return _BYTES[dtype] * (whole + (count - whole) // ranks)
+
+    @property
+    def ends(self) -> int:
+        """Parameters outside of linear layers: embeddings, norms and the head."""
+        return self.parameters - sum(rows * columns for _, rows, columns in self.linear)
 
     def _adapted(self, lora: LoRA) -> list[tuple[str, int, int]]:
         return [layer for layer in self.linear if lora.targets == ALL_LINEAR or layer[0] in lora.targets]

@@ -235,11 +235,14 @@ def preload(model: Model) -> None:
     import torch
     import transformers
 
+    from operators.models.slices import saved_as
+
     base, _ = base_of(model)
     if not base.trust_remote_code:
         config = transformers.AutoConfig.from_pretrained(base.source, revision=base.revision, local_files_only=True)
         with torch.device("meta"):
-            _loader(base).from_config(config)
+            module = _loader(base).from_config(config)
+        saved_as(module)  # for this, transformers compiles the names of all families
 
 
 def load_tokenizer(model: Model) -> Any:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from dataflow.errors import RunError
 from dataflow.worker.weight_ports import abort_gloo
@@ -43,8 +42,6 @@ def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: fl
         world_size=size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    # of a life before, here or in what this was forked from: an equal mesh, of another rank
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def watched(limit_s: float) -> Watch:

@@ -103,12 +103,18 @@ def step_metrics(
 
 
 def weights_sent(ends: Sequence[WeightsOut]) -> dict[str, dict[str, Any]]:
-    """By reader to whose ranks ranks send: the newest version that it has whole, its bytes, and those from each rank of
-    the trainer to each of the reader's, [from][to], up to `MOST_PAIRS`."""
+    """By reader to whose ranks ranks send: the newest version that it has whole, its bytes, how long the transfer took
+    and at most held one of the reader's ranks (s), and the bytes from each rank of the trainer to each of the reader's,
+    [from][to], up to `MOST_PAIRS`."""
     told: dict[str, dict[str, Any]] = {}
     for reader, sent in (each for end in ends for each in end.sent.items()):
         rows = [list(row) for row in sent.pair_bytes]
-        told[reader] = {"version": sent.version, "nbytes": sum(map(sum, rows))}
+        told[reader] = {
+            "version": sent.version,
+            "nbytes": sum(map(sum, rows)),
+            "seconds": sent.seconds,
+            "held_seconds": sent.held_s,
+        }
         if sum(map(len, rows)) <= MOST_PAIRS:
             told[reader]["pair_bytes"] = rows
     return told

@@ -10,7 +10,7 @@ import torch
 
 from bench.weight_plane import __main__ as weight_plane
 from bench.weight_plane import pair as weight_plane_pair
-from bench.weight_plane import ranks
+from bench.weight_plane import rank_ends
 from bench.weight_plane import systems as weight_plane_systems
 from bench.weight_plane.cases import Case, Job, Outcome, Seat, stalls
 from bench.weight_plane.ends import Announcing, Told
@@ -63,16 +63,28 @@ def test_several_ranks_on_either_side_are_measured_beside_their_floors(tmp_path,
     assert "2x2, 2 MiB, shared_memory: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_live_run_tells_how_long_its_versions_took_and_held_their_reader(tmp_path, capsys):
+    path = tmp_path / "lines.jsonl"
+    assert weight_plane.main(["--live", "2x2", "--mib", "8", "--json", str(path)]) == 0
+    rows = lines(path)
+    assert set(rows) == {"shared_memory", "gloo"}
+    for row in rows.values():
+        assert row["versions"] > 3 and 8e6 < row["nbytes"] < 32e6
+        assert 0 < row["least_ms"] <= row["ms"] and row["held_ms"] > 0 and row["over_floor"] > 0
+    assert "2x2, 8 MiB, gloo: " in capsys.readouterr().out
+
+
 def test_versions_and_their_parts_differ_and_both_sides_make_the_same_ones():
-    job = ranks.Job(sources=1, readers=1, mib=1, folder="", system="memcpy")
+    job = rank_ends.Job(sources=1, readers=1, mib=1, folder="", system="memcpy")
     source, target = (
         {name: torch.empty(shape) for name, (shape, _) in layout.local(0).items()}
         for layout in (job.source, job.target)
     )
-    ranks.fill(job.source, 0, source, 1)
-    ranks.fill(job.target, 0, target, 2)
+    rank_ends.fill(job.source, 0, source, 1)
+    rank_ends.fill(job.target, 0, target, 2)
     assert not any(torch.equal(source[name], target[name]) for name in source)
-    ranks.fill(job.target, 0, target, 1)
+    rank_ends.fill(job.target, 0, target, 1)
     assert all(torch.equal(source[name], target[name]) for name in source)
 
 

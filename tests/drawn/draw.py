@@ -38,8 +38,10 @@ class Computes:
     """Of the generator: its precision."""
     has_adapters: bool = False
     has_reference: bool = False
-    every: int | None = None
-    """Steps after which the reference is refreshed; None: it is frozen."""
+    refreshed: str = "never"
+    """With what its reference is: the newest weights, or their moving average."""
+    every: int = 1
+    """Steps after which it is, where it is."""
     lr: float = 1e-2
 
 
@@ -58,6 +60,8 @@ class Drawn:
     replicas: int = 1
     references: int = 1
     """Replicas of the reference, where there is one."""
+    reference_parallel: int = 1
+    """Ranks of each of them."""
     weights: str | None = None
     """The executor that carries them; None: the plan chooses."""
     scale: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
@@ -69,11 +73,12 @@ class Drawn:
     def of(cls, draw: Random) -> Drawn:
         """The next of these draws; accepted or not."""
         has_reference, replicas = draw.random() < 0.4, draw.choice([1, 1, 2])
-        every = draw.choice([None, 1, 2]) if has_reference else None
         return cls(
             computes=Computes(
                 weights=draw.choice(["model", "model", "int8", "int8_dynamic"]), has_adapters=draw.random() < 0.3,
-                has_reference=has_reference, every=every,
+                has_reference=has_reference,
+                refreshed=draw.choice(["never", "newest", "average"]) if has_reference else "never",
+                every=draw.choice([1, 2]) if has_reference else 1,
             ),
             trainer_ranks=draw.choice([1, 1, 2, 2, 2, 4]),
             trainer_parallel=draw.choice([1, 1, 2]),
@@ -81,6 +86,7 @@ class Drawn:
             parallel=draw.choice([1, 1, 1, 2, 2, 4]),
             replicas=replicas,
             references=draw.choice([1, 2]) if has_reference else 1,
+            reference_parallel=draw.choice([1, 2, 2, 4]) if has_reference else 1,
             weights=draw.choice([None, "shared_memory", "gloo"]),
             scale={1: {"generator": 3 - replicas}} if draw.random() < 0.3 else {},
             shares=draw.random() < 0.4,
@@ -99,12 +105,13 @@ class Drawn:
             tensor_parallel=self.trainer_parallel, dp_replicate=self.trainer_replicas,
         )  # fmt: skip
         rollouts = generator(g.source(Prompts([{"prompt": f"{chr(97 + n)}{n}="} for n in range(STEPS * PROMPTS)])))
-        reference = Logprobs(model.frozen())
-        scored = closeness(reference(rollouts)) if what.has_reference else reward(rollouts)
-        trainer(advantage(scored))
-        if what.every is not None:
-            g.feedback(trainer.weights, reference, every=what.every)
+        is_adapted = what.has_adapters and what.refreshed != "never"
+        reference = Logprobs(model if is_adapted else model.frozen(), tensor_parallel=self.reference_parallel)
+        trainer(advantage(closeness(reference(rollouts)) if what.has_reference else reward(rollouts)))
         g.feedback(trainer.weights, generator, max_staleness=0)
+        if what.refreshed != "never":
+            decay = 0.5 if what.refreshed == "average" else 0.0
+            g.feedback(trainer.weights.average(decay=decay), reference, every=what.every)
         return g
 
     def how(self) -> dict[str, Any]:

@@ -61,14 +61,15 @@ def test_the_first_draws_have_every_kind_of_rank(outcomes: Outcomes) -> None:
     drawn = [accepted(outcomes, number) for number in range(QUICK)]
     for name, values in {
         "trainer_ranks": {1, 2, 4}, "trainer_parallel": {1, 2}, "trainer_replicas": {1, 2}, "parallel": {1, 2, 4},
-        "replicas": {1, 2},
-        "references": {1, 2}, "weights": {None, "shared_memory", "gloo"},
+        "replicas": {1, 2}, "references": {1, 2}, "reference_parallel": {1, 2, 4},
+        "weights": {None, "shared_memory", "gloo"},
     }.items():  # fmt: skip
         assert {getattr(each, name) for each in drawn} == values, name
     computes = [each.computes for each in drawn]
     assert {each.weights for each in computes} == {"model", "int8", "int8_dynamic"}
+    assert {each.refreshed for each in computes} == {"never", "newest", "average"}
     assert {each.has_adapters for each in computes} == {each.has_reference for each in computes} == {True, False}
-    assert {each.every for each in computes} == {None, 1, 2}
+    assert {each.every for each in computes} == {1, 2}
     shared = [each for each in drawn if each.shares]
     assert {each.parallel > 1 for each in shared} == {each.trainer_ranks > 1 for each in shared} == {True, False}
     assert {each.scale[1]["generator"] for each in drawn if each.scale} == {1, 2}, "replicas join, and leave"

@@ -371,8 +371,8 @@ WEIGHT_PLANE = (
     Law(
         "no rank enters a collective before all have said Ready",
         "test_no_rank_enters_a_transfer_before_all_have_said_ready",
-        "transport:Coordinator._ready",
-        never("waiting"),
+        "transport:Coordinator._offer",
+        never("late"),
         "the wait for all Ready",
     ),
     Law(

@@ -73,10 +73,10 @@ def numbers(runtime: Runtime, *groups: pa.RecordBatch) -> list[Any]:
 
 
 @contextlib.contextmanager
-def fed(declaration: ForwardOperator, folder: Path, executor: str) -> Iterator[Any]:
+def fed(declaration: ForwardOperator, folder: Path, executor: str, device: str = "cpu") -> Iterator[Any]:
     """The runtime of a declaration that reads trained weights, and what has it take a version of them."""
     trainer: list[Any] = []
-    opens, ends = Opens(f"ipc://{folder}/w", str(folder), executor), contextlib.ExitStack()
+    opens, ends = Opens(f"ipc://{folder}/w", str(folder), executor, device), contextlib.ExitStack()
     bound = Bound(max_staleness=0, prompts_per_step=2)
 
     def take(version: int, weights: dict[str, torch.Tensor]) -> None:
@@ -90,7 +90,7 @@ def fed(declaration: ForwardOperator, folder: Path, executor: str) -> Iterator[A
             runtime.work()
         assert runtime.status()["version"] == version
 
-    with ends, built(declaration, reader=opens, feedback=bound, bounds={LANE: bound}) as runtime:
+    with ends, built(declaration, device=device, reader=opens, feedback=bound, bounds={LANE: bound}) as runtime:
         yield runtime, take
         for end in opens.end:
             end.close()
@@ -160,6 +160,26 @@ def test_ranks_that_took_a_version_give_the_numbers_of_one(
             alike(ours, of_one(expected, *GROUPS), 1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["tied", "values"])
+def test_two_gpus_that_took_a_version_give_the_numbers_of_one_rank(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    in_a_fork(on_gpus)(kind, folders, tmp_path)
+
+
+def on_gpus(kind: str, folders: dict[str, Path], folder: Path) -> None:
+    """Numbers of ranks on GPUs are those of one on the CPU."""
+    declaration, module = declared(kind, folders, tensor_parallel=2), module_of(kind, seed=1)
+    with fed(declaration, folder, "gloo", "cuda:0") as (runtime, take):
+        take(1, dict(module.named_parameters()))
+        ours = numbers(runtime, *GROUPS)
+    expected = replace(declaration, model=replace(declaration.model, source=str(saved(module, folder / "new"))))
+    alike(ours, of_one(expected, *GROUPS), 1e-3)
+
+
 @in_a_fork
 def test_ranks_take_the_adapters_that_belong_to_their_slices(folders: dict[str, Path], tmp_path: Path) -> None:
     """Merged into them, before the next group is read."""
@@ -181,7 +201,7 @@ def test_ranks_take_the_adapters_that_belong_to_their_slices(folders: dict[str, 
 
 @in_a_fork
 def test_ranks_that_are_forked_where_others_were_before_hold_their_own_part(folders: dict[str, Path]) -> None:
-    """DTensor remembers meshes, and takes an equal one for that of rank 0."""
+    """DTensor remembers meshes, and would take an equal one for that of rank 0."""
     declaration = declared("logprobs", folders, tensor_parallel=2)
     for _ in range(2):
         with built(declaration) as runtime:

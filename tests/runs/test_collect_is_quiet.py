@@ -34,11 +34,13 @@ def said(policy: Path, rows: str) -> tuple[str, str]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("fresh")
 def test_rows_that_are_well_are_collected_without_a_word(policy: Path) -> None:
     assert said(policy, "[]") == ("", "")
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("forked")
 def test_a_row_that_is_left_out_is_told_of_on_standard_error(policy: Path) -> None:
     out, err = said(policy, '[{"prompt": 7, "answer": "x"}]')
     assert out == "" and "prompts left out" in err and "node=" in err

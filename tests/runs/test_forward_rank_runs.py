@@ -8,9 +8,12 @@ import pytest
 import torch
 from rigs.forwards import plain_logprobs
 from rigs.graphs import reward, words
+from rigs.striking import Stopping, Striking
 
-from dataflow import Graph, Model, Result, inline, join, run, scorer
+from dataflow import Graph, Model, Result, inline, join, run, scorer, verify
+from dataflow.folder.faults import read_faults
 from dataflow.folder.run_folder import RunFolder
+from dataflow.limits import Limits, Patience
 from dataflow.records import Array, version_column
 from operators import Generator, Logprobs, Prompts, Trainer, Values
 from operators.credit import advantage
@@ -107,3 +110,46 @@ def trained(result: Result) -> list[dict[str, Any]]:
         for row in RunFolder.open(result.folder).read_rollouts(step, node="actor").to_pylist()
     ]  # fmt: skip
     return sorted(rows, key=lambda row: (row["group_id"], row["position"]))
+
+
+def refreshed(policy: Path) -> Graph:
+    """A reference of two ranks that is refreshed with every second version."""
+    g, model = Graph("struck"), Model(str(policy), name="policy")
+    generator = Generator(model, group_size=4, max_tokens=8, slots=32)
+    reference = Logprobs(model.frozen(), tensor_parallel=2)
+    knobs: dict[str, Any] = {"prompts_per_step": 2, "lr": 1e-2, "normalize": "rollouts", "checkpoint_every": 1}
+    trainer = Trainer(model, loss=with_reference, **knobs)
+    trainer(advantage(reward(reference(generator(g.source(Prompts(words(), columns=("answer",))))))))
+    g.feedback(trainer.weights, generator, max_staleness=0)
+    g.feedback(trainer.weights, reference, every=2)
+    return g
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "weights"), [("killed", "shared_memory"), ("killed", "gloo"), ("stopped", "gloo")])
+def test_a_rank_of_a_refreshed_reference_that_is_struck_ends_no_run(
+    how: str, weights: str, policy: Path, tmp_path: Path, machine: None
+) -> None:
+    """What is read afterwards is read with the version that belongs to it."""
+    torch.set_num_threads(1)
+    steps, limits = 16, Limits(exchange_s=5.0, patience=Patience(first_s=0.05, of_one=5))
+    sizes, victims = {"ref_logprobs": 2}, [("ref_logprobs", 1), ("ref_logprobs", 0)]
+    striking = (
+        Striking(tmp_path, sizes, victims) if how == "killed" else Stopping(tmp_path, sizes, victims[:1], 20.0)
+    )  # fmt: skip
+    striking.start()
+    result = run(
+        refreshed(policy), steps=steps, ranks={"trainer": 2}, weights=weights, runs=tmp_path, limits=limits, quiet=True
+    )
+    striking.join(10)
+    assert striking.error is None and not striking.is_alive(), (striking.error, striking.struck)
+    assert result.steps == steps and result.verdict.clean and verify(result.folder).clean, result.verdict.line
+    found = read_faults(result.folder)
+    assert len(found) >= len(striking.struck) and {fault["worker"] for fault in found} == {"ref_logprobs-0"}
+    folder = RunFolder.open(result.folder)
+    for step in range(1, steps + 1):
+        version = (step - 1) // 2 * 2
+        module = load_model(Model(str(folder.latest_checkpoint(version) if version else policy)))
+        for row in folder.read_rollouts(step).to_pylist():
+            assert row[version_column("ref_logprobs")] == version
+            np.testing.assert_allclose(row["ref_logprobs"], plain_logprobs(module, row), rtol=0, atol=1e-4)

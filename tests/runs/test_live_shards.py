@@ -77,6 +77,8 @@ def test_each_rank_of_the_trainer_sends_each_rank_of_the_generator_what_it_needs
     tensors = tensors_of(policy)
     assert last["pair_bytes"] == reshard(Layout.fsdp(tensors, 2), cut(tensors, 2)).pair_bytes.tolist()
     assert last["version"] in (2, 3)
+    assert last["seconds"] > 0
+    assert any(line["weights_sent"][TO]["held_seconds"] > 0 for line in result.metrics if "loss" in line)
 
 
 @pytest.fixture(scope="module")

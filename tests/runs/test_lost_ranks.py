@@ -1,19 +1,14 @@
 """A run of several ranks on both sides goes on whichever of them is killed, or is stopped for longer than deadlines."""
 
 import contextlib
-import os
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rigs.graphs import tiny_graph
-from rigs.machine import alive, wait_until
 from rigs.policy import tiny_policy
-from rigs.ranks import processes_of
+from rigs.striking import Stopping, Striking
 
 from dataflow import run, verify
 from dataflow.folder.faults import read_faults
@@ -24,58 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine", "one_core"), 
 
 SIZES = {"trainer": 4, "generator": 2}
 RANKS = [(worker, rank) for worker, size in SIZES.items() for rank in range(size)]
-WAIT_S = 120.0
-
-
-class Striking(threading.Thread):
-    """Strikes one rank after the other, each when the run has made a step since the last one was made up for."""
-
-    def __init__(self, runs: Path, victims: list[tuple[str, int]]) -> None:
-        super().__init__(daemon=True)
-        self._runs, self._victims = runs, victims
-        self.struck: list[tuple[str, int]] = []
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            for worker, rank in self._victims:
-                self._next_step()
-                wait_until(lambda: all(len(processes_of(name)) == size for name, size in SIZES.items()), WAIT_S)
-                self.strike(processes_of(worker)[rank])
-                self.struck.append((worker, rank))
-        except BaseException as error:
-            self.error = error
-
-    def strike(self, pid: int) -> None:
-        before = len(self.faults())
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: len(self.faults()) > before, WAIT_S, "the fault on record")
-
-    def faults(self) -> list[dict[str, Any]]:
-        return read_faults((self._runs / "latest").resolve()) if (self._runs / "latest").exists() else []
-
-    def step(self) -> int:
-        return max((int(path.stem.split("-")[1]) for path in self._runs.glob("*/rollouts/step-*.arrow")), default=0)
-
-    def _next_step(self) -> None:
-        begin = self.step()
-        wait_until(lambda: self.step() >= begin + 2, WAIT_S, f"a step after {begin}")
-
-
-class Stopping(Striking):
-    """Stops a rank for so many seconds."""
-
-    def __init__(self, runs: Path, victims: list[tuple[str, int]], stopped_s: float) -> None:
-        super().__init__(runs, victims)
-        self._stopped_s = stopped_s
-
-    def strike(self, pid: int) -> None:
-        os.kill(pid, signal.SIGSTOP)
-        deadline = time.monotonic() + self._stopped_s
-        while alive([pid]) and time.monotonic() < deadline:  # its worker may be started again meanwhile
-            time.sleep(0.05)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +49,7 @@ def test_whichever_rank_is_killed_the_run_goes_on_and_every_group_is_trained_onc
     weights: str, four_heads: Path, tmp_path: Path
 ) -> None:
     limits = Limits(patience=Patience(first_s=0.05, of_one=5))
-    striking = Striking(tmp_path, RANKS)
+    striking = Striking(tmp_path, SIZES, RANKS)
     with goes_on(striking, four_heads, tmp_path, weights, limits, steps=40) as result:
         found = read_faults(result.folder)
         assert striking.struck == RANKS
@@ -121,7 +64,7 @@ def test_a_rank_that_is_stopped_for_longer_than_deadlines_and_goes_on_ends_no_ru
 ) -> None:
     """The weight plane strikes off a rank that is silent for 20 s."""
     limits = Limits(exchange_s=exchange_s, patience=Patience(first_s=0.05, of_one=5))
-    striking = Stopping(tmp_path, [("trainer", 2), ("generator", 1)], stopped_s)
+    striking = Stopping(tmp_path, SIZES, [("trainer", 2), ("generator", 1)], stopped_s)
     with goes_on(striking, four_heads, tmp_path, weights, limits, steps=24) as result:
         if exchange_s < stopped_s:
             assert {"trainer-0", "generator-0"} <= {fault["worker"] for fault in read_faults(result.folder)}

@@ -41,18 +41,10 @@ class WeightReader:
     """
 
     def __init__(
-        self,
-        address: str | Site,
-        name: str,
-        *,
-        adopt: Literal["view", "copy"] = "view",
-        on_damage: Literal["raise", "keep"] = "raise",
-        verify_bytes_per_poll: int | None = None,
-        threads: int = 1,
-        pace: Pace | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        attempt: int = 0,
-    ) -> None:
+        self, address: str | Site, name: str, *, adopt: Literal["view", "copy"] = "view",
+        on_damage: Literal["raise", "keep"] = "raise", verify_bytes_per_poll: int | None = None, threads: int = 1,
+        pace: Pace | None = None, clock: Callable[[], float] = time.monotonic, attempt: int = 0,
+    ) -> None:  # fmt: skip
         """`name` is unique among the writer's live readers; a newcomer of the same name replaces the older.
         `attempt`: the scheduler's, at this process; a reader of an earlier one never takes the name back.
 

@@ -31,16 +31,10 @@ class WeightWriter:
     """
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        address: str | Site,
-        *,
-        wait_s: float = 0.0,
-        checksum: Literal["buffer", "tensors"] = "buffer",
-        threads: int = 1,
-        pace: Pace | None = None,
+        self, layout: FlatLayout, address: str | Site, *, wait_s: float = 0.0,
+        checksum: Literal["buffer", "tensors"] = "buffer", threads: int = 1, pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`address`: ipc:///folder/name.sock or tcp://127.0.0.1:port, or a `Hub` in one process.
 
         `wait_s`: how long one publish may wait for a free segment. `checksum`: "buffer" has every version verified by

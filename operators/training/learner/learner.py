@@ -225,13 +225,16 @@ class Learner:
         )  # fmt: skip
 
     def _no_gradients(self) -> None:
-        """In main memory they keep their places: given back and taken anew, they would leave holes in the heap that
-        activations break up, and come to lie beside them, until the process holds nearly one model more."""
+        """In main memory they have their places before anything else of a step, and keep them: given back and taken
+        anew they would leave holes in the heap that activations break up, and come to lie beside them, until the
+        process holds nearly one model more."""
         for weight in self.parameters.values():
-            if weight.grad is not None and weight.device.type == "cpu":
-                weight.grad.zero_()
-            else:
+            if weight.device.type != "cpu":
                 weight.grad = None
+            elif weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            else:
+                weight.grad.zero_()
 
     def _idle(self) -> None:
         packed = pack(np.zeros(2, np.int64), np.ones(2, bool), np.array([0, 2]))

@@ -12,10 +12,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from operators.models import adapters
 from operators.models.errors import ModelError
 from operators.models.heads import heads_of, place_of, settle_groups, shared_places
+from operators.models.heap import map_large_blocks
 from operators.models.held import held
 from operators.models.loading import fill
 from operators.training.learner.build import forward_of, learner_of
 from operators.training.learner.together import local
+from operators.training.parallel.direct import LayerBuffer, exchange_directly
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh
 from operators.training.parallel.shared_heads import share
 
@@ -37,11 +39,24 @@ class Sharded:
         self.module = module
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         whole = _Whole(module)
-        for each in [*layers_of(module), whole]:
-            shard: Any = fully_shard(each, mesh=mesh.data, mp_policy=precision)
+        buffer = None
+        if mesh.root.device_type == "cpu" and mesh["fsdp"].size() > 1:
+            map_large_blocks()
+            buffer = LayerBuffer()
+        embedding, head = ends_of(module)
+        for each in [*layers_of(module), embedding, head, whole]:
+            if each is None:
+                continue
+            # the backward pass begins with the head: there is no use in giving it back before, as with the root
+            shard: Any = fully_shard(
+                each, mesh=mesh.data, mp_policy=precision, reshard_after_forward=False if each is head else None
+            )
             assert isinstance(shard, FSDPModule)
             shard.set_gradient_divide_factor(1.0)  # the loss is divided by the whole step's tokens already
             shard.set_force_sum_reduction_for_comms(True)
+            shard.set_unshard_in_backward(each is not embedding)  # whose gradient does not depend on it
+            if buffer is not None:
+                exchange_directly(shard, buffer)
         self._whole: Any = whole
         self._forward: Forward | None = None
 
@@ -59,7 +74,9 @@ class Sharded:
     def made(self, make: Callable[[], Forward]) -> Forward:
         """What `make` makes, which may call the module for it; all ranks do so together."""
         forward: Forward = self._whole(make)
-        self._whole.reshard()
+        for each in self._whole.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
         return forward
 
     def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
@@ -142,6 +159,14 @@ def layers_of(module: Any) -> list[nn.Module]:
     """The layers that transformers would not split; none where it does not say."""
     names = set(getattr(module, "_no_split_modules", None) or ())
     return [each for each in module.modules() if type(each).__name__ in names]
+
+
+def ends_of(module: Any) -> tuple[nn.Module | None, nn.Module | None]:
+    """The embedding and the layer that gives logits, where each has weights of its own to be gathered."""
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    theirs = {id(weight) for each in (embedding, head) if each is not None for weight in each.parameters()}
+    is_tied = head is not None and len(theirs) < len([*embedding.parameters(), *head.parameters()])
+    return (None, None) if is_tied else (embedding, head)
 
 
 def cut(module: Any, mesh: TrainerMesh, name: str) -> None:

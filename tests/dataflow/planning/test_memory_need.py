@@ -13,7 +13,7 @@ from dataflow.planning.memory_need import Need, check_fit
 from dataflow.planning.model_size import ModelSize, measure_models
 from dataflow.planning.plan import Devices, Plan, plan
 from dataflow.system.gpu_memory import gpu_memory
-from operators import Generator, Prompts, Trainer
+from operators import Generator, Logprobs, Prompts, Trainer
 
 GIB = 1 << 30
 SIZE = ModelSize(
@@ -113,6 +113,19 @@ def test_every_rank_has_a_device_of_its_own_and_main_memory_is_for_all() -> None
     with pytest.raises(GraphError, match=r"main memory: .* 22\.2 GiB of 22\.0 GiB"):
         planned(1, main_gib=22)
     assert planned(1, main_gib=23)
+
+
+def test_a_rank_of_a_reference_has_the_ends_of_its_model_whole() -> None:
+    graph, model = Graph("test"), Model("policy", dtype="bfloat16")
+    generator = Generator(model, group_size=4, max_tokens=512, tensor_parallel=2)
+    reference, trainer = Logprobs(model.frozen(), tensor_parallel=2), Trainer(model, prompts_per_step=2)
+    trainer(_scored(reference(generator(graph.source(Prompts([{"prompt": "a"}]))))))
+    graph.feedback(trainer.weights, generator, max_staleness=1)
+    graph.feedback(trainer.weights, reference, every=2)
+    made = plan(graph, Devices(cpus=8), sizes={"policy": SIZE})
+    part = 2 * (GIB // 4 + 3 * GIB // 4 // 2)
+    assert parts(made, "ref_logprobs") == {"weights": part} and parts(made, "generator")["weights"] == GIB
+    assert {path.reader: path.nbytes for path in made.weight_paths} == {"generator": GIB, "ref_logprobs": part}
 
 
 def test_where_a_size_is_not_known_nothing_is_refused() -> None:

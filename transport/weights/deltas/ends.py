@@ -100,7 +100,7 @@ class _ReceivingDeltas(Receiving):
         with self._lock:
             base = self._buffers.base(self._epoch) if self._usable else None
         messages = self._agreed(steps, base, deadline)
-        outcome = self._exchange.receive(messages, self._depth, deadline)
+        outcome = self._exchange.receive(self._exchange.expect(messages, self._depth), deadline)
         if outcome.state == DAMAGED and any(isinstance(message, Patch) for message in messages):
             self._usable = False
         return outcome

@@ -140,7 +140,7 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """Reader: I am in the segment of this version. In rounds, any rank: I keep the version, or have a buffer for it."""
+    """Reader: I am in the segment of this version. In rounds: I have a buffer for whatever the round brings."""
 
     epoch: int
     version: int = -1
@@ -154,6 +154,8 @@ class Committed:
 
     epoch: int
     version: int
+    held_s: float = 0.0
+    """How long taking it has kept the rank's loop, in rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,15 +210,6 @@ class SourceFailed:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unavailable:
-    """Source rank: I do not have the offered version any more."""
-
-    epoch: int
-    round: int
-    version: int
-
-
 # Rounds: groups and transfers
 
 
@@ -255,10 +248,12 @@ class FormResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StartTransfer:
-    """Coordinator to all ranks: everybody is ready."""
+    """Coordinator to all ranks: every source rank has this version, and the group's ranks have room for it."""
 
     epoch: int
     round: int
+    """Counts the transfers of an epoch."""
+    version: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +284,7 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundAborted:
-    """Coordinator to all ranks: the round has ended without a version."""
+    """Coordinator to destination ranks: the round has ended without a version."""
 
     epoch: int
     round: int
@@ -298,7 +293,7 @@ class RoundAborted:
 
 
 ReaderMessage = Join | ReaderHeartbeat | Ready | Committed | Refused | FormResult | TransferResult | Leave
-SourceMessage = Register | SourceHeartbeat | Unavailable | Ready | FormResult | TransferResult | Leave
+SourceMessage = Register | SourceHeartbeat | FormResult | TransferResult | Leave
 MemberMessage = ReaderMessage | SourceMessage
 GroupMessage = WriterHeartbeat | Upcoming | Offer | FormGroup | StartTransfer | Verified | RoundAborted
 """Of a writer, to the members of an epoch."""

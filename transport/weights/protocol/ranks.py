@@ -31,7 +31,6 @@ from transport.weights.protocol.messages import (
     SourceHeartbeat,
     StartTransfer,
     TransferResult,
-    Unavailable,
     Verified,
     Welcome,
     WriterMessage,
@@ -90,18 +89,8 @@ Action = MemberMessage | Connect | Transfer | Abort
 Actions = list[Action]
 
 
-@dataclass(kw_only=True)
-class _Turn:
-    """What a source rank does for one group."""
-
-    round: int = 0
-    version: int = -1
-    """Kept for the round, -1 for none."""
-    moving: bool = False
-
-
 class SourceRank:
-    """A trainer's rank: it keeps a version for as long as a round needs it."""
+    """A trainer's rank: it keeps a version for as long as a transfer needs it."""
 
     def __init__(
         self, rank: int, ranks: int, key: bytes, deadlines: Deadlines, now: float, *, incarnation: int = 0
@@ -109,18 +98,19 @@ class SourceRank:
         self.failure = ""
         """Why nothing can be sent; empty when all is well."""
         self.versions: set[int] = set()
-        """Those that rounds may ask for."""
+        """Those that may be asked for."""
         self.join = Register(rank=rank, ranks=ranks, key=key, incarnation=incarnation, writer=0)
         self._deadlines = deadlines
         self._registered = False
-        self._turns: dict[int, _Turn] = {}
+        self._turns: dict[int, Transfer | None] = {}
+        """By epoch, what is under way."""
         self._sent, self._heard = float("-inf"), now
         self._watch = FreezeWatch(deadlines.gone_s / 2, now)
 
     @property
     def kept(self) -> set[int]:
-        """Versions that rounds need; their memory must not change."""
-        return {turn.version for turn in self._turns.values()} - {-1}
+        """Versions that transfers need; their memory must not change."""
+        return {turn.version for turn in self._turns.values() if turn}
 
     def receive(self, message: WriterMessage, now: float) -> Actions:
         """Take in one message of the coordinator."""
@@ -136,21 +126,18 @@ class SourceRank:
                 self._registered = False
                 return [self.join]
             case FormGroup():
-                self._turns[message.epoch] = _Turn()
+                self._turns[message.epoch] = None
                 return [Connect(form=message)]
             case Fenced() if message.epoch in self._turns:
                 del self._turns[message.epoch]
                 return [Abort(epoch=message.epoch)]
-            case Offer() if message.epoch in self._turns:
+            case StartTransfer() if message.epoch in self._turns and self._turns[message.epoch] is None:
                 if message.version not in self.versions:
-                    return [Unavailable(epoch=message.epoch, round=message.round, version=message.version)]
-                self._turns[message.epoch] = _Turn(round=message.round, version=message.version)
-                return [Ready(epoch=message.epoch, round=message.round)]
-            case StartTransfer() if (turn := self._turn(message.epoch, message.round)) and not turn.moving:
-                turn.moving = True
-                return [Transfer(epoch=message.epoch, round=message.round, version=turn.version)]
-            case RoundAborted() if (turn := self._turn(message.epoch, message.round)) and not turn.moving:
-                turn.version = -1
+                    fault = f"source rank {self.join.rank} has version {message.version} no longer"
+                    return [TransferResult(epoch=message.epoch, round=message.round, state=BROKEN, fault=fault)]
+                turn = Transfer(epoch=message.epoch, round=message.round, version=message.version)
+                self._turns[message.epoch] = turn
+                return [turn]
         return []
 
     def tick(self, now: float) -> Actions:
@@ -174,10 +161,10 @@ class SourceRank:
 
     def transferred(self, epoch: int, round: int, outcome: TransferOutcome) -> Actions:
         """A transfer has ended; its version is not needed any more."""
-        turn = self._turn(epoch, round)
-        if turn is None:
+        turn = self._turns.get(epoch)
+        if turn is None or turn.round != round:
             return []
-        turn.version, turn.moving = -1, False
+        self._turns[epoch] = None
         return [
             TransferResult(
                 epoch=epoch,
@@ -190,21 +177,20 @@ class SourceRank:
         ]
 
     def give_up(self) -> Actions:
-        """End every round that still needs a version: its memory is about to change."""
+        """End every transfer that still needs a version: its memory is about to change."""
         out: Actions = []
-        for epoch, turn in [(epoch, turn) for epoch, turn in self._turns.items() if turn.version >= 0]:
-            del self._turns[epoch]
-            fault = "the trainer waits no longer for this transfer"
-            out += [Abort(epoch=epoch), TransferResult(epoch=epoch, round=turn.round, state=BROKEN, fault=fault)]
+        fault = "the trainer waits no longer for this transfer"
+        for turn in [turn for turn in self._turns.values() if turn]:
+            del self._turns[turn.epoch]
+            out += [
+                Abort(epoch=turn.epoch),
+                TransferResult(epoch=turn.epoch, round=turn.round, state=BROKEN, fault=fault),
+            ]
         return out
 
     def leaving(self) -> Leave:
         """This rank goes."""
         return Leave(epoch=0)
-
-    def _turn(self, epoch: int, round: int) -> _Turn | None:
-        turn = self._turns.get(epoch)
-        return turn if turn and turn.round == round and turn.version >= 0 else None
 
 
 class ReaderRank(Membership):
@@ -216,8 +202,9 @@ class ReaderRank(Membership):
         """The version that may be adopted, -1 for none."""
         self.refused = ""
         """What was found in the last version, if it was damaged."""
-        self._connecting = self._moving = self._whole = False
-        self._round = Offer(epoch=0, version=-1)
+        self._connecting = self._whole = False
+        self._round, self._arriving = 0, -1
+        """The last round, and its version until that may be adopted, or never will be."""
 
     def formed(self, epoch: int, fault: str, mismatch: bool) -> Actions:
         """The process group stands, or does not."""
@@ -230,7 +217,7 @@ class ReaderRank(Membership):
         """A transfer has ended."""
         if epoch != self.epoch or not self._in(round):
             return []
-        self._moving, self._whole = False, outcome.state == WHOLE
+        self._whole = outcome.state == WHOLE
         return [TransferResult(epoch=epoch, round=round, state=outcome.state, fault=outcome.fault)]
 
     @property
@@ -238,14 +225,14 @@ class ReaderRank(Membership):
         """What may be adopted, if anything."""
         return Offered(self.offer, self.epoch, self._writer) if self.offer >= 0 else None
 
-    def adopted(self, taken: Offered) -> Actions:
+    def adopted(self, taken: Offered, held_s: float = 0.0) -> Actions:
         """This version is computed with from now on, though its epoch may be over; the buffer of the one before is
-        free."""
+        free. held_s: how long that has kept the rank's loop."""
         self.hold(taken.version, taken.writer)
         if self.offered != taken:
             return []
         self.offer = -1
-        return [Committed(epoch=self.epoch, version=taken.version), self._ready_ahead()]
+        return [Committed(epoch=self.epoch, version=taken.version, held_s=held_s), self._ready_ahead()]
 
     @property
     def _verified(self) -> int:
@@ -256,8 +243,8 @@ class ReaderRank(Membership):
 
     def _ended(self) -> Actions:
         out: Actions = [Abort(epoch=self.epoch)] if self.epoch else []
-        self.offer, self._connecting, self._moving, self._whole = -1, False, False, False
-        self._round = Offer(epoch=0, version=-1)
+        self.offer, self._connecting, self._whole = -1, False, False
+        self._round, self._arriving = 0, -1
         return out
 
     def _receive(self, message: GroupMessage) -> Actions:
@@ -265,24 +252,21 @@ class ReaderRank(Membership):
             case FormGroup() if not self._connecting:
                 self._connecting = True
                 return [Connect(form=message)]
-            case Offer() if not self._moving and self.offer < 0:
-                self._round, self._whole = message, False
-                return [Ready(epoch=message.epoch, round=message.round)]
-            case StartTransfer() if self._in(message.round) and not self._moving:
-                self._moving = True
-                return [Transfer(epoch=message.epoch, round=message.round, version=self._round.version)]
+            case Offer() if self._arriving < 0 and self.offer < 0:
+                return [self._ready_ahead()]
+            case StartTransfer() if self._arriving < 0 and self.offer < 0 and message.round == self._round + 1:
+                self._round, self._arriving, self._whole = message.round, message.version, False
+                return [Transfer(epoch=message.epoch, round=message.round, version=message.version)]
             case RoundAborted() if self._in(message.round):
-                self.refused = message.fault
-                self._round = replace(self._round, version=-1)
+                self.refused, self._arriving = message.fault, -1
                 return [self._ready_ahead()]
             case Verified() if self._in(message.round) and self._whole:
-                self.offer, self.note, self.refused = message.version, message.note, ""
-                self._round = replace(self._round, version=-1)
+                self.offer, self.note, self.refused, self._arriving = message.version, message.note, "", -1
         return []
 
     def _ready_ahead(self) -> Ready:
         """A buffer is free for the next round, whatever version that brings: saves the time of asking."""
-        return Ready(epoch=self.epoch, round=self._round.round + 1)
+        return Ready(epoch=self.epoch, round=self._round + 1)
 
     def _in(self, round: int) -> bool:
-        return round == self._round.round and self._round.version >= 0
+        return round == self._round and self._arriving >= 0

@@ -44,7 +44,7 @@ class Phase(Enum):
     """All ranks of both sides make a process group."""
     IDLE = "idle"
     OFFERED = "offered"
-    """Every rank is asked to get ready."""
+    """Ranks are asked to get ready."""
     TRANSFERRING = "transferring"
     VERIFIED = "verified"
     """Every rank has its part, and adopts it."""
@@ -110,8 +110,10 @@ class Group:
     """What was found in the round's version."""
     sent: dict[int, list[int]] = field(default_factory=dict)
     """In this round, by source rank: bytes to each of the group's ranks."""
-    early: set[bytes] = field(default_factory=set)
-    """Ranks that are ready for the next round already."""
+    began: float = 0.0
+    """When the round's transfer started."""
+    ready: set[bytes] = field(default_factory=set)
+    """Ranks that are ready for the next round."""
 
     def enter(self, phase: Phase, waiting: set[bytes], deadline: float = float("inf")) -> None:
         """Go on to the next phase, which ends when all of `waiting` have answered."""
@@ -122,7 +124,7 @@ class Group:
         held = {seat.version for seat in self.seats.values()}
         self.epoch, self.round, self.offered, self.taking, self.refused = epoch, 0, -1, -1, -1
         self.version = held.pop() if len(held) == 1 else -1
-        self.early = set()
+        self.ready = set()
         self.enter(Phase.IDLE, set())
 
     def end(self) -> None:

@@ -1,14 +1,15 @@
 """Versions in collective rounds: the coordinator on source rank 0 says which group takes which version when.
 
 A group is a line of phases: gathering (ranks join) -> forming (all ranks of both sides make a process group) -> idle ->
-offered (everybody gets ready) -> transferring -> verified (its ranks adopt) -> idle. Whoever does not answer before the
-phase's deadline, is lost, or breaks a transfer ends the epoch, and that group alone gathers again.
+transferring -> verified (its ranks adopt) -> idle. A transfer starts when all source ranks have said that they have a
+version, and all of the group that they are ready: those who have not are asked first (offered). Whoever does not answer
+before the phase's deadline, is lost, or breaks a transfer ends the epoch, and that group alone gathers again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transport.weights.protocol.messages import (
@@ -32,7 +33,6 @@ from transport.weights.protocol.messages import (
     SourceHeartbeat,
     StartTransfer,
     TransferResult,
-    Unavailable,
     Verified,
     WriterHeartbeat,
 )
@@ -58,6 +58,10 @@ class Sent:
     version: int
     pair_bytes: tuple[tuple[int, ...], ...]
     """[source ranks][ranks of the group]: bytes of weights from each to each."""
+    seconds: float
+    """From the start of the transfer until every rank of the group had its part, verified."""
+    held_s: float = 0.0
+    """The longest that a rank's loop was kept by taking it; 0 until one has."""
 
 
 class Coordinator(Roster):
@@ -238,14 +242,11 @@ class Coordinator(Roster):
         match message:
             case FormResult() if group.phase is Phase.FORMING:
                 return self._formed(group, peer, message, now)
-            case Ready() if group.phase is Phase.OFFERED and message.round == group.round:
-                return self._ready(group, {peer}, now)
-            case Ready() if group.phase not in (Phase.OFFERED, Phase.TRANSFERRING) and message.round == group.round + 1:
-                group.early.add(peer)
-            case Unavailable() if group.phase is Phase.OFFERED and message.round == group.round:
-                if source := self._source(peer):
-                    source.versions.discard(message.version)
-                    return self._end_round(group, now)
+            case Ready() if message.round == group.round + 1:
+                group.ready.add(peer)
+                if group.phase is Phase.OFFERED and group.answered(peer):
+                    group.enter(Phase.IDLE, set())
+                    return self._offer(group, now)
             case TransferResult() if group.phase is Phase.TRANSFERRING and message.round == group.round:
                 return self._transferred(group, peer, message, now)
             case Committed() | ReaderHeartbeat() if group.phase is Phase.VERIFIED:
@@ -266,19 +267,15 @@ class Coordinator(Roster):
         version = self.newest
         if group.phase is not Phase.IDLE or version <= max(group.version, group.refused):
             return []
+        if late := group.peers - group.ready:
+            group.enter(Phase.OFFERED, late, now + self.deadlines.ready_s)
+            offer = Offer(epoch=group.epoch, round=group.round + 1, version=version)
+            return [(peer, offer) for peer in sorted(group.waiting)]
         group.round += 1
-        group.offered, group.damage, group.sent = version, "", {}
-        group.enter(Phase.OFFERED, self._all(group), now + self.deadlines.ready_s)
-        offer = Offer(epoch=group.epoch, round=group.round, version=version)
-        early, group.early = group.early, set()
-        return [*((peer, offer) for peer in sorted(group.waiting)), *self._ready(group, early, now)]
-
-    def _ready(self, group: Group, peers: set[bytes], now: float) -> Outgoing:
-        group.waiting -= peers
-        if group.waiting:
-            return []
+        group.offered, group.damage, group.sent, group.ready, group.began = version, "", {}, set(), now
         group.enter(Phase.TRANSFERRING, self._all(group), now + self.deadlines.transfer_s)
-        return [(end, StartTransfer(epoch=group.epoch, round=group.round)) for end in sorted(group.waiting)]
+        start = StartTransfer(epoch=group.epoch, round=group.round, version=version)
+        return [(end, start) for end in sorted(group.waiting)]
 
     def _transferred(self, group: Group, peer: bytes, message: TransferResult, now: float) -> Outgoing:
         if message.state == BROKEN:
@@ -294,7 +291,8 @@ class Coordinator(Roster):
         if group.damage:
             group.refused = group.offered
             return self._end_round(group, now)
-        self._sent[group.name] = Sent(group.offered, tuple(tuple(group.sent[rank]) for rank in sorted(group.sent)))
+        pairs = tuple(tuple(group.sent[rank]) for rank in sorted(group.sent))
+        self._sent[group.name] = Sent(group.offered, pairs, now - group.began)
         group.enter(Phase.VERIFIED, group.peers)
         return [(end, self._verified(group)) for end in sorted(group.waiting)]
 
@@ -302,11 +300,14 @@ class Coordinator(Roster):
         """Without a version."""
         aborted = RoundAborted(epoch=group.epoch, round=group.round, fault=group.damage)
         group.enter(Phase.IDLE, set())
-        return [*((end, aborted) for end in sorted(self._all(group))), *self._offer(group, now)]
+        return [*((end, aborted) for end in sorted(group.peers)), *self._offer(group, now)]
 
     def _adopted(self, group: Group, peer: bytes, message: Committed | ReaderHeartbeat, now: float) -> Outgoing:
         """A destination rank says what it computes with; it is told again of a version that it may adopt."""
         if message.version == group.offered:
+            if isinstance(message, Committed):
+                sent = self._sent[group.name]
+                self._sent[group.name] = replace(sent, held_s=max(sent.held_s, message.held_s))
             if not group.answered(peer):
                 return []
             group.enter(Phase.IDLE, set())

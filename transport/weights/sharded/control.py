@@ -111,6 +111,11 @@ class ControlThread(threading.Thread):
         self.wake()
         self.changed.notify_all()
 
+    def prepare(self, epoch: int) -> None:
+        """A buffer is free for the epoch's next transfer; the caller holds `changed`."""
+        if thread := self._threads.get(epoch):
+            thread.prepare()
+
     def route(self, out: Outgoing) -> None:
         """Send the coordinator's messages; the caller holds `changed`."""
         for peer, message in out:
@@ -175,8 +180,10 @@ class ControlThread(threading.Thread):
                     thread.look(now)
                 if self.coordinator:
                     self.route(self.coordinator.tick(now))
-                self._deliver()
                 closing = self._closing
+            self._flush()  # others first: this rank's own work may keep their messages from a processor
+            with self.changed:
+                self._deliver()
             self._flush()
             if closing:
                 return

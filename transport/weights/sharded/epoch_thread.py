@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -16,6 +17,9 @@ from transport.weights.protocol.ranks import Transfer, TransferOutcome
 
 class EpochTransfers(Protocol):
     """One rank's end of an epoch's process group."""
+
+    def prepare(self) -> None:
+        """What can be done for the next transfer before it begins; it may be done already. Never waits for peers."""
 
     def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Send or receive a version; ends by the deadline."""
@@ -41,7 +45,7 @@ class EpochThread(threading.Thread):
         `formed` is told what is wrong, and whether it is that the layouts do not fit."""
         super().__init__(name="weights", daemon=True)
         self._connect, self._formed, self._transferred = connect, formed, transferred
-        self._jobs: queue.SimpleQueue[tuple[Transfer, float] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[EpochTransfers], None] | None] = queue.SimpleQueue()
         self._end: EpochTransfers | None = None
         self._over = threading.Event()
         self._aborting: threading.Thread | None = None
@@ -52,7 +56,11 @@ class EpochThread(threading.Thread):
 
     def transfer(self, transfer: Transfer, deadline: float) -> None:
         """Begin a transfer; its outcome comes later."""
-        self._jobs.put((transfer, deadline))
+        self._jobs.put(lambda end: self._transferred(transfer, self._transfer(end, transfer, deadline)))
+
+    def prepare(self) -> None:
+        """A buffer is free."""
+        self._jobs.put(_prepare)
 
     def look(self, now: float) -> None:
         """Break off a transfer whose deadline has passed."""
@@ -92,8 +100,9 @@ class EpochThread(threading.Thread):
             end.abort()
         else:
             self._formed("", False)
+            _prepare(end)
             while (job := self._jobs.get()) is not None:
-                self._transferred(job[0], self._transfer(end, *job))
+                job(end)
         end.close()
         return None
 
@@ -108,3 +117,8 @@ class EpochThread(threading.Thread):
         if outcome.state == BROKEN and self._is_late:
             return TransferOutcome(BROKEN, f"it was not over at its deadline: {outcome.fault}"[:300])
         return outcome
+
+
+def _prepare(end: EpochTransfers) -> None:
+    with contextlib.suppress(RuntimeError):  # the group is broken: the next transfer, or its end, will show it
+        end.prepare()

@@ -1,6 +1,6 @@
 """One-sided transfers within a machine: each source rank writes its boxes into the receivers' buffers, where they stay.
 
-Before each transfer a receiver tells its senders which buffer is free. A sender copies straight into it, casting on the
+A receiver tells its senders which buffer is free as soon as one is. A sender copies straight into it, casting on the
 way, and its messages only say that a chunk is there; then it is verified as any other. A buffer of a transfer that did
 not come to its end is never used again: a sender that was stopped in the middle may still write to it.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from transport.weights.sharded.chunks import Chunk, Sums, place
 from transport.weights.sharded.receive_buffers import Buffer
 from transport.weights.sharded.staging import Tensors
 from transport.weights.sharded.steps import in_turns, recent
-from transport.weights.sharded.transfer import Exchange
+from transport.weights.sharded.transfer import Arriving, Exchange, Hearing
 
 HANDLE_WORDS = 128
 """Of what a receiver tells, int64: the bytes of a `Place`, and those."""
@@ -129,12 +130,14 @@ class Deposits:
         self._exchange, self._chunks, self._flats, self._memory = exchange, chunks, flats, memory
         self._first, self._threads = first, threads
         self._opened: dict[int, dict[bytes, _Opened]] = {peer: {} for peer in chunks}
+        self._places = self._asked()
 
     def steps(self, key: int, tensors: Tensors, deadline: float) -> list[Deposit]:
         """The next transfer's: nothing for a receiver that has no room.
 
         `key`: equal while the tensors lie where they lay. SegmentError where a buffer cannot be opened."""
-        places = self._exchange.agree({}, dict.fromkeys(self._chunks, HANDLE_WORDS), deadline)
+        places = self._places.heard(deadline)
+        self._places = self._asked()
         told = {peer: _told(words) for peer, words in places.items()}
         return in_turns({
             peer: self._steps_to(peer, place, key, tensors) for peer, place in told.items() if place
@@ -145,6 +148,9 @@ class Deposits:
         for opened in self._opened.values():
             while opened:
                 opened.popitem()[1].close()
+
+    def _asked(self) -> Hearing:
+        return self._exchange.hear(dict.fromkeys(self._chunks, HANDLE_WORDS))
 
     def _steps_to(self, peer: int, told: bytes, key: int, tensors: Tensors) -> list[Deposit]:
         opened = recent(self._opened[peer], told, lambda: self._open(peer, told), _Opened.close)
@@ -171,30 +177,32 @@ class Deposits:
 class Arrivals:
     """What one destination rank is written in an epoch.
 
-    Consumes: a free buffer. Produces: its place, for the senders. Waits for: them to hear it, in `steps` and `refuse`.
-    Unblocked by: the senders."""
+    Consumes: a free buffer. Produces: its place, for the senders. Waits for: nothing."""
 
     def __init__(self, exchange: Exchange, chunks: Mapping[int, Sequence[Chunk]], *, first: int) -> None:
         """`chunks`: what comes from each peer. `first`: whose turn is first."""
         self._exchange, self._chunks, self._first = exchange, chunks, first
         self._steps: dict[int, list[Arrival]] = {}
+        self._telling: list[Any] = []
 
-    def steps(self, buffer: Buffer, deadline: float) -> list[Arrival]:
+    def expect(self, buffer: Buffer) -> Arriving:
         """The next transfer's, into this buffer."""
         assert buffer.own is not None, "buffers are taken from the epoch's memory"
-        self._tell(_words(CODEC.encode(Place(handle=buffer.own.handle))), deadline)
-        return recent(self._steps, buffer.number, lambda: self._compiled(buffer))
+        steps = recent(self._steps, buffer.number, lambda: self._compiled(buffer))
+        arriving = self._exchange.expect(steps, len(steps))
+        self._tell(_words(CODEC.encode(Place(handle=buffer.own.handle))))
+        return arriving
 
-    def refuse(self, deadline: float) -> None:
+    def refuse(self) -> None:
         """There is no room for the next transfer."""
-        self._tell(_words(b""), deadline)
+        self._tell(_words(b""))
 
     def close(self) -> None:
         """Let go of all buffers."""
         self._steps.clear()
 
-    def _tell(self, words: list[int], deadline: float) -> None:
-        self._exchange.agree(dict.fromkeys(self._chunks, words), {}, deadline)
+    def _tell(self, words: list[int]) -> None:
+        self._telling = self._exchange.tell(dict.fromkeys(self._chunks, words))
 
     def _compiled(self, buffer: Buffer) -> list[Arrival]:
         return in_turns({

@@ -26,7 +26,7 @@ from transport.weights.sharded.control import ControlThread
 from transport.weights.sharded.put import Arrivals, peer_memory
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
 from transport.weights.sharded.steps import Step, compiled, recent
-from transport.weights.sharded.transfer import DEPTH, Exchange
+from transport.weights.sharded.transfer import DEPTH, Arriving, Exchange
 
 HEAR_S = 0.05
 """For a rank to hear of a version that another one has been told of at the same time."""
@@ -76,6 +76,8 @@ class ShardedReader:
             end.setblocking(False)
         self._announced = -1
         self._held: Offered | None = None
+        self._held_at = 0.0
+        """When the loop began to take it."""
         self._torn = False
         self._closed = False
         join = Join(
@@ -161,27 +163,21 @@ class ShardedReader:
         Where all ranks of a group hold one (the others by `enter`) before any of them adopts it, they never compute
         with different versions."""
         self._require_open()
-        with self._control.changed:
-            self.decline()
-            offered = self._member.offered
-            if offered is None or self._buffers is None:
-                return None
-            self._buffers.hold(offered.version, offered.epoch, still=True)
-            self._held = offered
-            return VerifiedOffer(version=offered.version, segment=_segment(offered))
+        return self._hold(self._clock())
 
     def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None = None) -> bool:
         """Hold the version that another rank of the group has verified; False when it is not offered here by now.
 
         `layout`: known already. Raises as `poll`."""
         self.poll()
+        began = self._clock()
 
         def is_offered() -> bool:
             offered = self._member.offered
             return offered is not None and (_segment(offered), offered.version) == (segment, version)
 
         with self._control.changed:
-            return self._control.changed.wait_for(is_offered, HEAR_S) and self.verify() is not None
+            return self._control.changed.wait_for(is_offered, HEAR_S) and self._hold(began) is not None
 
     def decline(self) -> None:
         """Let go of the version held, if any; it is offered again, or a newer one is."""
@@ -197,13 +193,17 @@ class ShardedReader:
 
         It was verified by checksums when it came. When there is no offer nothing changes."""
         self._require_open()
+        began = self._clock()
         with self._control.changed:
+            if self._held is not None:
+                began = self._held_at
             taken = self._held or self._member.offered
             if taken is not None and self._buffers is not None:
                 self._torn = True
                 self._buffers.adopt(taken.version, taken.epoch)
                 self._torn, self._held = False, None
-                self._control.act(self._member.adopted(taken))
+                self._control.act(self._member.adopted(taken, self._clock() - began))
+                self._control.prepare(taken.epoch)
         return self.version
 
     def wait(self, version: int, timeout_s: float) -> int:
@@ -241,6 +241,16 @@ class ShardedReader:
             self._buffers.close()
         self._woken.close()
         self._waker.close()
+
+    def _hold(self, began: float) -> VerifiedOffer | None:
+        with self._control.changed:
+            self.decline()
+            offered = self._member.offered
+            if offered is None or self._buffers is None:
+                return None
+            self._buffers.hold(offered.version, offered.epoch, still=True)
+            self._held, self._held_at = offered, began
+            return VerifiedOffer(version=offered.version, segment=_segment(offered))
 
     def _announce(self) -> None:
         """Wake whoever polls once for each version that may be adopted."""
@@ -286,28 +296,33 @@ class Receiving:
         self._reader = reader
         self._memory = reader._memory_of(form.backend)
         self._arrivals = Arrivals(self._exchange, self._chunks, first=self._first) if self._memory else None
+        self._next: tuple[Buffer, Arriving] | None = None
+        """Where senders may write already."""
+
+    def prepare(self) -> None:
+        """Tell the senders where the next version goes, if there is room; else it is left to `transfer`."""
+        with self._lock:
+            has_room = self._buffers.has_room
+        if has_room:
+            with contextlib.suppress(SegmentError):
+                self._ahead()
 
     def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Receive a version."""
         if self._buffers.is_empty:
             return TransferOutcome(WHOLE)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what was asked for before the last adoption reads the free buffer
         try:
-            buffer = self._take()
+            self._ahead()
         except SegmentError as error:
             assert self._arrivals is not None, "other memory has other errors"
-            self._arrivals.refuse(deadline)
+            self._arrivals.refuse()
             self._reader._no_room = error
             return TransferOutcome(DAMAGED, str(error))
-        state = BROKEN
-        try:
-            outcome = self._received(buffer, deadline)
-            state = outcome.state
-        finally:
-            with self._lock:
-                self._buffers.give_back(buffer, self._epoch, version, state)
-        return outcome
+        if self._next is None:
+            buffer = self._take()
+            return self._into(buffer, version, lambda: self._receive(self._steps_into(buffer), deadline))
+        (buffer, arriving), self._next = self._next, None
+        return self._into(buffer, version, lambda: self._exchange.receive(arriving, deadline))
 
     def abort(self) -> None:
         """End what runs, from another thread."""
@@ -318,8 +333,35 @@ class Receiving:
         self._steps.clear()
         if self._arrivals is not None:
             self._arrivals.close()
+        if self._next is not None:
+            self._give_back(self._next[0], -1, BROKEN)
+            self._next = None
+
+    def _ahead(self) -> None:
+        if self._arrivals is not None and self._next is None:
+            buffer = self._take()
+            try:
+                self._next = buffer, self._arrivals.expect(buffer)
+            except BaseException:
+                self._give_back(buffer, -1, BROKEN)
+                raise
+
+    def _into(self, buffer: Buffer, version: int, receive: Callable[[], TransferOutcome]) -> TransferOutcome:
+        state = BROKEN
+        try:
+            outcome = receive()
+            state = outcome.state
+        finally:
+            self._give_back(buffer, version, state)
+        return outcome
+
+    def _give_back(self, buffer: Buffer, version: int, state: str) -> None:
+        with self._lock:
+            self._buffers.give_back(buffer, self._epoch, version, state)
 
     def _take(self) -> Buffer:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what was asked for before the last adoption reads the free buffer
         with self._lock:
             buffer = self._buffers.take(self._epoch, self._memory)
         if buffer is None:
@@ -328,14 +370,11 @@ class Receiving:
                 self._buffers.add(buffer)
         return buffer
 
-    def _received(self, buffer: Buffer, deadline: float) -> TransferOutcome:
-        if self._arrivals is not None:
-            arrivals = self._arrivals.steps(buffer, deadline)
-            return self._exchange.receive(arrivals, len(arrivals), deadline)
-        return self._receive(recent(self._steps, buffer.number, lambda: self._compiled(buffer)), deadline)
+    def _steps_into(self, buffer: Buffer) -> list[Step]:
+        return recent(self._steps, buffer.number, lambda: self._compiled(buffer))
 
     def _receive(self, steps: list[Step], deadline: float) -> TransferOutcome:
-        return self._exchange.receive(steps, self._depth, deadline)
+        return self._exchange.receive(self._exchange.expect(steps, self._depth), deadline)
 
     def _compiled(self, buffer: Buffer) -> list[Step]:
         return compiled(

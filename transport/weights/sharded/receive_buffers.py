@@ -55,6 +55,11 @@ class ReceiveBuffers:
         """Whether this rank holds nothing."""
         return self._flat is None
 
+    @property
+    def has_room(self) -> bool:
+        """Whether one version more can be received, and no more than two are held then."""
+        return not self.is_empty and (len(self._buffers) < 2 or any(each.use == "free" for each in self._buffers))
+
     def take(self, epoch: int, shared: PeerMemory | None) -> Buffer | None:
         """A buffer of that memory to receive into in this epoch; None: one must be made.
 

@@ -66,6 +66,50 @@ class Cancelled(RuntimeError):
     """The epoch is over."""
 
 
+class Hearing:
+    """Numbers that peers tell: asked for in advance, a message costs nobody a wait for the other."""
+
+    def __init__(self, exchange: Exchange, counts: Mapping[int, int]) -> None:
+        self._exchange = exchange
+        self._numbers = {peer: exchange._numbers([0] * count) for peer, count in counts.items()}
+        self._works = [exchange._group.receive(each, peer, NUMBERS_TAG) for peer, each in self._numbers.items()]
+
+    def heard(self, deadline: float) -> dict[int, list[int]]:
+        """By peer, once all have told theirs."""
+        for work in self._works:
+            self._exchange._wait(work, deadline)
+        return {peer: numbers.tolist() for peer, numbers in self._numbers.items()}
+
+
+class Arriving:
+    """A transfer's messages to this rank, `depth` of them asked for in advance, and then the sums of all."""
+
+    def __init__(self, group: ProcessGroup, steps: Sequence[Inbound], depth: int, device: torch.device) -> None:
+        self.steps = steps
+        self.names: dict[int, list[str]] = {}
+        """Of the fragments from each peer."""
+        for step in steps:
+            self.names.setdefault(step.peer, []).extend(step.names)
+        self.sums = {
+            peer: torch.empty(len(found), dtype=torch.int64, device=device) for peer, found in self.names.items()
+        }
+        """As the peers made them, once the last of `works` are done."""
+        self.works: list[Any] = []
+        """Of the messages, and behind them of the sums."""
+        self._group = group
+        for _ in range(min(depth, len(steps))):
+            self.ask()
+
+    def ask(self) -> None:
+        """For one message more, if there is one, and behind the last one for the sums: NCCL knows order and no tags."""
+        at = len(self.works)
+        if at < len(self.steps):
+            step = self.steps[at]
+            self.works.append(self._group.receive(step.data, step.peer, step.tag))
+            if at + 1 == len(self.steps):
+                self.works += [self._group.receive(theirs, peer, SUMS_TAG) for peer, theirs in self.sums.items()]
+
+
 class Exchange:
     """What one rank does over a process group.
 
@@ -112,21 +156,30 @@ class Exchange:
         self, told: Mapping[int, Sequence[int]], counts: Mapping[int, int], deadline: float
     ) -> dict[int, list[int]]:
         """Tell each peer these numbers, and hear as many of each as `counts` says."""
-        heard = {peer: self._numbers([0] * count) for peer, count in counts.items()}
-        mine = {peer: self._numbers(numbers) for peer, numbers in told.items()}
-        works = [self._group.send(numbers, peer, NUMBERS_TAG) for peer, numbers in mine.items()]
-        works += [self._group.receive(numbers, peer, NUMBERS_TAG) for peer, numbers in heard.items()]
-        for work in works:
+        telling, hearing = self.tell(told), self.hear(counts)
+        for work in telling:
             self._wait(work, deadline)
-        return {peer: numbers.tolist() for peer, numbers in heard.items()}
+        return hearing.heard(deadline)
+
+    def hear(self, counts: Mapping[int, int]) -> Hearing:
+        """Ask each peer for as many numbers as `counts` says."""
+        return Hearing(self, counts)
+
+    def tell(self, told: Mapping[int, Sequence[int]]) -> list[Any]:
+        """Begin to tell each peer these numbers; what is under way, to be held until it is done."""
+        return [self._group.send(self._numbers(numbers), peer, NUMBERS_TAG) for peer, numbers in told.items()]
+
+    def expect(self, steps: Sequence[Inbound], depth: int) -> Arriving:
+        """Ask for the messages of the next transfer."""
+        return Arriving(self._group, steps, depth, self._device)
 
     def send(self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float) -> TransferOutcome:
         """Send all steps, then to each peer the sums of what it was sent: those `known`, or made on the way."""
         return self._guarded(lambda: self._send(steps, known, depth, deadline))
 
-    def receive(self, steps: Sequence[Inbound], depth: int, deadline: float) -> TransferOutcome:
+    def receive(self, arriving: Arriving, deadline: float) -> TransferOutcome:
         """Receive all steps, put them into place, and compare the sums with the peers'."""
-        return self._guarded(lambda: self._receive(steps, depth, deadline))
+        return self._guarded(lambda: self._receive(arriving, deadline))
 
     def _guarded(self, move: Callable[[], TransferOutcome]) -> TransferOutcome:
         try:
@@ -149,29 +202,20 @@ class Exchange:
             self._wait(work, deadline)
         return TransferOutcome(WHOLE)
 
-    def _receive(self, steps: Sequence[Inbound], depth: int, deadline: float) -> TransferOutcome:
-        names: dict[int, list[str]] = {}
-        for step in steps:
-            names.setdefault(step.peer, []).extend(step.names)
-        sent_sums = {
-            peer: torch.empty(len(found), dtype=torch.int64, device=self._device) for peer, found in names.items()
-        }
-        works = [self._group.receive(step.data, step.peer, step.tag) for step in steps[:depth]]
+    def _receive(self, arriving: Arriving, deadline: float) -> TransferOutcome:
         sums: dict[int, list[int]] = {}
         bad: set[str] = set()
-        for number, step in enumerate(steps):
-            self._wait(works[number], deadline)
+        for number, step in enumerate(arriving.steps):
+            self._wait(arriving.works[number], deadline)
             if (made := step.unpack()) is None:
                 bad.update(step.names)
             sums.setdefault(step.peer, []).extend(made or [0] * len(step.names))
-            if number + depth < len(steps):
-                step = steps[number + depth]
-                works.append(self._group.receive(step.data, step.peer, step.tag))
-        for peer, theirs in sent_sums.items():
-            self._wait(self._group.receive(theirs, peer, SUMS_TAG), deadline)
-        for peer, theirs in sent_sums.items():
+            arriving.ask()
+        for work in arriving.works[len(arriving.steps) :]:
+            self._wait(work, deadline)
+        for peer, theirs in arriving.sums.items():
             wrong = (theirs.cpu() != _words(sums[peer])).nonzero().flatten().tolist()
-            bad.update(names[peer][at] for at in wrong)
+            bad.update(arriving.names[peer][at] for at in wrong)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return (

@@ -225,7 +225,7 @@ class ShardedWriter:
             if not self._staging.free(self._needed()):
                 self._control.act(self._member.hold(set()))
                 return
-            self._control.act(self._member.hold(self._staging.versions()))
+            self._member.hold(self._staging.versions())  # who asks for another one is told
         self._staging.fill(version, tensors)
         self._pending = None
         with self._control.changed:
@@ -272,6 +272,9 @@ class Sending:
                 self._exchange, self._chunks, {peer: theirs.flat(peer - form.sources) for peer in self._chunks}, memory,
                 first=self._first, threads=writer._threads,
             )  # fmt: skip
+
+    def prepare(self) -> None:
+        """Nothing: receivers are asked for their places as soon as they have told the last ones."""
 
     def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Send a version."""

@@ -126,8 +126,10 @@ class World:
                 if isinstance(action, Transfer):
                     key = action.epoch, action.round
                     self.begun[key].add(peer)
-                    # Nobody enters a transfer before everybody is ready.
-                    assert self.ready[key] == self.members[action.epoch], (self.ready[key], action)
+                    # Nobody enters a transfer before all who receive are ready, nor sends what it does not have.
+                    assert self.ready[key] == self.readers_of(action.epoch), (self.ready[key], action)
+                    rank = self.ranks[peer]
+                    assert isinstance(rank, ReaderRank) or action.version in rank.versions & rank.kept
                     # Never two rounds of one epoch at once.
                     assert not [w for p, w in self.work if p == peer and isinstance(w, Transfer) and w.epoch == key[0]]
                 self.work.append((peer, action))
@@ -135,6 +137,9 @@ class World:
                 if isinstance(action, Ready):
                     self.ready[action.epoch, action.round].add(peer)
                 self.wires[peer, False].append(CODEC.decode(CODEC.encode(action)))
+
+    def readers_of(self, epoch: int) -> set[bytes]:
+        return {peer for peer in self.members[epoch] if not peer.startswith(b"source")}
 
     @staticmethod
     def epoch(work) -> int:
@@ -145,7 +150,7 @@ class World:
             if isinstance(message, FormGroup):
                 self.members[message.epoch].add(peer)
             if isinstance(message, StartTransfer):
-                assert self.ready[message.epoch, message.round] == self.members[message.epoch]
+                assert self.ready[message.epoch, message.round] == self.readers_of(message.epoch)
             if isinstance(message, Verified):
                 key = message.epoch, message.round
                 assert self.moved[key] == self.members[message.epoch], "whole before all were done"
@@ -208,7 +213,7 @@ class World:
     def publish(self, version: int) -> None:
         self.latest = version
         for peer, rank in self.ranks.items():
-            if self.lines.get(peer) == self.line:
+            if self.lines.get(peer) == self.line and peer not in self.frozen:
                 kept = rank.kept | {version}
                 while len(kept) > 2:
                     kept.discard(min(kept - {version}))
@@ -490,7 +495,7 @@ def test_versions_that_are_kept_for_a_round_are_released_when_the_trainer_gives_
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"\x80", b"\xff", CODEC.encode(StartTransfer(epoch=1, round=2))[:-1], b"\x81\xa4kind\xa2no"]
+    "payload", [b"", b"\x80", b"\xff", CODEC.encode(Ready(epoch=1, round=2))[:-1], b"\x81\xa4kind\xa2no"]
 )
 def test_damaged_messages_are_an_error_with_three_parts(payload):
     from transport.weights import MessageError
@@ -502,19 +507,55 @@ def test_damaged_messages_are_an_error_with_three_parts(payload):
 def test_no_rank_enters_a_transfer_before_all_have_said_ready():
     world = calm_world(only=2)
     before = set(world.begun)
-    world.publish(2)
     world.frozen.add(b"source1")
+    world.publish(2)
     while world.deliver() | world.end_of_work():
         pass
     assert set(world.begun) == before, "a collective would have waited for the one that is not there"
+    world.frozen.clear()
+    world.frozen.add(forget_ready(world, "only"))
+    world.publish(3)
+    while world.deliver() | world.end_of_work():
+        pass
+    assert set(world.begun) == before
     world.calm()
-    assert holds(world, "only") == {2}
+    assert holds(world, "only") == {3}
+
+
+def forget_ready(world: World, name: str) -> bytes:
+    """A rank whose word that it is ready was lost on the way."""
+    peer = world.peers(name)[1]
+    world.coordinator._groups[name].ready.discard(peer)
+    return peer
+
+
+def test_a_rank_whose_ready_was_lost_is_asked_and_the_version_taken():
+    world = calm_world(only=2)
+    epoch = world.ranks[forget_ready(world, "only")].epoch
+    world.publish(2)
+    world.calm()
+    assert holds(world, "only") == {2} and world.ranks[world.peers("only")[1]].epoch == epoch
+
+
+def test_a_transfer_of_a_version_that_a_source_has_no_longer_ends_the_epoch_and_the_newest_is_taken():
+    world = calm_world(only=2)
+    world.publish(2)
+    for source in (b"source0", b"source1"):
+        while wire := world.wires[source, False]:
+            world.send(world.coordinator.receive(source, wire.popleft(), world.now))
+    assert world.coordinator.status(world.now)[0].state == "taking"
+    world.ranks[b"source1"].hold({3})
+    world.ranks[b"source0"].hold({2, 3})
+    world.latest = 3
+    world.calm()
+    assert "source rank 1 has version 2 no longer" in world.coordinator.faults["only"]
+    assert holds(world, "only") == {3}
 
 
 def test_a_round_that_a_rank_does_not_answer_ends_at_its_deadline_and_says_in_what():
     world = calm_world(only=2)
+    world.frozen.add(forget_ready(world, "only"))
     world.publish(2)
-    world.frozen.add(b"source1")
     for _ in range(int(PACE.ready_s) + 2):
         while world.deliver() | world.end_of_work():
             pass

@@ -180,6 +180,21 @@ def test_a_source_rank_writes_exactly_the_plans_bytes_and_sends_none(address, ba
         assert max(sent) <= 1024
 
 
+def test_a_sender_is_done_and_its_tensors_free_though_no_receiver_has_looked_yet(address, backend, monkeypatch):
+    looks, unpack = threading.Event(), Arrival.unpack
+    monkeypatch.setattr(Arrival, "unpack", lambda step: unpack(step) if looks.wait(DEADLINE_S) else None)
+    with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, hold="until_settle", **backend) as (trainer, group):
+        for version in (1, 2):
+            looks.clear()
+            tensors = trainer.publish(version)
+            wanted = [version * row for row in reshard(SOURCE, COLUMNS).pair_bytes.sum(1).tolist()]
+            until(lambda wanted=wanted: [each.sent_bytes.get("generator-0") for each in trainer.writers] == wanted)
+            assert all(writer.settle(0.0) for writer in trainer.writers)
+            looks.set()
+            until(lambda version=version: group.versions == {version}, group)
+            assert holds(group, tensors)
+
+
 def test_a_byte_that_is_flipped_in_a_readers_buffer_is_found_and_the_next_version_taken(address, backend, monkeypatch):
     def flip(step):
         step._summer._tensors[0].view(torch.uint8).select(0, -1).select(0, -1).bitwise_xor_(4)
@@ -222,13 +237,14 @@ def test_shared_memory_holds_two_versions_whatever_has_failed(address, monkeypat
 def test_a_full_dev_shm_is_an_error_that_says_so_and_the_old_version_is_kept(address, monkeypatch):
     with plane(SOURCE, COLUMNS, address, backend="shared_memory") as (trainer, group):
         first = trainer.publish(1)
-        until(lambda: group.versions == {1}, group)
+        until(lambda: all(reader.poll() for reader in group.readers))
 
         def full(*_):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", full)
+            until(lambda: group.versions == {1}, group)
             trainer.publish(2)
             with pytest.raises(SegmentError, match=r"found No space left on device, .*each rank of a reader needs two"):
                 until(lambda: False, group)

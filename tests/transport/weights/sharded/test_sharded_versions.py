@@ -14,7 +14,7 @@ from transport.weights.protocol.messages import BROKEN
 from transport.weights.protocol.ranks import Transfer, TransferOutcome
 from transport.weights.sharded.epoch_thread import EpochThread
 from transport.weights.sharded.process_group import ProcessGroup
-from transport.weights.sharded.put import Arrival
+from transport.weights.sharded.put import Arrival, Deposit
 from transport.weights.sharded.steps import Step
 
 from ..sharded_rig import (
@@ -47,15 +47,15 @@ def backend(request):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Receivers wait at it before they put a message into place, or sum what was put there."""
+    """Receivers wait at it before they put a message into place, and senders before they put one there themselves."""
     opened = threading.Event()
     opened.set()
 
-    def waiting(unpack):
-        return lambda step: unpack(step) if opened.wait(DEADLINE_S) else None
+    def waiting(move):
+        return lambda step: move(step) if opened.wait(DEADLINE_S) else None
 
-    for kind in (Step, Arrival):
-        monkeypatch.setattr(kind, "unpack", waiting(kind.unpack))
+    for kind, move in ((Step, "unpack"), (Arrival, "unpack"), (Deposit, "pack")):
+        monkeypatch.setattr(kind, move, waiting(getattr(kind, move)))
     yield opened
     opened.set()
 
@@ -68,6 +68,8 @@ def test_a_version_goes_into_parameters_by_a_pointer_flip_between_two_buffers(ad
             until(lambda version=version: group.versions == {version}, group)
             places.append(group.tensors[0]["a"].data_ptr())
         assert places[0] == places[2] == places[4] != places[1] == places[3]
+        until(lambda: 0 < trainer.writers[0].sent["generator-0"].held_s < DEADLINE_S)
+        assert 0 < trainer.writers[0].sent["generator-0"].seconds < DEADLINE_S
 
 
 def test_parameters_keep_their_memory_where_they_are_asked_to(address, backend):
@@ -116,7 +118,7 @@ def test_tensors_that_are_sent_in_place_may_change_once_settled(address, gate, b
         mine = [shards(SOURCE, rank, full(SOURCE, 1)) for rank in range(2)]
         for writer, tensors in zip(trainer.writers, mine, strict=True):
             writer.publish(1, tensors)
-        until(lambda: trainer.status().state == "taking")
+        until(lambda: all(writer._member.kept for writer in trainer.writers))
         with pytest.raises(WeightError, match="call settle"):
             trainer.writers[0].publish(2, mine[0])
         gate.set()
@@ -133,7 +135,7 @@ def test_a_trainer_that_will_not_wait_gives_the_transfer_up_and_the_group_takes_
         until(lambda: all(reader.epoch for reader in group.readers))
         gate.clear()
         trainer.publish(1)
-        until(lambda: trainer.status().state == "taking")
+        until(lambda: all(writer._member.kept for writer in trainer.writers))
         settled = [writer.settle(0.01) for writer in trainer.writers]
         assert settled != [True, True]
         tensors = trainer.publish(2)
@@ -161,10 +163,10 @@ def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate
     gate.clear()
     trainer.publish(1)
     slow = Group(TARGET, address, "slow")
-    until(lambda: trainer.status("slow") and trainer.status("slow").state == "taking")
+    until(lambda: all(writer._member.kept == {1} for writer in trainer.writers))
     trainer.publish(2)
     other = Group(TARGET, address, "other")
-    until(lambda: trainer.status("other") and trainer.status("other").state == "taking")
+    until(lambda: all(writer._member.kept == {1, 2} for writer in trainer.writers))
     mine = [shards(SOURCE, rank, full(SOURCE, 3)) for rank in range(2)]
     assert [writer.publish(3, tensors) for writer, tensors in zip(trainer.writers, mine, strict=True)] == [False] * 2
     assert trainer.writers[0].pending == 3
@@ -395,6 +397,9 @@ def test_a_collective_never_holds_the_thread_that_keeps_the_deadline():
     loop, outcomes = threading.current_thread(), []
 
     class Stuck:
+        def prepare(self) -> None:
+            pass
+
         def transfer(self, version: int, deadline: float) -> TransferOutcome:
             assert threading.current_thread() is not loop, "the loop itself is in the collective"
             stuck.set()
@@ -423,6 +428,9 @@ def test_the_thread_that_keeps_the_deadline_breaks_a_transfer_off_that_passes_it
     stuck, over, ended, outcomes = threading.Event(), threading.Event(), threading.Event(), []
 
     class Stuck:
+        def prepare(self) -> None:
+            pass
+
         def transfer(self, version: int, deadline: float) -> TransferOutcome:
             stuck.set()
             assert over.wait(DEADLINE_S)
