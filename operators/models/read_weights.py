@@ -135,7 +135,11 @@ class ReadWeights:
         if heard is None:
             return taken(reader)
         before, version = reader.version, reader.adopt()
-        return version if version == heard.version or version != before else None
+        if version != before or (self.ready and version == heard.version):
+            return version
+        if version != heard.version or not isinstance(reader, WeightsAgain):
+            return None
+        return version if reader.again() else None  # of the same number: it was adopted, or had been withdrawn
 
     def hear(self) -> None:
         """Listen to the trainer, of one that is put aside; what it offers is adopted later."""

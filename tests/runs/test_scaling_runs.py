@@ -128,6 +128,9 @@ class _Held(Around):
     def pending(self) -> int:
         return super().pending() + bool(self._holds)
 
+    def wants_devices(self) -> bool:
+        return not self._waits() and super().wants_devices()
+
     def _waits(self) -> bool:
         step = int(self.status()["step"])
         for at in [at for at, holds in self._holds.items() if at <= step and holds()]:
@@ -183,6 +186,14 @@ def test_one_replica_becomes_three_and_one_again_and_every_group_is_trained_once
         {group for first, last, _ in noted.of("took", rank) for group in range(first, last + 1)} for rank in range(3)
     ]
     assert len(took[1]) > 40 and len(took[2]) > 40 and max(took[1] | took[2]) < 90 * 4
+
+
+def test_who_takes_turns_is_joined_and_left_in_its_nodes_turns(runs: Runs) -> None:
+    holds = {4: runs.started("generator-1", "generator-2"), 20: runs.stopped("generator-1", "generator-2")}
+    generator, scale = FakeGenerator(model=MODEL, in_flight=8), {2: {"generator": 3}, 12: {"generator": 1}}
+    result = runs(fakes(holds, count=120, generator=generator), gpus="shared", scale=scale)
+    assert trained(result) == each_once(120)
+    assert result.verdict.clean, result.verdict.line
 
 
 def test_a_newcomer_gets_the_threads_that_the_plan_gives_each_process(runs: Runs) -> None:

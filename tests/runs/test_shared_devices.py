@@ -149,15 +149,6 @@ def test_a_generator_that_nobody_feeds_ends_its_turn_when_what_it_made_is_waited
     assert shared_tokens == tokens and shared_numbers == numbers
 
 
-def test_replicas_join_and_leave_in_the_turns_of_their_node(light: None, forked: None, tmp_path: Path) -> None:
-    graph = fake_graph(count=128, generator=FakeGenerator(model=MODEL, in_flight=8))
-    scale = {2: {"generator": 3}, 6: {"generator": 1}}
-    result = run(graph, gpus="shared", runs=tmp_path / "runs", quiet=True, scale=scale)
-    assert result.verdict.clean and "128 issued = 128 trained" in result.verdict.line
-    logs = RunFolder.open(result.folder).logs
-    assert all("event='stopped'" in (logs / f"generator-{number}.log").read_text() for number in range(3))
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("name", ["generator", "trainer"])
 def test_a_turn_is_not_lost_with_the_worker_that_had_it(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from replaying import drive
 from slices_rig import Rig, assert_slices
 from test_two_ranks import assert_alike, groups, take
@@ -28,8 +29,9 @@ def frozen() -> Iterator[Callable[..., Any]]:
     """Ranks that nobody sends weights to."""
     made: list[Any] = []
 
-    def make(declaration: Any, aside: Path) -> Any:
-        context = Context(node="generator", aside=aside, limits=Limits(start_s=90.0, exchange_s=30.0))
+    def make(declaration: Any, aside: Path, device: str = "cpu") -> Any:
+        limits = Limits(start_s=90.0, exchange_s=30.0)
+        context = Context(node="generator", device=device, aside=aside, limits=limits)
         made.append(make_parallel(declaration, context, 2))
         return made[-1]
 
@@ -128,6 +130,27 @@ def test_frozen_ranks_put_their_slices_into_a_file_each_and_take_them_back(
     found = drive(engine, groups())
     assert_alike(found, expected)
     assert all(found[each]["logprobs"].tolist() == row["logprobs"].tolist() for each, row in expected.items())
+
+
+@pytest.mark.gpu
+def test_two_gpus_are_empty_while_their_ranks_sleep(declare: Any, frozen: Any, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+    def used() -> int:
+        found = (torch.cuda.mem_get_info(gpu) for gpu in range(2))
+        return sum(total - free for free, total in found)
+
+    built = frozen(declare("llama"), aside=tmp_path, device="cuda:0")
+    expected, weights = drive(built.engine, groups()), ReadWeights(None, {}, tmp_path, built.ranks)
+    before = used()
+    weights.sleep(put_aside(built.native))
+    assert used() < before, "caches, and what was captured, are gone on both"
+    weights.wake()
+    version = weights.take()
+    assert version == 0
+    built.engine.adopted(version)
+    assert_alike(drive(built.engine, groups()), expected)
 
 
 @pytest.mark.slow
