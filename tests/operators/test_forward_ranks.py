@@ -245,7 +245,7 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_others(folders: dict[str, P
 def test_a_rank_that_ends_while_a_version_is_waited_for_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
     """Without it none would come."""
     with fed(declared("logprobs", folders, tensor_parallel=2), tmp_path, "gloo") as (runtime, _):
-        team = runtime._reading.forward.exchange.team
+        team = runtime._reading.forward.ranks.team
         os.kill(team._processes[1].pid, signal.SIGKILL)
         deadline = time.monotonic() + WAIT_S
         with pytest.raises(WorkerDied, match=r"rank 1 of 'numbers' .* ended by signal 9"):
