@@ -127,12 +127,27 @@ def taken(reader: WeightsIn) -> int | None:
     return version if version == offer.version or version != before else None
 
 
+class Closes(Protocol):
+    """What is closed in the end."""
+
+    def close(self) -> None:
+        """Leave the weight plane."""
+
+
 @runtime_checkable
 class LetsGo(Protocol):
     """The end of a reader, or of one of its ranks, that may sleep: the trainer's memory keeps the version for it."""
 
     def let_go(self) -> bool:
         """Leave the memory of the version in use, which the tensors lose; True: the end will fill them all."""
+
+
+def leave(end: Closes) -> None:
+    """Close an end of the weight plane whose operator has ended: its tensors lose the version that they had, which
+    `close` alone would copy for them."""
+    if isinstance(end, LetsGo):
+        end.let_go()
+    end.close()
 
 
 @runtime_checkable

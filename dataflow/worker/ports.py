@@ -14,7 +14,7 @@ from dataflow.planning.wiring import Edge, edges, narrow_format
 from dataflow.records import schema
 from dataflow.structure import line_of, readers_of, refresh_of
 from dataflow.system.security import RunKeys, endpoint, reachable
-from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut
+from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut, leave
 from dataflow.worker.fan_out import FanOut
 from dataflow.worker.host import Host, Settings
 from dataflow.worker.weight_ports import (
@@ -181,9 +181,13 @@ class Ports:
 
     def close(self) -> None:
         """Close everything; what was sent but not acknowledged is lost with this process."""
-        for end in [*self._weights, *self._outlets.values(), *self.inlets.values()]:
+        for end in self._weights:
             with contextlib.suppress(OSError):
-                end.close()
+                leave(end)
+        data: list[Any] = [*self._outlets.values(), *self.inlets.values()]
+        for edge in data:
+            with contextlib.suppress(OSError):
+                edge.close()
 
     def _capacity(self, edge: Edge) -> int:
         """Of a receiver, which its senders share: so that each of many replicas may send all that is in flight."""

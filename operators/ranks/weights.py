@@ -12,7 +12,15 @@ from dataflow.errors import DeadlineError
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
 from dataflow.system.messages import Plain
-from dataflow.weight_ends import LeadingAgain, LeadingWeightsIn, Offered, OpensWeights, VerifiedOffer, WeightsBeside
+from dataflow.weight_ends import (
+    LeadingAgain,
+    LeadingWeightsIn,
+    Offered,
+    OpensWeights,
+    VerifiedOffer,
+    WeightsBeside,
+    leave,
+)
 from dataflow.worker.weight_ports import open_beside
 from operators.ranks.exchange import Exchange, expected
 from operators.ranks.team import Team
@@ -98,8 +106,10 @@ def beside(
     channel.send(Holds(own))
     slices = expected(Meet, channel, rank, os.getppid(), limits.exchange_s).slices
     end = open_beside(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
-    with contextlib.closing(end):
+    try:
         yield end
+    finally:
+        leave(end)
 
 
 def followed(message: object, channel: Channel[Any], end: WeightsBeside | None) -> bool:

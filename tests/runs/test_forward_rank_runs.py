@@ -145,7 +145,8 @@ def test_a_rank_of_a_refreshed_reference_that_is_struck_ends_no_run(
     assert striking.error is None and not striking.is_alive(), (striking.error, striking.struck)
     assert result.steps == steps and result.verdict.clean and verify(result.folder).clean, result.verdict.line
     found = read_faults(result.folder)
-    assert len(found) >= len(striking.struck) and {fault["worker"] for fault in found} == {"ref_logprobs-0"}
+    assert {fault["worker"] for fault in found} <= {"ref_logprobs-0"}
+    assert how == "stopped" or len(found) >= len(striking.struck)  # a stop while its trainer waits for it is sat out
     folder = RunFolder.open(result.folder)
     for step in range(1, steps + 1):
         version = (step - 1) // 2 * 2

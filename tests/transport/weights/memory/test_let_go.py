@@ -2,6 +2,7 @@
 
 import pytest
 
+from dataflow.weight_ends import leave
 from transport.weights import FlatLayout
 
 from ..conftest import parameters, values
@@ -72,3 +73,13 @@ def test_what_a_reader_lets_go_of_before_its_first_version_does_not_come_back(pl
 def test_one_that_has_let_go_may_close(place, adopt):
     _, reader, _ = held(place, adopt)
     reader.close()
+
+
+def test_who_leaves_for_good_copies_no_version(place):
+    mine = parameters()
+    writer, reader = place.writer(LAYOUT), place.reader(attach=mine, adopt="view")
+    writer.publish(1, parameters(1))
+    place.settle(writer, reader)
+    assert values(mine) == {1}
+    leave(reader)
+    assert all(tensor.untyped_storage().nbytes() <= 4 for tensor in mine.values())
