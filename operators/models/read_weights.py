@@ -30,9 +30,11 @@ class ModelMemory:
         """Put them aside, and the other tensors of their model; True: those attached lose their values, and `end` will
         fill them.
 
-        What lies in main memory that a version arrives in by itself, as over a network, stays there."""
+        What lies in main memory that a version arrives in by itself, as over a network, stays there. What they had
+        before the first version may be in use, as by a reference, and is put aside."""
         again = isinstance(end, LetsGo) and end.let_go()
-        stays = set() if again or end is None else {id(each) for each in self._attached if each.is_cpu}
+        arrives = not again and getattr(end, "version", -1) >= 0
+        stays = {id(each) for each in self._attached if each.is_cpu} if arrives else set()
         self._shelf.park((each for each in tensors if id(each) not in stays), forget=self._attached if again else ())
         return_freed_memory()
         return again

@@ -57,6 +57,13 @@ def test_a_drawn_graph_learns_what_one_rank_learns(outcomes: Outcomes, number: i
         alike(found, one, 1e-5 if drawn.computes.weights == "model" else 1e-3)
 
 
+def test_a_reference_that_has_no_version_yet_takes_its_turn_with_the_weights_it_was_read_with(
+    outcomes: Outcomes,
+) -> None:
+    drawn = Drawn(computes=Computes(has_reference=True, refreshed="average", every=2), shares=True)
+    alike(outcomes.drawn(drawn), outcomes.on_one_rank(drawn.computes))
+
+
 def test_the_first_draws_have_every_kind_of_rank(outcomes: Outcomes) -> None:
     drawn = [accepted(outcomes, number) for number in range(QUICK)]
     for name, values in {

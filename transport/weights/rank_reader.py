@@ -78,12 +78,13 @@ class RankReader:
         return version
 
     def let_go(self) -> bool:
-        """Leave the segment in use: the attached tensors have no value until `adopt`, which fills all. True, always.
+        """Leave the segment in use: the attached tensors have no value until `adopt`, which fills all. False before the
+        first version, as of `WeightReader`.
 
         The version may be entered again (`WeightReader.enter_again`), as any other."""
         self.decline()
         self._attached.let_go()
-        return True
+        return self.version >= 0
 
     def close(self) -> None:
         """Leave; the tensors keep the version held, in memory of their own."""

@@ -196,12 +196,13 @@ class WeightReader:
     def let_go(self) -> bool:
         """Leave the segment in use: the attached tensors have no value until `adopt` or `again`, which fill them all.
 
-        Until then no segment is looked into: an offered version is verified when it is adopted. True, always."""
+        Until then no segment is looked into: an offered version is verified when it is adopted. False before the first
+        version: then the tensors have their own values, which nobody will fill in again."""
         self._require_open()
         self._give_up()
         self._attached.let_go()
         self._away = True
-        return True
+        return self._held is not None
 
     def again(self) -> bool:
         """After `let_go`, have the version in use in the attached tensors again; False when its segment holds another
