@@ -26,9 +26,9 @@ from transport.weights import (
 from transport.weights.executors import shared_memory
 from transport.weights.memory import buffers
 from transport.weights.memory.attached import Attached
-from transport.weights.protocol.messages import Offer
+from transport.weights.protocol.messages import Offer, StartTransfer
 from transport.weights.protocol.ranks import ReaderRank, SourceRank
-from transport.weights.protocol.rounds import Coordinator
+from transport.weights.protocol.rounds import Coordinator, Group, Phase
 from transport.weights.protocol.segments import SegmentOffers
 from transport.weights.sharded.steps import Step
 
@@ -106,6 +106,17 @@ def _offered(reader: WeightReader) -> int:
     return reader._membership.offer.version if reader._membership.offer else -1
 
 
+def _is_starting(coordinator: Coordinator, group: Group, version: int) -> bool:
+    """Whether a transfer of this version starts, as all have announced themselves."""
+    is_idle = group.phase is Phase.IDLE and group.peers <= group.ready
+    return is_idle and coordinator.newest == version > max(group.version, group.refused)
+
+
+def _hears_of(word: object, version: int) -> bool:
+    """Whether this is the first that a rank of a reader hears of a version, ready ahead or not."""
+    return isinstance(word, Offer | StartTransfer) and word.version == version
+
+
 TRAINER_DIES = {
     "before it writes": dies(SegmentOffers, "upcoming", lambda _, key, version: version == 2),
     "half way": dies(buffers, "fill", _half_written),
@@ -124,7 +135,7 @@ GENERATOR_DIES = {
 """At version 2."""
 SHARDED_TRAINER_DIES = {
     "forming": dies(SourceRank, "formed", nth(1)),
-    "all ready": dies(Coordinator, "_ready", lambda _, group, peers, now: group.offered == 2),
+    "all ready": dies(Coordinator, "_offer", lambda coordinator, group, _: _is_starting(coordinator, group, 2)),
     "sending": dies(Step, "pack", nth(6)),
     "sent": dies(SourceRank, "transferred", nth(2)),
     "all verified": dies(Coordinator, "_verified", lambda _, group: group.offered == 2),
@@ -132,7 +143,7 @@ SHARDED_TRAINER_DIES = {
 """At version 1 or 2; and "adopted", when all groups have that."""
 SHARDED_GENERATOR_DIES = {
     "forming": dies(ReaderRank, "formed", nth(1)),
-    "offered": dies(ReaderRank, "receive", lambda _, word, now: isinstance(word, Offer) and word.version == 2),
+    "offered": dies(ReaderRank, "receive", lambda _, word, now: _hears_of(word, 2)),
     "receiving": dies(Step, "unpack", nth(6)),
     "verified": dies(ReaderRank, "transferred", nth(2), first=False),
     "before it adopts": dies(ShardedReader, "adopt", nth(2)),
