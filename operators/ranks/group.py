@@ -82,4 +82,5 @@ def leave() -> None:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-        _redistribute._gen_transform_infos.cache_clear()
+        planned = getattr(_redistribute, "_gen_transform_infos", None)  # private: another torch may not have it
+        getattr(planned, "cache_clear", lambda: None)()
