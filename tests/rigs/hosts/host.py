@@ -1,5 +1,5 @@
-"""Hosts on one machine: each has its own network, mounts, processes, names and clock; they share a bridge, and the folders
-that they are given.
+"""Hosts on one machine: each has its own network, mounts, processes, names and clock; they share a bridge, and what
+folders they are given.
 
     with hosts("a", "b", shared=[folder]) as (a, b):
         a.run(["python", "-c", "..."])
