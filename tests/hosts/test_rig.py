@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rigs.hosts import Command, Host, hosts
+from rigs.hosts import Command, Host, NoHosts, hosts, opened
 from rigs.machine import alive, wait_until
 
 Give = Callable[..., list[Host]]
@@ -129,6 +129,22 @@ def test_a_shared_folder_is_the_same_on_all_hosts(pair: list[Host], folder: Path
     pair[0].python("import sys; open(sys.argv[1], 'w').write('ours')", folder / "note")
     assert pair[1].python("import sys; print(open(sys.argv[1]).read())", folder / "note") == "ours"
     assert (folder / "note").read_text() == "ours"
+
+
+def test_who_opens_a_file_of_the_shared_folder_is_known_by_host(pair: list[Host], folder: Path) -> None:
+    write, read = "import sys; open(sys.argv[1], 'a').write('x')", "import sys; open(sys.argv[1]).read()"
+    try:
+        with opened(pair, folder) as watch:
+            pair[0].python(write, folder / "mine")
+            pair[1].python(write, folder / "yours")
+            pair[1].python(read, folder / "mine")
+            pair[0].python(write, folder / "both")
+            pair[1].python(write, folder / "both")
+            (folder / "mine").read_text()
+    except NoHosts as error:
+        pytest.skip(str(error))
+    assert watch.writers() == {"mine": {"a"}, "yours": {"b"}, "both": {"a", "b"}}
+    assert watch.seen == {"a": {"mine", "both"}, "b": {"mine", "yours", "both"}}
 
 
 def test_the_repository_and_the_interpreter_are_there_to_read_only(pair: list[Host]) -> None:

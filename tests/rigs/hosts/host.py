@@ -160,6 +160,10 @@ class Host:
         assert done.returncode == 0, f"on host {self.name}: {done.stderr}"
         return done.stdout.strip()
 
+    def outside(self, path: Path | str) -> Path:
+        """Where this machine finds a file of its."""
+        return Path(f"/proc/{self._first}/root", str(path).lstrip("/"))
+
     def processes(self) -> list[int]:
         """By the numbers that they have on this machine."""
         mine = namespace(self._first) if self._process else None
