@@ -51,6 +51,8 @@ class WorkerRecord:
     replica: int
     nodes: tuple[str, ...]
     gpus: tuple[int, ...] = ()
+    host: str = ""
+    """On which its attempt under way runs; empty: the scheduler's own machine."""
     life: Life = Life.FORKED
     membership: Membership = Membership.LIVE
     attempt: int = 0

@@ -47,6 +47,8 @@ class Settings:
     """The scheduler's address."""
     sockets: str = ""
     """Folder (mode 0700) of the run's ipc sockets."""
+    host: str = ""
+    """Name of its host; empty: the scheduler's own machine, in a run that has no other."""
     device: str = "cpu"
     """Torch's name of the first device of the process."""
     senders: Mapping[str, int] = field(default_factory=dict)
@@ -55,6 +57,8 @@ class Settings:
     """Address of this machine at which edges and the scheduler listen; empty: ipc sockets in `sockets`."""
     keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Those of the run, where it listens at an address (as `RunKeys.to_plain`); they are written nowhere."""
+    ledger: str = ""
+    """Address of the ledger service; empty: the ledger is a file in `folder`."""
     at: Mapping[str, str] = field(default_factory=dict)
     """By edge that ends here, where the attempt before this one listened."""
     limits: Limits = field(default_factory=Limits)
