@@ -13,7 +13,7 @@ from typing import Any
 
 from dataflow.errors import boundary
 from dataflow.folder.finished import Finished
-from dataflow.folder.ledger import Ledger
+from dataflow.folder.ledger import BaseLedger, Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import Trace
 from dataflow.graph import Graph
@@ -43,10 +43,16 @@ class Settings:
     replica: int = 0
     attempt: int = 0
     """How often this worker has been started before."""
+    holder: int = 0
+    """Number of the scheduler that has started it, among all that have held the run folder."""
+    ledger: str = ""
+    """Address of the process that has the ledger open for all; empty: the file is opened here."""
     control: str = ""
     """The scheduler's address."""
     sockets: str = ""
     """Folder (mode 0700) of the run's ipc sockets."""
+    host: str = ""
+    """Name of its host; empty: the scheduler's own machine, in a run that has no other."""
     device: str = "cpu"
     """Torch's name of the first device of the process."""
     senders: Mapping[str, int] = field(default_factory=dict)
@@ -272,12 +278,12 @@ class Host:
         return mark
 
 
-def in_flight(ledger: Ledger, source: str) -> list[int]:
+def in_flight(ledger: BaseLedger, source: str) -> list[int]:
     """The groups of a source that some sink waits for."""
     return [group.group_id for group in ledger.in_flight(source)]
 
 
-def settled_since(ledger: Ledger, sources: Iterable[str]) -> Callable[[str, list[int]], list[int]]:
+def settled_since(ledger: BaseLedger, sources: Iterable[str]) -> Callable[[str, list[int]], list[int]]:
     """Which of some groups of a source have an outcome with every sink; of those alone that were issued before now."""
     issued = {source: ledger.next_group_id(source) for source in sources}
 
