@@ -10,7 +10,8 @@ from dataflow.history.verify import verify
 from dataflow.keep import keep
 from dataflow.model import LoRA, Model
 from dataflow.node import Weights
-from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.planning.hosts import Devices
+from dataflow.planning.plan import Plan, plan
 from dataflow.records import Array
 from dataflow.run import Result, inline, run
 from dataflow.scorer import scorer

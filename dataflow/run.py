@@ -25,8 +25,9 @@ from dataflow.history.resume import Begun, Recorded, check_same, go_on_with, has
 from dataflow.history.summary import summarize
 from dataflow.history.verify import Verdict, verify
 from dataflow.limits import Limits
+from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import measure_models
-from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.planning.plan import Plan, plan
 from dataflow.planning.sharing import Wishes
 from dataflow.scheduler import orphans, scaling
 from dataflow.scheduler.execute import Run, Times, execute, take

@@ -8,6 +8,8 @@ from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.model_size import ModelSize, bytes_of
 from dataflow.structure import Structure, group_size, refreshes_of, sources_of
 
+Spot = tuple[str, str]
+"""A host, empty for this machine, and torch's name of a device of it."""
 _KEPT = 16
 """Numbers that a layer keeps of each token for the backward pass, in widths of the model; 1 where it computes them
 again."""
@@ -53,21 +55,23 @@ def need_of(graph: Structure, operator: Operator, size: ModelSize | None, ranks:
     return Need({name: part for name, part in parts.items() if part})
 
 
-def check_fit(needs: Iterable[tuple[str, str, Need]], room: Mapping[str, int]) -> None:
+def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int]) -> None:
     """Refuse processes that do not fit on their devices together. GraphError with the sum and its parts.
 
-    needs: by process, the device and what it needs. room: bytes by device; a device of unknown size is left out.
+    needs: by process, where it is and what it needs. room: bytes by device; a device of unknown size is left out.
     """
-    on: dict[str, list[tuple[str, Need]]] = {}
-    for process, device, need in needs:
-        on.setdefault(device, []).append((process, need))
-    for device, processes in on.items():
+    on: dict[Spot, list[tuple[str, Need]]] = {}
+    for process, spot, need in needs:
+        on.setdefault(spot, []).append((process, need))
+    for spot, processes in on.items():
         total = sum(need.total for _, need in processes)
-        if room.get(device) and total > room[device]:
+        if room.get(spot) and total > room[spot]:
             told = " + ".join(f"'{process}' {need}" for process, need in processes)
+            host, device = spot
             place = "main memory" if device == "cpu" else f"the memory of gpu {device.removeprefix('cuda:')}"
+            place += f" of host '{host}'" if host else ""
             raise GraphError(
-                f"the plan does not fit into {place}: it needs at least {amount(total)} of {amount(room[device])}; "
+                f"the plan does not fit into {place}: it needs at least {amount(total)} of {amount(room[spot])}; "
                 f"found {told}; {_ways_out(need for _, need in processes)}"
             )
 

@@ -20,9 +20,15 @@ class Placement:
     tensor_parallel: int = 1
     """Of them that share out each layer."""
     gpus: tuple[int, ...] = ()
-    """Accelerators, replica by replica; empty: CPU."""
+    """Accelerators, replica by replica, numbered over all hosts; empty: CPU."""
+    hosts: tuple[str, ...] = ()
+    """The host of each replica, all ranks of which are there; empty: this machine."""
+    first_gpus: tuple[int, ...] = ()
+    """By replica, the number of the first accelerator of its host."""
     threads: int = 1
-    """CPU threads of each process."""
+    """CPU threads of each process; where hosts differ, the fewest."""
+    threads_there: tuple[int, ...] = ()
+    """By replica, those of each of its processes, where hosts differ."""
     need: Need | None = None
     """Memory that one process needs at least; None: unknown or small."""
 
@@ -61,6 +67,17 @@ class Placement:
         """The accelerators of one replica."""
         return self.gpus[replica * self.ranks : (replica + 1) * self.ranks]
 
+    def host(self, replica: int) -> str:
+        """The host of a replica; empty: this machine. One that the plan does not know yet has none here."""
+        return self.hosts[replica] if self.hosts else ""
+
+    def threads_of(self, replica: int) -> int:
+        """CPU threads of each process of a replica, be it one that joins later."""
+        return self.threads_there[replica] if replica < len(self.threads_there) else self.threads
+
     def device(self, replica: int, rank: int = 0) -> str:
-        """Torch's name of the device of one rank of a replica."""
-        return f"cuda:{self.gpus[replica * self.ranks + rank]}" if self.gpus else "cpu"
+        """Torch's name of the device of one rank of a replica, on its host."""
+        if not self.gpus:
+            return "cpu"
+        first = self.first_gpus[replica] if self.first_gpus else 0
+        return f"cuda:{self.gpus[replica * self.ranks + rank] - first}"

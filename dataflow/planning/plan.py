@@ -12,7 +12,9 @@ from dataflow.errors import GraphError, nearest
 from dataflow.group_bytes import MESSAGE_BYTES, message_fault
 from dataflow.node import Generate, Learn, Operator, Source
 from dataflow.planning.executors import WeightPath, explain, summary, weight_paths
-from dataflow.planning.memory_need import Need, amount, check_fit, need_of
+from dataflow.planning.hosts import Devices
+from dataflow.planning.inputs import digest
+from dataflow.planning.memory_need import Need, Spot, amount, check_fit, need_of
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.placement import Placement
 from dataflow.planning.sharing import (
@@ -27,32 +29,6 @@ from dataflow.planning.sharing import (
 from dataflow.planning.sharing import explain as explain_turns
 from dataflow.staleness import Bound, capacity
 from dataflow.structure import Structure, sinks_of, sources_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Devices:
-    """What a plan maps onto.
-
-    >>> from dataflow import Devices
-    >>> Devices(cpus=8, gpus=2).cpus
-    8
-    """
-
-    cpus: int
-    """Cores of this machine."""
-    gpus: int = 0
-    """Accelerators of this machine."""
-    memory_bytes: int = 0
-    """Main memory; 0: unknown."""
-    gpu_memory_bytes: int = 0
-    """Memory of each accelerator; 0: unknown."""
-    link_bytes_per_s: float | None = None
-    """Of the network between machines, each way; None: unknown, and then no weights travel as deltas."""
-
-    @property
-    def room(self) -> dict[str, int]:
-        """Bytes by device, 0 where unknown."""
-        return {"cpu": self.memory_bytes} | {f"cuda:{number}": self.gpu_memory_bytes for number in range(self.gpus)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +105,14 @@ class Plan:
             for worker, nodes in self.workers.items()
             for replica in range(self.placements[nodes[0]].replicas)
         ]
+
+    def host(self, worker: str, replica: int) -> str:
+        """The host of a process, of its ranks too; empty: this machine."""
+        return self.placements[self.workers[worker][0]].host(replica)
+
+    def digest(self) -> str:
+        """Of all that it says: the same, where two processes have made the same plan."""
+        return digest(self)
 
     def frames(self) -> list[Frame]:
         """Device groups, for the picture."""
@@ -264,12 +248,12 @@ def plan(
     return made
 
 
-def _needs(made: Plan) -> list[tuple[str, str, Need]]:
+def _needs(made: Plan) -> list[tuple[str, Spot, Need]]:
     """Of every rank that may be awake where memory is scarcest."""
     return awake_at_once(made.turns, [
         (
             f"{each.worker}-{replica}" + (f".{rank}" if each.ranks > 1 else ""), each.node,
-            each.device(replica, rank), each.need,
+            (each.host(replica), each.device(replica, rank)), each.need,
         )
         for each in made.placements.values() if each.need is not None
         for replica in range(each.replicas) for rank in range(each.ranks)

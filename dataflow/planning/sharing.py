@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dataflow.errors import GraphError
 from dataflow.node import Generate
-from dataflow.planning.memory_need import Need
+from dataflow.planning.memory_need import Need, Spot
 from dataflow.structure import Structure
 
 if TYPE_CHECKING:
@@ -91,24 +91,26 @@ def _check(graph: Structure, group: Group) -> None:
             )
 
 
-def awake_at_once(groups: Sequence[Group], needs: Iterable[tuple[str, str, str, Need]]) -> list[tuple[str, str, Need]]:
+def awake_at_once(
+    groups: Sequence[Group], needs: Iterable[tuple[str, str, Spot, Need]]
+) -> list[tuple[str, Spot, Need]]:
     """Of all processes those that may be awake together where memory is scarcest: of nodes that take turns on a
     device, those of the one that needs most.
 
-    needs: by process, its node, its device and what it needs; returned without the node.
+    needs: by process, its node, where it is and what it needs; returned without the node.
     """
     needs = list(needs)
     group_of = {node: number for number, group in enumerate(groups) for node in group}
-    sums: dict[tuple[int, str], dict[str, int]] = {}
-    for _, node, device, need in needs:
+    sums: dict[tuple[int, Spot], dict[str, int]] = {}
+    for _, node, spot, need in needs:
         if node in group_of:
-            by_node = sums.setdefault((group_of[node], device), {})
+            by_node = sums.setdefault((group_of[node], spot), {})
             by_node[node] = by_node.get(node, 0) + need.total
     largest = {key: max(by_node, key=by_node.__getitem__) for key, by_node in sums.items()}
     return [
-        (process, device, need)
-        for process, node, device, need in needs
-        if node not in group_of or largest[group_of[node], device] == node
+        (process, spot, need)
+        for process, node, spot, need in needs
+        if node not in group_of or largest[group_of[node], spot] == node
     ]
 
 

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import zmq
 
+from dataflow.agent.forkserver import Main
+from dataflow.agent.forkserver_client import Event, ForkserverClient, TakenOverForkserver
 from dataflow.errors import RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.whereabouts import Whereabouts
-from dataflow.scheduler.forkserver import Main
-from dataflow.scheduler.forkserver_client import Event, ForkserverClient, TakenOverForkserver
 from dataflow.scheduler.requests import REPLIES, REQUESTS, Refused, Reply, Request
 from dataflow.system.messages import MESSAGE_BYTES, MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint, reachable

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 
 from dataflow.errors import GraphError, nearest
 from dataflow.planning.plan import check_replicas
+from dataflow.scheduler import addresses
 from dataflow.scheduler.events import Command, Notice, Send, Spawn
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
 from dataflow.worker.messages import AddReceivers, Expect, RetireReceivers, SenderEnded, Start, Stop, Wire
@@ -148,7 +149,7 @@ def anybody_away(table: Table) -> bool:
 
 def repeat(table: Table) -> list[Command]:
     """What an earlier scheduler has decided, and perhaps not said: twice does no harm."""
-    commands: list[Command] = []
+    commands = [command for record in table for command in addresses.told_again(table, record)]
     for record in table:
         for ticket, who in record.unconfirmed.items():
             if record.membership is Membership.JOINING:
@@ -191,25 +192,25 @@ def _wire(table: Table) -> list[Command]:
     if newcomer is None or newcomer.wired or newcomer.unconfirmed or newcomer.life is not Life.STARTING:
         return []
     newcomer.wired = True
-    addresses: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for record in table:
         if newcomer.name in record.senders:
             for edge, address in _inlets(table, record, newcomer).items():
-                addresses.setdefault(edge, []).append(address)
-    return [Send(newcomer.name, Wire(addresses=addresses))]
+                found.setdefault(edge, []).append(address)
+    return [Send(newcomer.name, Wire(addresses=found, lines=addresses.read_by(table, newcomer)))]
 
 
 def _wire_again(table: Table, record: WorkerRecord) -> list[Command]:
     """Where one that died sends to; of a leaver only one that it had not let go, which it does at once."""
     record.wired = record.may_miss_ends = True
-    addresses: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     commands: list[Command] = []
     for receiver in table:
         tickets = [ticket for ticket, who in receiver.unconfirmed.items() if who == record.name]
         leaves = receiver.membership is Membership.LEAVING and bool(tickets)
         if record.name in receiver.senders and (receiver.membership is Membership.LIVE or leaves):
             for edge, address in _inlets(table, receiver, record).items():
-                addresses.setdefault(edge, []).append(address)
+                found.setdefault(edge, []).append(address)
             if leaves:
                 commands.append(_retire(table, record.name, receiver, tickets[0]))
     if record.membership is Membership.LEAVING:
@@ -217,7 +218,7 @@ def _wire_again(table: Table, record: WorkerRecord) -> list[Command]:
     for sender in sorted(record.senders):
         if table.workers[sender].may_end:  # it may come once more, or not: so it counts by its name
             commands.append(_ended(table, record, sender))
-    return [Send(record.name, Wire(addresses=addresses)), *commands]
+    return [Send(record.name, Wire(addresses=found, lines=addresses.read_by(table, record))), *commands]
 
 
 def _ends_told(table: Table, leaver: WorkerRecord) -> list[Command]:

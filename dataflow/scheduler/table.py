@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -12,7 +12,7 @@ from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.scheduler.heartbeats import Told, together
 from dataflow.scheduler.state_machine import RunStateMachine
-from dataflow.worker.messages import ALONE, Heartbeat, ToWorker
+from dataflow.worker.messages import ALONE, Heartbeat, ToWorker, WeightLine
 
 
 class Life(StrEnum):
@@ -51,6 +51,8 @@ class WorkerRecord:
     replica: int
     nodes: tuple[str, ...]
     gpus: tuple[int, ...] = ()
+    host: str = ""
+    """On which its attempt under way runs; empty: the scheduler's own machine."""
     life: Life = Life.FORKED
     membership: Membership = Membership.LIVE
     attempt: int = 0
@@ -91,6 +93,10 @@ class WorkerRecord:
     # Its neighbours
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Where it receives, by edge, or where the attempt before did."""
+    left: dict[str, list[str]] = field(default_factory=dict)
+    """By edge, where earlier attempts received, if elsewhere."""
+    lines: Mapping[str, WeightLine] = field(default_factory=dict)
+    """The weight lines of its trainers, by name."""
     senders: set[str] = field(default_factory=set)
     """Workers that send to it, or have."""
     unconfirmed: dict[int, str] = field(default_factory=dict)
@@ -158,6 +164,7 @@ class WorkerRecord:
         """What a successor of the scheduler cannot learn from the forkserver or from heartbeats; for JSON."""
         plain = {name: getattr(self, name) for name in _REMEMBERED}
         plain |= {name: list(plain[name]) for name in ("nodes", "gpus")}
+        plain["lines"] = {name: asdict(line) for name, line in self.lines.items()}
         return plain | {"senders": sorted(self.senders), "unconfirmed": list(self.unconfirmed.items())}
 
     @classmethod
@@ -167,6 +174,7 @@ class WorkerRecord:
             **plain, "life": Life(plain["life"]), "membership": Membership(plain["membership"]),
             "nodes": tuple(plain["nodes"]), "gpus": tuple(plain["gpus"]), "senders": set(plain["senders"]),
             "unconfirmed": dict(plain["unconfirmed"]),
+            "lines": {name: WeightLine(**line) for name, line in plain["lines"].items()},
         })  # fmt: skip
 
 

@@ -4,9 +4,9 @@ import contextlib
 import socket
 
 from dataflow.errors import GraphError
-from transport.data.security import Guard, RunKeys, endpoint, present, reachable
+from transport.data.security import KEYS_BYTES, Guard, RunKeys, endpoint, present, reachable
 
-__all__ = ["Guard", "RunKeys", "check_listen", "endpoint", "present", "reachable"]
+__all__ = ["KEYS_BYTES", "Guard", "RunKeys", "check_listen", "endpoint", "present", "reachable"]
 
 
 def check_listen(host: str) -> None:

@@ -51,6 +51,8 @@ class Settings:
     """The scheduler's address."""
     sockets: str = ""
     """Folder (mode 0700) of the run's ipc sockets."""
+    host: str = ""
+    """Name of its host; empty: the scheduler's own machine, in a run that has no other."""
     device: str = "cpu"
     """Torch's name of the first device of the process."""
     senders: Mapping[str, int] = field(default_factory=dict)

@@ -183,9 +183,9 @@ class SimulatedWorker:
         )  # fmt: skip
         self.send(Hello(attempt=process.attempt, pid=1, addresses=ports.open_inlets(host)))
         yield True
-        host.build()
         while (wire := self._take(Wire)) is None:
             yield False
+        host.build()
         host.wire(ports.inlets, ports.open_outlets(host, wire.addresses))
         worker = Hearing(host, ports, self, process.attempt)
         self.send(Ready(attempt=process.attempt))

@@ -15,6 +15,10 @@ from transport.errors import AddressError
 
 _MAX_IPC_PATH_BYTES = 107
 _DOMAIN = "run"
+_KEY_BYTES = 40
+_IN_ORDER = ("receiver_public", "receiver_secret", "sender_public", "sender_secret")
+KEYS_BYTES = 4 * _KEY_BYTES
+"""Of `RunKeys.to_bytes`."""
 HANDSHAKE_MS = 5_000
 """For a peer to say who it is; then it is cut off, so that connections that say nothing do not pile up."""
 
@@ -77,6 +81,21 @@ class RunKeys:
             "receiver_public": self.receivers.receiver_public, "receiver_secret": self.receivers.secret,
             "sender_public": self.receivers.sender_public, "sender_secret": self.senders.secret,
         }  # fmt: skip
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "RunKeys":
+        """What `to_bytes` gave. Errors: ValueError for anything else."""
+        if len(data) != KEYS_BYTES:
+            raise ValueError(f"the keys of a run are {KEYS_BYTES} bytes, but there are {len(data)}")
+        parts = [data[at : at + _KEY_BYTES] for at in range(0, KEYS_BYTES, _KEY_BYTES)]
+        found = cls.from_plain(dict(zip(_IN_ORDER, parts, strict=True)))
+        assert found is not None, "there are four"
+        return found
+
+    def to_bytes(self) -> bytes:
+        """For a pipe or a private file."""
+        plain = self.to_plain()
+        return b"".join(plain[name] for name in _IN_ORDER)
 
 
 class Guard:

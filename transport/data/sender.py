@@ -164,6 +164,17 @@ class Sender:
         self._forget(peer)
         self._place_returned()
 
+    def move_receiver(self, before: str, now: str) -> None:
+        """The receiver at `before` was started again and listens at `now`: what it has not acknowledged goes there.
+
+        Read `sockets` again. Raises ValueError for an unknown address, and for one that another receiver has."""
+        peer = self._find(before)
+        if now in self.receivers:
+            raise ValueError(
+                f"edge '{self.edge}' has a receiver at {now}; got it for the one at {before}, too; each has its own"
+            )
+        peer.move(self._network.connect(now), self._clock())
+
     def send(
         self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None,
         acked_rows: Callable[[int, int], None] = lambda first, count: None,

@@ -130,7 +130,9 @@ def test_a_rank_of_a_reference_has_the_ends_of_its_model_whole() -> None:
 
 def test_where_a_size_is_not_known_nothing_is_refused() -> None:
     assert planned(0, ONE_EACH)
-    check_fit([("a-0", "cuda:0", Need({"weights": 9})), ("b-0", "cpu", Need({"weights": 9}))], {"cpu": 0})
+    check_fit(
+        [("a-0", ("", "cuda:0"), Need({"weights": 9})), ("b-0", ("", "cpu"), Need({"weights": 9}))], {("", "cpu"): 0}
+    )
 
 
 def test_the_sum_is_part_of_what_a_plan_says_of_itself() -> None:

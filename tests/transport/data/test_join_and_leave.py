@@ -382,3 +382,31 @@ def test_on_a_broadcast_edge_each_gets_what_is_sent_while_it_is_there(rig: Rig) 
     assert firsts(take(receivers[2], 3, sender)) == [1, 2, 3]
     only(receivers[2], sender, receivers[0])
     assert receivers[0].finished
+
+
+def test_what_a_receiver_owed_goes_to_where_it_was_started_again(rig: Rig) -> None:
+    before = rig.receiver()
+    sender = rig.sender(before)
+    connect(sender, to=before)
+    assert sender.send(make_batch(0)) and sender.send(make_batch(1))
+    (first,) = take(before, 1, sender, ack=False)
+    assert firsts([first]) == [0]
+    before.close()
+    after = rig.receiver()
+    sender.move_receiver(before.address, after.address)
+    assert sender.receivers == [after.address]
+    connect(sender, to=after)
+    assert firsts(take(after, 2, sender)) == [0, 1]
+    assert sender.send(make_batch(2))
+    sender.finish()
+    assert firsts(take(after, 1, sender)) == [2]
+    drain(sender, after)
+
+
+def test_no_receiver_moves_to_where_another_one_is(rig: Rig) -> None:
+    first, second = rig.receiver(), rig.receiver()
+    sender = rig.sender(first, second)
+    with pytest.raises(ValueError, match="each has its own"):
+        sender.move_receiver(first.address, second.address)
+    with pytest.raises(ValueError, match="has no receiver"):
+        sender.move_receiver("elsewhere", second.address)

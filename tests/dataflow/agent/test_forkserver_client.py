@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from dataflow.agent.forkserver import Forkserver
+from dataflow.agent.forkserver_client import ForkserverClient, TakenOverForkserver
+from dataflow.agent.forkserver_messages import CODEC, Alive, Notice, Stay, TakenAway
 from dataflow.errors import Replaced, RunError
-from dataflow.scheduler.forkserver import Forkserver
-from dataflow.scheduler.forkserver_client import ForkserverClient, TakenOverForkserver
-from dataflow.scheduler.forkserver_messages import CODEC, Alive, Notice, Stay, TakenAway
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked
 

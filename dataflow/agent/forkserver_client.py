@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import Replaced, RunError
-from dataflow.scheduler.forkserver import Forkserver, Main, open_door
-from dataflow.scheduler.forkserver_messages import (
+from dataflow.agent.forkserver import Forkserver, Main, open_door
+from dataflow.agent.forkserver_messages import (
     CODEC,
     SEND_S,
     Alive,
@@ -28,6 +27,7 @@ from dataflow.scheduler.forkserver_messages import (
     Spawn,
     Stay,
 )
+from dataflow.errors import Replaced, RunError
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked, fork, refuse_used_cuda
 from dataflow.system.log import log_to

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-from dataflow.scheduler.forkserver_messages import (
+from dataflow.agent.forkserver_messages import (
     CODEC,
     SEND_S,
     Alive,

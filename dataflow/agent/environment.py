@@ -1,0 +1,69 @@
+"""What a launcher tells an agent, as environment variables; its keys come by an inherited pipe or a private file."""
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataflow.errors import RunError
+from dataflow.system.security import KEYS_BYTES, RunKeys
+
+_PREFIX = "DATAFLOW_AGENT_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentEnvironment:
+    """`python -m dataflow.agent` reads it; a launcher writes it."""
+
+    scheduler: str
+    """Address of the scheduler's socket for agents."""
+    keys: str
+    """Where the run's keys are: `fd:NUMBER` of an inherited pipe, or the path of a file of mode 0600."""
+    folder: str
+    """The run folder, as this host sees it."""
+    host: str = ""
+    """Name in the run; the machine's own when empty."""
+    address: str = ""
+    """At which the others reach it, or the name of the interface that has it; the one by which this machine reaches the
+    scheduler when empty."""
+    cpus: str = ""
+    """How many cores of this machine are the run's; all that the process may use when empty."""
+    gpus: str = ""
+    """The same of accelerators."""
+
+    def to_environ(self) -> dict[str, str]:
+        """Variables to be set; one that says nothing is not among them."""
+        return {f"{_PREFIX}{name.upper()}": value for name, value in vars(self).items() if value}
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> "AgentEnvironment":
+        """What `to_environ` made. Errors: RunError for what is missing."""
+        found = {name: environ.get(f"{_PREFIX}{name.upper()}", "") for name in cls.__dataclass_fields__}
+        missing = [f"{_PREFIX}{name.upper()}" for name in ("scheduler", "keys", "folder") if not found[name]]
+        if missing:
+            raise RunError(
+                f"an agent is told by its launcher where its scheduler is, but {' and '.join(missing)} is not set; "
+                f"start the run with --on, which starts its agents, or set what docs/hosts.md says"
+            )
+        return cls(**found)
+
+    def read_keys(self) -> RunKeys:
+        """The run's keys. Errors: RunError where there are none, or others could have read them."""
+        try:
+            return RunKeys.from_bytes(_read(self.keys))
+        except (OSError, ValueError) as error:
+            raise RunError(
+                f"an agent finds no keys at '{self.keys}': {error}; they are {KEYS_BYTES} bytes that the scheduler "
+                f"made for this run, in a pipe that the launcher handed down or a file of mode 0600"
+            ) from error
+
+
+def _read(place: str) -> bytes:
+    if place.startswith("fd:"):
+        with os.fdopen(int(place.removeprefix("fd:")), "rb") as pipe:
+            return pipe.read(KEYS_BYTES)
+    facts = Path(place).stat()
+    if stat.S_IMODE(facts.st_mode) & 0o077 or facts.st_uid != os.getuid():
+        raise ValueError(f"mode {stat.S_IMODE(facts.st_mode):04o} and owner {facts.st_uid} let others read them")
+    return Path(place).read_bytes()

@@ -1,0 +1,92 @@
+"""What a scheduler and the agent of a host say to each other; what concerns a forkserver is passed on as it is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Pause, Spawn, Stay
+from dataflow.system.messages import Codec, Natural, Plain
+
+# From an agent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """An agent is there: its host, and how it is reached."""
+
+    name: str
+    """Of the host in the run."""
+    cpus: Natural
+    gpus: Natural = 0
+    memory_bytes: Natural = 0
+    gpu_memory_bytes: Natural = 0
+    kind: str = ""
+    """Of its accelerators."""
+    address: str
+    """At which the other hosts reach it."""
+    sockets: str
+    """Its private folder, for unix sockets and shared memory."""
+    folder: str
+    """The run folder, as it sees it."""
+    pid: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of Python, torch and the engine."""
+    digest: str = ""
+    """Of what it has built for a scheduler before this one; empty: nothing yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """The user's program is imported, its graph built and planned."""
+
+    digest: str
+    """Of graph and plan."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the files that the program's own code stands in, by name."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """It cannot go on: what is wrong, for people."""
+
+    error: str
+
+
+# To an agent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin:
+    """Build the program's graph, and plan it over these hosts."""
+
+    launch: Mapping[str, Plain]
+    """As `Launch` has it, in plain values."""
+    hosts: Sequence[Mapping[str, Plain]]
+    """All of the run, in the order of the plan."""
+    steps: int | None
+    """That the run is to make."""
+    whereabouts: Mapping[str, str]
+    """Of the scheduler, for workers: as `Whereabouts` has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandOver:
+    """To an agent that has workers of a scheduler before this one: say which they are."""
+
+    whereabouts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The scheduler does not want this agent: why."""
+
+    error: str
+
+
+FromAgent: TypeAlias = Join | Built | Failed | Alive | Notice | Handed | AllHanded
+ToAgent: TypeAlias = Begin | HandOver | Refused | Spawn | Kill | Pause | Stay | Alive | End
+
+FROM_AGENT: Codec[FromAgent] = Codec("dataflow.from-agent", 1, Join, Built, Failed, Alive, Notice, Handed, AllHanded)
+TO_AGENT: Codec[ToAgent] = Codec(
+    "dataflow.to-agent", 1, Begin, HandOver, Refused, Spawn, Kill, Pause, Stay, Alive, End
+)  # fmt: skip

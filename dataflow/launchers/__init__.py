@@ -1,0 +1,1 @@
+"""What starts agents on hosts, watches them and stops them."""

@@ -1,0 +1,70 @@
+"""All that a plan is made from beside its graph, as plain values: whoever has them makes the very same plan."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dataflow.group_bytes import MESSAGE_BYTES
+from dataflow.planning.hosts import Devices
+from dataflow.planning.sharing import Wishes
+
+Place = Mapping[str, str | Sequence[str]]
+"""By node, the host of its replicas, or several that they take in turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """What `make_plan` takes, by the names of its parameters: `make_plan(graph, **inputs.arguments)`.
+
+    >>> from dataflow import Devices
+    >>> from dataflow.planning.inputs import PlanInputs
+    >>> inputs = PlanInputs(devices=Devices(cpus=2), scale={100: {"generator": 3}})
+    >>> PlanInputs.from_plain(inputs.to_plain()) == inputs
+    True
+    """
+
+    devices: Devices
+    gpus: Wishes | Literal["shared"] | None = None
+    replicas: Mapping[str, int] = field(default_factory=dict)
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    steps: int | None = None
+    scale: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    weights: str | None = None
+    listen: str = ""
+    message_bytes: int = MESSAGE_BYTES
+    link_gbps: float | None = None
+    place: Place = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """For `make_plan`."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+
+    def to_plain(self) -> dict[str, Any]:
+        """For JSON and msgpack, whose keys are strings."""
+        place = {node: [hosts] if isinstance(hosts, str) else list(hosts) for node, hosts in self.place.items()}
+        scale = [[step, dict(wishes)] for step, wishes in self.scale.items()]
+        return self.arguments | {"devices": self.devices.to_plain(), "scale": scale, "place": place}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "PlanInputs":
+        """What `to_plain` made of one."""
+        place = {node: tuple(hosts) for node, hosts in plain["place"].items()}
+        devices, scale = Devices.from_plain(plain["devices"]), dict(plain["scale"])
+        return cls(**{**plain, "devices": devices, "scale": scale, "place": place})
+
+
+def digest(value: Any) -> str:
+    """64 hexadecimal digits, the same for equal values in every process and Python: of plain values and dataclasses."""
+    plain = json.dumps(value, default=_fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Of a dataclass; a TypeError, as JSON's, of anything else."""
+    if not dataclasses.is_dataclass(value):
+        raise TypeError(f"a digest is of plain values, but found {type(value).__name__}")
+    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
