@@ -15,7 +15,7 @@ from dataflow.folder.snapshot import Snapshot
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
 from dataflow.planning.plan import Plan
-from dataflow.scheduler import events, scaling
+from dataflow.scheduler import events, scaling, seating
 from dataflow.scheduler.control_server import ControlServer, Message
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.requests import answer
@@ -211,9 +211,9 @@ class Scheduler:
         """Ask the forkserver for a process."""
         record, graph = self.table.workers[command.name], self.table.graph
         settings = dataclasses.replace(
-            self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt, device=record.device,
-            control=self._server.address, sockets=str(self._server.folder), senders=command.senders or {},
-            at=record.addresses,
+            self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt,
+            device=seating.device(self.table, record), control=self._server.address, sockets=str(self._server.folder),
+            senders=command.senders or {}, at=record.addresses if record.received_at == record.host else {},
         )  # fmt: skip
         trains = any(graph.operators[node].trains for node in record.nodes)
         self._server.spawn(record.name, settings.to_plain(), not graph.is_light(record.nodes), trains)
