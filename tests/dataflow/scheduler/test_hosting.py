@@ -11,7 +11,7 @@ from dataflow.errors import DataflowError, DeadlineError, RunError, WorkerDied
 from dataflow.limits import Limits, Patience
 from dataflow.planning.hosts import Devices, Host
 from dataflow.scheduler import events, seating
-from dataflow.scheduler.events import Clear, Command, FaultNoticed, HostHeard, HostJoined, HostLost, Send, Spawn
+from dataflow.scheduler.events import Command, FaultNoticed, HostHeard, HostJoined, HostLost, Lose, Send, Spawn
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import Life, Membership, Table
 from dataflow.system.files import to_json
@@ -94,6 +94,7 @@ def test_a_host_that_is_not_heard_is_lost_and_its_workers_start_where_there_is_r
         (name, "was on host 'b', which was not heard for 11 s") for name in ("generator-1", "stage-0")
     ]
     assert spawned(found) == ["generator-1", "stage-0"] and not run.table.failures
+    assert found[0] == Lose("b")
     generator = run.table.workers["generator-1"]
     assert (generator.host, generator.gpus, generator.attempt) == ("c", (4,), 1)
     assert seating.device(run.table, generator) == "cuda:0"
@@ -129,7 +130,7 @@ def test_a_lost_host_that_is_back_ends_what_it_has_before_anything_is_started_th
     run.take(HostLost("b", "has ended its agent"))
     run.tick(0.0, "a")
     kept = {"generator-1": events.Process(0, 5, True, None)}
-    assert run.take(HostJoined(B, kept)) == [Clear("b")]
+    assert run.take(HostJoined(B, kept)) == [Lose("b")]
     assert spawned(run.tick(1.0, "a", "b")) == [], "though it is heard"
     assert told(run.take(HostJoined(B))) == "host 'b' is back"
     assert spawned(run.tick(1.0, "a", "b")) == ["generator-1"]
