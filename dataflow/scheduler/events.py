@@ -139,9 +139,8 @@ class Signal:
 
 
 @dataclass(frozen=True)
-class Lose:
-    """Give a host up: what it has is nobody's any more. Should its agent be heard of again, it ends all processes that
-    it has, and only then says that it has joined."""
+class Clear:
+    """End all processes of workers that a host has; when they have ended its agent says anew that it is there."""
 
     host: str
 
@@ -191,4 +190,4 @@ class End:
     error: RunError
 
 
-Command: TypeAlias = Spawn | Send | Signal | Lose | Outlive | Notice | FaultNoticed | FaultRecovered | Refuse | End
+Command: TypeAlias = Spawn | Send | Signal | Clear | Outlive | Notice | FaultNoticed | FaultRecovered | Refuse | End

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import no_host_for_too_long
 from dataflow.scheduler import failover, lifecycle, recovery, seating
-from dataflow.scheduler.events import Command, End, HostJoined, Lose, Notice, Process
+from dataflow.scheduler.events import Clear, Command, End, HostJoined, Notice, Process
 from dataflow.scheduler.table import HostRecord, Life, Table, WorkerRecord, how
 
 
@@ -21,7 +21,7 @@ def joined(table: Table, event: HostJoined, now: float) -> list[Command]:
     has_processes = any(process.alive for process in event.processes.values())
     if host is None or not host.is_alive:
         if has_processes:
-            return [Lose(event.host.name)]
+            return [Clear(event.host.name)]
         return _enter(table, event, now)
     host.heard_at = now
     if not host.is_met:
@@ -48,7 +48,6 @@ def lost(table: Table, name: str, cause: str, now: float) -> list[Command]:
     if host is None or not host.is_alive:
         return []
     host.is_alive, host.is_met, host.cause = False, True, cause
-    commands: list[Command] = [Lose(name)]
     if not table.begun and not table.is_closing:
         return [End(WorkerDied(
             f"host '{name}' {cause} before all workers were ready; see its agent's log in {table.folder}/logs, "
@@ -56,7 +55,7 @@ def lost(table: Table, name: str, cause: str, now: float) -> list[Command]:
         ))]  # fmt: skip
     workers = [record for record in _of(table, name) if record.life is not Life.GONE]
     names = ", ".join(record.name for record in workers)
-    commands.append(Notice(f"host '{name}' {cause}; with it fell {names or 'no worker'}"))
+    commands: list[Command] = [Notice(f"host '{name}' {cause}; with it fell {names or 'no worker'}")]
     for record in sorted(workers, key=lambda record: record.may_end):
         record.stopped_since = None
         commands += lifecycle.exited(table, record, f"was on host '{name}', which {cause}", now, with_host=True)
