@@ -15,7 +15,7 @@ from dataflow.folder.snapshot import Snapshot
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
 from dataflow.planning.plan import Plan
-from dataflow.scheduler import events, scaling
+from dataflow.scheduler import events, scaling, seating
 from dataflow.scheduler.control_server import ControlServer, Message
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.requests import answer
@@ -125,6 +125,9 @@ class Scheduler:
         if self._wish and not self.table.run.draining:
             self._apply(events.Drain())
         self._apply(events.Tick())
+        for host in self.table.hosts.values():
+            if not host.is_alive:
+                self._server.seek(host.facts.name)
         self.notices += self.stall_watch.look()
 
     def wish_drain(self) -> None:
@@ -172,14 +175,28 @@ class Scheduler:
 
     def _note(self, event: Mapping[str, Any]) -> None:
         """Take in what the forkserver tells; of a worker that failed first what it sent itself."""
-        if event["event"] == "gone":
-            self._apply(events.ForkserverGone())
-            return
+        match event["event"]:
+            case "gone":
+                self._apply(events.ForkserverGone())
+            case "heard":
+                self._apply(events.HostHeard(event["name"]))
+            case "lost":
+                self._apply(events.HostLost(event["name"], event["cause"]))
+            case "joined":
+                processes = {
+                    each.name: events.Process(each.settings["attempt"], each.pid, each.alive, each.status)
+                    for each in event["processes"].values()
+                }
+                self._apply(events.HostJoined(event["host"], processes))
+            case _:
+                self._note_process(event)
+
+    def _note_process(self, event: Mapping[str, Any]) -> None:
         record = self.table.workers.get(event["name"])
         failed = event["event"] == "exited" and event["status"] > 0
         if failed and record is not None and record.is_live and record.life not in (Life.DYING, Life.ENDING):
             self._receive(self._server.last_words(_LAST_WORDS_S))
-        self._apply(events.ProcessEvent(event["name"], event["event"], event["status"]))
+        self._apply(events.ProcessEvent(event["name"], event["event"], event["status"], event.get("host", "")))
 
     def _apply(self, event: events.Event) -> None:
         for command in reduce(self.table, event, self._clock()):
@@ -193,6 +210,8 @@ class Scheduler:
                 self._server.send(command.to, command.message)
             case events.Signal():
                 self._server.kill(command.to, command.number)
+            case events.Clear():
+                self._server.clear(command.host)
             case events.Outlive():
                 limits = self.table.limits
                 self._server.stay(limits.adopt_s, limits.drain_s, limits.silent_s)
@@ -211,9 +230,9 @@ class Scheduler:
         """Ask the forkserver for a process."""
         record, graph = self.table.workers[command.name], self.table.graph
         settings = dataclasses.replace(
-            self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt, device=record.device,
-            control=self._server.address, sockets=str(self._server.folder), senders=command.senders or {},
-            at=record.addresses,
+            self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt, host=record.host,
+            device=seating.device(self.table, record), control=self._server.address, sockets=str(self._server.folder),
+            senders=command.senders or {}, at=record.addresses if record.received_at == record.host else {},
         )  # fmt: skip
         trains = any(graph.operators[node].trains for node in record.nodes)
         self._server.spawn(record.name, settings.to_plain(), not graph.is_light(record.nodes), trains)
