@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from dataflow.display import for_a_while, make_view
 from dataflow.errors import GraphError, Replaced
 from dataflow.folder.ledger import Ledger
@@ -29,10 +27,10 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import measure_models
 from dataflow.planning.plan import Plan, plan
 from dataflow.planning.sharing import Wishes
+from dataflow.planning.this_machine import this_machine as this_machine
 from dataflow.scheduler import orphans, scaling
 from dataflow.scheduler.execute import Run, Times, execute, take
 from dataflow.scheduler.table import Table
-from dataflow.system.gpu_memory import gpu_memory
 from dataflow.system.log import log_to
 from dataflow.system.security import check_listen
 from dataflow.worker.host import Settings
@@ -91,15 +89,6 @@ class Result:
     def efficiency(self) -> float:
         """Busy seconds of the busiest node over wall seconds; 1 means that nothing but that node limits the run."""
         return max(self.busy_seconds.values(), default=0.0) / self.seconds if self.seconds else 0.0
-
-
-def this_machine() -> Devices:
-    """Cores, memory and accelerators at hand, without importing torch."""
-    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Devices(
-        cpus=cpus, gpus=gpus, memory_bytes=psutil.virtual_memory().total, gpu_memory_bytes=gpu_memory() if gpus else 0
-    )
 
 
 def make_plan(

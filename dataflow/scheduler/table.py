@@ -135,11 +135,6 @@ class WorkerRecord:
         """The last heartbeat, with the sums of all attempts."""
         return together(self.earlier, self.heartbeat)
 
-    @property
-    def device(self) -> str:
-        """Torch's name of its first device."""
-        return f"cuda:{self.gpus[0]}" if self.gpus else "cpu"
-
     def fork(self, now: float) -> None:
         """An attempt is asked for; whoever it is, it finds this scheduler."""
         self.life, self.forked_at, self.heard_at = Life.FORKED, now, now
@@ -241,8 +236,11 @@ class Table:
         for name, replica, nodes in self.plan.processes():
             gpus = self.plan.placements[nodes[0]].gpus_of(replica)
             self.add(
-                WorkerRecord(name=f"{name}-{replica}", worker=name, replica=replica, nodes=tuple(nodes), gpus=gpus)
-            )
+                WorkerRecord(
+                    name=f"{name}-{replica}", worker=name, replica=replica, nodes=tuple(nodes), gpus=gpus,
+                    host=self.plan.host(name, replica),
+                )
+            )  # fmt: skip
         for record in self:
             record.senders = {other.name for other in self if other.worker in self.upstream(record)}
 
@@ -252,6 +250,10 @@ class Table:
     def add(self, record: WorkerRecord) -> None:
         """One worker more."""
         self.workers[record.name] = record
+
+    def device(self, record: WorkerRecord) -> str:
+        """Torch's name of a worker's first device, on its host."""
+        return f"cuda:{self.plan.devices.number_there(record.gpus[0])}" if record.gpus else "cpu"
 
     def upstream(self, record: WorkerRecord) -> set[str]:
         """The plan's workers that send to this one."""
