@@ -17,7 +17,7 @@ from dataflow.folder.snapshot import Snapshot
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
 from dataflow.planning.plan import Plan
-from dataflow.scheduler import events, scaling
+from dataflow.scheduler import events, scaling, seating
 from dataflow.scheduler.control_server import ControlServer, Message
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.requests import answer
@@ -227,8 +227,8 @@ class Scheduler:
         record, graph = self.table.workers[command.name], self.table.graph
         settings = dataclasses.replace(
             self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt,
-            device=self.table.device(record), senders=command.senders or {}, at=record.addresses,
-            **self._server.place(record.host),
+            device=seating.device(self.table, record), senders=command.senders or {},
+            at=record.addresses if record.received_at == record.host else {}, **self._server.place(record.host),
         )  # fmt: skip
         trains = any(graph.operators[node].trains for node in record.nodes)
         self._server.spawn(record.name, settings.to_plain(), not graph.is_light(record.nodes), trains)

@@ -174,6 +174,13 @@ class AddReceivers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoveReceivers:
+    """By edge that begins there, all addresses that one receiver has had, oldest first: it is at the last now."""
+
+    receivers: Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RetireReceivers:
     """By edge that begins there, which receiver gets no more; to be confirmed once it has acknowledged all."""
 
@@ -193,7 +200,17 @@ class AskStacks:
 
 FromWorker: TypeAlias = Hello | Ready | Confirmed | Heartbeat | Stacks | Failed | Bye
 ToWorker: TypeAlias = (
-    Wire | Start | Stop | NodeCommand | Expect | SenderEnded | AddReceivers | RetireReceivers | Heard | AskStacks
+    Wire
+    | Start
+    | Stop
+    | NodeCommand
+    | Expect
+    | SenderEnded
+    | AddReceivers
+    | MoveReceivers
+    | RetireReceivers
+    | Heard
+    | AskStacks
 )
 DECIDE_NOTHING = (Heard, AskStacks)
 """Messages from which nothing follows that a successor of the scheduler would have to know."""
@@ -202,6 +219,6 @@ TO_SCHEDULER: Codec[FromWorker] = Codec(
     "dataflow.from-worker", 1, Hello, Ready, Confirmed, Heartbeat, Stacks, Failed, Bye
 )
 TO_WORKER: Codec[ToWorker] = Codec(
-    "dataflow.to-worker", 1, Wire, Start, Stop, NodeCommand, Expect, SenderEnded, AddReceivers, RetireReceivers, Heard,
-    AskStacks,
+    "dataflow.to-worker", 1, Wire, Start, Stop, NodeCommand, Expect, SenderEnded, AddReceivers, MoveReceivers,
+    RetireReceivers, Heard, AskStacks,
 )  # fmt: skip

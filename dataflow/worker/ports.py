@@ -105,6 +105,12 @@ class Ports:
             if address not in self._outlets[edge].receivers:
                 self._outlets[edge].add_receiver(address)
 
+    def move(self, receivers: Mapping[str, Sequence[str]]) -> None:
+        """By edge, a receiver that is at the last of these addresses now, and was at the others."""
+        for edge, (*former, address) in receivers.items():
+            for before in [each for each in self._outlets[edge].receivers if each in former]:
+                self._outlets[edge].move_receiver(before, address)
+
     def retire(self, receivers: Mapping[str, str]) -> None:
         """Send nothing new to a receiver, by edge; it hears that its stream has ended."""
         for edge, address in receivers.items():

@@ -183,6 +183,8 @@ class Worker:
                     self._ports.over(message.senders)
                 case messages.AddReceivers():
                     self._ports.add(message.receivers)
+                case messages.MoveReceivers():
+                    self._ports.move(message.receivers)
                 case messages.RetireReceivers():
                     if message.ticket not in [known.ticket for known in self._retiring]:
                         self._ports.retire(message.receivers)

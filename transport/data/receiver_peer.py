@@ -51,6 +51,13 @@ class ReceiverPeer:
                 self._greet = True
                 return
 
+    def move(self, connection: Connection, now: float) -> None:
+        """The receiver has another address: go on over this connection, as after a restart."""
+        self.connection.close()
+        self.connection = connection
+        self.outbox.lost()
+        self.away_since = now if self.away_since is None else self.away_since
+
     def end(self) -> None:
         """Say that no batch will follow."""
         self.outbox.end()

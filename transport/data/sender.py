@@ -128,6 +128,14 @@ class Sender:
             )
         self._connect(address)
 
+    def move_receiver(self, address: str, to: str) -> None:
+        """The receiver at `address` has been restarted, and listens at `to` now: what it did not acknowledge is sent
+        to it there, in order, and nothing it said at the old address counts any more.
+
+        Raises ValueError for an unknown address, AddressError for one that others could listen at.
+        """
+        self._find(address).move(self._network.connect(to), self._clock())
+
     def retire_receiver(self, address: str) -> None:
         """Nothing new goes to `address`; it is told the end of this stream, and leaves when it owes nothing.
 

@@ -382,3 +382,26 @@ def test_on_a_broadcast_edge_each_gets_what_is_sent_while_it_is_there(rig: Rig) 
     assert firsts(take(receivers[2], 3, sender)) == [1, 2, 3]
     only(receivers[2], sender, receivers[0])
     assert receivers[0].finished
+
+
+def test_a_receiver_that_is_elsewhere_gets_there_what_it_had_not_acknowledged_and_what_it_said_before_counts_no_more(
+    rig: Rig,
+) -> None:
+    before, after = rig.receiver(capacity_rows=3), rig.receiver(capacity_rows=3)
+    sender = rig.sender(before)
+    connect(sender, to=before)
+    assert all(sender.send(make_batch(number)) for number in range(3))
+    acked, *kept = take(before, 3, sender, ack=False)
+    acked.ack()
+    until(lambda: (before.poll(), sender.poll(), sender.unacknowledged == 2)[2])
+    sender.move_receiver(before.address, after.address)
+    assert sender.receivers == [after.address]
+    for delivery in kept:
+        delivery.ack()
+    before.poll()
+    assert firsts(take(after, 2, sender, ack=False)) == [1, 2]
+    connect(sender, to=after)
+    assert sender.unacknowledged == 2 and sender.send(make_batch(3))
+    assert firsts(take(after, 1, sender)) == [3]
+    with pytest.raises(ValueError, match="name one of those"):
+        sender.move_receiver(before.address, after.address)
