@@ -1,4 +1,4 @@
-"""The agent of one host: stands between its workers and the scheduler, which may be anywhere, and come back as another."""
+"""The agent of one host: between its workers and a scheduler that may be anywhere, and come back as another one."""
 
 import os
 import secrets

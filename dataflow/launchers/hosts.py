@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass
 
 from dataflow.agent.digest import built
 from dataflow.agent.messages import Begin
-from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
-from dataflow.errors import GraphError, RunError
+from dataflow.agent.rendezvous import KEYS_FILE
+from dataflow.errors import GraphError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.snapshot import read
 from dataflow.graph import Graph
 from dataflow.history.launch import Launch, this_launch
 from dataflow.launchers.launcher import Joining, Launcher
@@ -19,7 +18,6 @@ from dataflow.planning.inputs import PlanInputs
 from dataflow.planning.plan import Plan
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control_server import HostsControlServer
-from dataflow.scheduler.execute import Taken
 from dataflow.system.security import RunKeys
 
 FOUND_S = 10.0
@@ -43,9 +41,7 @@ class Hosts:
         """Have every host build the same graph, and be ready. Errors: RunError; DeadlineError."""
         server = HostsControlServer(self.agents, self.folder.path)
         self.agents.announce(self.devices)
-        begin = Begin(
-            launch=vars(self.launch), inputs=inputs.to_plain(), whereabouts=asdict(server.whereabouts)
-        )
+        begin = Begin(launch=vars(self.launch), inputs=inputs.to_plain(), whereabouts=asdict(server.whereabouts))
         self.agents.build(begin, built(graph, plan, self.launch), self.limits.start_s)
         return server
 

@@ -41,12 +41,14 @@ class _Agent:
     handed: dict[str, Handed] = field(default_factory=dict)
     all_handed: AllHanded | None = None
     is_paused: bool = False
-    is_lost: bool = False
-    """What it says of workers counts no more, until it has ended all that it had."""
+    is_clearing: bool = False
+    """Whether all of its workers are to end."""
     has_left: bool = False
-    """Whether it said that it ends."""
+    """Whether it said that it ends, or its connection is closed."""
     closed_since: float | None = None
     """Since when what is sent there cannot leave."""
+    asked_at: float = 0.0
+    """When it was asked last which workers it has."""
 
     @property
     def host(self) -> Host:
@@ -75,13 +77,12 @@ class Agents:
         self.keys, self.number, self.watch = keys, number, watch
         self.told: Callable[[str], object] = lambda text: None
         """Hears what a user should know."""
-        self.handed: list[Event] = []
-        """As `TakenOverForkserver` has it, with the host of each in its settings."""
-        self.alone_s, self.lives = 0.0, False
+        self.alone_s = 0.0
+        """As `TakenOverForkserver` has it."""
         self._folder, self._ours = folder, versions()
         self._hosts: dict[str, _Agent] = {}
         self._asked: dict[str, Spawn] = {}
-        """By worker that has a process, or is to have one."""
+        """By worker, the process that was asked for last."""
         self._events: list[Event] = []
         self._begin: Begin | None = None
         self._built: Built | None = None
@@ -123,8 +124,8 @@ class Agents:
         def late() -> str:
             came = ", ".join(host.name for host in self.hosts) or "none"
             return (
-                f"the run waited {within_s:.0f} s for {count} hosts at {self.address}, and these came: {came}; see that "
-                f"the others reach that address, and the logs of their agents in {self._folder}/logs, or raise "
+                f"the run waited {within_s:.0f} s for {count} hosts at {self.address}, and these came: {came}; see "
+                f"that the others reach that address, and the logs of their agents in {self._folder}/logs, or raise "
                 f"Limits.start_s"
             )
 
@@ -142,27 +143,25 @@ class Agents:
 
         def late() -> str:
             return (
-                f"the scheduler waited {within_s:.0f} s for hosts {missing()} to build the graph; see the logs of their "
-                f"agents in {self._folder}/logs, or raise Limits.start_s"
+                f"the scheduler waited {within_s:.0f} s for hosts {missing()} to build the graph; see the logs of "
+                f"their agents in {self._folder}/logs, or raise Limits.start_s"
             )
 
         self._await(lambda: not missing(), within_s, late)
+        self._events.clear()  # the plan knows these hosts
 
-    def take_over(self, whereabouts: Mapping[str, str], hosts: Collection[str], within_s: float) -> None:
-        """Have the agents of the scheduler before hand their workers over; those that do not come are lost."""
+    def take_over(self, whereabouts: Mapping[str, str], hosts: Collection[str], within_s: float) -> bool:
+        """Have the agents of the scheduler before come to this one, and wait for those on these hosts; whether any
+        came. What they have is told as they come."""
         self._begin = Begin(launch={}, inputs={}, whereabouts=whereabouts)
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
-            came = {name for name, agent in self._hosts.items() if agent.all_handed is not None}
-            if came >= set(hosts):
+            came = [agent.all_handed for agent in self._hosts.values() if agent.all_handed is not None]
+            self.alone_s = max([each.alone_s for each in came], default=0.0)
+            if len(came) >= len(hosts):
                 break
             self._wait(0.05)
-        for agent in self._hosts.values():
-            for each in agent.handed.values():
-                self._asked[each.name] = Spawn(each.name, each.settings, heavy=True, keeps=True)
-                self.handed.append(vars(each))
-            if agent.all_handed is not None:
-                self.alone_s = max(self.alone_s, agent.all_handed.alone_s)
+        return any(agent.all_handed is not None for agent in self._hosts.values())
 
     # As a forkserver has it
 
@@ -173,8 +172,9 @@ class Agents:
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker."""
-        if name in self._asked:
-            self._send(self._hosts[_host(self._asked[name])], Kill(name, int(number)))
+        for host, agent in self._hosts.items():
+            if name in agent.handed or (name in self._asked and _host(self._asked[name]) == host):
+                self._send(agent, Kill(name, int(number)))
 
     def pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on; returns when they do, as this process may be stopped next."""
@@ -202,8 +202,8 @@ class Agents:
                 agent.closed_since = None
             else:
                 agent.closed_since = agent.closed_since or now
-                if now - agent.closed_since > _CLOSED_S and not agent.is_lost:
-                    self._lost(name, "its agent's connection is closed")
+                if now - agent.closed_since > _CLOSED_S:
+                    self._left(name, agent, "has lost the connection of its agent")
 
     def events(self) -> list[Event]:
         """What has happened since the last call. Errors: Replaced, as soon as another scheduler leads the run."""
@@ -214,10 +214,17 @@ class Agents:
         found, self._events = self._events, []
         return found
 
-    def lose(self, host: str) -> None:
-        """A host is given up: what it has is nobody's any more, and ends should it be heard of again."""
-        self._hosts[host].is_lost = True
-        self._asked = {name: each for name, each in self._asked.items() if _host(each) != host}
+    def clear(self, host: str) -> None:
+        """End all workers that a host has; when they have ended, it is told as joined."""
+        agent = self._hosts[host]
+        agent.is_clearing = True
+        self._clear(agent)
+
+    def seek(self, host: str) -> None:
+        """Should there be an agent of a host that was given up, have it say which workers it has."""
+        agent, now = self._hosts.get(host), time.monotonic()
+        if agent is not None and not agent.has_left and not agent.is_clearing and now - agent.asked_at > _LOOK_S:
+            self._go_on(agent)
 
     def leave(self) -> None:
         """Leave them to another scheduler."""
@@ -265,17 +272,18 @@ class Agents:
         if wrong := other_versions(name, join.versions, self._ours):
             self._turn_away(identity, wrong)
             return
-        if agent is not None and not agent.is_lost:
-            self._lost(name, "its agent has ended, and another one has come")
+        if agent is not None:
+            self._left(name, agent, "has another agent")
         self._hosts[name] = agent = _Agent(join, identity)
         self._go_on(agent)
 
     def _go_on(self, agent: _Agent) -> None:
         """Say to an agent that asks to join, perhaps once more, what it may not have heard."""
+        agent.has_left, agent.closed_since = False, None
         if self._begin is None:
             return
         if agent.join.digest or agent.built is not None:
-            agent.handed, agent.all_handed = {}, None
+            agent.handed, agent.all_handed, agent.asked_at = {}, None, time.monotonic()
             self._send(agent, HandOver(whereabouts=self._begin.whereabouts))
         else:
             self._send(agent, self._begin)
@@ -286,70 +294,54 @@ class Agents:
         match message:
             case Built():
                 agent.built = message
-                self._compare(name, agent, message)
+                assert self._built is not None, "it was asked for"
+                if wrong := other_program(name, message, self._built):
+                    self._turn_away(agent.identity, wrong)
+                else:
+                    self._joined(name, agent)
             case Failed():
                 self._trouble.append(message.error)
-                self._lost(name, message.error)
+                self._left(name, agent, f"has ended its agent: {message.error}")
+            case Bye():
+                self._left(name, agent, "has ended its agent")
             case Paused():
                 agent.is_paused = message.is_paused
-            case Bye():
-                agent.has_left = True
-                self._lost(name, "its agent has ended")
             case Alive():
-                self._tell("alive", name, agent)
+                self._events.append({"event": "heard", "name": name})
             case Notice():
-                self._notice(name, agent, message)
+                self._events.append(vars(message) | {"host": name})
+                if agent.is_clearing and message.event == "exited":
+                    agent.handed.pop(message.name, None)
+                    self._clear(agent)
             case Handed():
                 agent.handed[message.name] = message
             case AllHanded():
                 agent.all_handed = message
-                self._settle(name, agent)
+                self._joined(name, agent)
+                for asked in self._asked.values():
+                    if _host(asked) == name and asked.name not in agent.handed:
+                        self._send(agent, asked)  # it was lost on its way
 
-    def _compare(self, name: str, agent: _Agent, its: Built) -> None:
-        assert self._built is not None, "it was asked for"
-        if wrong := other_program(name, its, self._built):
-            self._turn_away(agent.identity, wrong)
-        else:
-            self._tell("joined", name, agent)
+    def _clear(self, agent: _Agent) -> None:
+        living = [each.name for each in agent.handed.values() if each.alive]
+        for each in living:
+            self._send(agent, Kill(each, int(signal.SIGKILL)))
+        if not living:
+            agent.is_clearing = False
+            self._joined(agent.join.name, agent)
 
-    def _notice(self, name: str, agent: _Agent, notice: Notice) -> None:
-        """Tell of a worker; of one that was started elsewhere since, nobody wants to know."""
-        if agent.is_lost:
-            if notice.event == "exited" and agent.handed.pop(notice.name, None) is not None:
-                self._settle(name, agent)
-        elif notice.name in self._asked and _host(self._asked[notice.name]) == name:
-            self._events.append(vars(notice))
-            if notice.event == "exited":
-                del self._asked[notice.name]
+    def _joined(self, name: str, agent: _Agent) -> None:
+        self._events.append({"event": "joined", "name": name, "host": agent.host, "processes": dict(agent.handed)})
 
-    def _settle(self, name: str, agent: _Agent) -> None:
-        """An agent has said which workers it has: bring that and what was asked of it together."""
-        living = {each.name for each in agent.handed.values() if each.alive}
-        if agent.is_lost:
-            for each in living:
-                self._send(agent, Kill(each, int(signal.SIGKILL)))
-            if not living:
-                agent.is_lost = False
-                self._tell("joined", name, agent)
+    def _left(self, name: str, agent: _Agent, cause: str) -> None:
+        """It is not there any more, or nobody reaches it."""
+        if agent.has_left:
             return
-        for asked in [each for each in self._asked.values() if _host(each) == name]:
-            has = agent.handed.get(asked.name)
-            if has is None or has.settings["attempt"] != asked.settings["attempt"]:
-                self._send(agent, asked)
-            elif not has.alive:
-                self._notice(name, agent, Notice("exited", has.name, has.pid, has.status))
+        agent.has_left, agent.is_clearing = True, False
+        self._asked = {worker: each for worker, each in self._asked.items() if _host(each) != name}
+        self._events.append({"event": "lost", "name": name, "cause": cause})
 
     # Words
-
-    def _tell(self, event: str, name: str, agent: _Agent, cause: str = "") -> None:
-        found = {"event": event, "name": name, "pid": agent.join.pid, "status": None, "cause": cause}
-        self._events.append(found | {"host": agent.host.to_plain()})
-
-    def _lost(self, name: str, cause: str) -> None:
-        agent = self._hosts[name]
-        if not agent.is_lost:
-            self.lose(name)
-            self._tell("lost", name, agent, cause)
 
     def _turn_away(self, identity: bytes, why: str) -> None:
         """Of an agent that the run cannot have; without it, it does not begin."""

@@ -35,8 +35,8 @@ class AgentsSocket:
         except zmq.ZMQError as error:
             self.close()
             raise RunError(
-                f"the scheduler cannot listen for agents at {listen}: {error.strerror}; give an address of this machine "
-                f"(and no port, or one that nobody has)"
+                f"the scheduler cannot listen for agents at {listen}: {error.strerror}; give an address of this "
+                f"machine (and no port, or one that nobody has)"
             ) from None
         bound = self.socket.last_endpoint
         assert isinstance(bound, bytes), "what ZeroMQ says of a bound socket"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.agent.workload import Workload
-from dataflow.errors import Replaced, RunError, WorkerDied
+from dataflow.errors import Replaced, RunError
 from dataflow.folder.faults import Faults
 from dataflow.folder.snapshot import Snapshot
 from dataflow.graph import Graph
@@ -131,6 +131,9 @@ class Scheduler:
         if self._wish and not self.table.run.draining:
             self._apply(events.Drain())
         self._apply(events.Tick())
+        for host in self.table.hosts.values():
+            if not host.is_alive:
+                self._server.seek(host.facts.name)
         self.notices += self.stall_watch.look()
 
     def wish_drain(self) -> None:
@@ -178,23 +181,25 @@ class Scheduler:
 
     def _note(self, event: Mapping[str, Any]) -> None:
         """Take in what the forkserver tells; of a worker that failed first what it sent itself."""
-        if event["event"] in ("alive", "joined"):
-            return
-        if event["event"] == "lost":
-            cause = f"host '{event['name']}' is lost: {event['cause']}; see logs/agent-{event['name']}.log"
-            for record in self.table:
-                record.has_process &= record.host != event["name"]
-            if not self.table.is_closing:
-                raise WorkerDied(f"{cause} ({self.table.folder})")
-            return
+        match event["event"]:
+            case "heard":
+                return self._apply(events.HostHeard(event["name"]))
+            case "lost":
+                return self._apply(events.HostLost(event["name"], event["cause"]))
+            case "joined":
+                processes = {
+                    each.name: events.Process(each.settings["attempt"], each.pid, each.alive, each.status)
+                    for each in event["processes"].values()
+                }
+                return self._apply(events.HostJoined(event["host"], processes))
         if event["event"] == "gone":
             self._apply(events.ForkserverGone())
-            return
+            return None
         record = self.table.workers.get(event["name"])
         failed = event["event"] == "exited" and event["status"] > 0
         if failed and record is not None and record.is_live and record.life not in (Life.DYING, Life.ENDING):
             self._receive(self._server.last_words(_LAST_WORDS_S))
-        self._apply(events.ProcessEvent(event["name"], event["event"], event["status"]))
+        self._apply(events.ProcessEvent(event["name"], event["event"], event["status"], event.get("host", "")))
 
     def _apply(self, event: events.Event) -> None:
         for command in reduce(self.table, event, self._clock()):
@@ -208,6 +213,8 @@ class Scheduler:
                 self._server.send(command.to, command.message)
             case events.Signal():
                 self._server.kill(command.to, command.number)
+            case events.Clear():
+                self._server.clear(command.host)
             case events.Outlive():
                 limits = self.table.limits
                 self._server.stay(limits.adopt_s, limits.drain_s, limits.silent_s)

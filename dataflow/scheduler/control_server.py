@@ -76,9 +76,7 @@ class ControlServer:
         control = endpoint(listen) if listen else f"ipc://{folder}/control"
         self._open(folder, forkserver, Whereabouts(control=control, commands=f"ipc://{folder}/commands"), keys)
 
-    def _open(
-        self, folder: Path, forkserver: ForkserverClient | Agents, at: Whereabouts, keys: RunKeys | None
-    ) -> None:
+    def _open(self, folder: Path, forkserver: ForkserverClient | Agents, at: Whereabouts, keys: RunKeys | None) -> None:
         self.folder, self._forkserver = folder, forkserver
         self.left = folder
         """Where the scheduler leaves what a successor has to know."""
@@ -161,6 +159,14 @@ class ControlServer:
     def place(self, host: str) -> dict[str, str]:
         """What is particular in the settings of a worker on a host."""
         return {"control": self.address, "sockets": str(self.folder)}
+
+    def clear(self, host: str) -> None:
+        """End all workers that a host has; when they have ended, it is told as joined."""
+        raise AssertionError("this machine is no host that could be lost")
+
+    def seek(self, host: str) -> None:
+        """Have a host that was given up say what it has, should it be there."""
+        raise AssertionError("this machine is no host that could be lost")
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """Ask for a process; as `ForkserverClient.spawn`."""
@@ -248,10 +254,19 @@ class HostsControlServer(ControlServer):
         self.left = folder / _LEFT
         self.left.mkdir(exist_ok=True)
 
-    def take_over(self, hosts: Collection[str], within_s: float) -> None:
-        """Have the agents on these hosts hand over the workers of the scheduler before."""
-        self._agents.take_over(asdict(self.whereabouts), hosts, within_s)
-        self.handed, self.alone_s = self._agents.handed, self._agents.alone_s
+    def take_over(self, hosts: Collection[str], within_s: float) -> bool:
+        """As `Agents.take_over`."""
+        came = self._agents.take_over(asdict(self.whereabouts), hosts, within_s)
+        self.alone_s = self._agents.alone_s
+        return came
+
+    def clear(self, host: str) -> None:
+        """As `Agents.clear`."""
+        self._outgoing.append(lambda: self._agents.clear(host))
+
+    def seek(self, host: str) -> None:
+        """As `Agents.seek`."""
+        self._agents.seek(host)
 
     def place(self, host: str) -> dict[str, str]:
         """As `ControlServer.place`."""
