@@ -94,11 +94,8 @@ def _functions(value: Any, deep: int) -> Iterator[Any]:
 
 def _is_installed(path: Path) -> bool:
     """Whether a file comes with Python, a package or the engine, whose versions are compared as such."""
-    places = [
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-        *(ROOT / each for each in _ENGINE),
-    ]
-    return any(path.is_relative_to(Path(place).resolve()) for place in places)
+    packages = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+    return any(path.is_relative_to(place.resolve()) for place in [*packages, *(ROOT / each for each in _ENGINE)])
 
 
 def _installed(package: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from dataflow.agent.agent import log_name
 from dataflow.errors import GraphError
 from dataflow.launchers.launcher import Joining
+from dataflow.planning.hosts import Host
 from dataflow.planning.this_machine import this_machine
 from dataflow.system.child import end, in_words, program
 from dataflow.system.files import tail
@@ -39,27 +40,35 @@ class Local:
     _agents: dict[str, "subprocess.Popen[Any]"] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
     _folder: str = ""
-    _is_stopping: bool = False
 
     @property
     def hosts(self) -> int:
         """As `Launcher.hosts`."""
         return len(self.slots)
 
-    def start(self, join: Joining) -> None:
-        """As `Launcher.start`. This machine's cores and accelerators are shared out."""
+    def parts(self) -> list[Host]:
+        """What each agent says that its host has: an equal share of this machine's cores and accelerators."""
         here, count = this_machine(), len(self.slots)
+        return [
+            Host(
+                name=slot.host, cpus=max(1, here.cpus // count), gpus=len(_share(number, count, here.gpus)),
+                memory_bytes=here.memory_bytes, gpu_memory_bytes=here.gpu_memory_bytes,
+            )
+            for number, slot in enumerate(self.slots)
+        ]  # fmt: skip
+
+    def start(self, join: Joining) -> None:
+        """As `Launcher.start`."""
+        count, gpus = len(self.slots), this_machine().gpus
         self._folder = join.folder
-        for number, slot in enumerate(self.slots):
-            gpus = range(number * here.gpus // count, (number + 1) * here.gpus // count)
+        for number, (slot, part) in enumerate(zip(self.slots, self.parts(), strict=True)):
             pipe, keys = os.pipe()
             os.write(keys, join.keys)
             os.close(keys)
             told = join.environment(
-                keys=f"fd:{pipe}", host=slot.host, address=slot.address, cpus=str(max(1, here.cpus // count)),
-                gpus=str(len(gpus)),
-            )  # fmt: skip
-            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if here.gpus else {}
+                keys=f"fd:{pipe}", host=slot.host, address=slot.address, cpus=str(part.cpus), gpus=str(part.gpus)
+            )
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, _share(number, count, gpus)))} if gpus else {}
             with self._log(slot.host).open("ab") as log:
                 self._agents[slot.host] = program(
                     "dataflow.agent", keep=[pipe], environment={**told, **visible}, prefix=slot.prefix,
@@ -89,6 +98,10 @@ class Local:
 
     def _log(self, host: str) -> Path:
         return Path(self._folder) / "logs" / log_name(host)
+
+
+def _share(number: int, count: int, gpus: int) -> range:
+    return range(number * gpus // count, (number + 1) * gpus // count)
 
 
 def local(

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 
 from dataflow.errors import GraphError, nearest
 from dataflow.launchers.launcher import Launcher
-from dataflow.launchers.local import local
+from dataflow.launchers.local import Local, local
+from dataflow.planning.hosts import Host
 
 
 def _local(wish: str) -> Launcher:
@@ -15,6 +16,16 @@ def _local(wish: str) -> Launcher:
 
 LAUNCHERS: Mapping[str, Callable[[str], Launcher]] = {"local": _local}
 """By name; each gets what stands behind the colon."""
+
+
+def known_hosts(launcher: Launcher) -> list[Host]:
+    """Its hosts, before any has joined. Errors: GraphError where only they know what they have."""
+    if isinstance(launcher, Local):
+        return launcher.parts()
+    raise GraphError(
+        "what the hosts have is known once they have joined, so there is no plan to look at before; start the run: "
+        "its plan is in config.json and graph.svg of its folder"
+    )
 
 
 def launcher_named(text: str) -> Launcher:

@@ -111,6 +111,11 @@ class Agents:
         join = self._hosts[host].join
         return {"host": host, "sockets": join.sockets, "listen": join.address, "folder": join.folder}
 
+    @property
+    def digests(self) -> set[str]:
+        """Of what those that are there had built for a scheduler before this one."""
+        return {agent.join.digest for agent in self._hosts.values()}
+
     # Before the run
 
     def announce(self, hosts: Collection[Host] = ()) -> None:

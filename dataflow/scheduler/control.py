@@ -182,19 +182,22 @@ class Scheduler:
     def _note(self, event: Mapping[str, Any]) -> None:
         """Take in what the forkserver tells; of a worker that failed first what it sent itself."""
         match event["event"]:
+            case "gone":
+                self._apply(events.ForkserverGone())
             case "heard":
-                return self._apply(events.HostHeard(event["name"]))
+                self._apply(events.HostHeard(event["name"]))
             case "lost":
-                return self._apply(events.HostLost(event["name"], event["cause"]))
+                self._apply(events.HostLost(event["name"], event["cause"]))
             case "joined":
                 processes = {
                     each.name: events.Process(each.settings["attempt"], each.pid, each.alive, each.status)
                     for each in event["processes"].values()
                 }
-                return self._apply(events.HostJoined(event["host"], processes))
-        if event["event"] == "gone":
-            self._apply(events.ForkserverGone())
-            return None
+                self._apply(events.HostJoined(event["host"], processes))
+            case _:
+                self._note_process(event)
+
+    def _note_process(self, event: Mapping[str, Any]) -> None:
         record = self.table.workers.get(event["name"])
         failed = event["event"] == "exited" and event["status"] > 0
         if failed and record is not None and record.is_live and record.life not in (Life.DYING, Life.ENDING):
@@ -232,10 +235,11 @@ class Scheduler:
     def _spawn(self, command: events.Spawn) -> None:
         """Ask the forkserver for a process."""
         record, graph = self.table.workers[command.name], self.table.graph
+        given: Mapping[str, Any] = self._server.place(record.host)
         settings = dataclasses.replace(
             self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt,
             device=seating.device(self.table, record), senders=command.senders or {},
-            at=record.addresses if record.received_at == record.host else {}, **self._server.place(record.host),
+            at=record.addresses if record.received_at == record.host else {}, **given,
         )  # fmt: skip
         trains = any(graph.operators[node].trains for node in record.nodes)
         self._server.spawn(record.name, settings.to_plain(), not graph.is_light(record.nodes), trains)
