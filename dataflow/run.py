@@ -28,7 +28,7 @@ from dataflow.launchers.hosts import Request, check_hosted, hosted, program_of
 from dataflow.launchers.launcher import Launcher
 from dataflow.limits import Limits
 from dataflow.planning.hosts import Devices
-from dataflow.planning.inputs import PlanInputs
+from dataflow.planning.inputs import Place, PlanInputs
 from dataflow.planning.model_size import measure_models
 from dataflow.planning.plan import Plan, plan
 from dataflow.planning.sharing import Wishes
@@ -109,6 +109,7 @@ def make_plan(
     listen: str = "",
     message_bytes: int = MESSAGE_BYTES,
     link_gbps: float | None = None,
+    place: Place | None = None,
     one_process: bool = False,
 ) -> Plan:
     """The plan that `run` would use."""
@@ -124,7 +125,7 @@ def make_plan(
     made = plan(
         graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
         sizes=measure_models(graph), scale=scale, weights=weights, message_bytes=message_bytes,
-        one_process=one_process,
+        place=place, one_process=one_process,
     )  # fmt: skip
     for wishes in made.scale.values():
         scaling.check(Table(graph=graph, plan=made), wishes)
@@ -148,6 +149,7 @@ def run(
     listen: str = "",
     message_bytes: int = MESSAGE_BYTES,
     link_gbps: float | None = None,
+    place: Place | None = None,
     resume: str | Path | None = None,
     standby: bool = False,
     keep_steps: int | None = None,
@@ -164,6 +166,7 @@ def run(
     message_bytes: most bytes of one message on a data edge: batches are cut, a larger group goes in parts.
     link_gbps: gigabits per second between machines, and of weights="gloo" or "nccl" wherever they go; where the link is
     slow, weights travel as what changed. None: unknown, and everything travels.
+    place: by node, the host of its replicas, or several that they take in turn.
     seed: of prompts' order, sampling and scorers; 0 when None. runs: where the run folder goes.
     resume: the folder of a run of this graph that is to go on; it has its seed and, where None is given, its steps.
     Where its scheduler has died a moment ago, its workers are still at work, and are taken over.
@@ -208,7 +211,7 @@ def run(
     inputs = PlanInputs(
         devices=dataclasses.replace(here, cpus=1) if in_one_process else here, gpus=gpus, replicas=replicas or {},
         ranks=ranks or {}, steps=steps, scale=scale or {}, weights=weights, listen=listen,
-        message_bytes=message_bytes, link_gbps=link_gbps,
+        message_bytes=message_bytes, link_gbps=link_gbps, place=place or {},
     )  # fmt: skip
 
     def may_take(planned: Plan) -> bool:
