@@ -61,8 +61,6 @@ class Settings:
     """Address of this machine at which edges and the scheduler listen; empty: ipc sockets in `sockets`."""
     keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Those of the run, where it listens at an address (as `RunKeys.to_plain`); they are written nowhere."""
-    ledger: str = ""
-    """Address of the ledger service; empty: the ledger is a file in `folder`."""
     at: Mapping[str, str] = field(default_factory=dict)
     """By edge that ends here, where the attempt before this one listened."""
     limits: Limits = field(default_factory=Limits)
