@@ -18,6 +18,7 @@ from dataflow.history.resume import Recorded
 from dataflow.history.rollout_view import find_rollout, plain_rollout, show_rollout, vocabulary_of
 from dataflow.history.summary import summarize
 from dataflow.history.verify import report, verify
+from dataflow.launchers.submit import launch
 from dataflow.scheduler.orphans import clear
 from dataflow.scheduler.requests import ask_for_facts, ask_to_scale, ask_to_stop
 
@@ -38,6 +39,7 @@ def main() -> None:
                 "resume": resume,
                 "replay": replay,
                 "doctor": doctor,
+                "launch": launch,
             },
             prog="dataflow",
             description="Look at the folders of runs, and speak to a run that is under way.",

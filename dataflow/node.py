@@ -22,7 +22,7 @@ from dataflow.traits import Traits
 from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 
 if TYPE_CHECKING:
-    from dataflow.folder.ledger import Ledger
+    from dataflow.folder.ledger import BaseLedger
     from dataflow.folder.run_folder import RunFolder
 
 
@@ -159,7 +159,7 @@ class Context:
     """For a trainer: its own folder in rollouts/ and checkpoints/; None where it is the run's only one."""
     keep_steps: int | None = None
     """Of the last so many steps the rollouts are kept, beside what recovery and replay need; None: of all."""
-    ledger: "Ledger | None" = None
+    ledger: "BaseLedger | None" = None
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
     limits: Limits = field(default_factory=Limits)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.ledger import BaseLedger, LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import RunFolderError
 
@@ -25,7 +25,7 @@ def removable(*, last: int, checkpoint: int, keep_steps: int, staying: Iterable[
 
 
 def remove(
-    folder: RunFolder, ledger: Ledger, node: str, upto: int, *, kind: str, log: Any, own: str | None = None
+    folder: RunFolder, ledger: BaseLedger, node: str, upto: int, *, kind: str, log: Any, own: str | None = None
 ) -> None:
     """Remove the files of a node's steps up to `upto`, once the ledger knows on the disk itself that they may be gone.
 
@@ -45,7 +45,7 @@ def remove(
         log.warning("rollouts not removed", node=node, error=str(error))
 
 
-def gone(ledger: Ledger, node: str) -> int:
+def gone(ledger: BaseLedger, node: str) -> int:
     """The last step of a node whose rollouts may have been removed; 0: none was."""
     return not_kept(ledger.facts()).get(node, 0)
 

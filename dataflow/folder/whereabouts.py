@@ -18,6 +18,8 @@ class Whereabouts:
     """For workers."""
     commands: str
     """For whoever asks something of the run."""
+    ledger: str = ""
+    """Of the process that has the ledger open for all; empty: each worker opens the file."""
 
     def write(self, folder: Path) -> None:
         """Put it where workers look. Errors: RunFolderError."""

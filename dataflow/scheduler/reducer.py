@@ -31,7 +31,7 @@ from dataflow.errors import DeadlineError, GraphError, RunError, WorkerDied
 from dataflow.folder.faults import STOPPED
 from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
 from dataflow.planning.wiring import edges
-from dataflow.scheduler import events, failover, hosting, lifecycle, recovery, scaling
+from dataflow.scheduler import addresses, events, failover, hosting, lifecycle, recovery, scaling
 from dataflow.scheduler.table import Life, Table, WorkerRecord, how
 from dataflow.worker import messages
 
@@ -125,9 +125,9 @@ def _received(table: Table, name: str, message: messages.FromWorker, now: float)
         return commands
     match message:
         case messages.Hello():
-            before, record.addresses = record.addresses, message.addresses
-            record.pid, record.life, record.received_at = message.pid, Life.STARTING, record.host
-            commands += scaling.hello(table, record, before) if table.begun else _wire_all(table)
+            record.pid, record.life = message.pid, Life.STARTING
+            commands += addresses.listens(table, record, message)
+            commands += scaling.hello(table, record) if table.begun else _wire_all(table)
         case messages.Ready():
             record.life = Life.READY
             if table.begun:
@@ -156,7 +156,7 @@ def _is_of(table: Table, record: WorkerRecord, message: messages.FromWorker) -> 
     if isinstance(message, messages.Hello):
         nodes = record.nodes
         ends = [edge.name for edge in edges(table.graph) if edge.consumer in nodes and edge.producer not in nodes]
-        return set(ends) == set(message.addresses)
+        return set(ends) == set(message.addresses) and set(message.lines) <= addresses.lines_of(table, nodes)
     return True
 
 
@@ -168,7 +168,10 @@ def _wire_all(table: Table) -> list[events.Command]:
     for record in table:
         for edge, address in record.addresses.items():
             found.setdefault(edge, []).append(address)
-    return [events.Send(record.name, messages.Wire(addresses=found)) for record in table]
+    return [
+        events.Send(record.name, messages.Wire(addresses=found, lines=addresses.read_by(table, record)))
+        for record in table
+    ]
 
 
 def _heartbeat(table: Table, record: WorkerRecord, message: messages.Heartbeat) -> list[events.Command]:

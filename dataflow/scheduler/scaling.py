@@ -15,19 +15,10 @@ from collections.abc import Mapping
 
 from dataflow.errors import GraphError, nearest
 from dataflow.planning.ranks import check_replicas
-from dataflow.scheduler import seating
+from dataflow.scheduler import addresses, seating
 from dataflow.scheduler.events import Command, Notice, Send, Spawn
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
-from dataflow.worker.messages import (
-    AddReceivers,
-    Expect,
-    MoveReceivers,
-    RetireReceivers,
-    SenderEnded,
-    Start,
-    Stop,
-    Wire,
-)
+from dataflow.worker.messages import AddReceivers, Expect, RetireReceivers, SenderEnded, Start, Stop, Wire
 
 
 def replicas(table: Table, node: str) -> dict[str, int]:
@@ -95,13 +86,9 @@ def senders(table: Table, record: WorkerRecord) -> dict[str, int]:
     }  # fmt: skip
 
 
-def hello(table: Table, record: WorkerRecord, before: Mapping[str, str]) -> list[Command]:
-    """A newcomer, or one that died, has told where it receives. before: where its attempt before did."""
-    moved = {edge: address for edge, address in before.items() if record.addresses[edge] != address}
-    for edge, address in moved.items():
-        record.former.setdefault(edge, []).append(address)
-    wire = _wire(table) if record.membership is Membership.JOINING else _wire_again(table, record)
-    return [*wire, *_moves(table, record)] if moved else wire
+def hello(table: Table, record: WorkerRecord) -> list[Command]:
+    """A newcomer, or one that died, has told where it receives."""
+    return _wire(table) if record.membership is Membership.JOINING else _wire_again(table, record)
 
 
 def confirmed(table: Table, ticket: int) -> list[Command]:
@@ -162,14 +149,13 @@ def anybody_away(table: Table) -> bool:
 
 def repeat(table: Table) -> list[Command]:
     """What an earlier scheduler has decided, and perhaps not said: twice does no harm."""
-    commands: list[Command] = []
+    commands = [command for record in table for command in addresses.told_again(table, record)]
     for record in table:
         for ticket, who in record.unconfirmed.items():
             if record.membership is Membership.JOINING:
                 commands.append(_expect(table, record, table.workers[who], ticket))
             else:
                 commands.append(_retire(table, who, record, ticket))
-        commands += _moves(table, record)
         if record.membership is Membership.LIVE:
             commands += [_add(table, sender, record) for sender in sorted(record.senders)]
         if record.membership is Membership.LEAVING:
@@ -206,25 +192,25 @@ def _wire(table: Table) -> list[Command]:
     if newcomer is None or newcomer.wired or newcomer.unconfirmed or newcomer.life is not Life.STARTING:
         return []
     newcomer.wired = True
-    addresses: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for record in table:
         if newcomer.name in record.senders:
             for edge, address in _inlets(table, record, newcomer).items():
-                addresses.setdefault(edge, []).append(address)
-    return [Send(newcomer.name, Wire(addresses=addresses))]
+                found.setdefault(edge, []).append(address)
+    return [Send(newcomer.name, Wire(addresses=found, lines=addresses.read_by(table, newcomer)))]
 
 
 def _wire_again(table: Table, record: WorkerRecord) -> list[Command]:
     """Where one that died sends to; of a leaver only one that it had not let go, which it does at once."""
     record.wired = record.may_miss_ends = True
-    addresses: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     commands: list[Command] = []
     for receiver in table:
         tickets = [ticket for ticket, who in receiver.unconfirmed.items() if who == record.name]
         leaves = receiver.membership is Membership.LEAVING and bool(tickets)
         if record.name in receiver.senders and (receiver.membership is Membership.LIVE or leaves):
             for edge, address in _inlets(table, receiver, record).items():
-                addresses.setdefault(edge, []).append(address)
+                found.setdefault(edge, []).append(address)
             if leaves:
                 commands.append(_retire(table, record.name, receiver, tickets[0]))
     if record.membership is Membership.LEAVING:
@@ -232,7 +218,7 @@ def _wire_again(table: Table, record: WorkerRecord) -> list[Command]:
     for sender in sorted(record.senders):
         if table.workers[sender].may_end:  # it may come once more, or not: so it counts by its name
             commands.append(_ended(table, record, sender))
-    return [Send(record.name, Wire(addresses=addresses)), *commands]
+    return [Send(record.name, Wire(addresses=found, lines=addresses.read_by(table, record))), *commands]
 
 
 def _ends_told(table: Table, leaver: WorkerRecord) -> list[Command]:
@@ -272,17 +258,6 @@ def _add(table: Table, sender: str, receiver: WorkerRecord) -> Send:
 def _retire(table: Table, sender: str, leaver: WorkerRecord, ticket: int) -> Send:
     inlets = _inlets(table, leaver, table.workers[sender])
     return Send(sender, RetireReceivers(receivers=inlets, ticket=ticket))
-
-
-def _moves(table: Table, receiver: WorkerRecord) -> list[Command]:
-    """Tell those that send to a receiver where it is now, and where it was."""
-    found: list[Command] = []
-    for sender in sorted(receiver.senders):
-        edges = [edge for edge in _between(table, table.workers[sender], receiver) if edge in receiver.former]
-        if edges and table.workers[sender].membership is not Membership.LEFT:
-            moved = {edge: [*receiver.former[edge], receiver.addresses[edge]] for edge in edges}
-            found.append(Send(sender, MoveReceivers(receivers=moved)))
-    return found
 
 
 def _expect(table: Table, newcomer: WorkerRecord, receiver: WorkerRecord, ticket: int) -> Send:

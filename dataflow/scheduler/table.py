@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -13,7 +13,7 @@ from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.scheduler.heartbeats import Told, together
 from dataflow.scheduler.state_machine import RunStateMachine
-from dataflow.worker.messages import ALONE, Heartbeat, ToWorker
+from dataflow.worker.messages import ALONE, Heartbeat, ToWorker, WeightLine
 
 
 class Life(StrEnum):
@@ -96,8 +96,10 @@ class WorkerRecord:
     """Where it receives, by edge, or where the attempt before did."""
     received_at: str = ""
     """The host that those are on."""
-    former: dict[str, list[str]] = field(default_factory=dict)
-    """By edge, where earlier attempts did that were elsewhere, oldest first."""
+    left: dict[str, list[str]] = field(default_factory=dict)
+    """By edge, where earlier attempts received, if elsewhere."""
+    lines: Mapping[str, WeightLine] = field(default_factory=dict)
+    """The weight lines of its trainers, by name."""
     senders: set[str] = field(default_factory=set)
     """Workers that send to it, or have."""
     unconfirmed: dict[int, str] = field(default_factory=dict)
@@ -164,6 +166,7 @@ class WorkerRecord:
         """What a successor of the scheduler cannot learn from the forkserver or from heartbeats; for JSON."""
         plain = {name: getattr(self, name) for name in _REMEMBERED}
         plain |= {name: list(plain[name]) for name in ("nodes", "gpus")}
+        plain["lines"] = {name: asdict(line) for name, line in self.lines.items()}
         return plain | {"senders": sorted(self.senders), "unconfirmed": list(self.unconfirmed.items())}
 
     @classmethod
@@ -173,6 +176,7 @@ class WorkerRecord:
             **plain, "life": Life(plain["life"]), "membership": Membership(plain["membership"]),
             "nodes": tuple(plain["nodes"]), "gpus": tuple(plain["gpus"]), "senders": set(plain["senders"]),
             "unconfirmed": dict(plain["unconfirmed"]),
+            "lines": {name: WeightLine(**line) for name, line in plain["lines"].items()},
         })  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dataflow.errors import boundary
 from dataflow.folder.finished import Finished
-from dataflow.folder.ledger import Ledger
+from dataflow.folder.ledger import BaseLedger, Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import Trace
 from dataflow.graph import Graph
@@ -43,6 +43,10 @@ class Settings:
     replica: int = 0
     attempt: int = 0
     """How often this worker has been started before."""
+    holder: int = 0
+    """Number of the scheduler that has started it, among all that have held the run folder."""
+    ledger: str = ""
+    """Address of the process that has the ledger open for all; empty: the file is opened here."""
     control: str = ""
     """The scheduler's address."""
     sockets: str = ""
@@ -57,8 +61,6 @@ class Settings:
     """Address of this machine at which edges and the scheduler listen; empty: ipc sockets in `sockets`."""
     keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Those of the run, where it listens at an address (as `RunKeys.to_plain`); they are written nowhere."""
-    ledger: str = ""
-    """Address of the ledger service; empty: the ledger is a file in `folder`."""
     at: Mapping[str, str] = field(default_factory=dict)
     """By edge that ends here, where the attempt before this one listened."""
     limits: Limits = field(default_factory=Limits)
@@ -276,12 +278,12 @@ class Host:
         return mark
 
 
-def in_flight(ledger: Ledger, source: str) -> list[int]:
+def in_flight(ledger: BaseLedger, source: str) -> list[int]:
     """The groups of a source that some sink waits for."""
     return [group.group_id for group in ledger.in_flight(source)]
 
 
-def settled_since(ledger: Ledger, sources: Iterable[str]) -> Callable[[str, list[int]], list[int]]:
+def settled_since(ledger: BaseLedger, sources: Iterable[str]) -> Callable[[str, list[int]], list[int]]:
     """Which of some groups of a source have an outcome with every sink; of those alone that were issued before now."""
     issued = {source: ledger.next_group_id(source) for source in sources}
 

@@ -21,12 +21,25 @@ WHOLE_NUMBERS = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightLine:
+    """Where the weights of one trainer can be had; `structure.line_of` names it."""
+
+    host: str
+    """The address by which others find the trainer's host; empty: all of the run is on one."""
+    at: Mapping[str, str]
+    """By executor, where readers connect."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hello:
-    """It lives, and receives at these addresses, by edge that ends there."""
+    """It lives, and listens at these addresses."""
 
     attempt: int
     pid: int
     addresses: Mapping[str, str]
+    """By edge that ends there."""
+    lines: Mapping[str, WeightLine] = field(default_factory=dict)
+    """Weight lines of its trainers, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +141,24 @@ class Bye:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """By edge that begins there, the addresses of its receivers."""
+    """Where the others listen; it builds its operators with that."""
 
     addresses: Mapping[str, list[str]]
+    """By edge that begins there, of its receivers."""
+    lines: Mapping[str, WeightLine] = field(default_factory=dict)
+    """The weight lines that it reads, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """A worker was started again, and listens elsewhere now."""
+
+    receivers: Mapping[str, str] = field(default_factory=dict)
+    """By edge that begins there, the address."""
+    before: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By edge, all addresses at which it has listened earlier."""
+    lines: Mapping[str, WeightLine] = field(default_factory=dict)
+    """The weight lines of its trainers, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +202,6 @@ class AddReceivers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoveReceivers:
-    """By edge that begins there, all addresses that one receiver has had, oldest first: it is at the last now."""
-
-    receivers: Mapping[str, Sequence[str]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class RetireReceivers:
     """By edge that begins there, which receiver gets no more; to be confirmed once it has acknowledged all."""
 
@@ -200,18 +221,9 @@ class AskStacks:
 
 FromWorker: TypeAlias = Hello | Ready | Confirmed | Heartbeat | Stacks | Failed | Bye
 ToWorker: TypeAlias = (
-    Wire
-    | Start
-    | Stop
-    | NodeCommand
-    | Expect
-    | SenderEnded
-    | AddReceivers
-    | MoveReceivers
-    | RetireReceivers
-    | Heard
+    Wire | Start | Stop | NodeCommand | Moved | Expect | SenderEnded | AddReceivers | RetireReceivers | Heard
     | AskStacks
-)
+)  # fmt: skip
 DECIDE_NOTHING = (Heard, AskStacks)
 """Messages from which nothing follows that a successor of the scheduler would have to know."""
 
@@ -219,6 +231,6 @@ TO_SCHEDULER: Codec[FromWorker] = Codec(
     "dataflow.from-worker", 1, Hello, Ready, Confirmed, Heartbeat, Stacks, Failed, Bye
 )
 TO_WORKER: Codec[ToWorker] = Codec(
-    "dataflow.to-worker", 1, Wire, Start, Stop, NodeCommand, Expect, SenderEnded, AddReceivers, MoveReceivers,
-    RetireReceivers, Heard, AskStacks,
+    "dataflow.to-worker", 1, Wire, Moved, Start, Stop, NodeCommand, Expect, SenderEnded, AddReceivers, RetireReceivers,
+    Heard, AskStacks,
 )  # fmt: skip

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.graph import Graph
 from dataflow.group_bytes import CAPACITY_BYTES
-from dataflow.planning.executors import COLLECTIVE
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, edges, narrow_format
 from dataflow.records import schema
-from dataflow.structure import line_of, readers_of, refresh_of
+from dataflow.structure import readers_of
 from dataflow.system.security import RunKeys, endpoint, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut, leave
 from dataflow.worker.fan_out import FanOut
 from dataflow.worker.host import Host, Settings
+from dataflow.worker.messages import WeightLine
+from dataflow.worker.weight_lines import WeightLines
 from dataflow.worker.weight_ports import (
     ROUNDS,
     SEGMENTS,
@@ -47,6 +48,7 @@ class Ports:
         """clock: of this process, which stands still while it is stopped."""
         self._graph, self._plan, self._settings, self._clock = graph, plan, settings, clock
         self._nodes = set(nodes)
+        self._lines = WeightLines(graph, plan, nodes, settings)
         self._edges = edges(graph)
         self.inlets: dict[str, Receiver] = {}
         self._outlets: dict[str, Sender] = {}
@@ -88,6 +90,22 @@ class Ports:
             )  # fmt: skip
         return self._outlets
 
+    @property
+    def lines(self) -> Mapping[str, WeightLine]:
+        """The weight lines of trainers here, by name."""
+        return self._lines.own
+
+    def read_from(self, lines: Mapping[str, WeightLine]) -> None:
+        """Where the weight lines are that operators here read."""
+        self._lines.read_from(lines)
+
+    def move(self, receivers: Mapping[str, str], before: Mapping[str, Sequence[str]]) -> None:
+        """By edge that begins here, a receiver was started again, and listens elsewhere now than ever before."""
+        for edge, address in receivers.items():
+            outlet = self._outlets[edge]
+            for known in set(before[edge]) & set(outlet.receivers):
+                outlet.move_receiver(known, address)
+
     def expect(self, senders: Mapping[str, int]) -> None:
         """By edge that ends here, how many senders it has had in all."""
         for edge, count in senders.items():
@@ -104,12 +122,6 @@ class Ports:
         for edge, address in receivers.items():
             if address not in self._outlets[edge].receivers:
                 self._outlets[edge].add_receiver(address)
-
-    def move(self, receivers: Mapping[str, Sequence[str]]) -> None:
-        """By edge, a receiver that is at the last of these addresses now, and was at the others."""
-        for edge, (*former, address) in receivers.items():
-            for before in [each for each in self._outlets[edge].receivers if each in former]:
-                self._outlets[edge].move_receiver(before, address)
 
     def retire(self, receivers: Mapping[str, str]) -> None:
         """Send nothing new to a receiver, by edge; it hears that its stream has ended."""
@@ -129,7 +141,7 @@ class Ports:
     def writer_of(self, trainer: str, refresh: Refresh | None = None) -> OpensWriter:
         """Opens the trainer's end of one of its weight planes; of several ranks, that of the first."""
         ranks = self._plan.placements[trainer].ranks
-        places = [self._place(trainer, refresh, executor) for executor in self._executors(trainer, refresh)]
+        places = self._lines.sites_of(trainer, refresh)
         if ranks > 1:
             encoding = self._encoding(trainer, refresh).to_plain()
             sites = [{**place, "encoding": encoding} for place in places]
@@ -157,15 +169,14 @@ class Ports:
 
     def reader_of(self, trainer: str, reader: str) -> OpensWeights:
         """Opens a reader's end; of several ranks, that of the first."""
-        executor, refresh = self._executor(trainer, reader, self._settings.replica), refresh_of(self._graph, reader)
-        site = self._place(trainer, refresh, executor, f"{reader}-{self._settings.replica}")
+        site = self._lines.site_of(trainer, reader)
 
         def open_reader(tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> WeightsIn:
             end: WeightsIn = self._reader(site, tensors, slices)
             self._weights.append(end)
             return end
 
-        return _Opener(open_reader, None if executor == "local" else site)
+        return _Opener(open_reader, None if site["executor"] == "local" else site)
 
     def poll(self) -> None:
         """Answer on the weight planes, whatever the operators are doing."""
@@ -208,15 +219,6 @@ class Ports:
         number = [e.name for e in self._edges].index(edge.name)
         return f"ipc://{self._settings.sockets}/edge-{number}.{self._settings.replica}"
 
-    def _executor(self, trainer: str, reader: str, replica: int) -> str:
-        return self._plan.executor(trainer, reader, replica) if self._settings.sockets else "local"
-
-    def _executors(self, trainer: str, refresh: Refresh | None = None) -> list[str]:
-        """Those that some reader of this trainer needs."""
-        readers = [reader.name for reader in readers_of(self._graph, trainer, refresh)]
-        pairs = [(name, replica) for name in readers for replica in range(self._plan.placements[name].replicas)]
-        return list(dict.fromkeys(self._executor(trainer, name, replica) for name, replica in pairs))
-
     def _writer(self, site: Mapping[str, Any], layout: Any) -> Any:
         from transport.weights import WeightWriter
 
@@ -244,16 +246,6 @@ class Ports:
 
             return self._hubs.setdefault(place["address"], Hub())
         return segments_at(place, self._settings.device)
-
-    def _place(self, trainer: str, refresh: Refresh | None, executor: str, name: str = "") -> dict[str, Any]:
-        """Where processes meet, in plain values; for a reader of this name."""
-        shards = executor in COLLECTIVE or self._plan.placements[trainer].ranks > 1
-        line = line_of(self._graph, trainer, refresh)
-        return {
-            "protocol": ROUNDS if shards else SEGMENTS, "executor": executor, "folder": self._settings.sockets,
-            "address": f"ipc://{self._settings.sockets}/weights.{line}.{executor}", "name": name,
-            "link_bytes_per_s": self._plan.link(trainer, executor),
-        }  # fmt: skip
 
     def _encoding(self, trainer: str, refresh: Refresh | None) -> "Encoding":
         """What travels in place of the trainer's tensors."""

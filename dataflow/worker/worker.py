@@ -1,6 +1,7 @@
 """One worker process: hosts the operators that the plan puts together, and turns their loops until told to stop."""
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import signal
@@ -119,10 +120,12 @@ class Worker:
         _set_threads(self._threads)
         log = structlog.get_logger(worker=self._name)
         inlets = self._ports.open_inlets(self._host)
-        self._link.send(messages.Hello(attempt=self._attempt, pid=os.getpid(), addresses=inlets))
+        hello = messages.Hello(attempt=self._attempt, pid=os.getpid(), addresses=inlets, lines=self._ports.lines)
+        self._link.send(hello)
+        wire = self._wait_for(messages.Wire)
+        self._ports.read_from(wire.lines)
         self._host.build()
-        outlets = self._ports.open_outlets(self._host, self._wait_for(messages.Wire).addresses)
-        self._host.wire(self._ports.inlets, outlets)
+        self._host.wire(self._ports.inlets, self._ports.open_outlets(self._host, wire.addresses))
         self._refresh(force=True)
         self._link.send(messages.Ready(attempt=self._attempt))
         self._wait_for(messages.Start)
@@ -181,14 +184,26 @@ class Worker:
                     self._confirm(message.ticket)
                 case messages.SenderEnded():
                     self._ports.over(message.senders)
+                case messages.Moved():
+                    self._move(message)
                 case messages.AddReceivers():
                     self._ports.add(message.receivers)
-                case messages.MoveReceivers():
-                    self._ports.move(message.receivers)
                 case messages.RetireReceivers():
                     if message.ticket not in [known.ticket for known in self._retiring]:
                         self._ports.retire(message.receivers)
                         self._retiring.append(message)
+
+    def _move(self, message: messages.Moved) -> None:
+        self._ports.read_from(message.lines)
+        self._ports.move(message.receivers, message.before)
+
+        def now(edge: str, address: str) -> str:
+            return message.receivers[edge] if address in message.before.get(edge, ()) else address
+
+        self._retiring = [
+            dataclasses.replace(each, receivers={edge: now(edge, address) for edge, address in each.receivers.items()})
+            for each in self._retiring
+        ]
 
     def _part(self) -> None:
         """Confirm that receivers have gone, once they have."""

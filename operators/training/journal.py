@@ -32,7 +32,7 @@ from typing import Any
 from dataflow.errors import RunError
 from dataflow.folder import retention
 from dataflow.folder.checkpoints import TEMPORARY, Checkpoints
-from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.ledger import BaseLedger, LedgerError
 from dataflow.node import Context
 from dataflow.system.files import RunFolderError, disk
 from operators.training.checkpoints import checkpoint
@@ -230,7 +230,7 @@ class Journal:
         if self.context.ledger is not None:
             self.context.ledger.record_checkpoint(self.context.node, step, str(place))
 
-    def _look_at(self, ledger: Ledger) -> None:
+    def _look_at(self, ledger: BaseLedger) -> None:
         """Tell of a program that reads the ledger and does not come to an end."""
         if (found := ledger.wal_bytes) > WAL_TOLD_BYTES:
             self.context.log.warning(

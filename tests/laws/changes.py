@@ -81,25 +81,6 @@ def last(*words: str) -> Change:
     return change
 
 
-def apart(*words: str) -> Change:
-    """A `with` ends before the statement that mentions the words, and a second one like it begins."""
-
-    def change(at: Place) -> None:
-        block, index = _statement(at, words)
-        outer, place = _only(
-            [
-                (outer, place) for outer in _blocks(at.definition) for place, each in enumerate(outer)
-                if isinstance(each, ast.With) and each.body is block
-            ], words, "with-blocks around a statement",
-        )  # fmt: skip
-        whole = outer[place]
-        assert isinstance(whole, ast.With)
-        outer.insert(place + 1, ast.With(items=whole.items, body=block[index:]))
-        del block[index:]
-
-    return change
-
-
 def unguarded(*words: str) -> Change:
     """The block of the `with` that mentions the words is done without it."""
 

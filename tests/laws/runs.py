@@ -4,7 +4,6 @@ import ast
 
 from .changes import (
     always,
-    apart,
     argument,
     assigned,
     before,
@@ -308,15 +307,15 @@ LEDGER = (
     Law(
         "a step and the entries of its groups commit together",
         "test_a_refused_step_leaves_no_trace",
-        "dataflow:Ledger.commit_step",
-        apart("end"),
+        "dataflow.folder.ledger:CommitStep.run",
+        before("db.execute('COMMIT'); db.execute('BEGIN IMMEDIATE')", "end", "outcomes", "db"),
         "the one transaction",
     ),
     Law(
         "a crash leaves a call of the ledger done or not begun",
         "test_a_crash_at_any_statement_leaves_a_call_done_or_not_begun",
-        "dataflow:Ledger.commit_step",
-        apart("end"),
+        "dataflow.folder.ledger:CommitStep.run",
+        before("db.execute('COMMIT'); db.execute('BEGIN IMMEDIATE')", "end", "outcomes", "db"),
         "the one transaction, seen by a crash",
     ),
     Law(

@@ -8,7 +8,6 @@ import pytest
 from .changes import (
     Change,
     always,
-    apart,
     argument,
     assigned,
     before,
@@ -63,7 +62,6 @@ def changed(tmp_path: Path, change: Change, symbol: str = "house:admit", code: s
         (instead("if room:\n    _", "note"), "", "if room:\n            note"),
         (before("print(room)", "note"), "", "print(room)\n        note"),
         (last("count"), "", "note(f'{room} of {limit}')\n        used = count(room)"),
-        (apart("note"), "", "used = count(room)\n    with lock():\n        note"),
         (unguarded("lock"), "with lock", "\n    used = count(room)"),
         (returned("False", "=="), "used == 0", "return False"),
         (assigned("used", "_ + 1"), "", "used = count(room) + 1"),

@@ -27,6 +27,13 @@ class ReceiverPeer:
         """Where the receiver is."""
         return self.connection.address
 
+    def move(self, connection: Connection, now: float) -> None:
+        """The receiver was started again, and is at the other end of this connection: it is owed what it was."""
+        self.connection.close()
+        self.connection, self.failures, self._greet = connection, 0, False
+        self.outbox.lost()
+        self.away_since = now if self.away_since is None else self.away_since
+
     def poll(self, now: float) -> int:
         """Handle what came back, and send what is due; how many messages were none. Raises Refused."""
         strange = 0
@@ -50,13 +57,6 @@ class ReceiverPeer:
                 self.outbox.lost()
                 self._greet = True
                 return
-
-    def move(self, connection: Connection, now: float) -> None:
-        """The receiver has another address: go on over this connection, as after a restart."""
-        self.connection.close()
-        self.connection = connection
-        self.outbox.lost()
-        self.away_since = now if self.away_since is None else self.away_since
 
     def end(self) -> None:
         """Say that no batch will follow."""

@@ -128,14 +128,6 @@ class Sender:
             )
         self._connect(address)
 
-    def move_receiver(self, address: str, to: str) -> None:
-        """The receiver at `address` has been restarted, and listens at `to` now: what it did not acknowledge is sent
-        to it there, in order, and nothing it said at the old address counts any more.
-
-        Raises ValueError for an unknown address, AddressError for one that others could listen at.
-        """
-        self._find(address).move(self._network.connect(to), self._clock())
-
     def retire_receiver(self, address: str) -> None:
         """Nothing new goes to `address`; it is told the end of this stream, and leaves when it owes nothing.
 
@@ -171,6 +163,17 @@ class Sender:
         self._check_not_last(peer)
         self._forget(peer)
         self._place_returned()
+
+    def move_receiver(self, before: str, now: str) -> None:
+        """The receiver at `before` was started again and listens at `now`: what it has not acknowledged goes there.
+
+        Read `sockets` again. Raises ValueError for an unknown address, and for one that another receiver has."""
+        peer = self._find(before)
+        if now in self.receivers:
+            raise ValueError(
+                f"edge '{self.edge}' has a receiver at {now}; got it for the one at {before}, too; each has its own"
+            )
+        peer.move(self._network.connect(now), self._clock())
 
     def send(
         self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None,

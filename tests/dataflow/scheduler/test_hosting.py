@@ -16,7 +16,7 @@ from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import Life, Membership, Table
 from dataflow.system.files import to_json
 from dataflow.worker import messages
-from dataflow.worker.messages import AddReceivers, MoveReceivers, Start, Wire
+from dataflow.worker.messages import Moved, Start, Wire
 
 A, B, C = (Host(name=name, cpus=4, gpus=2) for name in "abc")
 SITS = {"prompts-0": "a", "reward-0": "a", "trainer-0": "a", "generator-0": "a", "generator-1": "b", "stage-0": "b"}
@@ -176,7 +176,7 @@ def test_those_that_send_to_a_worker_that_is_elsewhere_hear_where_it_was_and_is(
     run.tick(0.0, "a", "c")
     found = run.back("stage-0", "tcp://c:1")
     edge = "generator>stage:prompts"
-    moved = MoveReceivers(receivers={edge: ["at-stage-0", "tcp://c:1"]})
+    moved = Moved(receivers={edge: "tcp://c:1"}, before={edge: ["at-stage-0"]})
     sends = [command for command in found if isinstance(command, Send)]
     assert Send("generator-0", moved) in sends and "generator-1" not in [each.to for each in sends], "it is away itself"
     wires = [each.message.addresses for each in [c for c in run.back("generator-1") if isinstance(c, Send)]
@@ -185,7 +185,7 @@ def test_those_that_send_to_a_worker_that_is_elsewhere_hear_where_it_was_and_is(
     again = [each for each in run.take(events.TakeOver({})) if isinstance(each, Send)]
     assert again == [], "they have not found the next scheduler"
     generator = run.table.workers["generator-0"]
-    assert generator.deferred[:2] == [moved, AddReceivers(receivers={edge: "tcp://c:1"})], "it is not added, but moved"
+    assert generator.deferred[0] == moved, "before it is asked to send there as well"
 
 
 def test_the_next_scheduler_meets_the_workers_of_a_host_when_its_agent_joins_and_misses_the_others() -> None:

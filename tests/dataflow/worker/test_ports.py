@@ -43,8 +43,8 @@ def test_readers_on_the_gpus_of_one_machine_meet_the_trainer_in_device_memory(fo
     graph = build()
     made = plan(graph, Devices(cpus=2, gpus=2), gpus={"generator": 1, "trainer": 1})
     opened, _ = ports(graph, made, "trainer", folder, device=made.placements["trainer"].device(0))
-    (executor,) = opened._executors("trainer")
-    site = opened._site(opened._place("trainer", None, executor))
+    (place,) = opened._lines.sites_of("trainer", None)
+    site = opened._site(place)
     assert isinstance(site, CudaIpc)
     assert (str(site.device), site.address) == ("cuda:1", f"ipc://{folder}/weights.trainer.cuda_ipc")
 
@@ -56,7 +56,7 @@ def test_a_trainer_whose_readers_sit_apart_writes_for_each_of_them(folder: str) 
     made = plan(graph, Devices(cpus=2), replicas={"generator": 2})
     object.__setattr__(made, "weight_paths", (paths[0], *other))
     opened, _ = ports(graph, made, "trainer", folder)
-    assert opened._executors("trainer") == ["shared_memory", "gloo"]
+    assert list(opened.lines["trainer"].at) == ["shared_memory", "gloo"]
 
 
 def test_one_of_three_replicas_may_have_all_that_is_in_flight_on_its_way_to_the_trainer(folder: str) -> None:

@@ -11,7 +11,7 @@ from dataflow.limits import Limits, Patience
 from dataflow.planning.plan import Devices, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
-from dataflow.worker.messages import NodeCommand, Start, Stop, ToWorker, Wire
+from dataflow.worker.messages import Moved, NodeCommand, RetireReceivers, Start, Stop, ToWorker, WeightLine, Wire
 from dataflow.worker.worker import Worker
 
 
@@ -66,6 +66,36 @@ def test_a_worker_waits_for_a_model_that_loads_elsewhere_as_long_as_the_start_ma
     silence: list[list[ToWorker]] = [[]] * 6
     made = worker(FakeLink(*silence, [message], passes_s=100.0), start_s=900.0)
     assert made._wait_for(type(message)) == message
+
+
+def test_a_worker_builds_its_operators_once_it_knows_where_the_others_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = WeightLine(host="10.0.0.7", at={"gloo": "tcp://10.0.0.7:7000"})
+    link = FakeLink([], [Wire(addresses={}, lines={"trainer": line})])
+    made, done = worker(link), []
+    link.send = lambda message: done.append(type(message).__name__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(made._ports, "read_from", lambda lines: done.append(lines["trainer"].host))
+
+    def build() -> None:
+        done.append("build")
+        raise SystemExit(0)
+
+    monkeypatch.setattr(made._host, "build", build)
+    with pytest.raises(SystemExit):
+        made.run()
+    assert done == ["Hello", "10.0.0.7", "build"]
+
+
+def test_a_receiver_that_moves_while_it_retires_has_gone_only_when_it_owes_nothing_there() -> None:
+    edge, before, now = "prompts>generator:prompts", "tcp://10.0.0.1:1", "tcp://10.0.0.2:2"
+    retire = RetireReceivers(receivers={edge: before}, ticket=3)
+    made = worker(FakeLink([retire], [Moved(receivers={edge: now}, before={edge: [before]})]))
+    calls: list[tuple[str, object]] = []
+    made._ports.retire = lambda receivers: calls.append(("retire", receivers))  # type: ignore[method-assign]
+    made._ports.move = lambda receivers, before: calls.append(("move", receivers))  # type: ignore[method-assign]
+    made._hear()
+    made._hear()
+    assert calls == [("retire", {edge: before}), ("move", {edge: now})]
+    assert made._retiring == [RetireReceivers(receivers={edge: now}, ticket=3)]
 
 
 def test_what_a_worker_is_told_of_limits_reaches_it_over_the_wire() -> None:

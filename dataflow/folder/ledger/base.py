@@ -1,0 +1,215 @@
+"""The calls of a ledger, whoever answers them: the process itself, or the one that has the file open for all."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from dataflow.folder.ledger import calls
+from dataflow.folder.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
+from dataflow.folder.ledger.schema import LedgerError
+from dataflow.system.files import to_json
+
+T = TypeVar("T")
+
+
+class BaseLedger:
+    """What became of every prompt group; for the process that opened it alone, and there for one thread, but `flush`
+    and `wal_bytes`.
+
+    A group is (source, group_id). It goes issued -> generating -> generated -> scored, and then has one outcome
+    for each sink that consumes its source: trained at a step, evaluated at a step, or dropped for a reason.
+    For each sink, at any moment:
+
+        issued = trained + evaluated + dropped (by reason) + in flight     no group has two outcomes for one sink
+
+    Each call is one transaction. Errors of all: LedgerError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        """Where the file is."""
+        self._owner = os.getpid()
+
+    def do(self, call: calls.Call[T]) -> T:
+        """Have it done, all or nothing."""
+        raise NotImplementedError
+
+    def _post(self, call: calls.Write) -> None:
+        """Have it done in its turn, before whatever is asked next; its error may come with that."""
+        self.do(call)
+
+    def set_facts(self, facts: Mapping[str, Any]) -> None:
+        """Put down what the run says of itself, by name, in place of what it said before under these names."""
+        self.do(calls.SetFacts({name: to_json(value) for name, value in facts.items()}))
+
+    def facts(self) -> dict[str, Any]:
+        """What the run says of itself, by name."""
+        return self.do(calls.ReadFacts())
+
+    def issue(self, source: str, prompts: Iterable[tuple[int, str]]) -> None:
+        """Record new groups as (group_id, prompt_id), numbered on from the last; known ones stay as they are.
+
+        Errors: LedgerError when a number is skipped, or was issued for another prompt.
+        """
+        self.do(calls.Issue(source, [(int(group), str(prompt)) for group, prompt in prompts]))
+
+    def advance(self, source: str, group_ids: Iterable[int], state: str) -> None:
+        """Move groups forward to `state`; those that are there or further stay: a redelivery changes nothing.
+
+        Errors: LedgerError for groups that were never issued; where a service has the ledger, with a later call.
+        """
+        self._post(calls.Advance(source, _numbers(group_ids), state))
+
+    def reissue(self, source: str, group_ids: Iterable[int]) -> None:
+        """Set groups back to issued: the work on them was lost. Errors: LedgerError for unknown ones."""
+        self.do(calls.Reissue(source, _numbers(group_ids)))
+
+    def commit_step(
+        self,
+        node: str,
+        step: int,
+        *,
+        version: int,
+        source: str,
+        trained: Iterable[int],
+        dropped: Mapping[int, str] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        checkpoint: str | None = None,
+    ) -> None:
+        """Record an optimiser step and the outcome of every group it consumed or gave up: all or nothing.
+
+        version: of the weights after the step. Errors: LedgerError when the step is not the next one of
+        `node`, or a group has an outcome for `node` already or was never issued; then nothing is recorded.
+        """
+        self.do(
+            calls.CommitStep(
+                node, int(step), int(version), source, _numbers(trained), _reasons(dropped or {}),
+                to_json(metrics or {}), checkpoint,
+            )
+        )  # fmt: skip
+
+    def drop(self, node: str, source: str, reasons: Mapping[int, str], *, step: int | None = None) -> None:
+        """Give groups up, each for a reason; with `step` None they stay dropped through any roll back.
+
+        step: that they would have been trained at; it may be the next one, which is not committed yet.
+        Errors: LedgerError when a group has an outcome for `node` already or was never issued.
+        """
+        self.do(calls.Drop(node, source, _reasons(reasons), step))
+
+    def evaluated(self, node: str, source: str, group_ids: Iterable[int], step: int) -> None:
+        """Record that an evaluation read these groups under the weights of `step`. Errors: as drop()."""
+        self.commit_round(node, step, {source: group_ids})
+
+    def commit_round(self, node: str, step: int, groups: Mapping[str, Iterable[int]]) -> None:
+        """Record a round: the groups that it read of each source, under the weights of `step`. Errors: as drop()."""
+        self.do(calls.CommitRound(node, int(step), {source: _numbers(ids) for source, ids in groups.items()}))
+
+    def record_checkpoint(self, node: str, step: int, checkpoint: str) -> None:
+        """Note where the checkpoint of a committed step stands. Errors: LedgerError without such a step."""
+        self.do(calls.RecordCheckpoint(node, int(step), checkpoint))
+
+    def roll_back_to(self, step: int, node: str) -> list[PlannedStep]:
+        """Take back every step of `node` after `step`: its groups are scored, and in flight again.
+
+        The abandoned line stays readable. Returns replay_plan(): what to train again, in order.
+        A roll back to the last step takes nothing back, and records that the run went on from there.
+        Errors: LedgerError when `node` never came to `step`.
+        """
+        self.do(calls.RollBack(int(step), node))
+        return self.replay_plan(node)
+
+    def replay_plan(self, node: str) -> list[PlannedStep]:
+        """What abandoned lines made after the last step of `node`: groups and drops per step, to repeat."""
+        return self.do(calls.ReplayPlan(node))
+
+    def next_group_id(self, source: str) -> int:
+        """The number that `source` gives to its next group."""
+        return self.do(calls.NextGroupId(source))
+
+    def last_step(self, node: str) -> int:
+        """The last committed step of `node`; 0 before the first."""
+        return self.do(calls.LastStep(node))
+
+    def steps(self, node: str, after: int = 0, upto: int | None = None) -> list[MadeStep]:
+        """The committed steps of `node` above `after` and not above `upto`, with what each consumed, ascending."""
+        return self.do(calls.Steps(node, after, upto))
+
+    def drops_at(self, node: str, step: int) -> dict[int, str]:
+        """Groups that `node` gave up for a step, and why; drops of the next one may be known before it is made."""
+        return self.do(calls.DropsAt(node, step))
+
+    def last_round(self, node: str) -> int | None:
+        """Step of the last round that evaluation `node` has recorded; None before the first."""
+        return self.do(calls.LastRound(node))
+
+    def is_judged(self, source: str, step: int) -> bool:
+        """Whether every sink of `source` has recorded its round of this step, or a later one."""
+        return self.do(calls.IsJudged(source, step))
+
+    def sources(self, node: str | None = None) -> list[str]:
+        """The sources whose groups `node` consumes; those of all sinks for None."""
+        return self.do(calls.Sources(node))
+
+    def fates(self, source: str, group_id: int) -> list[Fate]:
+        """What each sink did with a group; none while it is in flight."""
+        return self.do(calls.ListFates(source, int(group_id)))
+
+    def check(self) -> None:
+        """Read the whole database. Errors: LedgerError when it is damaged."""
+        if found := self.do(calls.Check()):
+            raise LedgerError(f"ledger '{self.path}' is damaged: {'; '.join(found)}; take it from a backup")
+
+    def in_flight(self, source: str, node: str | None = None, among: Iterable[int] | None = None) -> list[InFlight]:
+        """Groups of `source` that some sink still waits for, or that `node` does, in issue order.
+
+        among: look at these alone, which takes no longer in a long run; None: at all that were ever issued.
+        """
+        return self.do(calls.ListInFlight(source, node, None if among is None else _numbers(among)))
+
+    def counts(self, node: str) -> Counts:
+        """What became of the groups of the sources that `node` consumes, counted from the rows."""
+        return self.do(calls.Count(node))
+
+    def verdict(self, node: str) -> str:
+        """The law of the ledger in figures, for one sink."""
+        found = self.counts(node)
+        return f"{'clean' if found.missing == 0 else 'BROKEN'}: {found}"
+
+    def flush(self) -> None:
+        """Bring all that was committed to the disk itself; from any thread, and whoever reads meanwhile.
+
+        Called before a checkpoint is marked, so that no power cut leaves one whose step the ledger forgot.
+        Errors: RunFolderError when the disk refuses.
+        """
+        raise NotImplementedError
+
+    @property
+    def wal_bytes(self) -> int:
+        """Size of the database's log: bounded, unless somebody reads in a transaction that does not end."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the connection; what was committed stays."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise LedgerError(
+                f"ledger '{self.path}' was opened by process {self._owner} and is used by {os.getpid()}; "
+                f"open it anew in each process"
+            )
+
+
+def _numbers(groups: Iterable[int]) -> list[int]:
+    return [int(group) for group in groups]
+
+
+def _reasons(reasons: Mapping[int, str]) -> dict[int, str]:
+    return {int(group): str(reason) for group, reason in reasons.items()}

@@ -1,0 +1,67 @@
+"""Where workers listen, and who is told when one that was started again does so elsewhere: a policy over the table.
+
+`Wire` tells each attempt where all whom it sends to, and whose weights it reads, listened last. Whoever was wired
+before they moved hears `Moved`; who is away meanwhile hears it with its own `Wire`.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from dataflow.scheduler.events import Command, Send
+from dataflow.scheduler.table import Membership, Table, WorkerRecord
+from dataflow.structure import line_of, refresh_of, refreshes_of
+from dataflow.worker.messages import Hello, Moved, WeightLine
+
+
+def listens(table: Table, record: WorkerRecord, hello: Hello) -> list[Command]:
+    """Note where an attempt listens; whoever knew its worker elsewhere is told."""
+    moved = {edge for edge, address in hello.addresses.items() if record.addresses.get(edge, address) != address}
+    for edge in moved:
+        ever = {*record.left.get(edge, ()), record.addresses[edge]}
+        record.left[edge] = sorted(ever - {hello.addresses[edge]})
+    lines = {name: line for name, line in hello.lines.items() if record.lines.get(name, line) != line}
+    record.addresses, record.lines, record.received_at = hello.addresses, hello.lines, record.host
+    return _tell(table, record, moved, lines)
+
+
+def told_again(table: Table, record: WorkerRecord) -> list[Command]:
+    """What an earlier scheduler has found of a worker that moved, and perhaps not said: twice does no harm."""
+    lines = {name: line for name, line in record.lines.items() if line.host}
+    return _tell(table, record, set(record.left), lines)
+
+
+def read_by(table: Table, reader: WorkerRecord) -> dict[str, WeightLine]:
+    """The weight lines that a worker reads, where they are now."""
+    wanted = _lines_read(table, reader)
+    return {name: line for record in table for name, line in record.lines.items() if name in wanted}
+
+
+def lines_of(table: Table, nodes: Iterable[str]) -> set[str]:
+    """What the weight lines of some nodes are called."""
+    graph = table.graph
+    return {line_of(graph, node, refresh) for node in nodes for refresh in (None, *refreshes_of(graph, node))}
+
+
+def _tell(
+    table: Table, record: WorkerRecord, moved: Collection[str], lines: Mapping[str, WeightLine]
+) -> list[Command]:  # fmt: skip
+    producers = {edge: producer for edge, producer, _ in table.edges}
+    commands: list[Command] = []
+    for other in table if moved or lines else ():
+        if other.membership is Membership.LEFT or other is record:
+            continue
+        own = [edge for edge in sorted(moved) if other.name in record.senders and producers[edge] == other.worker]
+        read = {name: line for name, line in lines.items() if name in _lines_read(table, other)}
+        if own or read:
+            commands.append(Send(other.name, Moved(
+                receivers={edge: record.addresses[edge] for edge in own},
+                before={edge: record.left[edge] for edge in own}, lines=read,
+            )))  # fmt: skip
+    return commands
+
+
+def _lines_read(table: Table, record: WorkerRecord) -> set[str]:
+    graph = table.graph
+    return {
+        line_of(graph, feedback.weights.trainer.name, refresh_of(graph, feedback.reader.name))
+        for feedback in graph.feedbacks if feedback.reader.name in record.nodes
+    }  # fmt: skip
