@@ -44,9 +44,9 @@ def make_cluster(
     """A run over hosts with these names, which the next test of the file finds as they were left; its processes end."""
     with contextlib.ExitStack() as stack:
 
-        def make(*names: str) -> Cluster:
+        def make(*names: str, **how: Any) -> Cluster:
             if names not in known_hosts:
-                known_hosts[names] = give_hosts(*names, shared=[shared], disk_bytes=256 << 20, memory_bytes=64 << 20)
+                known_hosts[names] = give_hosts(*names, shared=[shared], **how)
             folder = shared / tmp_path.name
             folder.mkdir()
             cluster = Cluster(known_hosts[names], folder)

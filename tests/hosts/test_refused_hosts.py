@@ -10,6 +10,8 @@ from rigs.hosts.cluster import Cluster
 
 from dataflow.system.security import RunKeys
 
+pytestmark = pytest.mark.slow
+
 OTHER_VERSIONS = """
 import importlib.metadata, platform
 known = importlib.metadata.version
@@ -20,7 +22,7 @@ platform.python_version_tuple = lambda: ("3", "9", "1")
 
 @pytest.fixture
 def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
-    return make_cluster("a", "b")
+    return make_cluster("a", "b", disk_bytes=256 << 20, memory_bytes=64 << 20)
 
 
 def ended(cluster: Cluster, deadline_s: float = 60.0) -> str:
@@ -108,7 +110,6 @@ def test_a_host_that_does_not_see_the_run_folder_says_so(cluster: Cluster) -> No
     assert "host 'b' does not see the run folder '/home/b/runs'" in refused(cluster, b)
 
 
-@pytest.mark.slow
 def test_a_host_whose_disk_is_full_says_so(cluster: Cluster) -> None:
     b = cluster.hosts[1]
     for place in ("/tmp/full", "/dev/shm/full"):
