@@ -89,6 +89,7 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
         "executor of the weight plane: shared_memory, cuda_ipc, gloo, nccl; chosen if left out",
     ),
     "listen": (str, "", "address of this machine for edges and control, over tcp with keys; ipc alone if left out"),
+    "place": (str, "", "hosts of a node's replicas, in turn, as in generator=a+b,trainer=c; chosen if left out"),
     "link_gbps": (float | None, None, "gigabits per second between machines; slow ones carry what changed alone"),
     "message_bytes": (int, MESSAGE_BYTES, "most bytes of one message on a data edge; a larger group goes in parts"),
     "runs": (Path, Path("runs"), "where the run folder goes"),
@@ -108,6 +109,7 @@ def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None, limits: Lim
         "ranks": _counts("ranks", flags["ranks"]),
         "steps": flags["steps"], "scale": _schedule(flags["scale"]), "weights": flags["weights"],
         "listen": flags["listen"], "message_bytes": flags["message_bytes"], "link_gbps": flags["link_gbps"],
+        "place": _hosts(flags["place"]),
     }  # fmt: skip
     if flags["explain"] or flags["draw"]:
         planned = make_plan(graph, **how, one_process=flags["inline"])
@@ -185,6 +187,21 @@ def _counts(flag: str, text: str) -> dict[str, int]:
         if not isinstance(value, int):
             raise GraphError(f"--{flag} is {text!r}, which cannot be read at {name}={value}; write it as {name}=2")
         found[name] = value
+    return found
+
+
+def _hosts(text: str) -> dict[str, tuple[str, ...]]:
+    """`generator=a+b,trainer=c` as a mapping of nodes to hosts; what a host is called may be a number."""
+    found: dict[str, tuple[str, ...]] = {}
+    for part in filter(None, text.split(",")):
+        name, _, hosts = part.partition("=")
+        named = tuple(host.strip() for host in hosts.split("+"))
+        if not name.strip() or not all(named) or name.strip() in found:
+            raise GraphError(
+                f"--place is {text!r}, which cannot be read at {part!r}; write it as generator=a+b,trainer=c, each "
+                f"node once"
+            )
+        found[name.strip()] = named
     return found
 
 

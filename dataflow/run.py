@@ -26,6 +26,7 @@ from dataflow.history.summary import summarize
 from dataflow.history.verify import Verdict, verify
 from dataflow.limits import Limits
 from dataflow.planning.hosts import Devices
+from dataflow.planning.inputs import Place
 from dataflow.planning.model_size import measure_models
 from dataflow.planning.plan import Plan, plan
 from dataflow.planning.sharing import Wishes
@@ -115,6 +116,7 @@ def make_plan(
     listen: str = "",
     message_bytes: int = MESSAGE_BYTES,
     link_gbps: float | None = None,
+    place: Place | None = None,
     one_process: bool = False,
 ) -> Plan:
     """The plan that `run` would use."""
@@ -130,7 +132,7 @@ def make_plan(
     made = plan(
         graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
         sizes=measure_models(graph), scale=scale, weights=weights, message_bytes=message_bytes,
-        one_process=one_process,
+        place=place, one_process=one_process,
     )  # fmt: skip
     for wishes in made.scale.values():
         scaling.check(Table(graph=graph, plan=made), wishes)
@@ -154,6 +156,7 @@ def run(
     listen: str = "",
     message_bytes: int = MESSAGE_BYTES,
     link_gbps: float | None = None,
+    place: Place | None = None,
     resume: str | Path | None = None,
     standby: bool = False,
     keep_steps: int | None = None,
@@ -169,6 +172,7 @@ def run(
     message_bytes: most bytes of one message on a data edge: batches are cut, a larger group goes in parts.
     link_gbps: gigabits per second between machines, and of weights="gloo" or "nccl" wherever they go; where the link is
     slow, weights travel as what changed. None: unknown, and everything travels.
+    place: by node, the host of its replicas, or several that they take in turn.
     seed: of prompts' order, sampling and scorers; 0 when None. runs: where the run folder goes.
     resume: the folder of a run of this graph that is to go on; it has its seed and, where None is given, its steps.
     Where its scheduler has died a moment ago, its workers are still at work, and are taken over.
@@ -207,7 +211,7 @@ def run(
     planned = make_plan(
         graph, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, devices=devices, scale=scale,
         weights=weights, listen=listen, message_bytes=message_bytes, link_gbps=link_gbps,
-        one_process=on is not None,
+        place=place, one_process=on is not None,
     )  # fmt: skip
     folder = before or RunFolder.create(runs, graph.name)
     settings = Settings(

@@ -14,7 +14,7 @@ leaver leaves once it has that; and while somebody is away, no join and no leave
 from collections.abc import Mapping
 
 from dataflow.errors import GraphError, nearest
-from dataflow.planning.plan import check_replicas
+from dataflow.planning.ranks import check_replicas
 from dataflow.scheduler import addresses, seating
 from dataflow.scheduler.events import Command, Notice, Send, Spawn
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
