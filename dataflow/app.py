@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.markup import escape
 
+from dataflow.agent.hosted import HOSTED
 from dataflow.display import say
 from dataflow.errors import DataflowError, GraphError
 from dataflow.folder.run_folder import RunFolder
@@ -17,7 +18,9 @@ from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.launch import Launch, check_flags, recorded_launch, this_launch
 from dataflow.history.replay import Wishes, report_replay
+from dataflow.launchers.named import known_hosts, launcher_named
 from dataflow.limits import Limits
+from dataflow.planning.hosts import Devices
 from dataflow.run import inline, make_plan, run
 
 
@@ -57,6 +60,8 @@ def main(
         else:
             _act(graph, flags, this_launch(chosen) if args is None else None, limits)
     except DataflowError as error:
+        if HOSTED.get() is not None:
+            raise
         _say(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", error)
         status = 1
     except KeyboardInterrupt as error:
@@ -96,6 +101,7 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "resume": (Path | None, None, "a run folder in which to go on, with the same flags; or use dataflow resume"),
     "standby": (bool, False, "another process takes the scheduler's place should it die"),
     "keep_steps": (int | None, None, "keep the rollouts of the last steps alone, and what recovery and replay need"),
+    "on": (str, "", "where: local:3 for three agents on this machine; worker processes of its own if left out"),
     "inline": (bool, False, "one process, one thread, bit-exact"),
     "explain": (bool, False, "print the plan and stop"),
     "draw": (Path | None, None, "draw the graph (.svg, .dot, .mmd or .html) and stop"),
@@ -111,15 +117,17 @@ def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None, limits: Lim
         "listen": flags["listen"], "message_bytes": flags["message_bytes"], "link_gbps": flags["link_gbps"],
         "place": _hosts(flags["place"]),
     }  # fmt: skip
+    launcher = launcher_named(flags["on"]) if flags["on"] else None
     if flags["explain"] or flags["draw"]:
-        planned = make_plan(graph, **how, one_process=flags["inline"])
+        devices = Devices.of(known_hosts(launcher)) if launcher is not None else None
+        planned = make_plan(graph, **how, devices=devices, one_process=flags["inline"])
         if flags["explain"]:
             print(planned.explain())
         if flags["draw"]:
             print(f"drew {graph.draw(flags['draw'], planned)}")
         return
     run(
-        graph, **how, on=inline() if flags["inline"] else None, seed=flags["seed"], runs=flags["runs"],
+        graph, **how, on=inline() if flags["inline"] else launcher, seed=flags["seed"], runs=flags["runs"],
         quiet=flags["quiet"], resume=flags["resume"],
         standby=flags["standby"], keep_steps=flags["keep_steps"], launch=launch, limits=limits,
     )  # fmt: skip
