@@ -4,7 +4,7 @@ import contextlib
 import socket
 
 from dataflow.errors import GraphError
-from transport.data.security import KEYS_BYTES, Guard, RunKeys, endpoint, present, reachable
+from transport.security import KEYS_BYTES, Guard, RunKeys, endpoint, present, reachable
 
 __all__ = ["KEYS_BYTES", "Guard", "RunKeys", "check_listen", "endpoint", "present", "reachable"]
 

@@ -5,9 +5,9 @@ from transport.data.local import LocalNetwork
 from transport.data.memory import keep_freed_memory
 from transport.data.partition import Partition
 from transport.data.receiver import Receiver
-from transport.data.security import Keys, make_keys
 from transport.data.sender import Sender
 from transport.data.sockets import SocketNetwork
+from transport.security import Keys, make_keys
 
 __all__ = [
     "Delivery",

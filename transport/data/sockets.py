@@ -17,8 +17,8 @@ from zmq.utils.monitor import parse_monitor_message
 from transport.data import frames
 from transport.data.channel import Arrival, ConnectionEvent, Junk, Packed
 from transport.data.messages import Data, Message
-from transport.data.security import HANDSHAKE_MS, Guard, Keys, check_address, present
 from transport.errors import AddressError, FrameError
+from transport.security import HANDSHAKE_MS, Guard, Keys, check_address, present
 
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 10_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from transport.weights.protocol.ranks import TransferOutcome
 from transport.weights.sharded.process_group import ONE_SIDED
 from transport.weights.sharded.reader import Receiving, ShardedReader
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
+from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.steps import Step, recent
 from transport.weights.sharded.transfer import Outbound
 from transport.weights.sharded.writer import Sending, ShardedWriter
@@ -56,15 +56,15 @@ class DeltaWriter(ShardedWriter):
     def _needed(self) -> set[int]:
         return super()._needed() | set(self._pinned)
 
-    def _connect(self, form: FormGroup, stop: threading.Event) -> Sending:
-        return _SendingDeltas(self, form, stop)
+    def _connect(self, form: FormGroup, meeting: Meeting) -> Sending:
+        return _SendingDeltas(self, form, meeting)
 
 
 class _SendingDeltas(Sending):
-    def __init__(self, writer: DeltaWriter, form: FormGroup, stop: threading.Event) -> None:
+    def __init__(self, writer: DeltaWriter, form: FormGroup, meeting: Meeting) -> None:
         self._link, self._pins = writer._link, writer.pins
         self._gathered: dict[int, Gathered] = {}
-        super().__init__(writer, form, stop)
+        super().__init__(writer, form, meeting)
 
     def _agreed(self, version: int, steps: list[Step], deadline: float) -> Sequence[Outbound]:
         """The receivers tell what version they have, and are told the sizes."""
@@ -85,16 +85,16 @@ class _SendingDeltas(Sending):
 class DeltaReader(ShardedReader):
     """Takes what changed since a version that it has; whole versions too, where the trainer sends no deltas."""
 
-    def _connect(self, form: FormGroup, stop: threading.Event) -> Receiving:
+    def _connect(self, form: FormGroup, meeting: Meeting) -> Receiving:
         assert self._buffers is not None
-        return (_ReceivingDeltas if form.deltas else Receiving)(self, self._buffers, form, stop)
+        return (_ReceivingDeltas if form.deltas else Receiving)(self, self._buffers, form, meeting)
 
 
 class _ReceivingDeltas(Receiving):
-    def __init__(self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, stop: threading.Event) -> None:
+    def __init__(self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, meeting: Meeting) -> None:
         self._usable = True
         self._gathered: dict[int, Gathered] = {}
-        super().__init__(reader, buffers, form, stop)
+        super().__init__(reader, buffers, form, meeting)
 
     def _receive(self, steps: list[Step], deadline: float) -> TransferOutcome:
         with self._lock:

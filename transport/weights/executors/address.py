@@ -1,4 +1,4 @@
-"""Where one writer and its readers speak: a socket within one machine, owned by the process that holds its lock."""
+"""Where one writer and its readers speak: within a machine a socket owned by whoever holds its lock, else with keys."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ import xxhash
 import zmq
 
 from transport.errors import AddressError
+from transport.security import HANDSHAKE_MS, Guard, RunKeys, present
 from transport.weights.errors import AddressTaken
 from transport.weights.protocol.messages import MESSAGE_BYTES
 
 RELEASE_S = 1.0
 """How long ZeroMQ may take to let go of a port that was closed."""
+
+HEARTBEAT_MS, SILENT_MS = 2_000, 10_000
+"""Between hosts: of ZeroMQ's own signs of life, without which a connection is given up and made again; TCP alone would
+wait for minutes after a cut."""
 
 Socket = zmq.Socket[bytes]
 
@@ -69,35 +74,53 @@ class Address:
 
     def bound(self) -> Socket:
         """The owner's socket. AddressTaken or AddressError where nobody can listen there."""
-        socket: Socket = zmq.Context.instance().socket(zmq.ROUTER)
-        socket.set(zmq.ROUTER_MANDATORY, 1)
-        socket.set(zmq.ROUTER_HANDOVER, 1)
-        _bounded(socket)
-        deadline = time.monotonic() + RELEASE_S
-        while True:
-            try:
-                socket.bind(self.url)
-                return socket
-            except zmq.ZMQError as error:
-                taken = error.errno == zmq.EADDRINUSE
-                if taken and time.monotonic() < deadline:
-                    time.sleep(0.02)
-                    continue
-                socket.close()
-                raise (AddressTaken if taken else AddressError)(
-                    f"the weight plane cannot listen at {self.url}; found: {error}; "
-                    "name another address (an ipc path has at most 107 characters)"
-                ) from None
+        return _bound(zmq.Context.instance().socket(zmq.ROUTER), self.url)
+
+    def connected(self) -> Socket:
+        """A socket of anybody else, whether the owner is there yet or not."""
+        return _connected(zmq.Context.instance().socket(zmq.DEALER), self.url)
+
+
+class HostAddress:
+    """An address of the form tcp://host:port, which other hosts reach: whoever has no key of the run is not heard.
+
+    Whoever has bound it owns it, and no file belongs to it. Port `*` takes a free one."""
+
+    def __init__(self, url: str, keys: RunKeys) -> None:
+        """AddressError for another form."""
+        if not url.startswith("tcp://") or ":" not in url.removeprefix("tcp://"):
+            raise AddressError(f"hosts meet at an address tcp://HOST:PORT; found {url!r}; use ipc within a machine")
+        self.url, self._keys = url, keys
+        self._guard: Guard | None = None
+
+    def bound(self) -> Socket:
+        """The owner's socket; `url` then tells its port. AddressTaken or AddressError where nobody can listen there."""
+        self._guard = Guard(self._keys.receivers)
+        socket: Socket = self._guard.context.socket(zmq.ROUTER)
+        _between_hosts(socket, self.url)
+        self._guard.protect(socket)
+        try:
+            _bound(socket, self.url)
+        except BaseException:
+            self.release()
+            raise
+        found = socket.last_endpoint
+        assert isinstance(found, bytes), "what ZeroMQ says of a bound socket"
+        self.url = found.decode()
+        return socket
+
+    def release(self) -> None:
+        """Give it up; the socket must be closed."""
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
 
     def connected(self) -> Socket:
         """A socket of anybody else, whether the owner is there yet or not."""
         socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
-        socket.set(zmq.IDENTITY, b"r" + secrets.token_bytes(15))
-        socket.set(zmq.RECONNECT_IVL, 20)
-        socket.set(zmq.RECONNECT_IVL_MAX, 200)
-        _bounded(socket)
-        socket.connect(self.url)
-        return socket
+        _between_hosts(socket, self.url)
+        present(socket, self._keys.senders)
+        return _connected(socket, self.url)
 
 
 def memory_folder(folder: str | Path | None = None) -> Path:
@@ -154,6 +177,43 @@ def flock(file: int, how: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _bound(socket: Socket, url: str) -> Socket:
+    socket.set(zmq.ROUTER_MANDATORY, 1)
+    socket.set(zmq.ROUTER_HANDOVER, 1)
+    _bounded(socket)
+    deadline = time.monotonic() + RELEASE_S
+    while True:
+        try:
+            socket.bind(url)
+            return socket
+        except zmq.ZMQError as error:
+            taken = error.errno == zmq.EADDRINUSE
+            if taken and time.monotonic() < deadline:
+                time.sleep(0.02)
+                continue
+            socket.close()
+            raise (AddressTaken if taken else AddressError)(
+                f"the weight plane cannot listen at {url}; found: {error}; "
+                "name another address (an ipc path has at most 107 characters)"
+            ) from None
+
+
+def _connected(socket: Socket, url: str) -> Socket:
+    socket.set(zmq.IDENTITY, b"r" + secrets.token_bytes(15))
+    socket.set(zmq.RECONNECT_IVL, 20)
+    socket.set(zmq.RECONNECT_IVL_MAX, 200)
+    _bounded(socket)
+    socket.connect(url)
+    return socket
+
+
+def _between_hosts(socket: Socket, url: str) -> None:
+    socket.set(zmq.IPV6, "[" in url)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
 
 
 def _bounded(socket: Socket) -> None:

@@ -226,7 +226,7 @@ class FormGroup:
     layout: dict[str, Any]
     """The other side's."""
     store: str
-    """File under which the ranks meet."""
+    """File under which the ranks meet; empty: they meet over this line (`Put`, `Ask`, `Told`)."""
     backend: str
     """gloo | nccl."""
     bucket_bytes: int
@@ -244,6 +244,32 @@ class FormResult:
     """Empty when all is well."""
     mismatch: bool
     """The fault is that the layouts do not fit: trying again is of no use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Put:
+    """Any rank: a value by which others find me."""
+
+    epoch: int
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """Any rank: tell me this value as soon as somebody has put it."""
+
+    epoch: int
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """Coordinator: it is this."""
+
+    epoch: int
+    key: str
+    value: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,10 +318,10 @@ class RoundAborted:
     """What was found where the version is damaged, else empty."""
 
 
-ReaderMessage = Join | ReaderHeartbeat | Ready | Committed | Refused | FormResult | TransferResult | Leave
-SourceMessage = Register | SourceHeartbeat | FormResult | TransferResult | Leave
+ReaderMessage = Join | ReaderHeartbeat | Ready | Committed | Refused | FormResult | Put | Ask | TransferResult | Leave
+SourceMessage = Register | SourceHeartbeat | FormResult | Put | Ask | TransferResult | Leave
 MemberMessage = ReaderMessage | SourceMessage
-GroupMessage = WriterHeartbeat | Upcoming | Offer | FormGroup | StartTransfer | Verified | RoundAborted
+GroupMessage = WriterHeartbeat | Upcoming | Offer | FormGroup | Told | StartTransfer | Verified | RoundAborted
 """Of a writer, to the members of an epoch."""
 WriterMessage = GroupMessage | Welcome | Fenced | Denied | Registered | SourceFailed
 Message = MemberMessage | WriterMessage

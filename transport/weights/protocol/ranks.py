@@ -104,7 +104,8 @@ class SourceRank:
         self._registered = False
         self._turns: dict[int, Transfer | None] = {}
         """By epoch, what is under way."""
-        self._sent, self._heard = float("-inf"), now
+        self._sent, self.heard = float("-inf"), now
+        """When the coordinator was last heard, in seconds."""
         self._watch = FreezeWatch(deadlines.gone_s / 2, now)
 
     @property
@@ -114,7 +115,7 @@ class SourceRank:
 
     def receive(self, message: WriterMessage, now: float) -> Actions:
         """Take in one message of the coordinator."""
-        self._heard = now
+        self.heard = now
         match message:
             case Registered():
                 self._registered, self.failure = True, message.failure
@@ -142,8 +143,8 @@ class SourceRank:
 
     def tick(self, now: float) -> Actions:
         """What is due at this time: a sign of life."""
-        self._heard = min(now, self._heard + self._watch.frozen_s(now))
-        if now - self._heard >= self._deadlines.gone_s and not self.failure:
+        self.heard = min(now, self.heard + self._watch.frozen_s(now))
+        if now - self.heard >= self._deadlines.gone_s and not self.failure:
             self.failure = f"rank 0, which coordinates, has said nothing for {self._deadlines.gone_s:g} s"
         if now - self._sent < self._deadlines.heartbeat_s:
             return []

@@ -15,6 +15,7 @@ from typing import Any
 from transport.weights.protocol.messages import (
     BROKEN,
     DAMAGED,
+    Ask,
     Committed,
     Denied,
     Fenced,
@@ -24,6 +25,7 @@ from transport.weights.protocol.messages import (
     Leave,
     MemberMessage,
     Offer,
+    Put,
     ReaderHeartbeat,
     Ready,
     Register,
@@ -32,6 +34,7 @@ from transport.weights.protocol.messages import (
     SourceFailed,
     SourceHeartbeat,
     StartTransfer,
+    Told,
     TransferResult,
     Verified,
     WriterHeartbeat,
@@ -81,7 +84,8 @@ class Coordinator(Roster):
         now: float,
         deadlines: Deadlines | None = None,
     ) -> None:
-        """`ranks`, `key`, `layout`: of the trainer. `store`: prefix of the paths where process groups meet."""
+        """`ranks`, `key`, `layout`: of the trainer. `store`: prefix of the paths where process groups meet; empty: they
+        meet over the coordinator's line."""
         self.deadlines = deadlines or Deadlines()
         super().__init__(writer, {}, self.deadlines)
         self.failure = ""
@@ -231,8 +235,8 @@ class Coordinator(Roster):
         for peer, layout in ends:
             form = FormGroup(
                 epoch=group.epoch, group=group.name, ranks=first.join.ranks, sources=self._ranks, layout=layout,
-                store=f"{self._store}{group.epoch}", backend=self._backend, bucket_bytes=self._bucket_bytes,
-                deltas=self._deltas,
+                store=self._store and f"{self._store}{group.epoch}", backend=self._backend,
+                bucket_bytes=self._bucket_bytes, deltas=self._deltas,
             )  # fmt: skip
             out.append((peer, form))
         group.enter(Phase.FORMING, self._all(group), now + self.deadlines.form_s)
@@ -242,6 +246,13 @@ class Coordinator(Roster):
         match message:
             case FormResult() if group.phase is Phase.FORMING:
                 return self._formed(group, peer, message, now)
+            case Put():
+                group.values[message.key] = message.value
+                return [(asking, _told(group, message.key)) for asking in sorted(group.asking.pop(message.key, set()))]
+            case Ask() if message.key in group.values:
+                return [(peer, _told(group, message.key))]
+            case Ask():
+                group.asking.setdefault(message.key, set()).add(peer)
             case Ready() if message.round == group.round + 1:
                 group.ready.add(peer)
                 if group.phase is Phase.OFFERED and group.answered(peer):
@@ -317,3 +328,7 @@ class Coordinator(Roster):
 
     def _verified(self, group: Group) -> Verified:
         return Verified(epoch=group.epoch, round=group.round, version=group.offered, note=self._note)
+
+
+def _told(group: Group, key: str) -> Told:
+    return Told(epoch=group.epoch, key=key, value=group.values[key])

@@ -8,17 +8,20 @@ import socket as sockets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 
 from transport.errors import MessageError
-from transport.weights.executors.address import Address, Socket, arrived, sent
-from transport.weights.protocol.messages import CODEC, FormGroup, MemberMessage, WriterMessage
+from transport.security import RunKeys
+from transport.weights.executors.address import Address, HostAddress, arrived, sent
+from transport.weights.protocol.messages import CODEC, Ask, FormGroup, MemberMessage, Put, Told, WriterMessage
 from transport.weights.protocol.ranks import Abort, Action, Connect, ReaderRank, SourceRank, Transfer, TransferOutcome
 from transport.weights.protocol.roster import Outgoing
 from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded.epoch_thread import EpochThread, EpochTransfers
+from transport.weights.sharded.rendezvous import LineStore, Meeting
 
 SELF = b"0"
 """The coordinator's own rank among its peers."""
@@ -26,21 +29,41 @@ ENDING_S = 4.0
 """For transfers that were given up to end, when all is closed."""
 
 
-class Listener:
-    """The address, claimed for a coordinator: a socket, and a folder where process groups meet."""
+@dataclass(frozen=True)
+class Host:
+    """Of one end, where others are on other hosts."""
 
-    def __init__(self, address: str) -> None:
-        """AddressTaken when another live writer has it."""
-        self._place = Address(address)
-        self._lock = self._place.claim()
-        self.folder = Path(f"{self._place.lock_path}.groups")
-        try:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(mode=0o700)
-            self.socket = self._place.bound()
-        except BaseException:
-            self._place.release(self._lock)
-            raise
+    address: str
+    """By which they find it; gloo and NCCL listen there."""
+    keys: RunKeys = field(repr=False)
+    """Of the run."""
+
+
+class Listener:
+    """The address, claimed for a coordinator: a socket, and within a machine a folder where process groups meet."""
+
+    def __init__(self, address: str, keys: RunKeys | None = None) -> None:
+        """`keys`: the run's; then other hosts reach the address, and process groups meet over the line.
+
+        AddressTaken when another live writer has it."""
+        self.store = ""
+        """Prefix of the files in which process groups meet; empty: there are none."""
+        with contextlib.ExitStack() as undo:
+            if keys is not None:
+                place = HostAddress(address, keys)
+                self.socket = place.bound()
+                self.address = place.url
+                """Where it is heard."""
+                undo.callback(place.release)
+            else:
+                local = Address(address)
+                undo.callback(local.release, local.claim())
+                folder, self.address = Path(f"{local.lock_path}.groups"), local.url
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(mode=0o700)
+                undo.callback(shutil.rmtree, folder, ignore_errors=True)
+                self.store, self.socket = f"{folder}/", local.bound()
+            self._release = undo.pop_all()
 
     def send(self, peer: bytes, message: WriterMessage) -> bool:
         """False when the peer is known to be gone."""
@@ -49,8 +72,27 @@ class Listener:
     def close(self) -> None:
         """Leave the address."""
         self.socket.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._place.release(self._lock)
+        self._release.close()
+
+
+class Line:
+    """A member's socket to the coordinator, which may be started again elsewhere."""
+
+    def __init__(self, address: str, keys: RunKeys | None = None, seek: Callable[[], str] = lambda: "") -> None:
+        """`seek`: where the coordinator is now; empty where nobody knows."""
+        self._address, self._seek = address, seek
+        self.socket = (Address(address) if keys is None else HostAddress(address, keys)).connected()
+
+    def follow(self) -> None:
+        """Turn to where the coordinator is, if that is elsewhere."""
+        if (address := self._seek()) and address != self._address:
+            self.socket.disconnect(self._address)
+            self.socket.connect(address)
+            self._address = address
+
+    def close(self) -> None:
+        """Hang up."""
+        self.socket.close()
 
 
 class ControlThread(threading.Thread):
@@ -61,28 +103,32 @@ class ControlThread(threading.Thread):
     def __init__(
         self,
         member: SourceRank | ReaderRank,
-        connect: Callable[[FormGroup, threading.Event], EpochTransfers],
+        connect: Callable[[FormGroup, Meeting], EpochTransfers],
         *,
-        socket: Socket | None,
+        line: Line | None,
         heartbeat_s: float,
         transfer_s: float,
         clock: Callable[[], float],
         coordinator: Coordinator | None = None,
         listener: Listener | None = None,
         heard: Callable[[], None] = lambda: None,
+        host: str = "",
     ) -> None:
-        """`connect`: makes the end of an epoch, in a thread of its own. `socket`: None beside the coordinator.
+        """`connect`: makes the end of an epoch, in a thread of its own. `line`: None beside the coordinator.
 
-        `heard`: called, with `changed` held, after the member has heard a message."""
+        `heard`: called, with `changed` held, after the member has heard a message. `host`: the address of this host for
+        the others; empty: all are on one."""
         super().__init__(name="weights-control", daemon=True)
         self.changed = threading.Condition(threading.RLock())
         self.error: BaseException | None = None
         """What ended the thread."""
         self.member, self.coordinator = member, coordinator
-        self._connect, self._socket, self._listener, self._clock = connect, socket, listener, clock
-        self._heard = heard
+        self._connect, self._line, self._listener, self._clock = connect, line, listener, clock
+        self._heard, self._host = heard, host
+        self._followed = clock()
         self._heartbeat_s, self._transfer_s = heartbeat_s, transfer_s
         self._threads: dict[int, EpochThread] = {}
+        self._stores: dict[int, LineStore] = {}
         self._ending: list[EpochThread] = []
         self._outbox: deque[MemberMessage | tuple[bytes, WriterMessage]] = deque()
         self._inbox: deque[WriterMessage] = deque()
@@ -102,6 +148,7 @@ class ControlThread(threading.Thread):
                     if thread := self._threads.get(action.epoch):
                         thread.transfer(action, self._clock() + self._transfer_s)
                 case Abort():
+                    self._stores.pop(action.epoch, None)
                     if thread := self._threads.pop(action.epoch, None):
                         self._end(thread)
                 case _ if self.coordinator:
@@ -161,21 +208,23 @@ class ControlThread(threading.Thread):
             self._release()
 
     def _release(self) -> None:
-        for end in (self._socket, self._listener, self._woken, self._waker):
+        for end in (self._line, self._listener, self._woken, self._waker):
             if end is not None:
                 end.close()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._woken, self._socket, self._listener.socket if self._listener else None):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        for end in (self._line, self._listener):
+            if end is not None:
+                poller.register(end.socket, zmq.POLLIN)
         while True:
             with self.changed:
                 self._hear()
                 now = self._clock()
                 if due := self.member.tick(now):
                     self.act(due)
+                self._follow(now)
                 for thread in self._threads.values():
                     thread.look(now)
                 if self.coordinator:
@@ -189,6 +238,12 @@ class ControlThread(threading.Thread):
                 return
             if not self._inbox:
                 poller.poll(max(1, int(self._heartbeat_s * 250)))
+
+    def _follow(self, now: float) -> None:
+        """A coordinator that says nothing may have been started again elsewhere."""
+        if self._line and now - max(self.member.heard, self._followed) >= 2 * self._heartbeat_s:
+            self._followed = now
+            self._line.follow()
 
     def _end(self, thread: EpochThread) -> None:
         thread.abort()
@@ -204,8 +259,8 @@ class ControlThread(threading.Thread):
                 with contextlib.suppress(MessageError):
                     if isinstance(message := CODEC.decode(frames[-1]), MemberMessage):
                         self.route(self.coordinator.receive(frames[0], message, now))
-        if self._socket:
-            while frames := arrived(self._socket):
+        if self._line:
+            while frames := arrived(self._line.socket):
                 with contextlib.suppress(MessageError):
                     if isinstance(message := CODEC.decode(frames[-1]), WriterMessage):
                         self._inbox.append(message)
@@ -213,7 +268,10 @@ class ControlThread(threading.Thread):
     def _deliver(self) -> None:
         """Hand the coordinator's messages to the member, until none is left."""
         while self._inbox:
-            self.act(self.member.receive(self._inbox.popleft(), self._clock()))
+            message = self._inbox.popleft()
+            if isinstance(message, Told) and (store := self._stores.get(message.epoch)):
+                store.told(message)
+            self.act(self.member.receive(message, self._clock()))
             self._heard()
 
     def _flush(self) -> None:
@@ -226,8 +284,8 @@ class ControlThread(threading.Thread):
                         # What it said last may not have been read yet.
                         self._hear()
                         self.route(self.coordinator.lost(entry[0]))
-            elif self._socket:
-                sent(self._socket, CODEC.encode(entry))
+            elif self._line:
+                sent(self._line.socket, CODEC.encode(entry))
 
     def _open(self, form: FormGroup) -> None:
         def formed(fault: str, mismatch: bool) -> None:
@@ -238,4 +296,15 @@ class ControlThread(threading.Thread):
             with self.changed:
                 self.act(self.member.transferred(transfer.epoch, transfer.round, outcome))
 
-        self._threads[form.epoch] = EpochThread(lambda stop: self._connect(form, stop), formed, transferred)
+        def put(message: Put | Ask) -> None:
+            with self.changed:
+                self.act([message])
+
+        store = None if form.store else LineStore(form.epoch, put)
+        if store is not None:
+            self._stores[form.epoch] = store
+
+        def connect(over: threading.Event) -> EpochTransfers:
+            return self._connect(form, Meeting(store=form.store, host=self._host, line=store, over=over))
+
+        self._threads[form.epoch] = EpochThread(connect, formed, transferred)

@@ -1,7 +1,8 @@
 """A process group of one epoch, apart from torch's default one: gloo between processors, NCCL between GPUs.
 
-A rank of one side meets the ranks of the other in a file of a private folder; gloo listens on loopback alone. The group
-can be aborted from another thread at any time, which ends what any rank of it is waiting for.
+Within a host a rank meets the others in a file of a private folder, and all listen on loopback alone; between hosts
+they meet over the line, and listen at the address by which others find theirs. The group can be aborted from another
+thread at any time, which ends what any rank of it is waiting for.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from transport.errors import WaitTimeout
-from transport.weights.sharded.rendezvous import Rendezvous
+from transport.weights.executors.interface import interface_of
+from transport.weights.sharded.rendezvous import Meeting
 
 Backend = Literal["gloo", "nccl", "shared_memory", "cuda_ipc"]
 ONE_SIDED = ("shared_memory", "cuda_ipc")
@@ -35,20 +35,20 @@ class ProcessGroup:
     """Point-to-point exchange between the ranks of one epoch."""
 
     def __init__(
-        self, backend: str, store: str, rank: int, size: int, *, connect_s: float, stop: threading.Event,
+        self, backend: str, meeting: Meeting, rank: int, size: int, *, connect_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """Meets the other ranks, all of which do the same, within `connect_s`; RuntimeError if they do not.
 
-        `stop`: ends the waiting for them."""
+        WeightError: this host has no such address as `meeting` says."""
         backend = "gloo" if backend in ONE_SIDED else backend
         self.rank, self.size, self.backend = rank, size, backend
-        rendezvous = dist.FileStore(store, size)  # type: ignore[attr-defined]
-        timeout = datetime.timedelta(seconds=connect_s)
-        rendezvous.set_timeout(timeout)
+        self._store = meeting.rendezvous(backend, size, connect_s, clock)
+        """NCCL looks into it again at the first message to each peer."""
         if backend == "gloo":
-            rendezvous = Rendezvous(rendezvous, stop, connect_s, clock)
-        self._group = _gloo(rendezvous, rank, size) if backend == "gloo" else _nccl(rendezvous, rank, size, timeout)
+            self._group = _gloo(self._store, rank, size, meeting.host)
+        else:
+            self._group = _nccl(self._store, rank, size, meeting.host, datetime.timedelta(seconds=connect_s))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Begin to send a dense tensor, which must keep its bytes until `wait` returns."""
@@ -92,17 +92,17 @@ def abort_gloo(group: Any, rank: int, size: int) -> None:
             nothing.wait(datetime.timedelta(milliseconds=1))
 
 
-def _gloo(store: Any, rank: int, size: int) -> Any:
+def _gloo(store: Any, rank: int, size: int, host: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    interface_of(host)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host or "127.0.0.1")]
     options._timeout = datetime.timedelta(seconds=CONNECT_S)
     options._threads = 1
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ["NCCL_SOCKET_IFNAME"] = loopback
+def _nccl(store: Any, rank: int, size: int, host: str, timeout: datetime.timedelta) -> Any:
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(host)}"
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)

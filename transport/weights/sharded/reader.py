@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket as sockets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -13,7 +12,6 @@ from typing import Any, Literal
 import torch
 
 from transport.weights.errors import AddressTaken, LayoutMismatch, SegmentError, WeightError, waited
-from transport.weights.executors.address import Address
 from transport.weights.executors.device_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
@@ -22,9 +20,10 @@ from transport.weights.protocol.pace import Deadlines
 from transport.weights.protocol.ranks import Offered, ReaderRank, TransferOutcome
 from transport.weights.protocol.verified import VerifiedOffer
 from transport.weights.sharded.chunks import chunks_between
-from transport.weights.sharded.control import ControlThread
+from transport.weights.sharded.control import ControlThread, Host, Line
 from transport.weights.sharded.put import Arrivals, peer_memory
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
+from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.steps import Step, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, Arriving, Exchange
 
@@ -56,6 +55,8 @@ class ShardedReader:
         clock: Callable[[], float] = time.monotonic,
         attempt: int = 0,
         memory: DeviceMemory | None = None,
+        host: Host | None = None,
+        seek: Callable[[], str] = lambda: "",
     ) -> None:
         """`layout`: of all ranks of the group called `name`. `ranks`: how many they are, if the last hold nothing.
 
@@ -63,7 +64,8 @@ class ShardedReader:
         flip; "copy" copies into the parameters' own memory. Tensors that are no Parameter, or have another dtype
         or device, are always copied. `device`: where versions arrive; a GPU where the trainer sends by nccl.
         `attempt`: the scheduler's, at this process; a later one takes the rank's place, whatever clocks say.
-        `memory`: stands in for a GPU's, by cuda_ipc."""
+        `memory`: stands in for a GPU's, by cuda_ipc. `host`: where the trainer may be on another host than this rank.
+        `seek`: where the trainer listens now, asked while it is silent; empty where nobody knows."""
         self.layout, self.rank, self.name = layout, rank, name
         self.ranks = ranks if ranks is not None else layout.ranks
         self._deadlines = deadlines or Deadlines()
@@ -86,9 +88,9 @@ class ShardedReader:
         )  # fmt: skip
         self._member = ReaderRank(join, self._deadlines)
         self._control = ControlThread(
-            self._member, self._connect, socket=Address(address).connected(),
+            self._member, self._connect, line=Line(address, host.keys if host else None, seek),
             heartbeat_s=self._deadlines.heartbeat_s, transfer_s=self._deadlines.transfer_s, clock=clock,
-            heard=self._announce,
+            heard=self._announce, host=host.address if host else "",
         )  # fmt: skip
         self._started = False
 
@@ -260,14 +262,14 @@ class ShardedReader:
                 with contextlib.suppress(BlockingIOError, OSError):
                     self._waker.send(b"\0")
 
-    def _connect(self, form: FormGroup, stop: threading.Event) -> Receiving:
+    def _connect(self, form: FormGroup, meeting: Meeting) -> Receiving:
         assert self._buffers is not None
         if form.deltas:
             raise LayoutMismatch(
                 f"the trainer sends deltas; found a reader of whole versions at rank {self.rank} of group "
                 f"'{self.name}'; take deltas.ends.DeltaReader, or a trainer without deltas"
             )
-        return Receiving(self, self._buffers, form, stop)
+        return Receiving(self, self._buffers, form, meeting)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -281,7 +283,7 @@ def _segment(offered: Offered) -> str:
 class Receiving:
     """The receiver's end of one epoch."""
 
-    def __init__(self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, stop: threading.Event) -> None:
+    def __init__(self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, meeting: Meeting) -> None:
         plan = reshard(Layout.from_plain(form.layout), reader.layout)
         found = {of: chunks_between(plan, of, reader.rank, form.bucket_bytes) for of in range(form.sources)}
         self._chunks = {peer: cut for peer, cut in found.items() if cut}
@@ -291,7 +293,8 @@ class Receiving:
         self._buffers, self._device, self._lock = buffers, reader._device, reader._control.changed
         self._steps: dict[int, list[Step]] = {}
         self._exchange = Exchange(
-            form, form.sources + reader.rank, self._chunks, self._device, reader._deadlines.form_s, stop, reader._clock
+            form, form.sources + reader.rank, self._chunks, self._device, reader._deadlines.form_s, meeting,
+            reader._clock,
         )  # fmt: skip
         self._reader = reader
         self._memory = reader._memory_of(form.backend)

@@ -1,20 +1,80 @@
-"""Where the ranks of an epoch meet over gloo: a file, whose readers another thread can send home."""
+"""Where the ranks of an epoch find each other, and what ends their waiting: a file, or the coordinator's line."""
 
 from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
+from transport.weights.protocol.messages import Ask, Put, Told
+
 NAP_S = 0.002
 """Between two looks whether another rank has come."""
+AGAIN_S = 1.0
+"""Until a value is asked for once more: a message may be lost."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Of one rank in one epoch."""
+
+    store: str = ""
+    """The file, which is of this machine; empty where ranks meet over the line."""
+    host: str = ""
+    """The address by which the others find this host; empty: all are on one."""
+    line: LineStore | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set by whoever gives the epoch up: nobody waits any more."""
+
+    def rendezvous(self, backend: str, size: int, patience_s: float, clock: Callable[[], float]) -> Any:
+        """A store for `size` ranks, each of whose waits lasts `patience_s` at most."""
+        store: Any = self.line
+        if store is None:
+            store = dist.FileStore(self.store, size)  # type: ignore[attr-defined]
+            store.set_timeout(datetime.timedelta(seconds=patience_s))
+            if backend == "nccl":
+                return store
+        return Rendezvous(store, self.over, patience_s, clock)
+
+
+class LineStore:
+    """Values that ranks put and ask for over the line, where only members with the keys of the run are heard."""
+
+    def __init__(self, epoch: int, send: Callable[[Put | Ask], None]) -> None:
+        self._epoch, self._send = epoch, send
+        self._known: dict[str, bytes] = {}
+        self._asked: dict[str, float] = {}
+
+    def told(self, message: Told) -> None:
+        """Another rank's value has come."""
+        self._known[message.key] = message.value
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Put it."""
+        self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._send(Put(epoch=self._epoch, key=key, value=self._known[key]))
+
+    def get(self, key: str) -> bytes:
+        """One that is known."""
+        return self._known[key]
+
+    def check(self, keys: Iterable[str]) -> bool:
+        """Whether all are known; the others are asked for."""
+        missing, now = [key for key in keys if key not in self._known], time.monotonic()
+        for key in missing:
+            if now - self._asked.get(key, float("-inf")) >= AGAIN_S:
+                self._asked[key] = now
+                self._send(Ask(epoch=self._epoch, key=key))
+        return not missing
 
 
 class Rendezvous(dist.Store):  # type: ignore[name-defined, misc]
-    """A store that gloo's ranks meet in, whose waits another thread can end: torch's own last their full time."""
+    """A store that ranks meet in, whose waits another thread can end: torch's own last their full time."""
 
     def __init__(self, store: Any, stop: threading.Event, patience_s: float, clock: Callable[[], float]) -> None:
         """`patience_s`: of every wait."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGrou
 from transport.weights.protocol.ranks import TransferOutcome
 from transport.weights.sharded.chunks import Sums
 from transport.weights.sharded.process_group import ONE_SIDED, ProcessGroup
+from transport.weights.sharded.rendezvous import Meeting
 
 DEPTH = 4
 """Messages under way at once, at least."""
@@ -124,22 +124,20 @@ class Exchange:
         peers: Iterable[int],
         device: torch.device,
         connect_s: float,
-        stop: threading.Event,
+        meeting: Meeting,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Meets the epoch's other ranks. `rank`: among them, source ranks first. `peers`: those it exchanges with.
 
-        `device`: where weights lie, and messages if they carry them. `stop`: set by whoever gives the epoch up, while
-        they meet or later."""
+        `device`: where weights lie, and messages if they carry them. `meeting`: where they find each other."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._group = ProcessGroup(
-            form.backend, form.store, rank, form.sources + form.ranks, connect_s=connect_s, stop=stop,
-            clock=clock,
-        )  # fmt: skip
+            form.backend, meeting, rank, form.sources + form.ranks, connect_s=connect_s, clock=clock
+        )
         device = torch.device("cpu") if form.backend in ONE_SIDED else device
         self._device, self._clock = device, clock
-        self._stop = stop
+        self._over = meeting.over
         # One byte to each in the order of the ranks, which is the same for all: NCCL connects a pair at its first
         # message and waits for it, and pairs that wait for each other in a circle would do so for ever.
         greeting = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -149,7 +147,7 @@ class Exchange:
 
     def abort(self) -> None:
         """End what runs, from another thread."""
-        self._stop.set()
+        self._over.set()
         self._group.abort()
 
     def agree(
@@ -229,7 +227,7 @@ class Exchange:
 
     def _wait(self, work: Any, deadline: float) -> None:
         self._group.wait(work, deadline, self._clock, is_watched=True)
-        if self._stop.is_set():
+        if self._over.is_set():
             raise Cancelled("the transfer was given up")
 
 

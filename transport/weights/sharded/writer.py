@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import secrets
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ import torch
 
 from transport.errors import PeerGone
 from transport.weights.errors import WeightError
-from transport.weights.executors.address import Address
 from transport.weights.executors.device_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
@@ -25,9 +23,10 @@ from transport.weights.protocol.ranks import SourceRank, TransferOutcome
 from transport.weights.protocol.roster import ReaderStatus
 from transport.weights.protocol.rounds import Coordinator, Sent
 from transport.weights.sharded.chunks import chunks_between
-from transport.weights.sharded.control import ControlThread, Listener
+from transport.weights.sharded.control import ControlThread, Host, Line, Listener
 from transport.weights.sharded.process_group import Backend
 from transport.weights.sharded.put import Deposits, peer_memory
+from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.staging import BorrowedTensors, Snapshots, Staging, Tensors, checked
 from transport.weights.sharded.steps import Step, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, Exchange, Outbound
@@ -64,10 +63,13 @@ class ShardedWriter:
         clock: Callable[[], float] = time.monotonic,
         attempt: int = 0,
         memory: DeviceMemory | None = None,
+        host: Host | None = None,
+        listener: Listener | None = None,
     ) -> None:
         """`layout`: of all ranks of the trainer. `ranks`: how many they are, if some of the last hold nothing.
 
-        `address`: ipc:///folder/name.sock or tcp://127.0.0.1:port; the same at every rank. `backend`: shared_memory
+        `address`: ipc:///folder/name.sock or tcp://127.0.0.1:port; with `host`, any tcp://host:port; the same at every
+        rank. `listener`: rank 0's that is bound there already. `backend`: shared_memory
         and cuda_ipc write straight into the memory of readers, all of which are on this machine. `hold`: "snapshot"
         copies each version into one of at most two buffers, so that groups may take it at any later time; with
         "until_settle" it is sent from the trainer's tensors, which must not change until `settle` has returned.
@@ -92,15 +94,16 @@ class ShardedWriter:
         self._pending: tuple[int, Tensors] | None = None
         self._closed = False
         member = SourceRank(rank, self.ranks, layout.key, self._deadlines, clock(), incarnation=attempt)
-        listener = Listener(address) if rank == 0 else None
+        keys = host.keys if host else None
+        listener = (listener or Listener(address, keys)) if rank == 0 else None
         coordinator = None if listener is None else Coordinator(
-            self.ranks, layout.key, layout.to_plain(), f"{listener.folder}/", backend=backend,
+            self.ranks, layout.key, layout.to_plain(), listener.store, backend=backend,
             bucket_bytes=bucket_bytes, deltas=self.deltas, writer=secrets.randbits(62), now=clock(),
             deadlines=self._deadlines,
         )  # fmt: skip
         self._member, self._coordinator = member, coordinator
         self._control = ControlThread(
-            member, self._connect, socket=None if listener else Address(address).connected(),
+            member, self._connect, line=None if listener else Line(address, keys), host=host.address if host else "",
             heartbeat_s=self._deadlines.heartbeat_s, transfer_s=self._deadlines.transfer_s, clock=clock,
             coordinator=coordinator, listener=listener,
         )  # fmt: skip
@@ -235,8 +238,8 @@ class ShardedWriter:
         """Versions whose memory must not change; the caller holds the control thread's lock."""
         return self._member.kept
 
-    def _connect(self, form: FormGroup, stop: threading.Event) -> Sending:
-        return Sending(self, form, stop)
+    def _connect(self, form: FormGroup, meeting: Meeting) -> Sending:
+        return Sending(self, form, meeting)
 
     def _check(self) -> None:
         if self._closed:
@@ -253,7 +256,7 @@ class ShardedWriter:
 class Sending:
     """The sender's end of one epoch."""
 
-    def __init__(self, writer: ShardedWriter, form: FormGroup, stop: threading.Event) -> None:
+    def __init__(self, writer: ShardedWriter, form: FormGroup, meeting: Meeting) -> None:
         theirs = Layout.from_plain(form.layout)
         plan = reshard(writer.layout, theirs)
         cuts = [chunks_between(plan, writer.rank, to, form.bucket_bytes) for to in range(form.ranks)]
@@ -264,7 +267,7 @@ class Sending:
         self._sources, self._ranks = form.sources, form.ranks
         self._steps: dict[int, list[Step]] = {}
         self._exchange = Exchange(
-            form, writer.rank, self._chunks, self._device, writer._deadlines.form_s, stop, writer._clock
+            form, writer.rank, self._chunks, self._device, writer._deadlines.form_s, meeting, writer._clock
         )
         self._deposits: Deposits | None = None
         if memory := writer._memory_of(form.backend):

@@ -34,7 +34,7 @@ def test_no_epoch_begins_while_a_rank_closes():
         raise AssertionError("an epoch began that nobody ends")
 
     control = member.control = ControlThread(
-        member, connect, socket=None, heartbeat_s=0.01, transfer_s=1.0, clock=time.monotonic
+        member, connect, line=None, heartbeat_s=0.01, transfer_s=1.0, clock=time.monotonic
     )  # fmt: skip
     control.start()
     control.close([])

@@ -15,6 +15,7 @@ from transport.weights.protocol.ranks import Transfer, TransferOutcome
 from transport.weights.sharded.epoch_thread import EpochThread
 from transport.weights.sharded.process_group import ProcessGroup
 from transport.weights.sharded.put import Arrival, Deposit
+from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.steps import Step
 
 from ..sharded_rig import (
@@ -375,11 +376,11 @@ def test_no_thread_of_a_transfer_outlives_the_ends_that_began_it(address, monkey
 
 
 def test_a_process_group_whose_peers_never_come_is_given_up_at_once(tmp_path):
-    stop, ended = threading.Event(), []
+    meeting, ended = Meeting(str(tmp_path / "store")), []
 
     def meet():
         try:
-            ProcessGroup("gloo", str(tmp_path / "store"), 0, 2, connect_s=60.0, stop=stop)
+            ProcessGroup("gloo", meeting, 0, 2, connect_s=60.0)
         except RuntimeError as error:
             ended.append(str(error))
 
@@ -387,7 +388,7 @@ def test_a_process_group_whose_peers_never_come_is_given_up_at_once(tmp_path):
     thread.start()
     time.sleep(0.2)
     assert thread.is_alive()
-    stop.set()
+    meeting.over.set()
     thread.join(20)
     assert not thread.is_alive() and "have not come" in ended[0]
 
