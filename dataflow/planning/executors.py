@@ -1,6 +1,7 @@
 """How the weights get from each trainer rank to each reader rank: a pure function of where the two sit."""
 
 import collections
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,12 @@ def obstacle(executor: str, source: Seat, destination: Seat) -> str | None:
     if executor == "nccl" and (source.machine, source.device) == (destination.machine, destination.device):
         return "a GPU of its own for each end"
     return None
+
+
+def between_hosts(trainer: Placement, reader: Placement) -> str:
+    """The executor for a trainer and a reader wherever their hosts are."""
+    source, destination = _seat(trainer, 0, 0, False), _seat(reader, 0, 0, False)
+    return choose([dataclasses.replace(source, machine="one")], [dataclasses.replace(destination, machine="another")])
 
 
 def weight_paths(

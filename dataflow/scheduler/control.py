@@ -213,7 +213,7 @@ class Scheduler:
         settings = dataclasses.replace(
             self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt, device=record.device,
             control=self._server.address, sockets=str(self._server.folder), senders=command.senders or {},
-            at=record.addresses,
+            at=record.at,
         )  # fmt: skip
         trains = any(graph.operators[node].trains for node in record.nodes)
         self._server.spawn(record.name, settings.to_plain(), not graph.is_light(record.nodes), trains)

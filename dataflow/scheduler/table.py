@@ -140,6 +140,12 @@ class WorkerRecord:
         return together(self.earlier, self.heartbeat)
 
     @property
+    def at(self) -> dict[str, str]:
+        """As `Settings.at` has it: by edge, and by line and executor."""
+        lines = {f"{name}.{by}": address for name, line in self.lines.items() for by, address in line.at.items()}
+        return {**self.addresses, **lines}
+
+    @property
     def device(self) -> str:
         """Torch's name of its first device."""
         return f"cuda:{self.gpus[0]}" if self.gpus else "cpu"
