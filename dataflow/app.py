@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.markup import escape
 
+from dataflow.agent.hosted import HOSTED
 from dataflow.display import say
 from dataflow.errors import DataflowError, GraphError
 from dataflow.folder.run_folder import RunFolder
@@ -17,7 +18,9 @@ from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.launch import Launch, check_flags, recorded_launch, this_launch
 from dataflow.history.replay import Wishes, report_replay
+from dataflow.launchers.named import known_hosts, launcher_named
 from dataflow.limits import Limits
+from dataflow.planning.hosts import Devices
 from dataflow.run import inline, make_plan, run
 
 
@@ -57,6 +60,8 @@ def main(
         else:
             _act(graph, flags, this_launch(chosen) if args is None else None, limits)
     except DataflowError as error:
+        if HOSTED.get() is not None:
+            raise
         _say(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", error)
         status = 1
     except KeyboardInterrupt as error:
@@ -89,12 +94,14 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
         "executor of the weight plane: shared_memory, cuda_ipc, gloo, nccl; chosen if left out",
     ),
     "listen": (str, "", "address of this machine for edges and control, over tcp with keys; ipc alone if left out"),
+    "place": (str, "", "hosts of a node's replicas, in turn, as in generator=a+b,trainer=c; chosen if left out"),
     "link_gbps": (float | None, None, "gigabits per second between machines; slow ones carry what changed alone"),
     "message_bytes": (int, MESSAGE_BYTES, "most bytes of one message on a data edge; a larger group goes in parts"),
     "runs": (Path, Path("runs"), "where the run folder goes"),
     "resume": (Path | None, None, "a run folder in which to go on, with the same flags; or use dataflow resume"),
     "standby": (bool, False, "another process takes the scheduler's place should it die"),
     "keep_steps": (int | None, None, "keep the rollouts of the last steps alone, and what recovery and replay need"),
+    "on": (str, "", "where: local:3 for three agents on this machine; worker processes of its own if left out"),
     "inline": (bool, False, "one process, one thread, bit-exact"),
     "explain": (bool, False, "print the plan and stop"),
     "draw": (Path | None, None, "draw the graph (.svg, .dot, .mmd or .html) and stop"),
@@ -108,16 +115,19 @@ def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None, limits: Lim
         "ranks": _counts("ranks", flags["ranks"]),
         "steps": flags["steps"], "scale": _schedule(flags["scale"]), "weights": flags["weights"],
         "listen": flags["listen"], "message_bytes": flags["message_bytes"], "link_gbps": flags["link_gbps"],
+        "place": _hosts(flags["place"]),
     }  # fmt: skip
+    launcher = launcher_named(flags["on"]) if flags["on"] else None
     if flags["explain"] or flags["draw"]:
-        planned = make_plan(graph, **how, one_process=flags["inline"])
+        devices = Devices.of(known_hosts(launcher)) if launcher is not None else None
+        planned = make_plan(graph, **how, devices=devices, one_process=flags["inline"])
         if flags["explain"]:
             print(planned.explain())
         if flags["draw"]:
             print(f"drew {graph.draw(flags['draw'], planned)}")
         return
     run(
-        graph, **how, on=inline() if flags["inline"] else None, seed=flags["seed"], runs=flags["runs"],
+        graph, **how, on=inline() if flags["inline"] else launcher, seed=flags["seed"], runs=flags["runs"],
         quiet=flags["quiet"], resume=flags["resume"],
         standby=flags["standby"], keep_steps=flags["keep_steps"], launch=launch, limits=limits,
     )  # fmt: skip
@@ -185,6 +195,21 @@ def _counts(flag: str, text: str) -> dict[str, int]:
         if not isinstance(value, int):
             raise GraphError(f"--{flag} is {text!r}, which cannot be read at {name}={value}; write it as {name}=2")
         found[name] = value
+    return found
+
+
+def _hosts(text: str) -> dict[str, tuple[str, ...]]:
+    """`generator=a+b,trainer=c` as a mapping of nodes to hosts; what a host is called may be a number."""
+    found: dict[str, tuple[str, ...]] = {}
+    for part in filter(None, text.split(",")):
+        name, _, hosts = part.partition("=")
+        named = tuple(host.strip() for host in hosts.split("+"))
+        if not name.strip() or not all(named) or name.strip() in found:
+            raise GraphError(
+                f"--place is {text!r}, which cannot be read at {part!r}; write it as generator=a+b,trainer=c, each "
+                f"node once"
+            )
+        found[name.strip()] = named
     return found
 
 

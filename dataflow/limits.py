@@ -35,7 +35,9 @@ class Limits:
     start_s: float = 300.0
     """From the first fork until every worker is ready, and for each restart: large models take long to load."""
     hang_s: float = 15.0
-    """Without a heartbeat, a worker counts as hanging."""
+    """Without a heartbeat, a worker counts as hanging, and a host as lost."""
+    host_s: float = 600.0
+    """For a host to join, where those that are left have no room for the workers of one that was lost."""
     stopped_s: float = 1.0
     """A worker that somebody has stopped (SIGSTOP) is let go on after so long."""
     stuck_s: float = 600.0
@@ -88,6 +90,14 @@ def joins_too_long(limits: Limits, folder: str, name: str, missing: object) -> D
     return DeadlineError(
         f"the scheduler waited {limits.start_s:.0f} s for '{name}' to join, which waits for {missing}; "
         f"see {folder}/logs/{name}.log, or raise Limits.start_s"
+    )
+
+
+def no_host_for_too_long(limits: Limits, folder: str, wanted: str) -> DeadlineError:
+    """Of a run that has lost a host. wanted: who needs what, and what there is."""
+    return DeadlineError(
+        f"the scheduler waited {limits.host_s:.0f} s for a host that joins, as {wanted}; have more hosts join and "
+        f"resume the run, or raise Limits.host_s ({folder})"
     )
 
 

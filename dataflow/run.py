@@ -1,5 +1,6 @@
 """`run(graph)`: plans it, runs it on this machine or inline, and returns what came of it."""
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -10,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
+from dataflow.agent.hosted import HOSTED
 from dataflow.display import for_a_while, make_view
 from dataflow.errors import GraphError, Replaced
 from dataflow.folder.ledger import Ledger
@@ -24,15 +24,18 @@ from dataflow.history.launch import KEY, Launch
 from dataflow.history.resume import Begun, Recorded, check_same, go_on_with, has_begun, take_up
 from dataflow.history.summary import summarize
 from dataflow.history.verify import Verdict, verify
+from dataflow.launchers.hosts import Request, check_hosted, hosted, program_of
+from dataflow.launchers.launcher import Launcher
 from dataflow.limits import Limits
 from dataflow.planning.hosts import Devices
+from dataflow.planning.inputs import Place, PlanInputs
 from dataflow.planning.model_size import measure_models
 from dataflow.planning.plan import Plan, plan
 from dataflow.planning.sharing import Wishes
+from dataflow.planning.this_machine import this_machine as this_machine
 from dataflow.scheduler import orphans, scaling
 from dataflow.scheduler.execute import Run, Times, execute, take
 from dataflow.scheduler.table import Table
-from dataflow.system.gpu_memory import gpu_memory
 from dataflow.system.log import log_to
 from dataflow.system.security import check_listen
 from dataflow.worker.host import Settings
@@ -93,15 +96,6 @@ class Result:
         return max(self.busy_seconds.values(), default=0.0) / self.seconds if self.seconds else 0.0
 
 
-def this_machine() -> Devices:
-    """Cores, memory and accelerators at hand, without importing torch."""
-    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Devices(
-        cpus=cpus, gpus=gpus, memory_bytes=psutil.virtual_memory().total, gpu_memory_bytes=gpu_memory() if gpus else 0
-    )
-
-
 def make_plan(
     graph: Graph,
     *,
@@ -115,6 +109,7 @@ def make_plan(
     listen: str = "",
     message_bytes: int = MESSAGE_BYTES,
     link_gbps: float | None = None,
+    place: Place | None = None,
     one_process: bool = False,
 ) -> Plan:
     """The plan that `run` would use."""
@@ -130,7 +125,7 @@ def make_plan(
     made = plan(
         graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
         sizes=measure_models(graph), scale=scale, weights=weights, message_bytes=message_bytes,
-        one_process=one_process,
+        place=place, one_process=one_process,
     )  # fmt: skip
     for wishes in made.scale.values():
         scaling.check(Table(graph=graph, plan=made), wishes)
@@ -140,7 +135,7 @@ def make_plan(
 def run(
     graph: Graph,
     *,
-    on: Inline | None = None,
+    on: Inline | Launcher | None = None,
     gpus: Wishes | Literal["shared"] | None = None,
     replicas: Mapping[str, int] | None = None,
     ranks: Mapping[str, int] | None = None,
@@ -154,6 +149,7 @@ def run(
     listen: str = "",
     message_bytes: int = MESSAGE_BYTES,
     link_gbps: float | None = None,
+    place: Place | None = None,
     resume: str | Path | None = None,
     standby: bool = False,
     keep_steps: int | None = None,
@@ -161,7 +157,8 @@ def run(
 ) -> Result:
     """Run a graph to its end, or for so many steps.
 
-    on: `inline()` for one process; None for worker processes on this machine.
+    on: `inline()` for one process; None for worker processes on this machine; a launcher, such as `local(3)`, for
+    several hosts, each of which runs this program up to its `run` (docs/hosts.md).
     gpus, replicas, ranks: see `plan`. scale: replicas that a node is to have from a step on, {100: {"generator": 3}}.
     weights: the weight plane's executor (see `executors`); None: chosen from where the ranks sit.
     listen: an address of this machine; edges and control go over tcp there, encrypted, with keys made for this run;
@@ -169,6 +166,7 @@ def run(
     message_bytes: most bytes of one message on a data edge: batches are cut, a larger group goes in parts.
     link_gbps: gigabits per second between machines, and of weights="gloo" or "nccl" wherever they go; where the link is
     slow, weights travel as what changed. None: unknown, and everything travels.
+    place: by node, the host of its replicas, or several that they take in turn.
     seed: of prompts' order, sampling and scorers; 0 when None. runs: where the run folder goes.
     resume: the folder of a run of this graph that is to go on; it has its seed and, where None is given, its steps.
     Where its scheduler has died a moment ago, its workers are still at work, and are taken over.
@@ -188,6 +186,9 @@ def run(
     >>> run(g, on=inline(), steps=3, runs="runs", quiet=True).verdict.clean
     True
     """
+    if (host := HOSTED.get()) is not None:
+        _check_files(graph)
+        host.serve(graph, make_plan(graph, **host.inputs.arguments))
     if steps is not None and steps < 1:
         raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")
     if keep_steps is not None and keep_steps < 0:
@@ -203,20 +204,39 @@ def run(
         check_same(before, recorded, graph_facts(graph), seed)
         steps, seed = recorded.steps if steps is None else steps, recorded.seed
         keep_steps = recorded.config.get(KEEP) if keep_steps is None else keep_steps
-    devices = dataclasses.replace(this_machine(), cpus=1) if on is not None else None
-    planned = make_plan(
-        graph, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, devices=devices, scale=scale,
-        weights=weights, listen=listen, message_bytes=message_bytes, link_gbps=link_gbps,
-        one_process=on is not None,
+    if isinstance(on, Launcher):
+        check_hosted(listen, standby=standby)
+    in_one_process = isinstance(on, Inline)
+    here = this_machine()
+    inputs = PlanInputs(
+        devices=dataclasses.replace(here, cpus=1) if in_one_process else here, gpus=gpus, replicas=replicas or {},
+        ranks=ranks or {}, steps=steps, scale=scale or {}, weights=weights, listen=listen,
+        message_bytes=message_bytes, link_gbps=link_gbps, place=place or {},
     )  # fmt: skip
-    folder = before or RunFolder.create(runs, graph.name)
-    settings = Settings(
-        folder=str(folder.path), seed=seed or 0, steps=steps, keep_steps=keep_steps, listen=listen,
-        limits=limits or Limits(),
-    )  # fmt: skip
-    as_it_was = {"steps": steps, KEEP: keep_steps} | plan_facts(graph, planned)
-    may_take = recorded is not None and on is None and recorded.has(as_it_was)
-    with held(folder, take=lambda: take(folder, may_take)) as taken:
+
+    def may_take(planned: Plan) -> bool:
+        as_it_was = {"steps": steps, KEEP: keep_steps} | plan_facts(graph, planned)
+        return recorded is not None and not in_one_process and recorded.has(as_it_was)
+
+    with contextlib.ExitStack() as open_:
+        server = None
+        if isinstance(on, Launcher):
+            folder = before or RunFolder.create(runs, graph.name)
+            open_.enter_context(held(folder))
+            made = open_.enter_context(hosted(on, Request(
+                graph=graph, inputs=inputs, make_plan=lambda inputs: make_plan(graph, **inputs.arguments),
+                launch=program_of(launch), folder=folder, listen=listen or on.listen, limits=limits or Limits(),
+                may_take=may_take,
+            )))  # fmt: skip
+            planned, taken, server = made.plan, made.taken, made.server
+        else:
+            planned = make_plan(graph, **inputs.arguments, one_process=in_one_process)
+            folder = before or RunFolder.create(runs, graph.name)
+            taken = open_.enter_context(held(folder, take=lambda: take(folder, may_take(planned))))
+        settings = Settings(
+            folder=str(folder.path), seed=seed or 0, steps=steps, keep_steps=keep_steps, listen=listen,
+            limits=limits or Limits(),
+        )  # fmt: skip
         if taken is not None:
             begun = taken.begun
         elif recorded is None:
@@ -230,7 +250,7 @@ def run(
             _describe_again(folder, graph, planned, settings, recorded, begun)
         what = Run(
             graph=graph, plan=planned, settings=settings, begun=begun, quiet=quiet,
-            in_one_process=on is not None, taken=taken,
+            in_one_process=in_one_process, taken=taken, server=server,
         )  # fmt: skip
         terminal = os.dup(2) if standby else None
         if terminal is not None:

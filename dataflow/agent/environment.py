@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,15 +37,19 @@ class AgentEnvironment:
         return {f"{_PREFIX}{name.upper()}": value for name, value in vars(self).items() if value}
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> "AgentEnvironment":
-        """What `to_environ` made. Errors: RunError for what is missing."""
-        found = {name: environ.get(f"{_PREFIX}{name.upper()}", "") for name in cls.__dataclass_fields__}
+    def take(cls, environ: MutableMapping[str, str]) -> "AgentEnvironment":
+        """What `to_environ` made; it is taken out, as it concerns nobody that is started from here. Errors: RunError
+        for what is missing."""
+        found = {name: environ.pop(f"{_PREFIX}{name.upper()}", "") for name in cls.__dataclass_fields__}
         missing = [f"{_PREFIX}{name.upper()}" for name in ("scheduler", "keys", "folder") if not found[name]]
         if missing:
             raise RunError(
                 f"an agent is told by its launcher where its scheduler is, but {' and '.join(missing)} is not set; "
                 f"start the run with --on, which starts its agents, or set what docs/hosts.md says"
             )
+        for number in ("cpus", "gpus"):
+            if found[number] and not found[number].isdecimal():
+                raise RunError(f"{_PREFIX}{number.upper()} is {found[number]!r}, which is no number; give one")
         return cls(**found)
 
     def read_keys(self) -> RunKeys:

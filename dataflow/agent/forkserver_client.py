@@ -29,7 +29,7 @@ from dataflow.agent.forkserver_messages import (
 )
 from dataflow.errors import Replaced, RunError
 from dataflow.system.channel import Channel
-from dataflow.system.child import Forked, fork, refuse_used_cuda
+from dataflow.system.child import Child, Forked, fork, refuse_used_cuda
 from dataflow.system.log import log_to
 from dataflow.system.messages import MessageError
 
@@ -78,7 +78,7 @@ class ForkserverClient:
         theirs.close()
         self._hold(connection, process)
 
-    def _hold(self, connection: Channel[Any], process: Forked) -> None:
+    def _hold(self, connection: Channel[Any], process: Child) -> None:
         self.pid = process.pid
         self._connection, self._process, self._is_replaced = connection, process, False
 
@@ -125,6 +125,11 @@ class ForkserverClient:
             f"over, and it ends without touching it; logs/scheduler.log in the run's folder tells how that goes on, "
             f"and `dataflow stop` ends it"
         )
+
+    @property
+    def pollable(self) -> int:
+        """Readable when something has happened."""
+        return self.fileno()
 
     def fileno(self) -> int:
         """For a poller."""

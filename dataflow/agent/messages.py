@@ -1,10 +1,21 @@
 """What a scheduler and the agent of a host say to each other; what concerns a forkserver is passed on as it is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Pause, Spawn, Stay
+from dataflow.agent.forkserver_messages import (
+    Alive,
+    AllHanded,
+    End,
+    Handed,
+    Kill,
+    Notice,
+    Pause,
+    Spawn,
+    Stay,
+    TakenAway,
+)
 from dataflow.system.messages import Codec, Natural, Plain
 
 # From an agent
@@ -47,9 +58,21 @@ class Built:
 
 @dataclass(frozen=True)
 class Failed:
-    """It cannot go on: what is wrong, for people."""
+    """The host cannot take part: what is wrong, for people."""
 
     error: str
+
+
+@dataclass(frozen=True)
+class Paused:
+    """All workers stand still, or go on."""
+
+    is_paused: bool
+
+
+@dataclass(frozen=True)
+class Bye:
+    """All workers have ended, and it ends."""
 
 
 # To an agent
@@ -57,14 +80,12 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class Begin:
-    """Build the program's graph, and plan it over these hosts."""
+    """Build the graph of the program, plan it over the hosts, and be ready to fork workers."""
 
     launch: Mapping[str, Plain]
     """As `Launch` has it, in plain values."""
-    hosts: Sequence[Mapping[str, Plain]]
-    """All of the run, in the order of the plan."""
-    steps: int | None
-    """That the run is to make."""
+    inputs: Mapping[str, Plain]
+    """As `PlanInputs` has them: all that the plan is made from beside the graph."""
     whereabouts: Mapping[str, str]
     """Of the scheduler, for workers: as `Whereabouts` has it."""
 
@@ -83,10 +104,18 @@ class Refused:
     error: str
 
 
-FromAgent: TypeAlias = Join | Built | Failed | Alive | Notice | Handed | AllHanded
+FromAgent: TypeAlias = Join | Built | Failed | Paused | Bye | Alive | Notice | Handed | AllHanded
 ToAgent: TypeAlias = Begin | HandOver | Refused | Spawn | Kill | Pause | Stay | Alive | End
 
-FROM_AGENT: Codec[FromAgent] = Codec("dataflow.from-agent", 1, Join, Built, Failed, Alive, Notice, Handed, AllHanded)
+FROM_AGENT: Codec[FromAgent] = Codec(
+    "dataflow.from-agent", 1, Join, Built, Failed, Paused, Bye, Alive, Notice, Handed, AllHanded
+)  # fmt: skip
 TO_AGENT: Codec[ToAgent] = Codec(
     "dataflow.to-agent", 1, Begin, HandOver, Refused, Spawn, Kill, Pause, Stay, Alive, End
 )  # fmt: skip
+
+FORKSERVER: Codec[Any] = Codec(
+    "dataflow.forkserver-of-host", 1, Begin, Built, Failed, Spawn, Kill, Pause, Stay, Alive, End, Notice, Handed,
+    AllHanded, TakenAway,
+)  # fmt: skip
+"""Between an agent and its forkserver, which runs the program."""

@@ -2,8 +2,10 @@
 
 import contextlib
 import importlib.machinery
+import importlib.util
 import os
 import pwd
+import runpy
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -37,25 +39,54 @@ class Launch:
         """For people."""
         return f"python -m {self.module}" if self.module else f"python {self.file}"
 
+    @property
+    def main_file(self) -> Path | None:
+        """The file of its code; None where it is not found."""
+        if self.file:
+            return Path(self.file).resolve()
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(self.module)
+            if spec is not None and spec.origin and spec.has_location:
+                return Path(spec.origin).resolve()
+        return None
+
     def command(self, *more: str) -> list[str]:
         """The command line with which it is started again. Errors: RunError when the program is not there any more."""
-        if not Path(self.folder).is_dir():
+        if missing := self._missing():
             raise RunError(
-                f"the run was started in '{self.folder}', which is not there any more; make that folder again, "
-                f"or call run(graph, resume=...) in a script"
-            )
-        if self.file and not Path(self.file).is_file():
-            raise RunError(
-                f"the run was started by '{self.file}', which is not there any more; put it back, "
-                f"or call run(graph, resume=...) in a script"
-            )
-        if self.module and not _found(self.module, self.folder):
-            raise RunError(
-                f"the run was started by module '{self.module}', which is not found from '{self.folder}'; put it "
-                f"back, set PYTHONPATH as it was, or call run(graph, resume=...) in a script"
+                f"the run was started {missing}; put it back as it was, PYTHONPATH too, or call "
+                f"run(graph, resume=...) in a script"
             )
         how = ["-m", self.module] if self.module else [self.file]
         return [sys.executable, *how, *self.arguments, *more]
+
+    def run_here(self) -> None:
+        """Run it in this process, as `command` would in one of its own. Errors: RunError when it is not there; what the
+        program raises, SystemExit among it."""
+        if missing := self._missing():
+            raise RunError(f"the program was started {missing}; have it at the same place on every host")
+        os.chdir(self.folder)
+        sys.argv = [self.file or self.module, *self.arguments]
+        sys.path.insert(0, self.folder if self.module else str(Path(self.file).parent))
+        if self.module:
+            runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(self.file, run_name="__main__")
+
+    @classmethod
+    def from_plain(cls, found: Mapping[str, Any]) -> "Launch":
+        """What JSON or msgpack has made of one."""
+        return cls(**{**found, "arguments": tuple(found["arguments"])})
+
+    def _missing(self) -> str:
+        """Which part of it is not there; empty: none."""
+        if not Path(self.folder).is_dir():
+            return f"in '{self.folder}', which is not there"
+        if self.file and not Path(self.file).is_file():
+            return f"by '{self.file}', which is not there"
+        if self.module and not _found(self.module, self.folder):
+            return f"by module '{self.module}', which is not found from '{self.folder}'"
+        return ""
 
 
 def this_launch(flags: Mapping[str, Any]) -> Launch | None:
@@ -75,7 +106,7 @@ def this_launch(flags: Mapping[str, Any]) -> Launch | None:
 def recorded_launch(folder: RunFolder) -> Launch | None:
     """How the run in a folder was started; None where it was by a script that calls `run`."""
     found = described(folder)[1].get(KEY)
-    return None if found is None else Launch(**{**found, "arguments": tuple(found["arguments"])})
+    return None if found is None else Launch.from_plain(found)
 
 
 def start_again(folder: RunFolder, *more: str, trust: bool = False) -> NoReturn:

@@ -1,12 +1,13 @@
-"""How the weights get from each trainer rank to each reader rank: a pure function of where the two sit."""
+"""How the weights get from a trainer's ranks to those of each reader: a pure function of where they sit."""
 
 import collections
-import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dataflow.errors import GraphError, nearest
 from dataflow.node import Generate
+from dataflow.planning.hosts import Devices
 from dataflow.planning.memory_need import amount
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.placement import Placement
@@ -17,6 +18,8 @@ EXECUTORS = ("local", "cuda_ipc", "shared_memory", "nccl", "gloo")
 """The one that is preferred stands first."""
 COLLECTIVE = ("gloo", "nccl")
 """Those that reach other machines."""
+WITHIN = ("cuda_ipc", "shared_memory")
+"""Those that never leave one."""
 SCAN_BYTES_PER_S = 0.8e9
 """At which both ends find and apply what changed (transport/weights/deltas); a faster link carries all of it sooner."""
 
@@ -36,22 +39,25 @@ class Seat:
         """Whether its tensors lie in an accelerator."""
         return self.device != "cpu"
 
+    def __str__(self) -> str:
+        return f"{self.device} of host '{self.machine}'" if self.machine else self.device
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightPath:
-    """One pair of ranks that weights travel between."""
+    """How weights travel from every rank of a trainer to every rank of one replica of a reader."""
 
     trainer: str
-    trainer_rank: int
     reader: str
     replica: int
-    rank: int
-    """Of the replica's processes."""
     executor: str
+    trainer_ranks: int = 1
+    ranks: int = 1
+    """Processes of the replica."""
     refresh: Refresh | None = None
     """Which versions take this way; None: all that the reader takes."""
     nbytes: int | None = None
-    """Most bytes that the reader's rank takes of a version, from all trainer ranks together; None: unknown."""
+    """Most bytes that each of its ranks takes of a version, from all trainer ranks together; None: unknown."""
     link_bytes_per_s: float | None = None
     """Of a link so slow that what changed is sent in place of everything, where that is less; None: of a faster one, or
     unknown."""
@@ -70,7 +76,7 @@ def obstacle(executor: str, source: Seat, destination: Seat) -> str | None:
         return None if together else "both ends in one process"
     if together:
         return "two processes"
-    if executor in ("shared_memory", "cuda_ipc") and source.machine != destination.machine:
+    if executor in WITHIN and source.machine != destination.machine:
         return "both ends on one machine"
     if executor in ("cuda_ipc", "nccl") and not (source.gpu and destination.gpu):
         return "both ends on GPUs"
@@ -79,10 +85,11 @@ def obstacle(executor: str, source: Seat, destination: Seat) -> str | None:
     return None
 
 
-def between_hosts(trainer: Placement, reader: Placement) -> str:
-    """The executor for a trainer and a reader wherever their hosts are."""
-    source, destination = _seat(trainer, 0, 0, False), _seat(reader, 0, 0, False)
-    return choose([dataclasses.replace(source, machine="one")], [dataclasses.replace(destination, machine="another")])
+def executor_between(trainer: Placement, reader: Placement, replica: int, *, apart: bool) -> str:
+    """What is chosen for a replica that is on the trainer's host, or apart from it, wherever they were planned."""
+    sources = [_seat(trainer, 0, rank, machine="trainer's") for rank in range(trainer.ranks)]
+    there = "another" if apart else "trainer's"
+    return choose(sources, [_seat(reader, replica, rank, machine=there) for rank in range(reader.ranks)])
 
 
 def weight_paths(
@@ -92,18 +99,24 @@ def weight_paths(
     *,
     forced: str | None = None,
     one_process: bool = False,
-    link_bytes_per_s: float | None = None,
+    devices: Devices,
 ) -> tuple[WeightPath, ...]:
-    """Every pair of ranks of every feedback edge; `forced` names an executor to use instead of the best.
+    """Every replica that reads, of every feedback edge; `forced` names an executor to use instead of the best.
 
-    link_bytes_per_s: between machines, and of a forced executor as if it went between them; None: unknown.
+    The rate of the devices' link counts between machines, and for a forced executor as if it went between them.
 
-    Raises GraphError when the forced one is unknown, or cannot serve some pair.
+    Raises GraphError when the forced one is unknown, or cannot serve some pair of ranks.
     """
     if forced is not None and forced not in EXECUTORS:
         raise GraphError(
             f"there is no weight executor '{forced}'; the run knows {list(EXECUTORS)}{nearest(forced, EXECUTORS)}; "
             f"name one of these, or leave weights= out to have it chosen"
+        )
+    if forced in WITHIN and devices.hosts:
+        raise GraphError(
+            f"weights cannot be forced to go by {forced} in a run over hosts, whose workers may move to another one "
+            f"when theirs is lost; found {len(devices.hosts)} hosts; leave weights= out, which takes what is fastest "
+            f"within a host and between two, or name one of {list(COLLECTIVE)}"
         )
     found: list[WeightPath] = []
     for feedback in graph.feedbacks:
@@ -119,22 +132,22 @@ def weight_paths(
         if size and model:
             has_ends = not isinstance(feedback.reader, Generate)
             nbytes = size.sent_bytes(model.dtype, model.lora, reader.ranks, has_ends=has_ends)
-        sources = [_seat(trainer, 0, rank, one_process) for rank in range(trainer.ranks)]
+        sources = [_seat(trainer, 0, rank, one_process=one_process) for rank in range(trainer.ranks)]
         _check_alike(graph, feedback, sizes)
         for replica in range(reader.replicas):
-            destinations = [_seat(reader, replica, rank, one_process) for rank in range(reader.ranks)]
-            chosen = choose(sources, destinations)
-            for rank, destination in enumerate(destinations):
-                for number, source in enumerate(sources):
-                    executor = _executor(forced, chosen, trainer.node, source, reader.node, destination)
-                    is_link = executor in COLLECTIVE and (forced or source.machine != destination.machine)
-                    found.append(
-                        WeightPath(
-                            trainer=trainer.node, trainer_rank=number, reader=reader.node, replica=replica, rank=rank,
-                            executor=executor, refresh=feedback.refresh, nbytes=nbytes,
-                            link_bytes_per_s=_slow(link_bytes_per_s) if is_link else None,
-                        )
-                    )  # fmt: skip
+            destinations = [_seat(reader, replica, rank, one_process=one_process) for rank in range(reader.ranks)]
+            executor = choose(sources, destinations)
+            if forced is not None:
+                _check_forced(forced, executor, trainer.node, sources, reader.node, destinations)
+                executor = forced
+            is_link = executor in COLLECTIVE and (forced or sources[0].machine != destinations[0].machine)
+            found.append(
+                WeightPath(
+                    trainer=trainer.node, trainer_ranks=trainer.ranks, reader=reader.node, replica=replica,
+                    ranks=reader.ranks, executor=executor, refresh=feedback.refresh, nbytes=nbytes,
+                    link_bytes_per_s=_slow(devices.link_bytes_per_s) if is_link else None,
+                )
+            )  # fmt: skip
     return tuple(found)
 
 
@@ -143,9 +156,7 @@ def explain(paths: tuple[WeightPath, ...]) -> list[str]:
     lines = []
     for trainer, reader in dict.fromkeys((path.trainer, path.reader) for path in paths):
         own = [path for path in paths if (path.trainer, path.reader) == (trainer, reader)]
-        senders = len({path.trainer_rank for path in own})
-        readers = len({path.replica for path in own})
-        ranks = len({path.rank for path in own})
+        senders, readers, ranks = own[0].trainer_ranks, len(own), own[0].ranks
         text = f"{senders} trainer rank{'s' if senders > 1 else ''} -> {readers} reader{'s' if readers > 1 else ''}"
         text += f" of {ranks} ranks" if ranks > 1 else ""
         text += f", up to {amount(own[0].nbytes)} each" if own[0].nbytes is not None else ""
@@ -167,14 +178,19 @@ def _slow(link_bytes_per_s: float | None) -> float | None:
 
 
 def summary(paths: list[WeightPath]) -> str:
-    """The executors of some pairs: one name, or several with the number of pairs of each."""
+    """The executors of some replicas: one name, or several with the number of replicas of each."""
     counts = collections.Counter(path.executor for path in paths)
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{name} x{n}" for name, n in counts.items())
 
 
-def _seat(placement: Placement, replica: int, rank: int, one_process: bool) -> Seat:
-    process = "" if one_process else f"{placement.worker}-{replica}.{rank}"
-    return Seat(process=process, device=placement.device(replica, rank))
+def _seat(
+    placement: Placement, replica: int, rank: int, *, one_process: bool = False, machine: str | None = None
+) -> Seat:
+    """machine: where it is; None: where it is planned to be."""
+    return Seat(
+        process="" if one_process else f"{placement.worker}-{replica}.{rank}", device=placement.device(replica, rank),
+        machine=placement.host(replica) if machine is None else machine,
+    )  # fmt: skip
 
 
 def _check_alike(graph: Structure, feedback: Feedback, sizes: Mapping[str, ModelSize]) -> None:
@@ -188,15 +204,16 @@ def _check_alike(graph: Structure, feedback: Feedback, sizes: Mapping[str, Model
         )
 
 
-def _executor(forced: str | None, chosen: str, trainer: str, source: Seat, reader: str, destination: Seat) -> str:
-    if forced is None:
-        return chosen
-    lacks = obstacle(forced, source, destination)
-    if lacks is not None:
-        raise GraphError(
-            f"weights cannot go from '{trainer}' to '{reader}' by {forced}, which needs {lacks}; "
-            f"they sit on {source.device} and {destination.device}"
-            f"{' of one process' if source.process == destination.process else ''}; "
-            f"leave weights= out to use {chosen}"
-        )
-    return forced
+def _check_forced(
+    forced: str, chosen: str, trainer: str, sources: Sequence[Seat], reader: str, destinations: Sequence[Seat]
+) -> None:
+    """Refuse an executor that cannot serve every pair of ranks."""
+    for source, destination in itertools.product(sources, destinations):
+        lacks = obstacle(forced, source, destination)
+        if lacks is not None:
+            raise GraphError(
+                f"weights cannot go from '{trainer}' to '{reader}' by {forced}, which needs {lacks}; "
+                f"they sit on {source} and {destination}"
+                f"{' of one process' if source.process == destination.process else ''}; "
+                f"leave weights= out to use {chosen}"
+            )

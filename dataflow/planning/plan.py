@@ -2,28 +2,29 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
-
-import networkx as nx
 
 from dataflow.check import check, too_large_groups
 from dataflow.draw.picture import Frame
 from dataflow.errors import GraphError, nearest
 from dataflow.group_bytes import MESSAGE_BYTES, message_fault
-from dataflow.node import Generate, Learn, Operator, Source
-from dataflow.planning.executors import WeightPath, explain, summary, weight_paths
+from dataflow.node import Generate, Learn, Source
+from dataflow.planning.executors import WeightPath, executor_between, explain, summary, weight_paths
 from dataflow.planning.hosts import Devices
-from dataflow.planning.inputs import digest
+from dataflow.planning.inputs import Place, digest
 from dataflow.planning.memory_need import Need, Spot, amount, check_fit, need_of
 from dataflow.planning.model_size import ModelSize
+from dataflow.planning.pins import read_place
 from dataflow.planning.placement import Placement
+from dataflow.planning.placing import Part, placed
+from dataflow.planning.ranks import check_replicas, ranks_of
 from dataflow.planning.sharing import (
     Group,
     Wishes,
-    assign,
     awake_at_once,
+    count_gpus,
     groups_of,
-    processes_at_once,
     read_wishes,
 )
 from dataflow.planning.sharing import explain as explain_turns
@@ -51,7 +52,9 @@ class Plan:
     """Sources that issue only when the control asks for an evaluation."""
     devices: Devices = field(default_factory=lambda: Devices(cpus=1))
     weight_paths: tuple[WeightPath, ...] = ()
-    """Every pair of ranks that weights travel between, and how."""
+    """Every replica that reads weights, and how they get to it."""
+    weights: str | None = None
+    """The executor that was asked for; None: chosen for each replica."""
     scale: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """From which step on how many replicas a node is to have."""
     turns: tuple[Group, ...] = ()
@@ -61,15 +64,21 @@ class Plan:
     message_bytes: int = MESSAGE_BYTES
     """Most bytes of one message on a data edge: batches are cut, a single group above it goes in parts."""
 
-    def executor(self, trainer: str, reader: str, replica: int) -> str:
-        """How weights get from a trainer to a replica, to its first rank from the trainer's first; a newcomer's are
-        those of the last replica that the plan knows."""
+    def executor(self, trainer: str, reader: str, replica: int, *, apart: bool | None = None) -> str:
+        """How weights get from a trainer to a replica; a newcomer's are those of the last replica that the plan knows.
+
+        apart: whether they are on two hosts now, where one of them may have moved; None: they are where they were
+        planned.
+        """
         known = min(replica, self.placements[reader].replicas - 1)
-        first = (trainer, reader, known, 0, 0)
-        return next(
-            path.executor for path in self.weight_paths
-            if (path.trainer, path.reader, path.replica, path.rank, path.trainer_rank) == first
-        )  # fmt: skip
+        if apart is None or self.weights is not None:
+            return self._executors[trainer, reader, known]
+        return executor_between(self.placements[trainer], self.placements[reader], known, apart=apart)
+
+    @cached_property
+    def _executors(self) -> dict[tuple[str, str, int], str]:
+        """By trainer, reader and replica."""
+        return {(path.trainer, path.reader, path.replica): path.executor for path in self.weight_paths}
 
     def link(self, trainer: str, executor: str) -> float | None:
         """Bytes per second of the slow links by which an executor carries a trainer's weights; None: of fast ones."""
@@ -173,6 +182,7 @@ def plan(
     scale: Mapping[int, Mapping[str, int]] | None = None,
     weights: str | None = None,
     message_bytes: int = MESSAGE_BYTES,
+    place: Place | None = None,
     one_process: bool = False,
 ) -> Plan:
     """Map the graph onto devices.
@@ -182,10 +192,12 @@ def plan(
     replicas: copies of a node that runs on CPU (accelerators count replicas by themselves).
     ranks: processes that share out the model of a trainer that runs on CPU (accelerators count them by themselves).
     scale: copies of a node from a step of the trainers on. weights: the executor of the weight plane; None: chosen
-    for each pair of ranks. message_bytes: most bytes of one message on a data edge; a larger group goes in parts.
+    for each reader. message_bytes: most bytes of one message on a data edge; a larger group goes in parts.
+    place: by node, the host of its replicas, or several that they take in turn; others are placed as `placing` says.
     one_process: all operators run in one.
-    Raises GraphError for unknown nodes, for more devices than there are, for ranks that cannot share a model out,
-    for an executor that cannot serve, and for groups that an edge could never hold.
+    Raises GraphError for unknown nodes and hosts, for more devices than there are, for ranks that cannot share a model
+    out or find no host that has room for all of them, for an executor that cannot serve, and for groups that an edge
+    could never hold.
 
     >>> from dataflow import Devices, Graph, Model, plan
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -203,41 +215,29 @@ def plan(
     ...
     """
     check(graph)
+    if one_process and devices.hosts:
+        raise GraphError(
+            f"a run in one process has one machine, but is to be planned over {len(devices.hosts)} hosts; run it in "
+            f"processes, or leave hosts out"
+        )
     if fault := message_fault(message_bytes):
         raise GraphError(fault)
     gpus = read_wishes(graph, gpus, devices.gpus)
-    replicas, ranks, sizes, scale = replicas or {}, ranks or {}, sizes or {}, scale or {}
-    for name in [*gpus, *replicas, *ranks, *(name for wishes in scale.values() for name in wishes)]:
+    replicas, ranks, sizes, scale, place = replicas or {}, ranks or {}, sizes or {}, scale or {}, place or {}
+    for name in [*gpus, *replicas, *ranks, *place, *(name for wishes in scale.values() for name in wishes)]:
         if name not in graph.operators:
             raise GraphError(
                 f"devices are given to '{name}', but the graph has {list(graph.operators)}"
                 f"{nearest(name, graph.operators)}; name one of these"
             )
-    assigned, turns = assign(gpus, devices.gpus), groups_of(graph, gpus)
-    workers = _workers(graph)
-    shared = {
-        name: _ranks(operator, len(assigned.get(name, ())), ranks.get(name), one_process)
-        for name, operator in graph.operators.items()
-    }
-    threads = _threads(graph, devices, replicas, shared, assigned, turns)
-    placements = {}
-    for name, operator in graph.operators.items():
-        on = assigned.get(name, ())
-        count = len(on) // shared[name] if on else replicas.get(name, 1)
-        check_replicas(operator, count)
-        model = operator.uses
-        size = sizes.get(model.source) if model else None
-        placements[name] = Placement(
-            node=name, worker=workers[name], replicas=count, ranks=shared[name], gpus=on,
-            dp_replicate=operator.traits.dp_replicate, tensor_parallel=operator.traits.tensor_parallel,
-            threads=1 if operator.light else threads,
-            need=need_of(graph, operator, size, shared[name]),
-        )  # fmt: skip
+    counts, turns = count_gpus(gpus, devices), groups_of(graph, gpus)
+    parts = _parts(graph, counts, replicas, ranks, sizes, one_process)
+    placements = placed(graph, parts, devices, turns, read_place(place, devices))
     made = Plan(
         placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
-        scale=scale, weight_paths=weight_paths(
+        scale=scale, weights=weights, weight_paths=weight_paths(
             graph, placements, sizes, forced=weights, one_process=one_process,
-            link_bytes_per_s=devices.link_bytes_per_s,
+            devices=devices,
         ),
         message_bytes=message_bytes, turns=turns,
     )  # fmt: skip
@@ -246,6 +246,26 @@ def plan(
     _check_scale(graph, made, one_process)
     check_fit(_needs(made), devices.room)
     return made
+
+
+def _parts(
+    graph: Structure,
+    gpus: Mapping[str, int],
+    replicas: Mapping[str, int],
+    ranks: Mapping[str, int],
+    sizes: Mapping[str, ModelSize],
+    one_process: bool,
+) -> dict[str, Part]:
+    """How often each node runs, as how many ranks, and what each needs."""
+    parts: dict[str, Part] = {}
+    for name, operator in graph.operators.items():
+        model = operator.uses
+        each = ranks_of(operator, gpus.get(name, 0), ranks.get(name), one_process)
+        count = gpus[name] // each if name in gpus else replicas.get(name, 1)
+        check_replicas(operator, count)
+        need = need_of(graph, operator, sizes.get(model.source) if model else None, each)
+        parts[name] = Part(replicas=count, ranks=each, gpus=gpus.get(name, 0), need=need)
+    return {name: parts[name] for name in dict.fromkeys([*gpus, *parts])}
 
 
 def _needs(made: Plan) -> list[tuple[str, Spot, Need]]:
@@ -260,15 +280,6 @@ def _needs(made: Plan) -> list[tuple[str, Spot, Need]]:
     ])  # fmt: skip
 
 
-def check_replicas(operator: Operator, count: int) -> None:
-    """Refuse a number of replicas that an operator cannot have."""
-    if count < 1 or (count > 1 and (operator.trains or operator.light)):
-        raise GraphError(
-            f"'{operator.name}' cannot run as {count} replicas; give 1 or more, to generators and forward operators "
-            f"only"
-        )
-
-
 def _check_scale(graph: Structure, made: Plan, one_process: bool) -> None:
     for step, wishes in made.scale.items():
         if step < 0:
@@ -280,85 +291,6 @@ def _check_scale(graph: Structure, made: Plan, one_process: bool) -> None:
             f"a run in one process has one replica of everything, but scale is {dict(made.scale)}; "
             f"leave it out, or run in processes"
         )
-
-
-def _workers(graph: Structure) -> dict[str, str]:
-    """Light operators in a row share a worker, named after the first of them."""
-    light: nx.Graph[str] = nx.Graph()
-    light.add_nodes_from(name for name, op in graph.operators.items() if op.light)
-    for call in graph.calls:
-        for stream in call.inputs:
-            if stream.node in light and call.operator.name in light:
-                light.add_edge(stream.node, call.operator.name)
-    workers = {name: name for name in graph.operators}
-    for group in nx.connected_components(light):
-        first = next(name for name in graph.operators if name in group)
-        workers.update(dict.fromkeys(group, first))
-    return workers
-
-
-def _threads(
-    graph: Structure,
-    devices: Devices,
-    replicas: Mapping[str, int],
-    ranks: Mapping[str, int],
-    assigned: Mapping[str, tuple[int, ...]],
-    turns: tuple[Group, ...],
-) -> int:
-    """Threads of each heavy process on the CPU: all cores where they take turns, else an equal share."""
-    heavy = {
-        name: (replicas.get(name, 1), ranks[name])
-        for name, op in graph.operators.items()
-        if not op.light and name not in assigned
-    }
-    synchronous = all(feedback.max_staleness == 0 for feedback in graph.feedbacks)
-    if synchronous and sum(count for count, _ in heavy.values()) <= 2:
-        at_once = max((ranks for _, ranks in heavy.values()), default=1)
-    else:
-        at_once = processes_at_once(turns, {name: count * ranks for name, (count, ranks) in heavy.items()})
-    return max(1, devices.cpus // max(1, at_once))
-
-
-def _ranks(operator: Operator, gpus: int, wish: int | None, one_process: bool) -> int:
-    """Processes that share out one replica of an operator; its worker starts all but the first."""
-    name, traits = operator.name, operator.traits
-    each = traits.tensor_parallel * traits.dp_replicate
-    if not operator.trains:
-        if wish is not None:
-            raise GraphError(
-                f"'{name}' is given {wish} ranks, but it trains nothing; ranks= is for trainers; give it replicas=, or "
-                f"its own tensor_parallel"
-            )
-        if gpus % each:
-            raise GraphError(
-                f"'{name}' is given {gpus} GPUs, but each of its replicas takes {each} (tensor_parallel); "
-                f"give it a multiple of {each}, or another tensor_parallel"
-            )
-        if one_process and each > 1 and not isinstance(operator, Generate):
-            raise GraphError(
-                f"'{name}' has tensor_parallel={each}, but a run in one process has one of everything; use "
-                f"tensor_parallel=1, or run in processes"
-            )
-        return each
-    if wish is not None and (wish < 1 or (gpus and wish != gpus)):
-        raise GraphError(
-            f"'{name}' is given {wish} ranks{f' and {gpus} GPUs' if gpus else ''}; give it 1 rank or more, and on GPUs "
-            f"leave ranks= out: each GPU is one"
-        )
-    ranks = gpus or (each if wish is None else wish)
-    if ranks % each:
-        knobs = {"dp_replicate": traits.dp_replicate, "tensor_parallel": traits.tensor_parallel}
-        has = {knob: size for knob, size in knobs.items() if size > 1}
-        raise GraphError(
-            f"'{name}' runs on {ranks} ranks, but has {' and '.join(f'{knob}={size}' for knob, size in has.items())}, "
-            f"which does not divide them; give it a multiple of {each} ranks, or another {' or '.join(has)}"
-        )
-    if one_process and ranks > 1:
-        raise GraphError(
-            f"'{name}' is to run on {ranks} ranks, but a run in one process has one of everything; use "
-            f"tensor_parallel=1, dp_replicate=1 and 1 rank, or run in processes"
-        )
-    return ranks
 
 
 def bounds_of(graph: Structure, steps: int | None = None) -> dict[str, Bound]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dataflow.errors import GraphError
 from dataflow.node import Generate
+from dataflow.planning.hosts import Devices
 from dataflow.planning.memory_need import Need, Spot
 from dataflow.structure import Structure
 
@@ -36,33 +37,30 @@ def read_wishes(graph: Structure, gpus: Wishes | Literal["shared"] | None, count
     return ({first: count} if count else {}) | dict.fromkeys(others, first)
 
 
-def assign(gpus: Wishes, count: int) -> dict[str, tuple[int, ...]]:
-    """By node: its accelerators, of `count` that there are; a node without any is left out.
+def count_gpus(gpus: Wishes, devices: Devices) -> dict[str, int]:
+    """By node: how many accelerators it has, those with a number of their own first; a node without any is left out.
 
     Raises GraphError where there are too few, or where one would share with a node that shares itself.
     """
-    assigned: dict[str, tuple[int, ...]] = {}
-    free = 0
-    for name, wish in gpus.items():
-        if isinstance(wish, int):
-            if wish < 1:
-                raise GraphError(f"'{name}' is given {wish} GPUs; give 1 or more, or leave it out to use the CPU")
-            assigned[name] = tuple(range(free, free + wish))
-            free += wish
-    if free > count:
-        asked = {name: wish for name, wish in gpus.items() if isinstance(wish, int)}
+    asked = {name: wish for name, wish in gpus.items() if isinstance(wish, int)}
+    for name, count in asked.items():
+        if count < 1:
+            raise GraphError(f"'{name}' is given {count} GPUs; give 1 or more, or leave it out to use the CPU")
+    if sum(asked.values()) > devices.gpus:
+        where = f"its {len(devices.hosts)} hosts have" if devices.hosts else "this machine has"
         raise GraphError(
-            f"the run asks for {free} GPUs, {asked}, but this machine has {count}; "
+            f"the run asks for {sum(asked.values())} GPUs, {asked}, but {where} {devices.gpus}; "
             f'ask for fewer, let operators share ("trainer": "generator"), or leave gpus= out to run on the CPU'
         )
+    counts = dict(asked)
     for name, wish in gpus.items():
         if isinstance(wish, str) and (wish == name or isinstance(gpus.get(wish), str)):
             raise GraphError(
                 f"'{name}' is to share the devices of '{wish}', which has none of its own; name a node that has"
             )
-        if isinstance(wish, str) and wish in assigned:
-            assigned[name] = assigned[wish]
-    return assigned
+        if isinstance(wish, str) and wish in asked:
+            counts[name] = asked[wish]
+    return counts
 
 
 def groups_of(graph: Structure, gpus: Wishes) -> tuple[Group, ...]:
@@ -133,3 +131,15 @@ def explain(groups: Iterable[Group], placements: Mapping[str, "Placement"]) -> l
             f"until its work is done"
         )
     return lines
+
+
+def threads_of(groups: Sequence[Group], heavy: Mapping[str, tuple[int, int]], cpus: int, *, synchronous: bool) -> int:
+    """Threads of each process on the CPU of one machine: all cores where they take turns, else an equal share.
+
+    heavy: by node that computes there, its replicas and the ranks of each. synchronous: no node runs ahead of another.
+    """
+    if synchronous and sum(count for count, _ in heavy.values()) <= 2:
+        at_once = max((ranks for _, ranks in heavy.values()), default=1)
+    else:
+        at_once = processes_at_once(groups, {name: count * ranks for name, (count, ranks) in heavy.items()})
+    return max(1, cpus // max(1, at_once))

@@ -102,8 +102,8 @@ def _longest_step(graph: Structure, source: str) -> int:
     return max((sink.step_prompts for sink in sinks_of(graph, source) if isinstance(sink, Learn)), default=0)
 
 
-def context_facts(graph: Structure, plan: Plan, node: str) -> dict[str, object]:
-    """What a node's Context says of the graph around it."""
+def context_facts(graph: Structure, plan: Plan, node: str, replica: int = 0) -> dict[str, object]:
+    """What the Context of a node, in one of its replicas, says of the graph around it."""
     operator = graph.operators[node]
     columns: dict[str, Columns] = {}
     origins: dict[str, tuple[str, ...]] = {}
@@ -120,7 +120,7 @@ def context_facts(graph: Structure, plan: Plan, node: str) -> dict[str, object]:
         "forwards": _forwards(graph, columns),
         "bounds": bounds_at(graph, plan, operator), "feedback": _feedback(graph, node),
         "own_folder": own_folder(graph, node), "prompt_steps": _prompt_steps(graph, operator),
-        "on_demand": operator.name in plan.on_demand, "threads": plan.placements[node].threads,
+        "on_demand": operator.name in plan.on_demand, "threads": plan.placements[node].threads_of(replica),
         "replicas": plan.placements[node].replicas, "ranks": plan.placements[node].ranks,
         "narrow": narrow_format(graph, trainers[0]) if trainers else None,
     }  # fmt: skip

@@ -4,7 +4,7 @@
 before they moved hears `Moved`; who is away meanwhile hears it with its own `Wire`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from dataflow.scheduler.events import Command, Send
 from dataflow.scheduler.table import Membership, Table, WorkerRecord
@@ -19,7 +19,7 @@ def listens(table: Table, record: WorkerRecord, hello: Hello) -> list[Command]:
         ever = {*record.left.get(edge, ()), record.addresses[edge]}
         record.left[edge] = sorted(ever - {hello.addresses[edge]})
     lines = {name: line for name, line in hello.lines.items() if record.lines.get(name, line) != line}
-    record.addresses, record.lines = hello.addresses, hello.lines
+    record.addresses, record.lines, record.received_at = hello.addresses, hello.lines, record.host
     return _tell(table, record, moved, lines)
 
 
@@ -42,11 +42,11 @@ def lines_of(table: Table, nodes: Iterable[str]) -> set[str]:
 
 
 def _tell(
-    table: Table, record: WorkerRecord, moved: Iterable[str], lines: Mapping[str, WeightLine]
+    table: Table, record: WorkerRecord, moved: Collection[str], lines: Mapping[str, WeightLine]
 ) -> list[Command]:  # fmt: skip
     producers = {edge: producer for edge, producer, _ in table.edges}
     commands: list[Command] = []
-    for other in table:
+    for other in table if moved or lines else ():
         if other.membership is Membership.LEFT or other is record:
             continue
         own = [edge for edge in sorted(moved) if other.name in record.senders and producers[edge] == other.worker]

@@ -7,15 +7,17 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from dataflow.agent.workload import Workload
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.faults import Faults
 from dataflow.folder.snapshot import Snapshot
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
 from dataflow.planning.plan import Plan
-from dataflow.scheduler import events, scaling
+from dataflow.scheduler import events, scaling, seating
 from dataflow.scheduler.control_server import ControlServer, Message
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.requests import answer
@@ -23,7 +25,6 @@ from dataflow.scheduler.stall_watch import StallWatch
 from dataflow.scheduler.table import Life, Table
 from dataflow.system.files import only_told
 from dataflow.system.security import RunKeys
-from dataflow.worker import worker
 from dataflow.worker.host import Settings
 
 NAME = "scheduler"
@@ -61,19 +62,19 @@ class Scheduler:
         if server is None:
             made = RunKeys.make() if settings.listen else None
             keys = made.to_plain() if made else {}
-            environment = worker.environment(max((p.threads for p in plan.placements.values()), default=1))
+            work = Workload.of(graph, plan)
             server = ControlServer(
-                lambda plain: worker.main(graph, plan, plain), environment,
-                lambda: worker.preload(graph.operators.values()), settings.listen, made, successor,
+                work.main, work.environment, work.preload, settings.listen, made, successor,
                 f"{settings.folder}/logs" if settings.folder else "",
             )  # fmt: skip
+        elif server.keys is not None:
+            keys = server.keys.to_plain()
         self._left = left
         if left is not None:
             self.table.take_up(left["table"])
-            keys = next((event["settings"]["keys"] for event in server.handed), {})
         self._settings = dataclasses.replace(settings, keys=keys, limits=limits)
         self._server, self.check = server, server.check
-        self.snapshot = Snapshot(server.folder, {"table": self.table.to_plain}, server.number)
+        self.snapshot = Snapshot(server.left, {"table": self.table.to_plain}, server.number)
         server.ahead, server.told = self._leave_snapshot, self.notices.append
         self.stall_watch = StallWatch(self.table, server.send, settings, clock)
 
@@ -81,6 +82,11 @@ class Scheduler:
     def address(self) -> str:
         """Where requests are taken."""
         return self._server.requests
+
+    @property
+    def folder(self) -> Path:
+        """That of this process's sockets."""
+        return self._server.folder
 
     def start(self, progress: Callable[[Collection[str]], None] = lambda late: None) -> None:
         """Start all workers, light ones first, until all are ready; or go on with those of the scheduler before.
@@ -125,6 +131,9 @@ class Scheduler:
         if self._wish and not self.table.run.draining:
             self._apply(events.Drain())
         self._apply(events.Tick())
+        for host in self.table.hosts.values():
+            if not host.is_alive:
+                self._server.seek(host.facts.name)
         self.notices += self.stall_watch.look()
 
     def wish_drain(self) -> None:
@@ -172,14 +181,28 @@ class Scheduler:
 
     def _note(self, event: Mapping[str, Any]) -> None:
         """Take in what the forkserver tells; of a worker that failed first what it sent itself."""
-        if event["event"] == "gone":
-            self._apply(events.ForkserverGone())
-            return
+        match event["event"]:
+            case "gone":
+                self._apply(events.ForkserverGone())
+            case "heard":
+                self._apply(events.HostHeard(event["name"]))
+            case "lost":
+                self._apply(events.HostLost(event["name"], event["cause"]))
+            case "joined":
+                processes = {
+                    each.name: events.Process(each.settings["attempt"], each.pid, each.alive, each.status)
+                    for each in event["processes"].values()
+                }
+                self._apply(events.HostJoined(event["host"], processes))
+            case _:
+                self._note_process(event)
+
+    def _note_process(self, event: Mapping[str, Any]) -> None:
         record = self.table.workers.get(event["name"])
         failed = event["event"] == "exited" and event["status"] > 0
         if failed and record is not None and record.is_live and record.life not in (Life.DYING, Life.ENDING):
             self._receive(self._server.last_words(_LAST_WORDS_S))
-        self._apply(events.ProcessEvent(event["name"], event["event"], event["status"]))
+        self._apply(events.ProcessEvent(event["name"], event["event"], event["status"], event.get("host", "")))
 
     def _apply(self, event: events.Event) -> None:
         for command in reduce(self.table, event, self._clock()):
@@ -193,6 +216,8 @@ class Scheduler:
                 self._server.send(command.to, command.message)
             case events.Signal():
                 self._server.kill(command.to, command.number)
+            case events.Clear():
+                self._server.clear(command.host)
             case events.Outlive():
                 limits = self.table.limits
                 self._server.stay(limits.adopt_s, limits.drain_s, limits.silent_s)
@@ -210,10 +235,11 @@ class Scheduler:
     def _spawn(self, command: events.Spawn) -> None:
         """Ask the forkserver for a process."""
         record, graph = self.table.workers[command.name], self.table.graph
+        given: Mapping[str, Any] = self._server.place(record.host)
         settings = dataclasses.replace(
-            self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt, device=record.device,
-            control=self._server.address, sockets=str(self._server.folder), senders=command.senders or {},
-            at=record.at,
+            self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt,
+            device=seating.device(self.table, record), senders=command.senders or {},
+            at=record.at if record.received_at == record.host else {}, **given,
         )  # fmt: skip
         trains = any(graph.operators[node].trains for node in record.nodes)
         self._server.spawn(record.name, settings.to_plain(), not graph.is_light(record.nodes), trains)

@@ -4,8 +4,8 @@ import logging
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from dataflow.agent.forkserver_client import Event, ForkserverClient, TakenOverF
 from dataflow.errors import RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.whereabouts import Whereabouts
+from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.requests import REPLIES, REQUESTS, Refused, Reply, Request
 from dataflow.system.messages import MESSAGE_BYTES, MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint, reachable
@@ -36,6 +37,8 @@ Message: TypeAlias = tuple[str, FromWorker]
 _LIVES_S = 0.25
 """Between two signs of life for the forkserver."""
 _REMEMBERED = 100
+_LEFT = "left"
+"""In the run folder, where the run has hosts: what a scheduler leaves for another one, be it on another host."""
 _DOOR = "door"
 """In the folder: where a successor of the scheduler asks for the workers."""
 
@@ -73,8 +76,10 @@ class ControlServer:
         control = endpoint(listen) if listen else f"ipc://{folder}/control"
         self._open(folder, forkserver, Whereabouts(control=control, commands=f"ipc://{folder}/commands"), keys)
 
-    def _open(self, folder: Path, forkserver: ForkserverClient, at: Whereabouts, keys: RunKeys | None) -> None:
+    def _open(self, folder: Path, forkserver: ForkserverClient | Agents, at: Whereabouts, keys: RunKeys | None) -> None:
         self.folder, self._forkserver = folder, forkserver
+        self.left = folder
+        """Where the scheduler leaves what a successor has to know."""
         self._lived = float("-inf")
         self._events: list[Event] = []
         self._outgoing: deque[Callable[[], object]] = deque()
@@ -83,6 +88,8 @@ class ControlServer:
         self.told: Callable[[str], object] = log.warning
         """Hears what a user should know; a log may stand on a terminal that nobody reads."""
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.keys = keys
+        """Of the run, where it listens at an address."""
         self._guard = None if keys is None else Guard(keys.receivers)
         self._router = _router(self._zmq if self._guard is None else self._guard.context)
         self._router.set(zmq.ROUTER_HANDOVER, 1)  # an attempt takes the name over from the one before it
@@ -95,11 +102,12 @@ class ControlServer:
         self._requests.bind(self.requests)
         self.address = self._listen(at.control)
         """Where workers speak."""
-        Whereabouts(control=self.address, commands=self.requests).write(folder)
+        self.whereabouts = Whereabouts(control=self.address, commands=self.requests)
+        self.whereabouts.write(folder)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._requests, zmq.POLLIN)
-        self._poller.register(self._forkserver.fileno(), zmq.POLLIN)
+        self._poller.register(self._forkserver.pollable, zmq.POLLIN)
 
     def wait(self, wait_s: float) -> tuple[list[Message], list[tuple[Client, Request]], list[Event]]:
         """What workers and clients have sent, and what the forkserver tells, within `wait_s`.
@@ -147,6 +155,18 @@ class ControlServer:
         """Answer a request."""
         frames = [to.identity, REPLIES.encode(reply)]
         self._outgoing.append(lambda: self._requests.send_multipart(frames))
+
+    def place(self, host: str) -> dict[str, str]:
+        """What is particular in the settings of a worker on a host."""
+        return {"control": self.address, "sockets": str(self.folder)}
+
+    def clear(self, host: str) -> None:
+        """End all workers that a host has; when they have ended, it is told as joined."""
+        raise AssertionError("this machine is no host that could be lost")
+
+    def seek(self, host: str) -> None:
+        """Have a host that was given up say what it has, should it be there."""
+        raise AssertionError("this machine is no host that could be lost")
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """Ask for a process; as `ForkserverClient.spawn`."""
@@ -220,6 +240,42 @@ class ControlServer:
         if who not in self._refused and len(self._refused) < _REMEMBERED:
             self._refused.add(who)
             self.told(f"refused a message of {who} at the scheduler's socket: {why}")
+
+
+class HostsControlServer(ControlServer):
+    """Where the workers are on several hosts, with an agent on each; perhaps those of a scheduler that has ended."""
+
+    def __init__(self, agents: Agents, folder: Path) -> None:
+        """Speak to the workers of these agents. folder: of the run, which all hosts see."""
+        self._agents, self.number = agents, agents.number
+        at = socket_folder.make()
+        control = endpoint(agents.host)
+        self._open(at, agents, Whereabouts(control=control, commands=f"ipc://{at}/commands"), agents.keys)
+        self.left = folder / _LEFT
+        self.left.mkdir(exist_ok=True)
+
+    def take_over(self, hosts: Collection[str], within_s: float) -> bool:
+        """As `Agents.take_over`."""
+        came = self._agents.take_over(asdict(self.whereabouts), hosts, within_s)
+        self.alone_s = self._agents.alone_s
+        return came
+
+    def clear(self, host: str) -> None:
+        """As `Agents.clear`."""
+        self._outgoing.append(lambda: self._agents.clear(host))
+
+    def seek(self, host: str) -> None:
+        """As `Agents.seek`."""
+        self._agents.seek(host)
+
+    def place(self, host: str) -> dict[str, str]:
+        """As `ControlServer.place`."""
+        return {"control": self.address, **self._agents.place(host)}
+
+    def close(self) -> None:
+        """As `ControlServer.close`."""
+        super().close()
+        shutil.rmtree(self.left, ignore_errors=True)
 
 
 class TakenOverControlServer(ControlServer):

@@ -1,10 +1,11 @@
 """What happens to the table of workers, and what is to be done about it: values on both sides of the reducer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from dataflow.errors import RunError
+from dataflow.planning.hosts import Host
 from dataflow.worker.messages import FromWorker, ToWorker
 
 # Events
@@ -27,9 +28,35 @@ class Process:
 
 @dataclass(frozen=True)
 class TakeOver:
-    """The table is that of a scheduler that has ended, and these are its workers, by name."""
+    """The table is that of a scheduler that has ended, and these are its workers, by name; those that sit on a host are
+    told when that has joined."""
 
     processes: Mapping[str, Process]
+
+
+@dataclass(frozen=True)
+class HostJoined:
+    """The agent of a host is there, and keeps these processes of workers, by name. One that was started anew, and lost
+    those that it had, is told as lost before."""
+
+    host: Host
+    processes: Mapping[str, Process] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HostHeard:
+    """The agent of a host gives a sign of life."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """The agent of a host has ended, or can be reached no more."""
+
+    host: str
+    cause: str
+    """As in "host 'a' has ended its agent": what comes after the name."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +74,8 @@ class ProcessEvent:
     name: str
     what: str
     status: int | None = None
+    host: str = ""
+    """Whose forkserver; empty: this machine's."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +105,10 @@ class Tick:
     """Time has passed."""
 
 
-Event: TypeAlias = Launch | TakeOver | Received | ProcessEvent | ForkserverGone | Wish | Drain | Close | Tick
+Event: TypeAlias = (
+    Launch | TakeOver | HostJoined | HostHeard | HostLost | Received | ProcessEvent | ForkserverGone | Wish | Drain
+    | Close | Tick
+)  # fmt: skip
 
 # Commands
 
@@ -104,6 +136,13 @@ class Signal:
 
     to: str
     number: int
+
+
+@dataclass(frozen=True)
+class Clear:
+    """End all processes of workers that a host has; when they have ended its agent says anew that it is there."""
+
+    host: str
 
 
 @dataclass(frozen=True)
@@ -151,4 +190,4 @@ class End:
     error: RunError
 
 
-Command: TypeAlias = Spawn | Send | Signal | Outlive | Notice | FaultNoticed | FaultRecovered | Refuse | End
+Command: TypeAlias = Spawn | Send | Signal | Clear | Outlive | Notice | FaultNoticed | FaultRecovered | Refuse | End

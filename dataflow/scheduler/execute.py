@@ -21,7 +21,7 @@ from dataflow.graph import Graph
 from dataflow.history.resume import Begun
 from dataflow.planning.plan import Plan
 from dataflow.scheduler.control import Scheduler
-from dataflow.scheduler.control_server import TakenOverControlServer
+from dataflow.scheduler.control_server import ControlServer, TakenOverControlServer
 from dataflow.scheduler.inline import InlineRun
 from dataflow.scheduler.progress import Watch
 from dataflow.scheduler.state_machine import RunStateMachine
@@ -48,7 +48,7 @@ class Outcome:
 class Taken:
     """The workers of a scheduler that has died, and what it left."""
 
-    server: TakenOverControlServer
+    server: ControlServer
     left: Mapping[str, Any]
 
     @property
@@ -69,7 +69,7 @@ def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
         return None
     with contextlib.suppress(RunError):
         if may_go_on:
-            return Taken(server=server, left=read(server.folder))
+            return Taken(server=server, left=read(server.left))
     server.close()
     return None
 
@@ -110,6 +110,8 @@ class Run:
     in_one_process: bool = False
     taken: Taken | None = None
     """The workers that do it already."""
+    server: ControlServer | None = None
+    """That speaks to the agents of the run's hosts, which are ready; None: all workers are on this machine."""
     successor: Callable[[], int] | None = None
     """What takes the scheduler's place when it dies; as `ControlServer` has it."""
 
@@ -152,7 +154,7 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, notices: l
     try:
         with showing(sys.stdout, quiet=run.quiet) as view, _interrupts(scheduler, view), _suspends(scheduler, clock):
             asked_at = {"address": scheduler.address, "pid": os.getpid()}
-            socket_folder.mark(scheduler.snapshot.folder, folder)
+            socket_folder.mark(scheduler.folder, folder)
             folder.write_json(socket_folder.CONTROL, asked_at)
             scheduler.start(progress=lambda late: view.update(watch.starting(late)))
             while not scheduler.table.run.over:
@@ -171,7 +173,7 @@ def _scheduler(run: Run, watch: Watch, clock: RunClock) -> Scheduler:
         return Scheduler(
             run.graph, run.plan, run.settings, clock=clock, server=run.taken.server, left=run.taken.left
         )  # fmt: skip
-    made = Scheduler(run.graph, run.plan, run.settings, clock=clock, successor=run.successor)
+    made = Scheduler(run.graph, run.plan, run.settings, clock=clock, server=run.server, successor=run.successor)
     if run.begun.steps:
         made.table.run.go_on(run.begun.steps, run.begun.rounds)
     return made

@@ -5,7 +5,7 @@ died, or died meanwhile, has fallen, and is started again like any other.
 """
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dataflow.scheduler import lifecycle, scaling
 from dataflow.scheduler.events import Command, FaultNoticed, Outlive, Process, Send, Signal
@@ -14,26 +14,49 @@ from dataflow.worker.messages import Start
 
 
 def take_over(table: Table, processes: Mapping[str, Process], now: float) -> list[Command]:
-    """The workers are this scheduler's from now on. processes: as the forkserver kept them, by worker."""
+    """The workers are this scheduler's from now on. processes: as the forkserver kept them, by worker; those on hosts
+    are met when the agent of each has joined (`meet`), or was not heard for too long."""
     again = scaling.repeat(table)
     table.joins_until, table.drains_until = now + table.limits.start_s, now + table.limits.drain_s
+    for host in table.hosts.values():
+        host.is_met, host.heard_at = not host.is_alive, now
     for record in table:
+        _expect(record, now)
+    here = [record for record in table if table.is_met(record)]
+    return [*_take(table, here, processes, now, again), Outlive()]
+
+
+def meet(table: Table, records: Sequence[WorkerRecord], processes: Mapping[str, Process], now: float) -> list[Command]:
+    """The workers of one host are this scheduler's, too."""
+    return _take(table, records, processes, now, [])
+
+
+def _take(
+    table: Table, records: Sequence[WorkerRecord], processes: Mapping[str, Process], now: float, again: list[Command]
+) -> list[Command]:  # fmt: skip
+    for record in records:
         _meet(record, processes.get(record.name), now)
     commands: list[Command] = []
-    for record in list(table):
+    for record in records:
         commands += _adopt(table, record, processes.get(record.name), now)
     commands += again
-    for record in [record for record in table if record.life is Life.READY]:
+    for record in [record for record in records if record.life is Life.READY]:
         missed = [message for node in record.nodes for message in table.run.commands_for(node, again=False)]
         commands += [Send(record.name, Start()), *(Send(record.name, message) for message in missed)]
-    return [*commands, Outlive()]
+    return commands
+
+
+def _expect(record: WorkerRecord, now: float) -> None:
+    """Nobody knows yet what has become of it; what is sent reaches nobody before he has found this scheduler."""
+    record.forked_at = record.heard_at = now
+    record.is_reachable = False
 
 
 def _meet(record: WorkerRecord, process: Process | None, now: float) -> None:
-    """What this scheduler finds by itself; what is sent reaches nobody before he has found its socket."""
+    """What this scheduler finds by itself."""
     record.forked_at = record.heard_at = now
     record.has_process = process is not None and process.alive
-    record.is_reachable = not record.has_process
+    record.is_reachable = record.is_reachable or not record.has_process
     if process is not None:
         record.pid = process.pid
         record.attempt = process.attempt if process.alive else max(record.attempt, process.attempt)

@@ -8,8 +8,22 @@ from dataflow.scheduler.events import Command, End, FaultNoticed, FaultRecovered
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 
 
-def fell(table: Table, record: WorkerRecord, cause: str, now: float) -> list[Command]:
-    """A worker has ended that should not have: it is started again later, if there is hope."""
+def exited(table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False) -> list[Command]:
+    """A worker's process has ended, as it was told or not; `with_host`: as its host was lost."""
+    record.has_process = False
+    if record.may_end and not table.is_closing:
+        record.life = Life.GONE
+        return scaling.exited(table, record)
+    if record.life is Life.ENDING or table.is_closing:
+        record.life = Life.GONE
+    elif record.is_live:
+        return fell(table, record, cause, now, with_host=with_host)
+    return []
+
+
+def fell(table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False) -> list[Command]:
+    """A worker has ended that should not have: it is started again later, if there is hope; one that fell with its host
+    has not failed itself."""
     noticed = FaultNoticed(record.name, cause, record.attempt, record.heard_at)
     record.fall(cause)
     if not table.begun:
@@ -17,7 +31,10 @@ def fell(table: Table, record: WorkerRecord, cause: str, now: float) -> list[Com
     if table.is_ending:
         return [noticed, *give_up(table, record)]
     commands = [noticed, *scaling.fell(table, record)]
-    recovery.died(table, record, cause, now)
+    if with_host:
+        recovery.moves(record, now)
+    else:
+        recovery.died(table, record, cause, now)
     if table.hopeless is not None:
         error = RunError if record.lasting else WorkerDied
         commands.append(End(error(f"{table.hopeless} ({table.folder})")))

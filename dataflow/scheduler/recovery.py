@@ -8,7 +8,8 @@ minutes, are hopeless; so is what a restart does not mend.
 import collections
 from collections.abc import Iterable
 
-from dataflow.scheduler.table import Failure, Life, Table, WorkerRecord
+from dataflow.scheduler import seating
+from dataflow.scheduler.table import Failure, HostRecord, Life, Table, WorkerRecord
 
 _END_S = 5.0
 """For a worker that failed, or was killed, to be gone; then it is killed again."""
@@ -32,6 +33,23 @@ def died(table: Table, record: WorkerRecord, cause: str, now: float) -> None:
         table.hopeless = _for_good(record.name, cause) if record.lasting else _judge(table, record.name, now)
 
 
+def moves(record: WorkerRecord, now: float) -> None:
+    """The attempt under way has ended with its host: the next one may begin at once, where there is room."""
+    if record.restart_at is None:
+        record.restart_at, record.at_work_since = now, None
+
+
+def host_lost(table: Table, host: HostRecord, now: float) -> None:
+    """A host was lost; one that comes back and is lost again and again is a failure of the run."""
+    since = max(table.progressed_at, now - table.limits.patience.of_one_s)
+    host.losses = [at for at in host.losses if at >= since] + [now]
+    if table.hopeless is None and len(host.losses) >= table.limits.patience.of_one:
+        table.hopeless = (
+            f"host '{host.name}' was lost {len(host.losses)} times in {now - host.losses[0]:.0f} s, and the run made "
+            f"no progress in between: at last it {host.cause}; leave it out, and resume the run"
+        )
+
+
 def recovered(record: WorkerRecord, now: float) -> None:
     """A worker that was started again is at work."""
     if record.attempt and record.restart_at is None and record.at_work_since is None:
@@ -48,7 +66,7 @@ def restart(table: Table, now: float) -> list[WorkerRecord]:
     """The workers whose next attempt begins now; none of them is given twice, and none while the run ends."""
     if table.is_ending or table.hopeless is not None:
         return []
-    due = [record for record in table if record.restart_at is not None and record.restart_at <= now]
+    due = [record for record in table if record.is_due(now) and seating.seat(table, record)]
     for record in due:
         record.attempt, record.restart_at = record.attempt + 1, None
     return due
@@ -56,7 +74,8 @@ def restart(table: Table, now: float) -> list[WorkerRecord]:
 
 def overdue(table: Table, record: WorkerRecord, now: float) -> str | None:
     """Why a worker is to be killed; None: it need not."""
-    limits, silent = table.limits, now - record.heard_at
+    limits, host = table.limits, table.host_of(record)
+    silent = (now if host is None else min(now, host.heard_at)) - record.heard_at  # none of a silent host can be heard
     if record.life is Life.DYING:
         return record.cause if now - record.dying_since > _END_S else None
     if record.life is Life.READY:

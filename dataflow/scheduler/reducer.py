@@ -19,6 +19,7 @@ The life of a worker, attempt by attempt; `Membership`, its place in the graph, 
 
     exited, and its membership is STOPPING ---> GONE, and LEFT
     a scheduler takes over:  READY, ENDING and alive: stay;  not at work and alive: DYING;  ended: DOWN, GONE
+    its host is lost:        DOWN, or GONE where it had ended; of what that host still says nothing counts (`hosting`)
 
 Before all were READY once the first fault ends the run. What is sent to a worker that is not wired yet is left out, as
 `Wire` will tell it; what is sent to one that has not found this scheduler waits until it speaks.
@@ -30,7 +31,7 @@ from dataflow.errors import DeadlineError, GraphError, RunError, WorkerDied
 from dataflow.folder.faults import STOPPED
 from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
 from dataflow.planning.wiring import edges
-from dataflow.scheduler import addresses, events, failover, lifecycle, recovery, scaling
+from dataflow.scheduler import addresses, events, failover, hosting, lifecycle, recovery, scaling
 from dataflow.scheduler.table import Life, Table, WorkerRecord, how
 from dataflow.worker import messages
 
@@ -43,6 +44,12 @@ def reduce(table: Table, event: events.Event, now: float) -> list[events.Command
             commands = _launch(table, now)
         case events.TakeOver():
             commands = failover.take_over(table, event.processes, now)
+        case events.HostJoined():
+            commands = hosting.joined(table, event, now)
+        case events.HostHeard():
+            hosting.heard(table, event.host, now)
+        case events.HostLost():
+            commands = hosting.lost(table, event.host, event.cause, now)
         case events.Received():
             commands = _received(table, event.name, event.message, now)
         case events.ProcessEvent():
@@ -85,6 +92,8 @@ def _noted(table: Table, commands: list[events.Command], now: float) -> list[eve
 def _launch(table: Table, now: float) -> list[events.Command]:
     """Start all, light ones first."""
     table.starts_until = now + table.limits.start_s
+    for host in table.hosts.values():
+        host.heard_at = now
     records = sorted(table, key=lambda record: not table.graph.is_light(record.nodes))
     return [events.Spawn(name=record.name) for record in records]
 
@@ -192,7 +201,7 @@ def _to_nodes(table: Table, said: list[messages.NodeCommand]) -> list[events.Com
 
 def _process(table: Table, event: events.ProcessEvent, now: float) -> list[events.Command]:
     record = table.workers.get(event.name)
-    if record is None:
+    if record is None or not hosting.counts(table, record, event.host):
         return []
     stopped_since, record.stopped_since = record.stopped_since, None
     if event.what == "started":
@@ -202,19 +211,7 @@ def _process(table: Table, event: events.ProcessEvent, now: float) -> list[event
     elif event.what == "continued" and stopped_since is None and record.life is Life.READY:
         return [events.FaultRecovered(record.name, f"worker {record.name} {STOPPED}, and was let go on")]
     elif event.what == "exited":
-        return _exited(table, record, event.status, now)
-    return []
-
-
-def _exited(table: Table, record: WorkerRecord, status: int | None, now: float) -> list[events.Command]:
-    record.has_process = False
-    if record.may_end and not table.is_closing:
-        record.life = Life.GONE
-        return scaling.exited(table, record)
-    if record.life is Life.ENDING or table.is_closing:
-        record.life = Life.GONE
-    elif record.is_live:
-        return lifecycle.fell(table, record, record.cause or how(status), now)
+        return lifecycle.exited(table, record, record.cause or how(event.status), now)
     return []
 
 
@@ -253,11 +250,12 @@ def _tick(table: Table, now: float) -> list[events.Command]:
 
 def _watch(table: Table, now: float) -> list[events.Command]:
     """Whoever stands still or hangs, and what takes too long."""
-    commands: list[events.Command] = []
     before, table.watched_at = table.watched_at, now
+    was_stopped = now - before > table.limits.hang_s  # the scheduler itself, and perhaps the workers with it
+    commands = hosting.watch(table, now, was_stopped=was_stopped)
     for record in table:
-        if now - before > table.limits.hang_s:
-            record.heard_at = now  # the scheduler was stopped itself, and perhaps the workers with it
+        if was_stopped:
+            record.heard_at = now
         commands += _let_go_on(table, record, now)
         cause = recovery.overdue(table, record, now)
         if cause is not None:

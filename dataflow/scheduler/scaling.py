@@ -11,11 +11,11 @@ A worker that died is started again in the membership it had. Its senders send a
 leaver leaves once it has that; and while somebody is away, no join and no leave begins.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from dataflow.errors import GraphError, nearest
-from dataflow.planning.plan import check_replicas
-from dataflow.scheduler import addresses
+from dataflow.planning.ranks import check_replicas
+from dataflow.scheduler import addresses, seating
 from dataflow.scheduler.events import Command, Notice, Send, Spawn
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
 from dataflow.worker.messages import AddReceivers, Expect, RetireReceivers, SenderEnded, Start, Stop, Wire
@@ -41,7 +41,7 @@ def check(table: Table, wishes: Mapping[str, int]) -> None:
                 f"name one of these"
             )
         check_replicas(operators[node], count)
-        most = _most(table, node)
+        most = seating.most(table, node)
         if most is not None and count > most:
             raise GraphError(
                 f"'{node}' is to have {count} replicas of {table.plan.placements[node].share} each, but "
@@ -134,11 +134,11 @@ def advance(table: Table) -> list[Command]:
         live = [each for each in table if each.worker == node and each.membership is Membership.LIVE]
         for record in sorted(live, key=lambda each: each.replica)[count:]:
             commands += _leave(table, record)
-        gpus = _gpus(table, node)
+        place = seating.room_for(table, node)
         if len(live) >= count:
             del table.wishes[node]
-        elif gpus is not None:
-            commands += _join(table, node, gpus)
+        elif place is not None:
+            commands += _join(table, node, *place)
     return commands
 
 
@@ -169,12 +169,12 @@ def repeat(table: Table) -> list[Command]:
 # Steps of a join and of a leave
 
 
-def _join(table: Table, node: str, gpus: tuple[int, ...]) -> list[Command]:
+def _join(table: Table, node: str, host: str, gpus: tuple[int, ...]) -> list[Command]:
     replica = 1 + max(record.replica for record in table if record.worker == node)
     live = [record for record in table if record.membership is Membership.LIVE]
     newcomer = WorkerRecord(
-        name=f"{node}-{replica}", worker=node, replica=replica, nodes=tuple(table.plan.workers[node]), gpus=gpus,
-        membership=Membership.JOINING,
+        name=f"{node}-{replica}", worker=node, replica=replica, nodes=tuple(table.plan.workers[node]), host=host,
+        gpus=gpus, membership=Membership.JOINING,
     )  # fmt: skip
     newcomer.senders = {each.name for each in live if each.worker in table.upstream(newcomer)}
     table.add(newcomer)
@@ -288,42 +288,3 @@ def _ticket(table: Table, record: WorkerRecord, confirms: str) -> int:
     table.last_ticket += 1
     record.unconfirmed[table.last_ticket] = confirms
     return table.last_ticket
-
-
-# Accelerators
-
-
-def _most(table: Table, node: str) -> int | None:
-    """Replicas that the accelerators have room for; None: it runs on the CPU."""
-    placement = table.plan.placements[node]
-    if not placement.gpus:
-        return None
-    others = {gpu for each in _beside(table, node) if each.worker != node for gpu in each.gpus}
-    most, taken = 0, others - set(placement.gpus)
-    while (block := spare(table.plan.devices.gpus, taken, placement.ranks)) is not None:
-        most, taken = most + 1, taken | set(block)
-    return most
-
-
-def _gpus(table: Table, node: str) -> tuple[int, ...] | None:
-    """Accelerators for one replica more; None: wait until a leaver gives some back."""
-    placement = table.plan.placements[node]
-    if not placement.gpus:
-        return ()
-    taken = {gpu for each in _beside(table, node) for gpu in each.gpus}
-    return spare(table.plan.devices.gpus, taken, placement.ranks)
-
-
-def _beside(table: Table, node: str) -> list[WorkerRecord]:
-    """Those whose accelerators no replica of a node may have: all but the ones that it takes turns with."""
-    in_turn = {each for each in table.plan.turns_of(node) if each != node}
-    return [each for each in table if each.membership is not Membership.LEFT and each.worker not in in_turn]
-
-
-def spare(gpus: int, taken: Collection[int], ranks: int) -> tuple[int, ...] | None:
-    """The first accelerators in a row of `gpus` that nobody has, as many as one replica takes; None: there are none."""
-    for first in range(gpus - ranks + 1):
-        block = tuple(range(first, first + ranks))
-        if not set(block) & set(taken):
-            return block
-    return None

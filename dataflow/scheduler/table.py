@@ -8,6 +8,7 @@ from typing import Any
 
 from dataflow.graph import Graph
 from dataflow.limits import Limits
+from dataflow.planning.hosts import Host
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.scheduler.heartbeats import Told, together
@@ -50,9 +51,9 @@ class WorkerRecord:
     """As the plan calls it and its replicas."""
     replica: int
     nodes: tuple[str, ...]
-    gpus: tuple[int, ...] = ()
     host: str = ""
-    """On which its attempt under way runs; empty: the scheduler's own machine."""
+    """Where the attempt under way runs, or the next one; empty: this machine, where there is no other."""
+    gpus: tuple[int, ...] = ()
     life: Life = Life.FORKED
     membership: Membership = Membership.LIVE
     attempt: int = 0
@@ -93,6 +94,8 @@ class WorkerRecord:
     # Its neighbours
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Where it receives, by edge, or where the attempt before did."""
+    received_at: str = ""
+    """The host that those are on."""
     left: dict[str, list[str]] = field(default_factory=dict)
     """By edge, where earlier attempts received, if elsewhere."""
     lines: Mapping[str, WeightLine] = field(default_factory=dict)
@@ -119,6 +122,10 @@ class WorkerRecord:
         starts_again = self.attempt > 0 and self.life in (Life.FORKED, Life.STARTING)
         return self.life in (Life.DYING, Life.DOWN) or starts_again
 
+    def is_due(self, now: float) -> bool:
+        """Whether its next attempt is to begin."""
+        return self.restart_at is not None and self.restart_at <= now
+
     @property
     def may_end(self) -> bool:
         """Whether it was told to leave, so that its end is in order."""
@@ -144,11 +151,6 @@ class WorkerRecord:
         """As `Settings.at` has it: by edge, and by line and executor."""
         lines = {f"{name}.{by}": address for name, line in self.lines.items() for by, address in line.at.items()}
         return {**self.addresses, **lines}
-
-    @property
-    def device(self) -> str:
-        """Torch's name of its first device."""
-        return f"cuda:{self.gpus[0]}" if self.gpus else "cpu"
 
     def fork(self, now: float) -> None:
         """An attempt is asked for; whoever it is, it finds this scheduler."""
@@ -191,6 +193,37 @@ _OF_THIS_SCHEDULER = {
 _REMEMBERED = [each.name for each in fields(WorkerRecord) if each.name not in _OF_THIS_SCHEDULER]
 
 
+@dataclass(kw_only=True)
+class HostRecord:
+    """One machine of the run, as its agent tells of it."""
+
+    facts: Host
+    is_alive: bool = True
+    """Whether its agent is heard, so that its workers count and others may be started there."""
+    heard_at: float = 0.0
+    """When its agent last said anything."""
+    cause: str = ""
+    """What became of it when it was lost: what comes after its name in a sentence."""
+    losses: list[float] = field(default_factory=list)
+    """When it was lost, those times that may count, oldest first."""
+    is_met: bool = True
+    """Whether this scheduler knows what processes it has; one that takes over hears it from the agent."""
+
+    @property
+    def name(self) -> str:
+        """The host's."""
+        return self.facts.name
+
+    def to_plain(self) -> dict[str, Any]:
+        """What a successor of the scheduler takes up, for JSON."""
+        return {"facts": self.facts.to_plain(), "is_alive": self.is_alive, "cause": self.cause, "losses": self.losses}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "HostRecord":
+        """What `to_plain` gave."""
+        return cls(**{**plain, "facts": Host.from_plain(plain["facts"])})
+
+
 @dataclass(frozen=True)
 class Failure:
     """One attempt of one worker that came to its end."""
@@ -215,6 +248,10 @@ class Table:
     """Of the run."""
     run: RunStateMachine = field(init=False)
     workers: dict[str, WorkerRecord] = field(init=False)
+    hosts: dict[str, HostRecord] = field(init=False)
+    """By name, in the order of their accelerators' numbers; empty: this machine alone."""
+    no_room_since: float | None = None
+    """Since when some worker waits for a host that has room for it."""
     edges: list[tuple[str, str, str]] = field(init=False)
     """Name, sending worker and receiving worker of each edge between two."""
     begun: bool = False
@@ -249,14 +286,23 @@ class Table:
             (edge.name, worker[edge.producer], worker[edge.consumer])
             for edge in edges(self.graph) if worker[edge.producer] != worker[edge.consumer]
         ]  # fmt: skip
+        self.hosts = {host.name: HostRecord(facts=host) for host in self.plan.devices.hosts}
         self.workers = {}
         for name, replica, nodes in self.plan.processes():
-            gpus = self.plan.placements[nodes[0]].gpus_of(replica)
-            self.add(
-                WorkerRecord(name=f"{name}-{replica}", worker=name, replica=replica, nodes=tuple(nodes), gpus=gpus)
-            )
+            placement = self.plan.placements[nodes[0]]
+            self.add(WorkerRecord(
+                name=f"{name}-{replica}", worker=name, replica=replica, nodes=tuple(nodes),
+                host=placement.host(replica), gpus=placement.gpus_of(replica),
+            ))  # fmt: skip
+        of_worker: dict[str, list[str]] = {}
         for record in self:
-            record.senders = {other.name for other in self if other.worker in self.upstream(record)}
+            of_worker.setdefault(record.worker, []).append(record.name)
+        senders = {
+            consumer: {name for _, producer, to in self.edges if to == consumer for name in of_worker[producer]}
+            for consumer in of_worker
+        }  # fmt: skip
+        for record in self:
+            record.senders = set(senders[record.worker])
 
     def __iter__(self) -> Iterator[WorkerRecord]:
         return iter(self.workers.values())
@@ -264,6 +310,15 @@ class Table:
     def add(self, record: WorkerRecord) -> None:
         """One worker more."""
         self.workers[record.name] = record
+
+    def host_of(self, record: WorkerRecord) -> HostRecord | None:
+        """Where a worker runs; None: on this machine, where there is no other."""
+        return self.hosts[record.host] if record.host else None
+
+    def is_met(self, record: WorkerRecord) -> bool:
+        """Whether this scheduler knows what became of a worker's process."""
+        host = self.host_of(record)
+        return host is None or host.is_met
 
     def upstream(self, record: WorkerRecord) -> set[str]:
         """The plan's workers that send to this one."""
@@ -294,6 +349,7 @@ class Table:
             "schedule": self.schedule, "last_ticket": self.last_ticket, "made": self.made,
             "failures": [[each.worker, each.attempt, each.cause, each.at] for each in self.failures],
             "progressed_at": self.progressed_at if self.made else None,
+            "hosts": [host.to_plain() for host in self.hosts.values()],
         }  # fmt: skip
 
     def take_up(self, plain: Mapping[str, Any]) -> None:
@@ -303,6 +359,7 @@ class Table:
         self.wishes, self.last_ticket = dict(plain["wishes"]), plain["last_ticket"]
         self.schedule = [(step, wishes) for step, wishes in plain["schedule"]]
         self.failures = [Failure(*each) for each in plain["failures"]]
+        self.hosts = {each["facts"]["name"]: HostRecord.from_plain(each) for each in plain["hosts"]}
         self.made = plain["made"]
         self.progressed_at = float("-inf") if plain["progressed_at"] is None else plain["progressed_at"]
         self.begun = True

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -129,15 +129,16 @@ def program(
     *arguments: str,
     end: socket.socket | None = None,
     keep: Sequence[int] = (),
-    environment: dict[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
     **given: Any,
 ) -> "subprocess.Popen[Any]":
     """python -m MODULE ARGUMENTS [FD of `end`]: a fresh process that finds this project, and has the open files `keep`;
-    `given` is for Popen."""
+    prefix: a command that is to run it. `given` is for Popen."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     files = [] if end is None else [end.fileno()]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments, *map(str, files)],
+        [*prefix, sys.executable, "-P", "-m", module, *arguments, *map(str, files)],
         pass_fds=[*files, *keep], env={**os.environ, **(environment or {}), "PYTHONPATH": paths}, **given,
     )  # fmt: skip
 

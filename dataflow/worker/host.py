@@ -242,7 +242,7 @@ class Host:
         self.at, self.at_since = node, time.monotonic()
 
     def _context(self, name: str) -> Context:
-        facts: dict[str, Any] = context_facts(self.graph, self.plan, name)
+        facts: dict[str, Any] = context_facts(self.graph, self.plan, name, self.settings.replica)
         reads = [f for f in self.graph.feedbacks if f.reader.name == name]
         return Context(
             **facts,

@@ -4,14 +4,15 @@ Within a host ends meet in its private folder, between hosts at a tcp address wi
 listens whether it has readers on other hosts or not: who is started again may come to be on one.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.graph import Graph
-from dataflow.planning.executors import COLLECTIVE, EXECUTORS, between_hosts
+from dataflow.planning.executors import COLLECTIVE, EXECUTORS
 from dataflow.planning.plan import Plan
 from dataflow.structure import line_of, readers_of, refresh_of, refreshes_of
 from dataflow.system.files import write_atomically
@@ -22,17 +23,27 @@ from dataflow.worker.messages import WeightLine
 from dataflow.worker.weight_ports import ROUNDS, SEGMENTS, listen
 
 
+@dataclass(frozen=True)
+class _Followed:
+    """A line that is read between hosts."""
+
+    name: str
+    executor: str
+    way: Callable[[], str]
+    """What would be taken now."""
+
+
 class WeightLines:
     """Knows the addresses, and listens at those between hosts from the first on; `ports` opens the ends."""
 
     def __init__(self, graph: Graph, plan: Plan, nodes: Iterable[str], settings: Settings) -> None:
         self._graph, self._plan, self._nodes, self._settings = graph, plan, list(nodes), settings
-        self._has_hosts = bool(plan.devices.hosts and settings.listen)
+        self._has_hosts = bool(settings.host)
         self.listeners: dict[str, Any] = {}
         """By address, those that no end has taken yet."""
         self._read: dict[str, WeightLine] = {}
-        self._followed: dict[Path, tuple[str, str]] = {}
-        """Files that say where a line is now, for all ranks of a reader: its name, and the executor."""
+        self._followed: dict[Path, _Followed] = {}
+        """Files that say where a line is now, for all ranks of a reader."""
 
     @cached_property
     def own(self) -> dict[str, WeightLine]:
@@ -48,14 +59,15 @@ class WeightLines:
 
         Errors: RunError where what they are read by does not lead there."""
         self._read |= lines
-        for file, (name, executor) in self._followed.items():
-            if name in lines and self._way(name, executor) == executor:
-                _note(file, lines[name].at[executor])
-            elif name in lines:
+        for file, read in self._followed.items():
+            if read.name not in lines:
+                continue
+            if (executor := read.way()) != read.executor and read.executor not in COLLECTIVE:
                 raise RunError(
-                    f"the weights of '{name}' were read by {executor}, and now their trainer is at "
-                    f"{lines[name].host}; this worker ends, and is started again to read them from there"
+                    f"the weights of '{read.name}' were read by {read.executor}, and now their trainer is on "
+                    f"'{lines[read.name].host}'; this worker ends, and is started again to read them by {executor}"
                 )
+            _note(file, lines[read.name].at[read.executor])
 
     def sites_of(self, trainer: str, refresh: Refresh | None) -> list[dict[str, Any]]:
         """Where a trainer of this process offers its weights, in plain values: a site for each executor."""
@@ -65,13 +77,13 @@ class WeightLines:
     def site_of(self, trainer: str, reader: str) -> dict[str, Any]:
         """Where the replica of a reader in this process finds a trainer's weights, in plain values."""
         name = line_of(self._graph, trainer, refresh_of(self._graph, reader))
-        executor = self._executor(trainer, reader, self._settings.replica)
         who = f"{reader}-{self._settings.replica}"
         if not self._has_hosts:
+            executor = self._executor(trainer, reader, self._settings.replica)
             return self._site(trainer, executor, self._beside(name, executor), who)
-        executor = self._way(name, executor)
+        executor = self._way(name, trainer, reader)
         file = Path(self._settings.sockets) / f"{who}.{name}.{executor}"
-        self._followed[file] = name, executor
+        self._followed[file] = _Followed(name, executor, lambda: self._way(name, trainer, reader))
         _note(file, self._read[name].at[executor])
         return self._site(trainer, executor, self._read[name].at[executor], who) | {"where": str(file)}
 
@@ -84,7 +96,7 @@ class WeightLines:
         """Of a trainer on this host."""
         name = line_of(self._graph, trainer, refresh)
         at = {executor: self._address(name, executor) for executor in self._executors(trainer, refresh)}
-        return WeightLine(host=self._settings.listen if self._has_hosts else "", at=at)
+        return WeightLine(host=self._settings.host, at=at)
 
     def _address(self, name: str, executor: str) -> str:
         if not self._has_hosts or executor not in COLLECTIVE:
@@ -114,24 +126,23 @@ class WeightLines:
         """Those that some reader of this line needs, or may come to need."""
         readers = [reader.name for reader in readers_of(self._graph, trainer, refresh)]
         pairs = [(name, replica) for name in readers for replica in range(self._plan.placements[name].replicas)]
-        found = [self._executor(trainer, name, replica) for name, replica in pairs]
-        if self._has_hosts and not set(found) & set(COLLECTIVE):
-            placements = self._plan.placements
-            found += [between_hosts(placements[trainer], placements[name]) for name in readers]
+        found = [self._executor(trainer, *pair) for pair in pairs]
+        found += [self._executor(trainer, *pair, apart=True) for pair in pairs if self._has_hosts]
         return list(dict.fromkeys(found))
 
-    def _executor(self, trainer: str, reader: str, replica: int) -> str:
-        return self._plan.executor(trainer, reader, replica) if self._settings.sockets else "local"
+    def _executor(self, trainer: str, reader: str, replica: int, *, apart: bool | None = None) -> str:
+        return self._plan.executor(trainer, reader, replica, apart=apart) if self._settings.sockets else "local"
 
-    def _way(self, name: str, planned: str) -> str:
+    def _way(self, name: str, trainer: str, reader: str) -> str:
         """By which weights get here from where their trainer is now. Errors: RunError."""
         line = self._read[name]
-        for executor in (planned, *EXECUTORS):
-            if executor in line.at and (executor in COLLECTIVE or line.host == self._settings.listen):
+        chosen = self._executor(trainer, reader, self._settings.replica, apart=line.host != self._settings.host)
+        for executor in (chosen, *EXECUTORS):
+            if executor in line.at and (executor in COLLECTIVE or line.host == self._settings.host):
                 return executor
         raise RunError(
-            f"the weights of '{name}' cannot be read at {self._settings.listen}: their trainer, at {line.host}, offers "
-            f"them by {sorted(line.at)}; plan the run over its hosts again"
+            f"the weights of '{name}' cannot be read on '{self._settings.host}': their trainer, on '{line.host}', "
+            f"offers them by {sorted(line.at)}; plan the run over its hosts again"
         )
 
 

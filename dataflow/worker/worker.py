@@ -101,7 +101,7 @@ class Worker:
             device=lambda node: settings.device if plan.placements[node].gpus else "cpu", clock=clock,
         )  # fmt: skip
         self._process = psutil.Process()
-        self._threads = max(plan.placements[node].threads for node in self._nodes)
+        self._threads = max(plan.placements[node].threads_of(settings.replica) for node in self._nodes)
         self._running = True
         self._name = f"{settings.worker}-{settings.replica}"
         self._attempt = settings.attempt

@@ -74,6 +74,18 @@ def test_devices_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[st
     assert "600 GPUs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["generator", "generator=", "=a", "generator=a+", "generator=a,generator=b"])
+def test_an_unreadable_place_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--place", text, "--explain") == 1
+    assert re.search(r"--place is '.*', which cannot be read at", capsys.readouterr().err)
+
+
+def test_hosts_are_read_as_names_even_where_these_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--place", "generator=1+2,trainer=c", "--explain") == 1
+    said = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert "{'generator': ('1', '2'), 'trainer': ('c',)}, but this run has this machine alone" in said
+
+
 @pytest.mark.parametrize("text", ["generator", "generator=", "=3"])
 def test_an_unreadable_assignment_is_refused(text: str) -> None:
     assert status_of("--gpus", text, "--explain") == 1

@@ -39,7 +39,7 @@ SCHEDULER = (
     Law(
         "light operators in a row share one worker",
         "test_light_operators_in_a_row_share_a_worker",
-        "dataflow.planning:_workers",
+        "dataflow.planning:workers_of",
         without("add_edge"),
         "the shared worker",
     ),

@@ -10,6 +10,7 @@ from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.requests import Reply, Scale
 from dataflow.worker.messages import TO_WORKER, FromWorker, Heard, ToWorker
 
+from .agents import Agents
 from .clock import Clock
 from .exchange import Exchange
 from .forks import Event, Forks
@@ -26,13 +27,15 @@ class Room:
     clock: Clock
     folder: Path
     exchange: Exchange
-    forks: Forks
+    forks: Forks | Agents
     step: Callable[[], None]
     """Lets the next event happen; while the scheduler waits, the world goes on."""
     point: Callable[[], None]
     """The scheduler touches the outside: it may die here."""
-    kill: Callable[[str], None]
-    """Ends a process."""
+    kill: Callable[[str, str], None]
+    """Ends a process, by name and host."""
+    host_of: Callable[[str], str]
+    """Where a worker runs."""
     told: Callable[[ToWorker], None]
     """Hears every message to a worker."""
     asked: list[Scale] = field(default_factory=list)
@@ -93,12 +96,12 @@ class SimulatedControlServer:
         """Send a message to a worker."""
         if isinstance(message, Heard):
             return
-        packed = TO_WORKER.encode(message)
+        packed, host = TO_WORKER.encode(message), self._room.host_of(to)
 
         def send() -> None:
             sent = TO_WORKER.decode(packed)
             self._room.told(sent)
-            self._room.exchange.say(to, sent)
+            self._room.exchange.say(to, host, sent)
 
         self._outgoing.append(send)
 
@@ -116,7 +119,20 @@ class SimulatedControlServer:
 
     def kill(self, name: str, number: int) -> None:
         """Send a signal to a worker: all of them end it."""
-        self._outgoing.append(lambda: self._room.kill(name))
+        host = self._room.host_of(name)
+        self._outgoing.append(lambda: self._room.kill(name, host))
+
+    def clear(self, host: str) -> None:
+        """End all that a host has."""
+        forks = self._room.forks
+        assert isinstance(forks, Agents)
+        self._outgoing.append(lambda: forks.clear(host))
+
+    def seek(self, host: str) -> None:
+        """Have the agent of a host that was given up say what it has."""
+        forks = self._room.forks
+        assert isinstance(forks, Agents)
+        forks.seek(host)
 
     def check(self) -> None:
         """No scheduler is replaced that lives."""

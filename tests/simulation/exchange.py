@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from .machines import SCHEDULER
 from .network import Pipe, SimulatedNetwork
 
 RETURN_S = 0.2
@@ -22,8 +23,8 @@ Hear = Callable[[Any], None]
 class Line:
     """One incarnation of a worker, and what it says and hears."""
 
-    def __init__(self, network: SimulatedNetwork, hear: Hear) -> None:
-        self._network, self._hear = network, hear
+    def __init__(self, network: SimulatedNetwork, hear: Hear, host: str) -> None:
+        self._network, self._hear, self._host = network, hear, host
         self._up: Pipe | None = None
         self._down: Pipe | None = None
         self._kept: deque[Any] = deque()
@@ -50,7 +51,8 @@ class Line:
         """A scheduler is found."""
         if self.cut_off:
             return
-        self._up, self._down = Pipe(self._network, scheduler), Pipe(self._network, self._hear)
+        self._up = Pipe(self._network, scheduler, self._host, SCHEDULER)
+        self._down = Pipe(self._network, self._hear, SCHEDULER, self._host)
         while self._kept:
             self._up.send(self._kept.popleft())
 
@@ -79,26 +81,27 @@ class Exchange:
 
     def __init__(self, network: SimulatedNetwork) -> None:
         self._network = network
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[tuple[str, str], Line] = {}
+        """By worker and host."""
         self._scheduler: Hear | None = None
 
-    def connect(self, name: str, hear: Hear) -> Line:
-        """An incarnation of a worker takes the name over."""
-        self.hang_up(name)
-        line = self._lines[name] = Line(self._network, hear)
+    def connect(self, name: str, host: str, hear: Hear) -> Line:
+        """An incarnation of a worker takes the name over on its host."""
+        self.hang_up(name, host)
+        line = self._lines[name, host] = Line(self._network, hear, host)
         if self._scheduler is not None:
             line.connect(self._scheduler)
         return line
 
-    def hang_up(self, name: str) -> None:
+    def hang_up(self, name: str, host: str) -> None:
         """The worker is gone."""
-        if name in self._lines:
-            self._lines.pop(name).cut()
+        if (name, host) in self._lines:
+            self._lines.pop((name, host)).cut()
 
-    def say(self, name: str, item: Any) -> None:
+    def say(self, name: str, host: str, item: Any) -> None:
         """The scheduler says something to a worker."""
-        if name in self._lines:
-            self._lines[name].say(item)
+        if (name, host) in self._lines:
+            self._lines[name, host].say(item)
 
     def open(self, scheduler: Hear) -> None:
         """A scheduler is there; the lines that wait for one find it, one after the other."""

@@ -44,7 +44,7 @@ class Forks:
         self._waiting.append(request)
         self._clock.after(0.02 * self._random.random(), lambda: self._start(request))
 
-    def ended(self, name: str) -> None:
+    def ended(self, name: str, host: str) -> None:
         """A process has ended; it is told soon, but for those that are handed over before."""
         child = self._children[name]
         child.has_ended = True

@@ -19,6 +19,7 @@ from transport.data.messages import Data, Message
 from transport.errors import AddressError, FrameError
 
 from .clock import Clock
+from .machines import Machines
 from .process import Process
 
 DAMAGED = "the bytes are not those that were sent"
@@ -41,8 +42,11 @@ class Weather:
 class Pipe:
     """One direction of one connection: messages arrive in order, each after a delay, until it breaks."""
 
-    def __init__(self, network: "SimulatedNetwork", deliver: Callable[[Any], None]) -> None:
-        self._network, self._deliver = network, deliver
+    def __init__(
+        self, network: "SimulatedNetwork", deliver: Callable[[Any], None], from_: str = "", to: str = ""
+    ) -> None:
+        """from_, to: hosts."""
+        self._network, self._deliver, self._from, self._to = network, deliver, from_, to
         self._under_way: deque[Any] = deque()
         self._last = 0.0
         self.whole = True
@@ -52,7 +56,8 @@ class Pipe:
         if not self.whole:
             return
         clock = self._network.clock
-        self._last = max(self._last, clock.now + self._network.delay_s())
+        delay_s = self._network.delay_s() * self._network.machines.times(self._from, self._to)
+        self._last = max(self._last, clock.now + delay_s)
         self._under_way.append(item)
         clock.after(self._last - clock.now, self._arrive)
 
@@ -69,7 +74,10 @@ class Pipe:
         return found
 
     def _arrive(self) -> None:
-        if self._under_way:
+        wait_s = self._network.machines.opens(self._from, self._to) - self._network.clock.now
+        if wait_s > 0:
+            self._network.clock.after(wait_s, self._arrive)
+        elif self._under_way:
             self._deliver(self._under_way.popleft())
 
 
@@ -80,8 +88,9 @@ class Wire:
         self, network: "SimulatedNetwork", connection: "SimulatedConnection", listener: "SimulatedListener", token: int
     ) -> None:
         self.connection, self.listener, self.token = connection, listener, token
-        self.forth = Pipe(network, listener.arrive)
-        self.back = Pipe(network, connection.hear)
+        self.hosts = (connection.host, listener.host)
+        self.forth = Pipe(network, listener.arrive, *self.hosts)
+        self.back = Pipe(network, connection.hear, *reversed(self.hosts))
         self.swallows = network.random.randrange(3)
         """After it broke, and before the connection notices, so many messages go nowhere; later ones are kept."""
 
@@ -101,6 +110,7 @@ class SimulatedNetwork:
 
     def __init__(self, clock: Clock, random: Random, weather: Weather) -> None:
         self.clock, self.random, self.weather = clock, random, weather
+        self.machines = Machines(clock, random)
         self.listeners: dict[str, SimulatedListener] = {}
         self.wires: list[Wire] = []
         self._tokens = 0
@@ -145,7 +155,7 @@ class NetworkOf:
     def listen(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "SimulatedListener":
         """Listen at an address."""
         self._process.point()
-        return SimulatedListener(self._network, self._process, address)
+        return SimulatedListener(self._network, self._process, address.replace("ipc://", f"ipc://{self._process.host}"))
 
 
 class SimulatedConnection:
@@ -154,7 +164,7 @@ class SimulatedConnection:
     sockets: "Sequence[zmq.Socket[bytes]]" = ()
 
     def __init__(self, network: SimulatedNetwork, process: Process, address: str) -> None:
-        self.address = address
+        self.address, self.host = address, process.host
         self._network, self._process = network, process
         self._news: deque[ConnectionEvent] = deque()
         self._replies: deque[Message] = deque()
@@ -213,7 +223,7 @@ class SimulatedConnection:
         if not self._open:
             return
         listener = self._network.listeners.get(self.address)
-        if listener is None:
+        if listener is None or self._network.machines.apart(self.host, listener.host):
             self._network.clock.after(
                 self._network.weather.notice_s * (0.5 + self._network.random.random()), self._connect
             )
@@ -237,7 +247,7 @@ class SimulatedListener:
     def __init__(self, network: SimulatedNetwork, process: Process, address: str) -> None:
         if address in network.listeners:
             raise AddressError(f"'{address}' is taken; got a second receiver; close the first one")
-        self.address = address
+        self.address, self.host = address, process.host
         self.wires: dict[Hashable, Wire] = {}
         self._network, self._process = network, process
         self._arrivals: deque[Arrival] = deque()

@@ -20,6 +20,8 @@ class Process:
         """pace_s: about as long as a turn takes; nap_s: an idle process looks around that often."""
         self.name = name
         self.clock = clock
+        self.host = ""
+        """Where this incarnation runs."""
         self.attempt = -1
         """Incarnations before this one."""
         self.alive = False

@@ -50,8 +50,11 @@ class SiteOf:
 
     def writer(self, poll: Callable[[], None]) -> WriterPort:
         """Claim it, and sweep what a killed writer left."""
-        if self._site.writer_port is not None:
+        before = self._site.writer_port
+        if before is not None and before.host == self._process.host:
             raise AddressTaken("this site has a writer; found a second one; close the first")
+        if before is not None:  # it is on a host that was lost, and the readers are told
+            before.leave()
         self._site.segments.clear()
         self._site.writer_port = WriterPort(self._site, self._process)
         return self._site.writer_port
@@ -67,7 +70,7 @@ class WriterPort:
     socket: zmq.Socket[bytes] | None = None
 
     def __init__(self, site: Site, process: Process) -> None:
-        self._site, self._process = site, process
+        self._site, self._process, self.host = site, process, process.host
         self.arrivals: deque[tuple[bytes, ReaderMessage]] = deque()
         self.peers: dict[bytes, Meeting] = {}
         process.on_death.append(self.close)
@@ -106,6 +109,10 @@ class WriterPort:
         """Leave the address."""
         if self._site.writer_port is self:
             self._site.writer_port = None
+        self.leave()
+
+    def leave(self) -> None:
+        """No reader speaks to it any more."""
         for meeting in self.peers.values():
             meeting.cut()
 
@@ -145,8 +152,8 @@ class Meeting:
 
     def __init__(self, network: SimulatedNetwork, reader: ReaderPort, writer: WriterPort, peer: bytes) -> None:
         self.peer = peer
-        self.forth = Pipe(network, lambda message: writer.arrive((peer, message)))
-        self.back = Pipe(network, reader.arrive)
+        self.forth = Pipe(network, lambda message: writer.arrive((peer, message)), reader.host, writer.host)
+        self.back = Pipe(network, reader.arrive, writer.host, reader.host)
 
     def cut(self) -> None:
         """It breaks."""
@@ -160,7 +167,7 @@ class ReaderPort:
     socket: zmq.Socket[bytes] | None = None
 
     def __init__(self, site: Site, process: Process) -> None:
-        self._site, self._process = site, process
+        self._site, self._process, self.host = site, process, process.host
         self._arrivals: deque[WriterMessage] = deque()
         self._meeting: Meeting | None = None
         process.on_death.append(self.close)

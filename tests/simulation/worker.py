@@ -128,8 +128,9 @@ class SimulatedWorker:
         self.weights: list[Any] = []
         self.state = "starting"
         life = self._life(settings)
+        self.process.host = settings.host
         self.process.start(lambda: self._turn(life), settings.attempt)
-        self.out = self._exchange.connect(self.name, self._hear)
+        self.out = self._exchange.connect(self.name, settings.host, self._hear)
         self.process.on_death.append(self._ended)
         self._heartbeat(self.process.attempt)
 
@@ -142,7 +143,10 @@ class SimulatedWorker:
             self.send(Bye(attempt=self.process.attempt))
             self.process.die()
             return False
-        except Exception as error:  # nothing in this world should fail
+        except Exception as error:  # nothing in this world should fail, but what is done by one that is nobody's
+            if world.is_fenced(self.process):
+                self.process.die()
+                return False
             raise Broken(f"'{self.name}' failed: {type(error).__name__}: {error}") from error
         finally:
             world.current = None
@@ -246,8 +250,8 @@ class SimulatedWorker:
     def _ended(self) -> None:
         self.world.say(self.name, f"ends as attempt {self.process.attempt}")
         self.state = "none"
-        self._exchange.hang_up(self.name)
-        self.world.room.forks.ended(self.name)
+        self._exchange.hang_up(self.name, self.process.host)
+        self.world.room.forks.ended(self.name, self.process.host)
 
     def waits(self) -> str:
         """What it says of itself."""

@@ -31,28 +31,28 @@ class BaseLedger:
         """Where the file is."""
         self._owner = os.getpid()
 
-    def _do(self, call: calls.Call[T]) -> T:
+    def do(self, call: calls.Call[T]) -> T:
         """Have it done, all or nothing."""
         raise NotImplementedError
 
     def _post(self, call: calls.Write) -> None:
         """Have it done in its turn, before whatever is asked next; its error may come with that."""
-        self._do(call)
+        self.do(call)
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
         """Put down what the run says of itself, by name, in place of what it said before under these names."""
-        self._do(calls.SetFacts({name: to_json(value) for name, value in facts.items()}))
+        self.do(calls.SetFacts({name: to_json(value) for name, value in facts.items()}))
 
     def facts(self) -> dict[str, Any]:
         """What the run says of itself, by name."""
-        return self._do(calls.ReadFacts())
+        return self.do(calls.ReadFacts())
 
     def issue(self, source: str, prompts: Iterable[tuple[int, str]]) -> None:
         """Record new groups as (group_id, prompt_id), numbered on from the last; known ones stay as they are.
 
         Errors: LedgerError when a number is skipped, or was issued for another prompt.
         """
-        self._do(calls.Issue(source, [(int(group), str(prompt)) for group, prompt in prompts]))
+        self.do(calls.Issue(source, [(int(group), str(prompt)) for group, prompt in prompts]))
 
     def advance(self, source: str, group_ids: Iterable[int], state: str) -> None:
         """Move groups forward to `state`; those that are there or further stay: a redelivery changes nothing.
@@ -63,7 +63,7 @@ class BaseLedger:
 
     def reissue(self, source: str, group_ids: Iterable[int]) -> None:
         """Set groups back to issued: the work on them was lost. Errors: LedgerError for unknown ones."""
-        self._do(calls.Reissue(source, _numbers(group_ids)))
+        self.do(calls.Reissue(source, _numbers(group_ids)))
 
     def commit_step(
         self,
@@ -82,7 +82,7 @@ class BaseLedger:
         version: of the weights after the step. Errors: LedgerError when the step is not the next one of
         `node`, or a group has an outcome for `node` already or was never issued; then nothing is recorded.
         """
-        self._do(
+        self.do(
             calls.CommitStep(
                 node, int(step), int(version), source, _numbers(trained), _reasons(dropped or {}),
                 to_json(metrics or {}), checkpoint,
@@ -95,7 +95,7 @@ class BaseLedger:
         step: that they would have been trained at; it may be the next one, which is not committed yet.
         Errors: LedgerError when a group has an outcome for `node` already or was never issued.
         """
-        self._do(calls.Drop(node, source, _reasons(reasons), step))
+        self.do(calls.Drop(node, source, _reasons(reasons), step))
 
     def evaluated(self, node: str, source: str, group_ids: Iterable[int], step: int) -> None:
         """Record that an evaluation read these groups under the weights of `step`. Errors: as drop()."""
@@ -103,11 +103,11 @@ class BaseLedger:
 
     def commit_round(self, node: str, step: int, groups: Mapping[str, Iterable[int]]) -> None:
         """Record a round: the groups that it read of each source, under the weights of `step`. Errors: as drop()."""
-        self._do(calls.CommitRound(node, int(step), {source: _numbers(ids) for source, ids in groups.items()}))
+        self.do(calls.CommitRound(node, int(step), {source: _numbers(ids) for source, ids in groups.items()}))
 
     def record_checkpoint(self, node: str, step: int, checkpoint: str) -> None:
         """Note where the checkpoint of a committed step stands. Errors: LedgerError without such a step."""
-        self._do(calls.RecordCheckpoint(node, int(step), checkpoint))
+        self.do(calls.RecordCheckpoint(node, int(step), checkpoint))
 
     def roll_back_to(self, step: int, node: str) -> list[PlannedStep]:
         """Take back every step of `node` after `step`: its groups are scored, and in flight again.
@@ -116,48 +116,48 @@ class BaseLedger:
         A roll back to the last step takes nothing back, and records that the run went on from there.
         Errors: LedgerError when `node` never came to `step`.
         """
-        self._do(calls.RollBack(int(step), node))
+        self.do(calls.RollBack(int(step), node))
         return self.replay_plan(node)
 
     def replay_plan(self, node: str) -> list[PlannedStep]:
         """What abandoned lines made after the last step of `node`: groups and drops per step, to repeat."""
-        return self._do(calls.ReplayPlan(node))
+        return self.do(calls.ReplayPlan(node))
 
     def next_group_id(self, source: str) -> int:
         """The number that `source` gives to its next group."""
-        return self._do(calls.NextGroupId(source))
+        return self.do(calls.NextGroupId(source))
 
     def last_step(self, node: str) -> int:
         """The last committed step of `node`; 0 before the first."""
-        return self._do(calls.LastStep(node))
+        return self.do(calls.LastStep(node))
 
     def steps(self, node: str, after: int = 0, upto: int | None = None) -> list[MadeStep]:
         """The committed steps of `node` above `after` and not above `upto`, with what each consumed, ascending."""
-        return self._do(calls.Steps(node, after, upto))
+        return self.do(calls.Steps(node, after, upto))
 
     def drops_at(self, node: str, step: int) -> dict[int, str]:
         """Groups that `node` gave up for a step, and why; drops of the next one may be known before it is made."""
-        return self._do(calls.DropsAt(node, step))
+        return self.do(calls.DropsAt(node, step))
 
     def last_round(self, node: str) -> int | None:
         """Step of the last round that evaluation `node` has recorded; None before the first."""
-        return self._do(calls.LastRound(node))
+        return self.do(calls.LastRound(node))
 
     def is_judged(self, source: str, step: int) -> bool:
         """Whether every sink of `source` has recorded its round of this step, or a later one."""
-        return self._do(calls.IsJudged(source, step))
+        return self.do(calls.IsJudged(source, step))
 
     def sources(self, node: str | None = None) -> list[str]:
         """The sources whose groups `node` consumes; those of all sinks for None."""
-        return self._do(calls.Sources(node))
+        return self.do(calls.Sources(node))
 
     def fates(self, source: str, group_id: int) -> list[Fate]:
         """What each sink did with a group; none while it is in flight."""
-        return self._do(calls.ListFates(source, int(group_id)))
+        return self.do(calls.ListFates(source, int(group_id)))
 
     def check(self) -> None:
         """Read the whole database. Errors: LedgerError when it is damaged."""
-        if found := self._do(calls.Check()):
+        if found := self.do(calls.Check()):
             raise LedgerError(f"ledger '{self.path}' is damaged: {'; '.join(found)}; take it from a backup")
 
     def in_flight(self, source: str, node: str | None = None, among: Iterable[int] | None = None) -> list[InFlight]:
@@ -165,11 +165,11 @@ class BaseLedger:
 
         among: look at these alone, which takes no longer in a long run; None: at all that were ever issued.
         """
-        return self._do(calls.ListInFlight(source, node, None if among is None else _numbers(among)))
+        return self.do(calls.ListInFlight(source, node, None if among is None else _numbers(among)))
 
     def counts(self, node: str) -> Counts:
         """What became of the groups of the sources that `node` consumes, counted from the rows."""
-        return self._do(calls.Count(node))
+        return self.do(calls.Count(node))
 
     def verdict(self, node: str) -> str:
         """The law of the ledger in figures, for one sink."""

@@ -3,7 +3,7 @@
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from dataflow.folder.ledger import reads, writes
 from dataflow.folder.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
@@ -53,7 +53,7 @@ class Counted:
     value: Counts
 
 
-Result = Said | Groups | Planned | Made | Fates | Counted
+Result: TypeAlias = Said | Groups | Planned | Made | Fates | Counted
 
 
 class Call(Generic[T]):
@@ -412,8 +412,10 @@ class Count(Call[Counts]):
         return reads.counts(db, self.node)
 
 
-WRITES = (SetFacts, Issue, Advance, Reissue, CommitStep, Drop, CommitRound, RecordCheckpoint, RollBack)
-READS = (
-    ReadFacts, ReplayPlan, NextGroupId, LastStep, Steps, DropsAt, LastRound, IsJudged, Sources, ListFates, Check,
-    ListInFlight, Count,
+AnyWrite: TypeAlias = (
+    SetFacts | Issue | Advance | Reissue | CommitStep | Drop | CommitRound | RecordCheckpoint | RollBack
+)  # fmt: skip
+AnyRead: TypeAlias = (
+    ReadFacts | ReplayPlan | NextGroupId | LastStep | Steps | DropsAt | LastRound | IsJudged | Sources | ListFates
+    | Check | ListInFlight | Count
 )  # fmt: skip

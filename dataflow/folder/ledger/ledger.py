@@ -65,6 +65,12 @@ class Ledger(BaseLedger):
             check_schema(db, path)
         return cls(db, path, clock)
 
+    def do(self, call: calls.Call[T]) -> T:
+        """As the base has it."""
+        self._check_owner()
+        with (transaction if call.writes else snapshot)(self._db, self.path, call.doing):
+            return call.run(self._db, self._clock())
+
     def flush(self) -> None:
         """As the base has it: what was committed is in the log of the database, or was moved from there into it and
         flushed by SQLite. The database itself is not opened here: closing it would end the locks that SQLite has on it
@@ -88,8 +94,3 @@ class Ledger(BaseLedger):
     @property
     def _wal(self) -> Path:
         return self.path.with_name(f"{self.path.name}-wal")
-
-    def _do(self, call: calls.Call[T]) -> T:
-        self._check_owner()
-        with (transaction if call.writes else snapshot)(self._db, self.path, call.doing):
-            return call.run(self._db, self._clock())

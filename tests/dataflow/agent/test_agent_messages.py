@@ -19,7 +19,7 @@ def test_messages_of_agents_come_as_they_went() -> None:
     assert FROM_AGENT.decode(FROM_AGENT.encode(Built(digest="ab", files={"a.py": "cd"}))) == Built(
         digest="ab", files={"a.py": "cd"}
     )
-    begin = Begin(launch={"module": "graphs.sorting"}, hosts=({"name": "h1"},), steps=None, whereabouts={})
+    begin = Begin(launch={"module": "graphs.sorting"}, inputs={"steps": None, "scale": [[1, {"a": 2}]]}, whereabouts={})
     assert TO_AGENT.decode(TO_AGENT.encode(begin)) == begin
     spawn = Spawn("trainer-0", {"host": "h1"}, heavy=True, keeps=True)
     assert TO_AGENT.decode(TO_AGENT.encode(spawn)) == spawn
@@ -32,7 +32,7 @@ def test_an_agent_finds_what_its_launcher_said(tmp_path: Path) -> None:
     file.write_bytes(keys.to_bytes())
     file.chmod(0o600)
     told = AgentEnvironment(scheduler="tcp://10.0.0.1:5", keys=str(file), folder="/runs/a", host="h1")
-    found = AgentEnvironment.from_environ(told.to_environ())
+    found = AgentEnvironment.take(told.to_environ())
     assert found == told
     assert found.read_keys() == keys
     inlet, outlet = os.pipe()
@@ -44,7 +44,7 @@ def test_an_agent_finds_what_its_launcher_said(tmp_path: Path) -> None:
 
 def test_what_an_agent_is_not_told_is_named() -> None:
     with pytest.raises(RunError, match=r"DATAFLOW_AGENT_KEYS and DATAFLOW_AGENT_FOLDER is not set"):
-        AgentEnvironment.from_environ({"DATAFLOW_AGENT_SCHEDULER": "tcp://10.0.0.1:5"})
+        AgentEnvironment.take({"DATAFLOW_AGENT_SCHEDULER": "tcp://10.0.0.1:5"})
 
 
 def test_keys_that_others_could_read_or_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
 """The plan says where weights travel as deltas: over links that are known to be slow, and never within a machine."""
 
-import dataclasses
-
 import pytest
 
 from dataflow import Devices, Graph, GraphError, Model, plan
-from dataflow.planning import executors
-from dataflow.planning.executors import SCAN_BYTES_PER_S, Seat
+from dataflow.planning.executors import SCAN_BYTES_PER_S
+from dataflow.planning.hosts import Host
 from dataflow.planning.plan import Plan
 from dataflow.run import make_plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -47,17 +45,16 @@ def test_within_a_machine_everything_is_sent() -> None:
         assert "deltas" not in weights_line(made)
 
 
-def test_between_machines_the_link_counts_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    sit = executors._seat
-    monkeypatch.setattr(executors, "_seat", lambda *where: on_a_machine_of_its_own(sit(*where)))
-    made = planned(SLOW)
-    assert made.executors() == {("trainer", "generator"): "gloo"}
-    assert made.link("trainer", "gloo") == SLOW
-    assert planned(None).link("trainer", "gloo") is None
+def test_between_hosts_the_link_counts_unasked() -> None:
+    def made(link: float | None) -> Plan:
+        devices = Devices.of([Host(name="a", cpus=2), Host(name="b", cpus=2)], link_bytes_per_s=link)
+        where = {"trainer": "a", "generator": ("a", "b")}
+        return plan(build(), devices, replicas={"generator": 2}, place=where)
 
-
-def on_a_machine_of_its_own(seat: Seat) -> Seat:
-    return dataclasses.replace(seat, machine=seat.process)
+    assert [path.link_bytes_per_s for path in made(SLOW).weight_paths] == [None, SLOW]
+    assert made(SLOW).executors() == {("trainer", "generator"): "shared_memory x1, gloo x1"}
+    assert made(SLOW).link("trainer", "gloo") == SLOW and made(SLOW).link("trainer", "shared_memory") is None
+    assert made(None).link("trainer", "gloo") is None
 
 
 def test_a_rate_is_given_in_gigabits_and_is_above_nothing() -> None:

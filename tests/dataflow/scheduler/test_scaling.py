@@ -32,7 +32,7 @@ from dataflow.scheduler.events import (
     Process as Kept,
 )
 from dataflow.scheduler.reducer import reduce
-from dataflow.scheduler.scaling import spare
+from dataflow.scheduler.seating import spare
 from dataflow.scheduler.table import Life, Membership, Table
 from dataflow.system.files import to_json
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -328,9 +328,9 @@ def test_a_newcomer_waits_for_the_accelerators_of_a_leaver() -> None:
 
 
 def test_accelerators_of_one_replica_lie_in_a_row() -> None:
-    assert spare(8, {0, 1, 3}, 2) == (4, 5)
-    assert spare(4, {1}, 2) == (2, 3)
-    assert spare(4, {1, 3}, 2) is None
+    assert spare(range(8), {0, 1, 3}, 2) == (4, 5)
+    assert spare(range(4), {1}, 2) == (2, 3)
+    assert spare(range(4), {1, 3}, 2) is None
 
 
 # A small world in which everything comes in any order

@@ -1,0 +1,61 @@
+"""The agent of this host; a launcher starts it, and says by environment variables what it joins.
+
+python -m dataflow.agent
+"""
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from dataflow.agent.agent import Agent, log_name
+from dataflow.agent.environment import AgentEnvironment
+from dataflow.agent.rendezvous import Rendezvous
+from dataflow.errors import DataflowError, RunError
+from dataflow.folder import socket_folder
+from dataflow.planning.hosts import Host
+from dataflow.planning.this_machine import this_machine
+from dataflow.system.addresses import own_address
+from dataflow.system.log import log_to
+from dataflow.system.security import check_listen
+
+
+def main() -> int:
+    """Join the run that the environment names, and stay until it ends; the exit status."""
+    try:
+        told = AgentEnvironment.take(os.environ)
+        host, keys = host_here(told), told.read_keys()
+        _check_folder(told, host.name)
+        log_to(Path(told.folder) / "logs" / log_name(host.name))
+        address = own_address(told.address, told.scheduler)
+        check_listen(address)
+    except DataflowError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return Agent(told, keys, host, address, socket_folder.make()).run()
+
+
+def host_here(told: AgentEnvironment) -> Host:
+    """This machine, or the part of it that the run has."""
+    has = this_machine()
+    return Host(
+        name=told.host or socket.gethostname(), cpus=int(told.cpus or has.cpus), gpus=int(told.gpus or has.gpus),
+        memory_bytes=has.memory_bytes, gpu_memory_bytes=has.gpu_memory_bytes,
+    )  # fmt: skip
+
+
+def _check_folder(told: AgentEnvironment, name: str) -> None:
+    found = Rendezvous.read(Path(told.folder))
+    if found is None:
+        raise RunError(
+            f"host '{name}' does not see the run folder '{told.folder}': {_what_is(Path(told.folder))}; all hosts of a "
+            f"run need the same file system there: name such a folder with runs="
+        )
+
+
+def _what_is(folder: Path) -> str:
+    return "it has no agents.json of this run" if folder.is_dir() else "there is no such folder on it"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

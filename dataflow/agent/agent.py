@@ -1,0 +1,222 @@
+"""The agent of one host: between its workers and a scheduler that may be anywhere, and come back as another one."""
+
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import zmq
+
+from dataflow.agent.digest import versions
+from dataflow.agent.environment import AgentEnvironment
+from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Pause, Spawn, Stay
+from dataflow.agent.host_forkserver import HostForkserver
+from dataflow.agent.line import Line
+from dataflow.agent.messages import Begin, Built, Bye, Failed, HandOver, Join, Paused, Refused, ToAgent
+from dataflow.agent.rendezvous import Rendezvous
+from dataflow.agent.silence import SEEK_S, over
+from dataflow.errors import RunError
+from dataflow.folder.whereabouts import Whereabouts
+from dataflow.planning.hosts import Host
+from dataflow.system.clocks import AwakeClock
+from dataflow.system.security import RunKeys
+
+ALIVE_S = 0.5
+"""Between two signs of life."""
+_TURN_MS = 50
+
+
+@dataclass
+class _Worker:
+    """The last process of a worker here."""
+
+    settings: Mapping[str, Any]
+    keeps: bool
+    pid: int = 0
+    status: int | None = None
+    has_ended: bool = False
+
+
+class Agent:
+    """One host of a run.
+
+    consumes: what the scheduler asks of this host; events of the forkserver
+    produces: that it is there, and a sign of life; events of the workers; to another scheduler all workers, as they are
+    waits for: the scheduler; without one for a successor, for as long as it was told, then for the workers that have
+        something to bring to an end
+    unblocked by: either; its limit, after which it ends with all workers
+    """
+
+    def __init__(
+        self, told: AgentEnvironment, keys: RunKeys, host: Host, address: str, sockets: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """address: at which the others reach this host. sockets: a private folder, which goes with the agent."""
+        self._told, self._host, self._address, self._sockets = told, host, address, sockets
+        self._line = Line(told.scheduler, keys, f"{host.name}/{secrets.token_hex(8)}")
+        self._clock = AwakeClock(clock)
+        self._log = structlog.get_logger(host=host.name)
+        self._forkserver: HostForkserver | None = None
+        self._workers: dict[str, _Worker] = {}
+        self._built: Built | None = None
+        self._stays: Stay | None = None
+        self._is_paused = self._ends = False
+        self._heard = self._spoke = self._sought = self._clock()
+        self._has_scheduler = False
+        self._alone_s = 0.0
+        """How long nobody was heard, the last time."""
+
+    def run(self) -> int:
+        """Be the host's agent until the run ends; the exit status."""
+        for number in (signal.SIGINT, signal.SIGTSTP):
+            signal.signal(number, signal.SIG_IGN)  # a terminal's: the scheduler says what it means
+        signal.signal(signal.SIGTERM, lambda number, frame: self.end())
+        self._join()
+        try:
+            while not self._ends:
+                self._turn()
+            return 0
+        except RunError as error:
+            self._line.say(Failed(str(error)))
+            self._log.error("ends", error=str(error))
+            print(str(error), file=sys.stderr)
+            return 1
+        finally:
+            self._close()
+
+    def end(self) -> None:
+        """End with all workers; may be called from a signal handler."""
+        self._ends = True
+
+    def _turn(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._line.socket, zmq.POLLIN)
+        if self._forkserver is not None:
+            poller.register(self._forkserver.fileno(), zmq.POLLIN)
+        poller.poll(_TURN_MS)
+        for message in self._line.heard():
+            now = self._clock()
+            if now - self._heard > SEEK_S:
+                self._alone_s = now - self._heard
+            self._heard, self._has_scheduler = now, True
+            self._apply(message)
+        if self._forkserver is not None:
+            self._look_at(self._forkserver)
+        if self._clock() - self._spoke >= ALIVE_S:
+            self._spoke = self._clock()
+            self._line.say(Alive())
+        self._seek()
+
+    def _apply(self, message: ToAgent) -> None:
+        match message:
+            case Begin():
+                if self._forkserver is None:
+                    self._show_workers(message.whereabouts)
+                    self._forkserver = HostForkserver(message, self._sockets)
+            case HandOver():
+                self._show_workers(message.whereabouts)
+                self._hand_over()
+            case Refused():
+                raise RunError(f"the scheduler refuses host '{self._host.name}': {message.error}")
+            case End():
+                self.end()
+            case Stay():
+                self._stays = message
+            case Spawn() | Kill() | Pause():
+                self._pass_on(message)
+            case Alive():
+                pass
+
+    def _pass_on(self, message: Spawn | Kill | Pause) -> None:
+        """To the forkserver."""
+        if self._forkserver is None:
+            return
+        match message:
+            case Spawn():
+                self._workers[message.name] = _Worker(message.settings, message.keeps)
+                self._forkserver.spawn(message.name, message.settings, message.heavy, message.keeps)
+            case Kill():
+                self._forkserver.kill(message.name, message.number)
+            case Pause():
+                self._is_paused = message.is_paused
+                self._forkserver.pause(message.is_paused)
+                self._line.say(Paused(message.is_paused))
+
+    def _look_at(self, forkserver: HostForkserver) -> None:
+        """Pass on what the forkserver tells."""
+        if self._built is None:
+            answer = forkserver.answer()
+            if isinstance(answer, Failed):
+                raise RunError(f"host '{self._host.name}': {answer.error}")
+            if answer is not None:
+                self._built = answer
+                self._line.say(answer)
+            return
+        for event in forkserver.events():
+            if event["event"] == "gone":
+                raise RunError(
+                    f"the forkserver of host '{self._host.name}' ended unexpectedly, and all its workers with it; see "
+                    f"logs/{log_name(self._host.name)} in the run folder"
+                )
+            worker = self._workers[event["name"]]
+            worker.pid, worker.status = event["pid"], event["status"]
+            worker.has_ended = event["event"] == "exited"
+            self._line.say(Notice(**event))
+
+    def _join(self) -> None:
+        host = self._host
+        self._line.say(Join(
+            name=host.name, cpus=host.cpus, gpus=host.gpus, memory_bytes=host.memory_bytes,
+            gpu_memory_bytes=host.gpu_memory_bytes, kind=host.kind, address=self._address, sockets=str(self._sockets),
+            folder=self._told.folder, pid=os.getpid(), versions=versions(),
+            digest=self._built.digest if self._built else "",
+        ))  # fmt: skip
+
+    def _seek(self) -> None:
+        """Look for the scheduler that leads the run now, where the one before says nothing."""
+        now = self._clock()
+        if self._is_paused:
+            self._heard = now
+        silent_s = now - self._heard
+        if now - max(self._heard, self._sought) > SEEK_S:
+            self._sought = now
+            found = Rendezvous.read(Path(self._told.folder))
+            if found is not None and found.address != self._line.address:
+                self._log.warning("turns to another scheduler", address=found.address, silent_s=round(silent_s, 1))
+                self._line.turn_to(found.address)
+            self._join()
+        if over(silent_s, self._stays, keeps=any(each.keeps and not each.has_ended for each in self._workers.values())):
+            word = "has not been heard for" if self._has_scheduler else "has not answered for"
+            raise RunError(
+                f"the scheduler at {self._line.address} {word} {silent_s:.0f} s: {self._line.trouble}; host "
+                f"'{self._host.name}' ends with its workers; see that the address is one that this host reaches"
+            )
+
+    def _hand_over(self) -> None:
+        """The scheduler gets every worker as it is."""
+        for name, worker in self._workers.items():
+            self._line.say(Handed(name, worker.pid, worker.settings, worker.status, not worker.has_ended))
+        self._line.say(AllHanded(os.getpid(), self._alone_s, 0, lives=False))
+
+    def _show_workers(self, whereabouts: Mapping[str, str]) -> None:
+        """Where the scheduler is now: workers that hear nothing look there."""
+        Whereabouts(**whereabouts).write(self._sockets)
+
+    def _close(self) -> None:
+        if self._forkserver is not None:
+            self._forkserver.close()
+        shutil.rmtree(self._sockets, ignore_errors=True)
+        self._line.say(Bye())
+        self._line.close()
+
+
+def log_name(host: str) -> str:
+    """In logs/ of the run folder."""
+    return f"agent-{host}.log"

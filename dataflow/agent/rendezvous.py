@@ -1,0 +1,63 @@
+"""Where the agents of a run find the scheduler that leads it: a file in the run folder, which all hosts see."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dataflow.system.files import to_json, write_atomically
+from dataflow.system.security import RunKeys
+
+_FILE = "agents.json"
+KEYS_FILE = "agents.keys"
+"""Beside it, of mode 0600: the run's keys, for a scheduler that takes the place of this one; both go with the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Written by each scheduler that leads the run, looked up by agents that hear nothing."""
+
+    address: str
+    """Of its socket for agents."""
+    number: int
+    """How many schedulers there were before it."""
+    hosts: tuple[Mapping[str, Any], ...]
+    """Of the plan, as `Host.to_plain`; none before there is one."""
+
+    def write(self, folder: Path, keys: RunKeys) -> None:
+        """Put it, and the run's keys, where agents and successors look. Errors: RunFolderError."""
+        for name, mode, content in (
+            (KEYS_FILE, 0o600, keys.to_bytes()), (_FILE, 0o644, to_json(asdict(self)).encode()),
+        ):  # fmt: skip
+            write_atomically(folder / name, partial(_put, content, mode), flush=False)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Rendezvous | None":
+        """What the last one wrote; None where there is nothing."""
+        try:
+            found = json.loads((folder / _FILE).read_bytes())
+            return cls(address=str(found["address"]), number=int(found["number"]), hosts=tuple(found["hosts"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    @staticmethod
+    def keys(folder: Path) -> RunKeys | None:
+        """Of the run; None where this user finds none."""
+        try:
+            return RunKeys.from_bytes((folder / KEYS_FILE).read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    @staticmethod
+    def remove(folder: Path) -> None:
+        """The run has no agents any more."""
+        for name in (_FILE, KEYS_FILE):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _put(content: bytes, mode: int, file: BinaryIO) -> None:
+    os.fchmod(file.fileno(), mode)
+    file.write(content)

@@ -1,0 +1,117 @@
+"""Who may write where one process has the ledger open for all: the newest attempt of each worker, each write once."""
+
+import sqlite3
+from dataclasses import dataclass
+
+from dataflow.folder.ledger.calls import AnyWrite, Call, Write
+
+_TABLE = """CREATE TABLE IF NOT EXISTS writers (
+    worker  TEXT PRIMARY KEY,
+    holder  INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    session INTEGER NOT NULL,
+    number  INTEGER NOT NULL,   -- of its last write
+    refusal TEXT                -- why that was not made; null where it was
+    ) WITHOUT ROWID"""
+_ANSWERED = "UPDATE writers SET number = ?, refusal = ? WHERE worker = ?"
+
+
+@dataclass(frozen=True)
+class Token:
+    """One process that writes."""
+
+    worker: str
+    holder: int
+    """Number of the scheduler that has started it."""
+    attempt: int
+    """How often that worker was started before by it, and by those whose run it took over."""
+    session: int
+    """Drawn by the process: two that have the rest in common are told apart."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Grows with each process that is started in the place of another."""
+        return self.holder, self.attempt
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The newest process of a worker, and how far it is."""
+
+    token: Token
+    number: int = 0
+    """Of its last write that has an answer: 1, 2, ..."""
+    refusal: str | None = None
+    """Why that one was not made."""
+
+
+@dataclass(frozen=True)
+class Prepare(Write):
+    """Have a place for what is known of writers."""
+
+    doing = "prepare for several hosts"
+
+    def run(self, db: sqlite3.Connection, now: float) -> None:
+        """Do it."""
+        db.execute(_TABLE)
+
+
+@dataclass(frozen=True)
+class ListWriters(Call[dict[str, Writer]]):
+    """The newest process of each worker."""
+
+    doing = "list who writes"
+
+    def run(self, db: sqlite3.Connection, now: float) -> dict[str, Writer]:
+        """Do it."""
+        rows = db.execute("SELECT worker, holder, attempt, session, number, refusal FROM writers")
+        return {row[0]: Writer(Token(*row[:4]), *row[4:]) for row in rows}
+
+
+@dataclass(frozen=True)
+class Admit(Write):
+    """From now on this process writes for its worker."""
+
+    token: Token
+
+    doing = "let a worker write"
+
+    def run(self, db: sqlite3.Connection, now: float) -> None:
+        """Do it."""
+        token = self.token
+        row = (token.worker, token.holder, token.attempt, token.session)
+        db.execute("INSERT OR REPLACE INTO writers VALUES (?, ?, ?, ?, 0, NULL)", row)
+
+
+@dataclass(frozen=True)
+class Numbered(Write):
+    """A write, and that it was made: so that one who did not hear of it can ask for it again."""
+
+    worker: str
+    number: int
+    call: AnyWrite
+
+    @property
+    def doing(self) -> str:  # type: ignore[override]
+        """For an error."""
+        return self.call.doing
+
+    def run(self, db: sqlite3.Connection, now: float) -> None:
+        """Do it."""
+        self.call.run(db, now)
+        db.execute(_ANSWERED, (self.number, None, self.worker))
+
+
+@dataclass(frozen=True)
+class NotMade(Write):
+    """That a write was refused: one who did not hear of it is told so again, whatever has happened since."""
+
+    worker: str
+    number: int
+    why: str
+
+    doing = "note a refusal"
+
+    def run(self, db: sqlite3.Connection, now: float) -> None:
+        """Do it."""
+        db.execute(_ANSWERED, (self.number, self.why, self.worker))

@@ -1,0 +1,277 @@
+"""A ledger that another process has open: the same calls, sent to its service, each made once."""
+
+import itertools
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from dataflow.errors import DeadlineError, Replaced, RunError
+from dataflow.folder.ledger import BaseLedger, LedgerError
+from dataflow.folder.ledger.calls import AnyRead, AnyWrite, Call, Write
+from dataflow.folder.ledger.writers import Token
+from dataflow.folder.ledger_service.line import Line
+from dataflow.folder.ledger_service.messages import (
+    Ask,
+    AskWalBytes,
+    Behind,
+    Flush,
+    Join,
+    PutInPlace,
+    Record,
+    Recorded,
+    Refused,
+    Told,
+)
+from dataflow.folder.placing import Placing
+from dataflow.system.clocks import AwakeClock
+from dataflow.system.files import RunFolderError
+from dataflow.system.security import RunKeys
+
+T = TypeVar("T")
+
+PATIENCE_S = 30.0
+"""For a service that is away."""
+AGAIN_S = 1.0
+"""Without an answer for so long a client asks again, and looks where the service is; then after twice as much."""
+MOST_AGAIN_S = 8.0
+UNHEARD = 64
+"""Writes under way that nobody waits for; the next one waits."""
+CLOSE_S = 5.0
+_POLL_S = 0.05
+
+_ERRORS: dict[str, type[RunError]] = {
+    "LedgerError": LedgerError, "RunFolderError": RunFolderError, "Replaced": Replaced,
+}  # fmt: skip
+
+
+class LedgerClient(BaseLedger):
+    """The ledger of a run, from a worker on any host.
+
+    consumes: answers of the service
+    produces: questions and writes, in the order of the calls; a write that is posted is not waited for
+    waits for: the answer, up to `patience_s` without one
+    unblocked by: it; a service that was started in the place of one that has ended, which `seek` finds
+
+    A write has a number, and is sent again until it is known to be made; so is a question. `Replaced` is raised by
+    every call once another process writes for this worker: this one is to end.
+    """
+
+    def __init__(
+        self, path: Path, address: str, *, worker: str, holder: int = 0, attempt: int = 0, keys: RunKeys | None = None,
+        seek: Callable[[], str] = lambda: "", patience_s: float = PATIENCE_S, clock: Callable[[], float] | None = None,
+    ) -> None:  # fmt: skip
+        """Join the service at `address`. path: where the ledger's file is, as this host has it. worker, holder,
+        attempt: who writes, as `Token` has it. seek: as `Line` has it. clock: of this process, which stands still while
+        it is stopped. Errors: Replaced; DeadlineError when nobody answers."""
+        super().__init__(path)
+        self._token = Token(worker, holder, attempt, secrets.randbits(62))
+        self._patience_s, self._clock = patience_s, clock or AwakeClock()
+        self._open_line: Callable[[], Line] = partial(Line, address, keys, seek)
+        self._line, self._thread = self._open_line(), threading.get_ident()
+        self._tickets = itertools.count(1)
+        self._unheard: deque[Record] = deque()
+        """Writes that are not known to be made."""
+        self._number = 0
+        """Of the last write."""
+        self._errors: dict[int, RunError] = {}
+        """Of writes that were refused."""
+        self._broken: RunError | None = None
+        """What every call raises from now on."""
+        self._asked = 0
+        """The ticket that is waited for."""
+        self._answer: Told | Refused | None = None
+        self._said_at = self._clock()
+        self._aside: Line | None = None
+        """For other threads."""
+        self._aside_lock = threading.Lock()
+        try:
+            self._ask(Join())
+        except BaseException:
+            self._line.close()
+            raise
+
+    @property
+    def placing(self) -> Placing:
+        """How what this process wrote in the run folder gets its name: the service gives it, in its turn."""
+        return Placing(f"{self._token.holder}-{self._token.attempt}-{self._token.session:x}", self._place)
+
+    def do(self, call: Call[T]) -> T:
+        """Have it done. Errors: LedgerError; Replaced; DeadlineError."""
+        if not call.writes:
+            return cast("T", self._ask(cast("AnyRead", call)))
+        number = self._send(cast("AnyWrite", call))
+        self._wait(lambda: not self._unheard, call.doing)
+        if (error := self._errors.pop(number, None)) is not None:
+            raise error
+        return cast("T", None)
+
+    def _post(self, call: Write) -> None:
+        self._send(cast("AnyWrite", call))
+        if len(self._unheard) > UNHEARD:
+            self._wait(lambda: len(self._unheard) <= UNHEARD, call.doing)
+
+    def flush(self) -> None:
+        """As the base has it."""
+        self._ask_from_any_thread(Flush())
+
+    @property
+    def wal_bytes(self) -> int:
+        """As the base has it."""
+        return int(self._ask_from_any_thread(AskWalBytes()))
+
+    def close(self) -> None:
+        """Have what was posted made, and let go of the service; it is no error when that does not come about."""
+        try:
+            if self._broken is None and self._unheard:
+                self._patience_s = min(self._patience_s, CLOSE_S)
+                self._wait(lambda: not self._unheard, "end")
+        except RunError:
+            pass
+        finally:
+            self._line.close()
+            with self._aside_lock:
+                if self._aside is not None:
+                    self._aside.close()
+
+    def _place(self, path: Path, at: Path, aside: Path | None = None) -> None:
+        """As `placing.put`, from any thread. Errors: RunFolderError; Replaced."""
+        names = [None if each is None else str(each.relative_to(self.path.parent)) for each in (path, at, aside)]
+        self._ask_from_any_thread(PutInPlace(names[0] or "", names[1] or "", names[2]))
+
+    def _send(self, call: AnyWrite) -> int:
+        """Send a write; its number."""
+        self._check_thread()
+        self._hear(0.0)
+        if not self._unheard:
+            self._said_at = self._clock()
+        self._number += 1
+        settled = self._unheard[0].number - 1 if self._unheard else self._number - 1
+        self._unheard.append(Record(self._token, self._number, settled, call))
+        self._line.say(self._unheard[-1])
+        return self._number
+
+    def _ask(self, what: Any) -> Any:
+        """A question on the line of this thread."""
+        self._check_thread()
+        after = self._unheard[-1].number if self._unheard else 0
+        question = Ask(self._token, next(self._tickets), after, what)
+        self._asked, self._answer, self._said_at = question.ticket, None, self._clock()
+        self._line.say(question)
+        self._wait(lambda: self._answer is not None, _doing(what), question)
+        return _value(self._answer)
+
+    def _wait(self, is_over: Callable[[], bool], doing: str, question: Ask | None = None) -> None:
+        """Listen, and say again what was not answered. Errors: DeadlineError."""
+        deadline, again_s = self._clock() + self._patience_s, AGAIN_S
+        while not is_over():
+            if self._hear(_POLL_S):
+                deadline = self._clock() + self._patience_s
+                continue
+            now = self._clock()
+            if now >= deadline:
+                raise self._nobody(doing, self._line.address)
+            if now - self._said_at >= again_s:
+                again_s = min(2 * again_s, MOST_AGAIN_S)
+                self._line.look()
+                self._repeat()
+                if question is not None:
+                    self._line.say(question)
+
+    def _hear(self, wait_s: float) -> bool:
+        """Take in what has come; whether there was anything. Errors: what ends this client."""
+        heard = self._line.heard(wait_s)
+        for answer in heard:
+            match answer:
+                case Recorded():
+                    while self._unheard and self._unheard[0].number <= answer.number:
+                        self._unheard.popleft()
+                case Behind():
+                    self._repeat()
+                case Refused(error="Replaced"):
+                    self._broken = Replaced(answer.message)
+                case Refused(number=number) if number:
+                    self._refused(answer)
+                case Told() | Refused() if answer.ticket == self._asked:
+                    self._answer = answer
+        if self._broken is not None:
+            raise self._broken
+        return bool(heard)
+
+    def _refused(self, answer: Refused) -> None:
+        """A write was not made: told to who waits for it, or with the next call."""
+        for record in [record for record in self._unheard if record.number == answer.number]:
+            self._unheard.remove(record)
+            self._errors[record.number] = _ERRORS[answer.error](answer.message)
+
+    def _repeat(self) -> None:
+        self._said_at = self._clock()
+        for record in self._unheard:
+            self._line.say(record)
+
+    def _ask_from_any_thread(self, what: Flush | AskWalBytes | PutInPlace) -> Any:
+        """What changes no row of the ledger: on a line of its own where the thread is not the owner's, so that nobody
+        waits for the disk who need not."""
+        if threading.get_ident() == self._thread:
+            return self._ask(what)
+        self._check_owner()
+        with self._aside_lock:
+            if self._aside is None:
+                self._aside = self._open_line()
+            line, question = self._aside, Ask(self._token, next(self._tickets), 0, what)
+            line.say(question)
+            clock = AwakeClock()
+            began = said_at = clock()
+            again_s = AGAIN_S
+            while True:
+                for answer in line.heard(_POLL_S):
+                    if isinstance(answer, Told | Refused) and answer.ticket == question.ticket:
+                        return _value(answer)
+                now = clock()
+                if now - began > self._patience_s:
+                    raise self._nobody(_doing(what), line.address)
+                if now - said_at >= again_s:
+                    said_at, again_s = now, min(2 * again_s, MOST_AGAIN_S)
+                    line.look()
+                    line.say(question)
+
+    def _check_thread(self) -> None:
+        self._check_owner()
+        if threading.get_ident() != self._thread:
+            raise LedgerError(
+                f"ledger '{self.path}' was opened by one thread and is used by another; open it anew in each, only "
+                f"flush() may be called from any"
+            )
+        if self._broken is None and self._errors:  # of what was posted
+            self._broken = self._errors[min(self._errors)]
+        if self._broken is not None:
+            raise self._broken
+
+    def _nobody(self, doing: str, address: str) -> DeadlineError:
+        return DeadlineError(
+            f"'{self._token.worker}' waited {self._patience_s:.0f} s for the ledger's service at {address}, to "
+            f"{doing}: nobody answered; look whether the scheduler's host lives and is reached from here, then resume"
+        )
+
+
+def _doing(what: Any) -> str:
+    match what:
+        case Join():
+            return "join"
+        case Flush():
+            return "flush"
+        case AskWalBytes():
+            return "look at the log"
+        case PutInPlace():
+            return f"put '{what.at}' in place"
+    return str(what.doing)
+
+
+def _value(answer: Any) -> Any:
+    """What was answered. Errors: what was said instead."""
+    if isinstance(answer, Refused):
+        raise _ERRORS[answer.error](answer.message)
+    return answer.result.value

@@ -1,0 +1,154 @@
+"""What the ledger's service answers, whoever brings it what clients say: the newest attempt writes, each write once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from dataflow.errors import Replaced, RunError
+from dataflow.folder import placing
+from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.ledger.calls import Call, Said
+from dataflow.folder.ledger.writers import Admit, ListWriters, NotMade, Numbered, Prepare, Token, Writer
+from dataflow.folder.ledger_service.messages import (
+    Answer,
+    Ask,
+    Asked,
+    AskWalBytes,
+    Behind,
+    Flush,
+    Join,
+    PutInPlace,
+    Record,
+    Recorded,
+    Refused,
+    Told,
+)
+from dataflow.system.files import RunFolderError
+
+
+@dataclass(frozen=True)
+class Later:
+    """An answer that waits for the disk: to be had in another thread."""
+
+    answer: Callable[[], Answer]
+
+
+class Desk:
+    """The ledger of a run in the hands of one process.
+
+    consumes: what clients ask and have recorded
+    produces: an answer to each
+    waits for: the disk; a program that has the database locked, as any ledger
+    unblocked by: -
+
+    Of each worker the newest process that has joined may write, and no other one from then on: its number is the
+    scheduler's, so the service need not be told of attempts, and who replaces a scheduler neither. A process joins
+    before it reads anything: what the one before it wrote, it finds; nothing of that one comes later.
+    """
+
+    def __init__(self, ledger: Ledger, *, floor: int = 0, holds: Callable[[], None] = lambda: None) -> None:
+        """floor: processes that an earlier scheduler than that of this number has started write no more. holds: raises
+        Replaced once somebody else holds the run. Errors: LedgerError."""
+        self._ledger, self._folder, self._floor, self._holds = ledger, ledger.path.parent, floor, holds
+        ledger.do(Prepare())
+        self._writers = ledger.do(ListWriters())
+
+    def hear(self, message: Asked) -> Answer | Later:
+        """Do what is said, or say why not. Errors: Replaced, once somebody else holds the run: nothing was done."""
+        self._holds()
+        try:
+            return self._recorded(message) if isinstance(message, Record) else self._answered(message)
+        except (Replaced, LedgerError, RunFolderError) as error:
+            ticket, number = (0, message.number) if isinstance(message, Record) else (message.ticket, 0)
+            return Refused(ticket, number, _kind(error), str(error))
+
+    def flush(self) -> None:
+        """Bring all that was made to the disk itself. Errors: RunFolderError when the disk refuses."""
+        self._ledger.flush()
+
+    def _recorded(self, message: Record) -> Answer:
+        writer, number = self._admitted(message.token), message.number
+        if number - 1 > max(writer.number, message.after):
+            return Behind(writer.number + 1)
+        if number > writer.number:
+            writer = self._made(message)
+        if number == writer.number and writer.refusal is not None:
+            return Refused(0, number, "LedgerError", writer.refusal)
+        return Recorded(writer.number)
+
+    def _made(self, message: Record) -> Writer:
+        """Make a write, or note why it is not made. Errors: LedgerError when the disk takes neither."""
+        worker, refusal = message.token.worker, None
+        try:
+            self._ledger.do(Numbered(worker, message.number, message.call))
+        except LedgerError as error:
+            refusal = str(error)
+            self._ledger.do(NotMade(worker, message.number, refusal))
+        self._writers[worker] = made = Writer(message.token, message.number, refusal)
+        return made
+
+    def _answered(self, message: Ask) -> Answer | Later:
+        token, what = message.token, message.what
+        if isinstance(what, Join):
+            self._admit(token)
+            return Told(message.ticket, Said(None))
+        writer = self._admitted(token)
+        if writer.number < message.after:
+            return Behind(writer.number + 1)
+        match what:
+            case Flush():
+                return Later(lambda: self._flushed(message))
+            case AskWalBytes():
+                return Told(message.ticket, Said(self._ledger.wal_bytes))
+            case PutInPlace():
+                aside = None if what.aside is None else self._inside(what.aside)
+                placing.put(self._inside(what.path), self._inside(what.at), aside)
+                return Told(message.ticket, Said(None))
+            case _:
+                return Told(message.ticket, what.travels_as(self._ledger.do(cast("Call[Any]", what))))
+
+    def _flushed(self, message: Ask) -> Answer:
+        try:
+            self._ledger.flush()
+        except RunFolderError as error:
+            return Refused(message.ticket, 0, "RunFolderError", str(error))
+        return Told(message.ticket, Said(None))
+
+    def _admit(self, token: Token) -> None:
+        known = self._writers.get(token.worker)
+        if token.holder < self._floor or (known is not None and token.age < known.token.age):
+            raise _replaced(token, known)
+        if known is not None and known.token == token:
+            return
+        self._ledger.do(Admit(token))
+        self._writers[token.worker] = Writer(token)
+
+    def _admitted(self, token: Token) -> Writer:
+        """How far a process is that may write. Errors: Replaced."""
+        known = self._writers.get(token.worker)
+        if known is None or known.token != token or token.holder < self._floor:
+            raise _replaced(token, known)
+        return known
+
+    def _inside(self, name: str) -> Path:
+        """A path in the run folder. Errors: RunFolderError for one that leads out of it."""
+        path = Path(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise RunFolderError(f"'{name}' is not in the run folder; give a path below it")
+        return self._folder / path
+
+
+def _kind(error: RunError) -> Literal["LedgerError", "RunFolderError", "Replaced"]:
+    if isinstance(error, Replaced):
+        return "Replaced"
+    return "LedgerError" if isinstance(error, LedgerError) else "RunFolderError"
+
+
+def _replaced(token: Token, known: Writer | None) -> Replaced:
+    other: Any = "none" if known is None else f"attempt {known.token.attempt} of scheduler {known.token.holder}"
+    return Replaced(
+        f"attempt {token.attempt} of '{token.worker}', started by scheduler {token.holder} of this run, may write "
+        f"nothing any more: another one was started in its place (found {other}); it was cut off or stopped for too "
+        f"long, and ends without touching the run"
+    )

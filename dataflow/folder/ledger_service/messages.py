@@ -1,0 +1,98 @@
+"""The messages between the ledger's service and its clients, a class each."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from dataflow.folder.ledger.calls import AnyRead, AnyWrite, Result
+from dataflow.folder.ledger.writers import Token
+from dataflow.system.messages import Codec, Natural
+
+# From a client
+
+
+@dataclass(frozen=True)
+class Join:
+    """Write for this worker, in the place of whoever did; the same process may say so again."""
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Bring all that was committed to the disk itself."""
+
+
+@dataclass(frozen=True)
+class AskWalBytes:
+    """How large the database's log is."""
+
+
+@dataclass(frozen=True)
+class PutInPlace:
+    """Rename what this process wrote, as `placing.put`; paths are those in the run folder."""
+
+    path: str
+    at: str
+    aside: str | None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question, or something that may be done twice."""
+
+    token: Token
+    ticket: Natural
+    after: Natural
+    """The last write that is to be made before."""
+    what: AnyRead | Join | Flush | AskWalBytes | PutInPlace
+
+
+@dataclass(frozen=True)
+class Record:
+    """A write; each is made once, in the order of their numbers."""
+
+    token: Token
+    number: Natural
+    """1, 2, ... in a session; none is given twice."""
+    after: Natural
+    """The last one before it that has an answer, or will have none that is waited for."""
+    call: AnyWrite
+
+
+# To a client
+
+
+@dataclass(frozen=True)
+class Told:
+    """The answer to a question."""
+
+    ticket: Natural
+    result: Result
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Writes up to this one are made."""
+
+    number: Natural
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Earlier writes did not come: send them again, from this one on."""
+
+    number: Natural
+
+
+@dataclass(frozen=True)
+class Refused:
+    """It was not done. Of a question by its ticket, of a write by its number; the other one is 0."""
+
+    ticket: Natural
+    number: Natural
+    error: Literal["LedgerError", "RunFolderError", "Replaced"]
+    message: str
+
+
+Asked: TypeAlias = Ask | Record
+Answer: TypeAlias = Told | Recorded | Behind | Refused
+TO_LEDGER: Codec[Asked] = Codec("dataflow.to-ledger", 1, Ask, Record)
+FROM_LEDGER: Codec[Answer] = Codec("dataflow.from-ledger", 1, Told, Recorded, Behind, Refused)

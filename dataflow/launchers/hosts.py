@@ -1,0 +1,149 @@
+"""The hosts of a run: gathered by a launcher, or found with the workers of a scheduler that has died."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+from dataflow.agent.digest import built
+from dataflow.agent.messages import Begin
+from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
+from dataflow.errors import GraphError, Replaced, RunError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.snapshot import read
+from dataflow.graph import Graph
+from dataflow.history.launch import Launch, this_launch
+from dataflow.launchers.launcher import Joining, Launcher
+from dataflow.limits import Limits
+from dataflow.planning.hosts import Devices, Host
+from dataflow.planning.inputs import PlanInputs
+from dataflow.planning.plan import Plan
+from dataflow.scheduler import orphans
+from dataflow.scheduler.agents import Agents
+from dataflow.scheduler.control_server import HostsControlServer
+from dataflow.scheduler.execute import Taken
+from dataflow.system.security import RunKeys
+
+FOUND_S = 6.0
+"""For the agents of a scheduler that has died to come to this one: they look for it every two seconds."""
+_ANYWHERE = ("0.0.0.0", "::", "*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosted:
+    """A run that has its hosts."""
+
+    plan: Plan
+    server: HostsControlServer
+    """Whose agents are ready."""
+    taken: Taken | None
+    """What a scheduler before has left, whose workers they have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to run on hosts."""
+
+    graph: Graph
+    inputs: PlanInputs
+    """Of the plan; the devices are those of the hosts that come."""
+    make_plan: Callable[[PlanInputs], Plan]
+    launch: Launch
+    folder: RunFolder
+    listen: str
+    """Address of this machine that the hosts reach."""
+    limits: Limits
+    may_take: Callable[[Plan], bool]
+    """Whether workers that were left may go on as this plan has them."""
+
+    def plan(self, hosts: tuple[Host, ...]) -> tuple[Plan, PlanInputs]:
+        """Over some hosts, and from what it was made. Errors: GraphError."""
+        inputs = replace(self.inputs, devices=Devices.of(hosts, self.inputs.devices.link_bytes_per_s), listen="")
+        return self.make_plan(inputs), inputs
+
+
+def program_of(launch: Launch | None) -> Launch:
+    """The program that each host is to run: as given, or the one that runs now. Errors: GraphError where none can be
+    named."""
+    found = launch or this_launch({})
+    if found is None:
+        raise GraphError(
+            "each host of a run builds its graph by itself, and nothing says of which program: this one has no file, "
+            "as in a notebook; put it into a file with main(build), and start that"
+        )
+    return found
+
+
+def check_hosted(listen: str, *, standby: bool) -> None:
+    """Refuse what a run over hosts cannot have. Errors: GraphError."""
+    if standby:
+        raise GraphError(
+            "a run over hosts has no standby of its scheduler, but standby=True was given; leave it out: should the "
+            "scheduler die, dataflow resume takes its workers over, from any host that sees the run folder"
+        )
+    if listen in _ANYWHERE:
+        raise GraphError(
+            f"the hosts of a run have to reach its scheduler, but listen={listen!r} is no address that they could "
+            f"connect to; give one that this machine has in their network"
+        )
+
+
+@contextlib.contextmanager
+def hosted(launcher: Launcher, request: Request) -> Iterator[Hosted]:
+    """A run on its hosts, for as long as the block lasts: those of a scheduler that has died, where they are still
+    there and may go on; else as many as the launcher starts. Errors: GraphError; RunError; DeadlineError."""
+    with contextlib.ExitStack() as open_:
+        if (left := _left(request)) is not None:
+            open_.callback(left.server.close)
+            yield left
+            return
+        yield _gathered(launcher, request, open_)
+
+
+def _left(request: Request) -> Hosted | None:
+    """With the workers that a scheduler has left; None: there are none, or those were ended, as they may not go on."""
+    folder = request.folder.path
+    at, keys = Rendezvous.read(folder), Rendezvous.keys(folder)
+    if at is None or keys is None or not at.hosts:
+        return None
+    hosts = tuple(map(Host.from_plain, at.hosts))
+    agents = Agents(request.listen, keys, folder, at.number + 1)
+    server = HostsControlServer(agents, folder)
+    agents.announce(hosts)
+    with contextlib.suppress(GraphError, RunError):
+        came = server.take_over([host.name for host in hosts], FOUND_S)
+        plan, _ = request.plan(hosts)
+        ours = built(request.graph, plan, request.launch).digest
+        if came and request.may_take(plan) and agents.digests <= {ours}:
+            taken = Taken(server=server, left=read(server.left))
+            orphans.remove(request.folder)
+            return Hosted(plan=plan, server=server, taken=taken)
+    server.close()
+    return None
+
+
+def _gathered(launcher: Launcher, request: Request, open_: contextlib.ExitStack) -> Hosted:
+    """With as many hosts as the launcher starts; what was started ends with `open_`."""
+    keys, folder = RunKeys.make(), request.folder.path
+    agents = Agents(request.listen, keys, folder)
+
+    def stop(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not issubclass(kind, Replaced):
+            launcher.stop()
+
+    open_.push(stop)
+    open_.callback(agents.close)
+    agents.announce()
+    launcher.start(Joining(
+        address=agents.address, keys=keys.to_bytes(), keys_file=str(folder / KEYS_FILE), launch=request.launch,
+        folder=str(folder),
+    ))  # fmt: skip
+    agents.watch = launcher.ended
+    agents.gather(launcher.hosts, request.limits.start_s)
+    hosts = tuple(agents.hosts)
+    plan, inputs = request.plan(hosts)
+    agents.announce(hosts)
+    server = HostsControlServer(agents, folder)
+    open_.callback(server.close)
+    begin = Begin(launch=vars(request.launch), inputs=inputs.to_plain(), whereabouts=asdict(server.whereabouts))
+    agents.build(begin, built(request.graph, plan, request.launch), request.limits.start_s)
+    return Hosted(plan=plan, server=server, taken=None)

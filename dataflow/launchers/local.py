@@ -1,0 +1,134 @@
+"""Agents on this machine, as child processes: to try a run over hosts out, and to test one."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dataflow.agent.agent import log_name
+from dataflow.errors import GraphError
+from dataflow.launchers.launcher import Joining
+from dataflow.planning.hosts import Host
+from dataflow.planning.this_machine import this_machine
+from dataflow.system.child import end, in_words, program
+from dataflow.system.files import tail
+
+_END_S = 5.0
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One agent that is to be started."""
+
+    host: str
+    address: str = LOOPBACK
+    prefix: tuple[str, ...] = ()
+    """A command that runs it, such as nsenter."""
+
+
+@dataclass
+class Local:
+    """As `local` makes it. A Launcher."""
+
+    slots: Sequence[Slot]
+    listen: str = LOOPBACK
+    _agents: dict[str, "subprocess.Popen[Any]"] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+    _folder: str = ""
+
+    @property
+    def hosts(self) -> int:
+        """As `Launcher.hosts`."""
+        return len(self.slots)
+
+    def parts(self) -> list[Host]:
+        """What each agent says that its host has: an equal share of this machine's cores and accelerators."""
+        here, count = this_machine(), len(self.slots)
+        return [
+            Host(
+                name=slot.host, cpus=max(1, here.cpus // count), gpus=len(_share(number, count, here.gpus)),
+                memory_bytes=here.memory_bytes, gpu_memory_bytes=here.gpu_memory_bytes,
+            )
+            for number, slot in enumerate(self.slots)
+        ]  # fmt: skip
+
+    def start(self, join: Joining) -> None:
+        """As `Launcher.start`."""
+        count, gpus = len(self.slots), this_machine().gpus
+        self._folder = join.folder
+        for number, (slot, part) in enumerate(zip(self.slots, self.parts(), strict=True)):
+            pipe, keys = os.pipe()
+            os.write(keys, join.keys)
+            os.close(keys)
+            told = join.environment(
+                keys=f"fd:{pipe}", host=slot.host, address=slot.address, cpus=str(part.cpus), gpus=str(part.gpus)
+            )
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, _share(number, count, gpus)))} if gpus else {}
+            with self._log(slot.host).open("ab") as log:
+                self._agents[slot.host] = program(
+                    "dataflow.agent", keep=[pipe], environment={**told, **visible}, prefix=slot.prefix,
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                )  # fmt: skip
+            os.close(pipe)
+
+    def ended(self) -> list[str]:
+        """As `Launcher.ended`."""
+        found = []
+        for host, agent in self._agents.items():
+            status = agent.poll()
+            if status is not None and host not in self._told:
+                self._told.add(host)
+                said = tail(self._log(host), 0).strip().rpartition("\n")[2]
+                found.append(f"the agent of host '{host}' {in_words(status)}: {said or 'it said nothing'}")
+        return found
+
+    def stop(self) -> None:
+        """As `Launcher.stop`."""
+        for agent in self._agents.values():
+            if agent.poll() is None:
+                with suppress(ProcessLookupError):
+                    agent.send_signal(signal.SIGTERM)
+        for agent in self._agents.values():
+            end(agent, _END_S)
+
+    def _log(self, host: str) -> Path:
+        return Path(self._folder) / "logs" / log_name(host)
+
+
+def _share(number: int, count: int, gpus: int) -> range:
+    return range(number * gpus // count, (number + 1) * gpus // count)
+
+
+def local(
+    count: int, *, names: Sequence[str] = (), addresses: Sequence[str] = (), prefixes: Sequence[Sequence[str]] = (),
+    listen: str = LOOPBACK,
+) -> Local:  # fmt: skip
+    """For `run(graph, on=local(3))`: so many agents on this machine, each with a socket folder of its own; hosts h1,
+    h2, ..., which share its cores and accelerators, all on loopback.
+
+    names, addresses, prefixes: of each, in its turn: its name, the address at which the others reach it, a command that
+    runs it, such as `nsenter ...`. listen: where they reach the scheduler. Errors: GraphError.
+
+    >>> from dataflow.launchers.local import local
+    >>> [slot.host for slot in local(2).slots]
+    ['h1', 'h2']
+    """
+    given = {"names": names, "addresses": addresses, "prefixes": prefixes}
+    wrong = [f"{len(each)} {what}" for what, each in given.items() if each and len(each) != count]
+    if count < 1 or wrong:
+        raise GraphError(
+            f"local({count}) starts {count} agents{f', but is given {wrong[0]}' if wrong else ''}; give a number above "
+            f"0, and as many names, addresses and prefixes, or none"
+        )
+    return Local([
+        Slot(
+            host=names[number] if names else f"h{number + 1}", prefix=tuple(prefixes[number]) if prefixes else (),
+            address=addresses[number] if addresses else LOOPBACK,
+        )
+        for number in range(count)
+    ], listen)  # fmt: skip

@@ -1,0 +1,53 @@
+"""Which hosts the user wants replicas on: `place=`, read and checked."""
+
+from collections.abc import Mapping, Sequence
+
+from dataflow.errors import GraphError, nearest
+from dataflow.planning.hosts import Devices
+from dataflow.planning.inputs import Place
+
+Pins = Mapping[str, tuple[str, ...]]
+"""By node, the hosts that its replicas take in turn."""
+
+
+def read_place(place: Place, devices: Devices) -> Pins:
+    """As it was given, with every host in a tuple. GraphError for hosts that the run does not have."""
+    pins = {node: (hosts,) if isinstance(hosts, str) else tuple(hosts) for node, hosts in place.items()}
+    known = [host.name for host in devices.hosts]
+    if pins and not known:
+        raise GraphError(
+            f"place names hosts, {pins}, but this run has this machine alone; run it over hosts, or leave place= out"
+        )
+    for node, hosts in pins.items():
+        for host in hosts:
+            if host not in known:
+                raise GraphError(
+                    f"'{node}' is to be on host '{host}', but the run has {known}{nearest(host, known)}; "
+                    f"name one of these"
+                )
+        if not hosts or len(set(hosts)) < len(hosts):
+            raise GraphError(f"'{node}' is to be on hosts {list(hosts)}; name one or more, each of them once")
+    return pins
+
+
+def check_pins(pins: Pins, replicas: Mapping[str, int]) -> None:
+    """Refuse more hosts than replicas. GraphError."""
+    for node, hosts in pins.items():
+        if (count := replicas[node]) < len(hosts):
+            raise GraphError(
+                f"'{node}' is to be on {len(hosts)} hosts, {', '.join(hosts)}, but has {count} "
+                f"replica{'s' if count > 1 else ''}, and all ranks of a replica are on one host; name {count} at most, "
+                f"or give it more replicas, where it can have more"
+            )
+
+
+def pin_of(nodes: Sequence[str], pins: Pins, why: str) -> str | None:
+    """The host that nodes which sit together are pinned to; None: to none. GraphError where they name several.
+
+    why: they sit together, for people."""
+    named = {node: pins[node] for node in nodes if node in pins}
+    hosts = {host for of_node in named.values() for host in of_node}
+    if len(hosts) > 1:
+        told = ", ".join(f"'{node}' on {' and '.join(of_node)}" for node, of_node in named.items())
+        raise GraphError(f"place puts {told}, but {why}; name one host for all of them")
+    return next(iter(hosts), None)

@@ -1,0 +1,236 @@
+"""Which host each replica sits on, with which of its accelerators, when a run is planned: a pure function.
+
+What must sit together is a unit: the ranks of one replica; all replicas of nodes that take turns on devices. Pinned
+units are seated first, then those on accelerators, then those on the CPU, the largest first (`rooms` says where). Light
+workers come last, each beside as many of its neighbours as there are on one host; between equals it is the host of the
+one that feeds it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from dataflow.errors import GraphError
+from dataflow.planning.hosts import Devices
+from dataflow.planning.memory_need import Need
+from dataflow.planning.pins import Pins, check_pins, pin_of
+from dataflow.planning.placement import Placement
+from dataflow.planning.rooms import Room, Unit, rooms_of, settle, shortage
+from dataflow.planning.sharing import Group, threads_of
+from dataflow.structure import Structure
+
+Place = tuple[Room, tuple[int, ...]]
+"""A machine, and accelerators of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a node of the graph is, before it has a place."""
+
+    replicas: int = 1
+    ranks: int = 1
+    gpus: int = 0
+    """Of all its replicas; 0: it runs on the CPU."""
+    need: Need | None = None
+    """Of each rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Party:
+    """Units of one kind."""
+
+    nodes: tuple[str, ...]
+    unit: Unit
+    count: int = 1
+    pins: tuple[str, ...] = ()
+
+
+def placed(
+    graph: Structure, parts: Mapping[str, Part], devices: Devices, turns: Sequence[Group], pins: Pins
+) -> dict[str, Placement]:
+    """Every node's placement, in the graph's order.
+
+    parts: in the order in which accelerators are numbered. Raises GraphError for units that no host has room for.
+    """
+    check_pins(pins, {node: part.replicas for node, part in parts.items()})
+    workers = workers_of(graph)
+    rooms = rooms_of(devices)
+    heavy = {node: part for node, part in parts.items() if part.gpus or not graph.operators[node].light}
+    places = _seated(heavy, rooms, turns, pins)
+    members: dict[str, list[str]] = {}
+    for node in graph.operators:
+        members.setdefault(workers[node], []).append(node)
+    for nodes in members.values():
+        if new := [node for node in nodes if node not in places]:
+            room = _beside(graph, nodes, places, rooms, pins)
+            places |= {node: [(room, ())] for node in new}
+    threads = _threads(graph, heavy, places, rooms, turns)
+    return {
+        node: _placement(graph, node, workers[node], parts[node], places[node], threads, bool(devices.hosts))
+        for node in graph.operators
+    }
+
+
+def _beside(
+    graph: Structure, nodes: Sequence[str], places: Mapping[str, Sequence[Place]], rooms: Sequence[Room], pins: Pins
+) -> Room:
+    """Where a light worker sits."""
+    pin = pin_of(nodes, pins, "they share a worker, as light operators in a row do")
+    neighbours = [places[node] for node in neighbours_of(graph, nodes) if node in places]
+    hosts = [[room.host.name for room, _ in there] for there in neighbours]
+    name = host_beside(hosts, rooms) if pin is None else pin
+    return next(room for room in rooms if room.host.name == name)
+
+
+def workers_of(graph: Structure) -> dict[str, str]:
+    """By node, its worker: light operators in a row share one, named after the first of them."""
+    light: nx.Graph[str] = nx.Graph()
+    light.add_nodes_from(name for name, op in graph.operators.items() if op.light)
+    for call in graph.calls:
+        for stream in call.inputs:
+            if stream.node in light and call.operator.name in light:
+                light.add_edge(stream.node, call.operator.name)
+    workers = {name: name for name in graph.operators}
+    for group in nx.connected_components(light):
+        first = next(name for name in graph.operators if name in group)
+        workers.update(dict.fromkeys(group, first))
+    return workers
+
+
+def neighbours_of(graph: Structure, nodes: Sequence[str]) -> tuple[str, ...]:
+    """Who else exchanges rows with these nodes: those that feed them, then those that they feed."""
+    own, feeding, fed = set(nodes), [], []
+    for call in graph.calls:
+        inputs = [stream.node for stream in call.inputs]
+        if call.operator.name in own:
+            feeding += inputs
+        elif not own.isdisjoint(inputs):
+            fed.append(call.operator.name)
+    return tuple(node for node in dict.fromkeys([*feeding, *fed]) if node not in own)
+
+
+def host_beside(neighbours: Iterable[Iterable[str]], rooms: Sequence[Room]) -> str:
+    """Where most neighbours have somebody, the first of equals; where there is none, the host of the least load.
+
+    neighbours: of each, the hosts of its replicas."""
+    counts: dict[str, int] = {}
+    for hosts in neighbours:
+        for host in dict.fromkeys(hosts):
+            counts[host] = counts.get(host, 0) + 1
+    return max(counts, key=counts.__getitem__) if counts else min(rooms, key=lambda room: room.load).host.name
+
+
+def unit_of(parts: Sequence[Part]) -> Unit:
+    """All replicas of nodes of which one is awake at a time, or a single replica of one node."""
+    needs = [part.need.total * part.replicas * part.ranks if part.need else 0 for part in parts]
+    gpus = max(part.gpus for part in parts)
+    return Unit(
+        gpus=gpus, processes=max(part.replicas * part.ranks for part in parts), cores=max(part.ranks for part in parts),
+        memory_bytes=max(needs), gpu_memory_bytes=max(needs) // gpus if gpus else 0,
+    )  # fmt: skip
+
+
+def _seated(
+    parts: Mapping[str, Part], rooms: Sequence[Room], turns: Sequence[Group], pins: Pins
+) -> dict[str, list[Place]]:
+    """By node, where each of its replicas is."""
+    parties: list[_Party] = []
+    for node, part in parts.items():
+        if (group := next((group for group in turns if node in group), None)) is None:
+            one = Part(ranks=part.ranks, gpus=part.ranks if part.gpus else 0, need=part.need)
+            parties.append(_Party(nodes=(node,), unit=unit_of([one]), count=part.replicas, pins=pins.get(node, ())))
+        elif not any(group == party.nodes for party in parties):
+            pin = pin_of(group, pins, "they take turns on the same devices")
+            own = (pin,) if pin is not None else ()
+            parties.append(_Party(nodes=group, unit=unit_of([parts[name] for name in group]), pins=own))
+    if len(rooms) > 1:
+        parties.sort(key=lambda party: (not party.pins, not party.unit.gpus, -(party.unit.gpus or party.unit.cores)))
+    places: dict[str, list[Place]] = {}
+    for party in parties:
+        found = _pinned(party, rooms) if party.pins else settle(rooms, party.unit, party.count)
+        if len(found) < party.count:
+            raise GraphError(_too_large(party, len(found), rooms))
+        for node in party.nodes:
+            places[node] = found if len(party.nodes) == 1 else _dealt(found[0], parts[node])
+    return places
+
+
+def _dealt(whole: Place, part: Part) -> list[Place]:
+    """What each replica has of the devices that nodes share."""
+    room, gpus = whole
+    return [(room, gpus[number * part.ranks : (number + 1) * part.ranks]) for number in range(part.replicas)]
+
+
+def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Place]:
+    """One after the other on the hosts in turn. GraphError where there is no room."""
+    by_name = {room.host.name: room for room in rooms}
+    found: list[Place] = []
+    for number in range(party.count):
+        room = by_name[party.pins[number % len(party.pins)]]
+        row = room.row(party.unit)
+        if row is None:
+            raise GraphError(
+                f"{_told(party)} needs {party.unit}, and is to be on host '{room.host.name}', but "
+                f"{room.told(party.unit)}; name another host, or ask for less"
+            )
+        room.take(party.unit, row)
+        found.append((room, row))
+    return found
+
+
+def _too_large(party: _Party, found: int, rooms: Sequence[Room]) -> str:
+    """Why units found no place."""
+    found_some = f", of {party.count} that are asked for {found} found one" if found else ""
+    return (
+        f"{_told(party)} needs {party.unit} on one host{found_some}, but {shortage(rooms, party.unit)}; "
+        f"ask for less, add hosts, or say with place= who goes where"
+    )
+
+
+def _told(party: _Party) -> str:
+    if len(party.nodes) > 1:
+        return f"{' and '.join(map(repr, party.nodes))} take turns on devices, which"
+    return f"each replica of '{party.nodes[0]}'" if party.count > 1 else f"'{party.nodes[0]}'"
+
+
+def _threads(
+    graph: Structure,
+    heavy: Mapping[str, Part],
+    places: Mapping[str, Sequence[Place]],
+    rooms: Sequence[Room],
+    turns: Sequence[Group],
+) -> dict[str, int]:
+    """By machine, the threads of each process that computes there."""
+    counts: dict[str, dict[str, tuple[int, int]]] = {room.host.name: {} for room in rooms}
+    for node, part in heavy.items():
+        if not part.gpus:
+            for room, _ in places[node]:
+                there = counts[room.host.name]
+                there[node] = there.get(node, (0, part.ranks))[0] + 1, part.ranks
+    synchronous = all(feedback.max_staleness == 0 for feedback in graph.feedbacks)
+    return {
+        room.host.name: threads_of(turns, counts[room.host.name], room.host.cpus, synchronous=synchronous)
+        for room in rooms
+    }
+
+
+def _placement(
+    graph: Structure,
+    node: str,
+    worker: str,
+    part: Part,
+    places: Sequence[Place],
+    threads: Mapping[str, int],
+    named: bool,
+) -> Placement:
+    operator = graph.operators[node]
+    each = [1 if operator.light else threads[room.host.name] for room, _ in places]
+    gpus = tuple(gpu for _, row in places for gpu in row)
+    return Placement(
+        node=node, worker=worker, replicas=part.replicas, ranks=part.ranks, gpus=gpus,
+        hosts=tuple(room.host.name for room, _ in places) if named else (),
+        first_gpus=tuple(room.first_gpu for room, _ in places) if named and gpus else (),
+        dp_replicate=operator.traits.dp_replicate, tensor_parallel=operator.traits.tensor_parallel,
+        threads=min(each), threads_there=tuple(each) if min(each) < max(each) else (), need=part.need,
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""How many processes share out one replica of an operator, and how often it may run."""
+
+from dataflow.errors import GraphError
+from dataflow.node import Generate, Operator
+
+
+def ranks_of(operator: Operator, gpus: int, wish: int | None, one_process: bool) -> int:
+    """Processes that share out one replica of an operator; its worker starts all but the first."""
+    name, traits = operator.name, operator.traits
+    each = traits.tensor_parallel * traits.dp_replicate
+    if not operator.trains:
+        if wish is not None:
+            raise GraphError(
+                f"'{name}' is given {wish} ranks, but it trains nothing; ranks= is for trainers; give it replicas=, or "
+                f"its own tensor_parallel"
+            )
+        if gpus % each:
+            raise GraphError(
+                f"'{name}' is given {gpus} GPUs, but each of its replicas takes {each} (tensor_parallel); "
+                f"give it a multiple of {each}, or another tensor_parallel"
+            )
+        if one_process and each > 1 and not isinstance(operator, Generate):
+            raise GraphError(
+                f"'{name}' has tensor_parallel={each}, but a run in one process has one of everything; use "
+                f"tensor_parallel=1, or run in processes"
+            )
+        return each
+    if wish is not None and (wish < 1 or (gpus and wish != gpus)):
+        raise GraphError(
+            f"'{name}' is given {wish} ranks{f' and {gpus} GPUs' if gpus else ''}; give it 1 rank or more, and on GPUs "
+            f"leave ranks= out: each GPU is one"
+        )
+    ranks = gpus or (each if wish is None else wish)
+    if ranks % each:
+        knobs = {"dp_replicate": traits.dp_replicate, "tensor_parallel": traits.tensor_parallel}
+        has = {knob: size for knob, size in knobs.items() if size > 1}
+        raise GraphError(
+            f"'{name}' runs on {ranks} ranks, but has {' and '.join(f'{knob}={size}' for knob, size in has.items())}, "
+            f"which does not divide them; give it a multiple of {each} ranks, or another {' or '.join(has)}"
+        )
+    if one_process and ranks > 1:
+        raise GraphError(
+            f"'{name}' is to run on {ranks} ranks, but a run in one process has one of everything; use "
+            f"tensor_parallel=1, dp_replicate=1 and 1 rank, or run in processes"
+        )
+    return ranks
+
+
+def check_replicas(operator: Operator, count: int) -> None:
+    """Refuse a number of replicas that an operator cannot have."""
+    if count < 1 or (count > 1 and (operator.trains or operator.light)):
+        raise GraphError(
+            f"'{operator.name}' cannot run as {count} replicas; give 1 or more, to generators and forward operators "
+            f"only"
+        )

@@ -1,0 +1,404 @@
+"""The agents of a run in the hands of its scheduler: what `ForkserverClient` is to one machine, for several hosts."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dataflow.agent.digest import other_program, other_versions, versions
+from dataflow.agent.forkserver_client import Event
+from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Pause, Spawn, Stay
+from dataflow.agent.messages import Begin, Built, Bye, Failed, FromAgent, HandOver, Join, Paused, Refused, ToAgent
+from dataflow.agent.rendezvous import Rendezvous
+from dataflow.errors import DeadlineError, Replaced, RunError
+from dataflow.planning.hosts import Host
+from dataflow.scheduler.agents_socket import AgentsSocket
+from dataflow.system.security import RunKeys
+
+_LIVES_S = 0.5
+"""Between two signs of life for the agents."""
+_CLOSED_S = 1.5
+"""A host whose connection is closed for so long is lost: its agent has ended, or would have come back."""
+_PAUSE_S = 2.0
+"""For agents to say that their workers stand still."""
+_LOOK_S = 2.0
+"""Between two looks whether another scheduler leads the run."""
+_END_S = 10.0
+"""For agents to end all workers, when they are told to."""
+
+
+@dataclass
+class _Agent:
+    """One host of the run, and who speaks for it."""
+
+    join: Join
+    identity: bytes
+    built: Built | None = None
+    handed: dict[str, Handed] = field(default_factory=dict)
+    all_handed: AllHanded | None = None
+    is_paused: bool = False
+    is_clearing: bool = False
+    """Whether all of its workers are to end."""
+    has_left: bool = False
+    """Whether it said that it ends, or its connection is closed."""
+    closed_since: float | None = None
+    """Since when what is sent there cannot leave."""
+    asked_at: float = 0.0
+    """When it was asked last which workers it has."""
+
+    @property
+    def host(self) -> Host:
+        """As a plan has it."""
+        join = self.join
+        return Host(
+            name=join.name, cpus=join.cpus, gpus=join.gpus, memory_bytes=join.memory_bytes,
+            gpu_memory_bytes=join.gpu_memory_bytes, kind=join.kind,
+        )  # fmt: skip
+
+
+class Agents:
+    """The hosts of a run, over one socket.
+
+    consumes: spawn, kill and pause requests, each for a host; what agents say
+    produces: events of the workers, each from the host that it was last started on; of hosts: joined, alive, lost
+    waits for: in `gather`, `build`, `take_over`, `pause` and `close` for agents, up to a deadline; else for nothing
+    unblocked by: their messages; the end of one of them, which ends the first three
+    """
+
+    def __init__(
+        self, listen: str, keys: RunKeys, folder: Path, number: int = 0, watch: Callable[[], list[str]] = list
+    ) -> None:
+        """listen: an address of this machine that the hosts reach. folder: of the run. number: how many schedulers
+        there were before. watch: sentences about agents that ended. Errors: RunError where it cannot listen there."""
+        self.keys, self.number, self.watch = keys, number, watch
+        self.told: Callable[[str], object] = lambda text: None
+        """Hears what a user should know."""
+        self.alone_s = 0.0
+        """As `TakenOverForkserver` has it."""
+        self._folder, self._ours = folder, versions()
+        self._hosts: dict[str, _Agent] = {}
+        self._asked: dict[str, Spawn] = {}
+        """By worker, the process that was asked for last."""
+        self._events: list[Event] = []
+        self._begin: Begin | None = None
+        self._built: Built | None = None
+        self._stay: Stay | None = None
+        self._trouble: list[str] = []
+        self._lived = self._looked = float("-inf")
+        self._socket = AgentsSocket(listen, keys)
+        self.address = self._socket.address
+        """Where agents join."""
+        self.host = listen.partition(":")[0] if listen.count(":") == 1 else listen
+        """The address of this machine that the hosts reach."""
+        self._is_over = False
+
+    @property
+    def pollable(self) -> Any:
+        """Readable when an agent has said something."""
+        return self._socket.socket
+
+    @property
+    def hosts(self) -> list[Host]:
+        """Those that are there, by name."""
+        return [self._hosts[name].host for name in sorted(self._hosts, key=_natural) if not self._hosts[name].has_left]
+
+    def place(self, host: str) -> dict[str, str]:
+        """What is particular in the settings of a worker there."""
+        join = self._hosts[host].join
+        return {"host": host, "sockets": join.sockets, "listen": join.address, "folder": join.folder}
+
+    @property
+    def digests(self) -> set[str]:
+        """Of what those that are there had built for a scheduler before this one."""
+        return {agent.join.digest for agent in self._hosts.values()}
+
+    # Before the run
+
+    def announce(self, hosts: Collection[Host] = ()) -> None:
+        """Say in the run folder where agents find this scheduler, and that it leads the run. Errors: RunFolderError."""
+        plain = tuple(host.to_plain() for host in hosts)
+        Rendezvous(address=self.address, number=self.number, hosts=plain).write(self._folder, self.keys)
+
+    def gather(self, count: int, within_s: float) -> None:
+        """Wait for so many hosts. Errors: RunError for one that cannot take part; DeadlineError with who came."""
+
+        def late() -> str:
+            came = ", ".join(host.name for host in self.hosts) or "none"
+            return (
+                f"the run waited {within_s:.0f} s for {count} hosts at {self.address}, and these came: {came}; see "
+                f"that the others reach that address, and the logs of their agents in {self._folder}/logs, or raise "
+                f"Limits.start_s"
+            )
+
+        self._await(lambda: len(self.hosts) >= count, within_s, late)
+
+    def build(self, begin: Begin, ours: Built, within_s: float) -> None:
+        """Have every host build the program's graph, and see that it is the same as here. Errors: RunError for one that
+        cannot, or has another; DeadlineError with who is late."""
+        self._begin, self._built = begin, ours
+        for agent in self._hosts.values():
+            self._send(agent, begin)
+
+        def missing() -> list[str]:
+            return [name for name, agent in self._hosts.items() if agent.built is None]
+
+        def late() -> str:
+            return (
+                f"the scheduler waited {within_s:.0f} s for hosts {missing()} to build the graph; see the logs of "
+                f"their agents in {self._folder}/logs, or raise Limits.start_s"
+            )
+
+        self._await(lambda: not missing(), within_s, late)
+        self._events.clear()  # the plan knows these hosts
+
+    def take_over(self, whereabouts: Mapping[str, str], hosts: Collection[str], within_s: float) -> bool:
+        """Have the agents of the scheduler before come to this one, and wait for those on these hosts; whether any
+        came. What they have is told as they come."""
+        self._begin = Begin(launch={}, inputs={}, whereabouts=whereabouts)
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            came = [agent.all_handed for agent in self._hosts.values() if agent.all_handed is not None]
+            self.alone_s = max([each.alone_s for each in came], default=0.0)
+            if len(came) >= len(hosts):
+                break
+            self._wait(0.05)
+        return any(agent.all_handed is not None for agent in self._hosts.values())
+
+    # As a forkserver has it
+
+    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
+        """As `ForkserverClient.spawn`, on the host that the settings name."""
+        self._asked[name] = message = Spawn(name, settings, heavy, keeps)
+        self._send(self._hosts[settings["host"]], message)
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a worker."""
+        for host, agent in self._hosts.items():
+            if name in agent.handed or (name in self._asked and _host(self._asked[name]) == host):
+                self._send(agent, Kill(name, int(number)))
+
+    def pause(self, is_paused: bool) -> None:
+        """Let all workers stand still, or go on; returns when they do, as this process may be stopped next."""
+        self._to_all(Pause(is_paused))
+        deadline = time.monotonic() + _PAUSE_S
+        present = [agent for agent in self._hosts.values() if agent.closed_since is None and not agent.has_left]
+        while any(agent.is_paused != is_paused for agent in present) and time.monotonic() < deadline:
+            self._wait(0.05)
+
+    def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
+        """From now on workers outlive a scheduler that dies: so long their agents wait for another, then to end."""
+        self._stay = Stay(wait_s, end_s, silent_s)
+        self._to_all(self._stay)
+
+    def live(self) -> None:
+        """Give a sign of life; find out who is not connected any more."""
+        now = time.monotonic()
+        if now - self._lived < _LIVES_S:
+            return
+        self._lived = now
+        for name, agent in self._hosts.items():
+            if agent.has_left:
+                continue
+            if self._send(agent, Alive()):
+                agent.closed_since = None
+            else:
+                agent.closed_since = agent.closed_since or now
+                if now - agent.closed_since > _CLOSED_S:
+                    self._left(name, agent, "has lost the connection of its agent")
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call. Errors: Replaced, as soon as another scheduler leads the run."""
+        self._receive()
+        self._look()
+        for text in self.watch():
+            self.told(text)
+        found, self._events = self._events, []
+        return found
+
+    def clear(self, host: str) -> None:
+        """End all workers that a host has; when they have ended, it is told as joined."""
+        agent = self._hosts[host]
+        agent.is_clearing = True
+        self._clear(agent)
+
+    def seek(self, host: str) -> None:
+        """Should there be an agent of a host that was given up, have it say which workers it has."""
+        agent, now = self._hosts.get(host), time.monotonic()
+        if agent is not None and not agent.has_left and not agent.is_clearing and now - agent.asked_at > _LOOK_S:
+            self._go_on(agent)
+
+    def leave(self) -> None:
+        """Leave them to another scheduler."""
+        if not self._is_over:
+            self._is_over = True
+            self._socket.close()
+
+    def close(self, timeout_s: float = _END_S) -> None:
+        """End all agents and their workers, unless they are another's; returns within the time-out."""
+        if self._is_over:
+            return
+        self._to_all(End())
+        deadline = time.monotonic() + timeout_s
+        self._lived = float("-inf")
+        while time.monotonic() < deadline and any(self._may_answer(agent) for agent in self._hosts.values()):
+            self.live()
+            self._wait(0.05)
+        Rendezvous.remove(self._folder)
+        self.leave()
+
+    # What agents say
+
+    def _receive(self) -> None:
+        for identity, message in self._socket.received(self._refuse):
+            name = identity.decode(errors="backslashreplace").rpartition("/")[0]
+            if isinstance(message, Join):
+                self._join(name, identity, message)
+            elif (agent := self._hosts.get(name)) is not None and agent.identity == identity:
+                self._take_in(name, agent, message)
+
+    def _join(self, name: str, identity: bytes, join: Join) -> None:
+        agent = self._hosts.get(name)
+        if name != join.name:
+            self._socket.send(identity, Refused(f"it calls itself '{name}' and '{join.name}'"))
+            return
+        if agent is not None and agent.identity == identity:
+            self._go_on(agent)
+            return
+        if agent is not None and not agent.has_left and agent.closed_since is None:
+            self._turn_away(identity, (
+                f"two hosts of the run are called '{name}', at {agent.join.address} and {join.address}; give each a "
+                f"name of its own (DATAFLOW_AGENT_HOST)"
+            ))  # fmt: skip
+            return
+        if wrong := other_versions(name, join.versions, self._ours):
+            self._turn_away(identity, wrong)
+            return
+        if agent is not None:
+            self._left(name, agent, "has another agent")
+        self._hosts[name] = agent = _Agent(join, identity)
+        self._go_on(agent)
+
+    def _go_on(self, agent: _Agent) -> None:
+        """Say to an agent that asks to join, perhaps once more, what it may not have heard."""
+        agent.has_left, agent.closed_since = False, None
+        if self._begin is None:
+            return
+        if agent.join.digest or agent.built is not None:
+            agent.handed, agent.all_handed, agent.asked_at = {}, None, time.monotonic()
+            self._send(agent, HandOver(whereabouts=self._begin.whereabouts))
+        else:
+            self._send(agent, self._begin)
+        if self._stay is not None:
+            self._send(agent, self._stay)
+
+    def _take_in(self, name: str, agent: _Agent, message: FromAgent) -> None:
+        match message:
+            case Built():
+                agent.built = message
+                assert self._built is not None, "it was asked for"
+                if wrong := other_program(name, message, self._built):
+                    self._turn_away(agent.identity, wrong)
+                else:
+                    self._joined(name, agent)
+            case Failed():
+                self._trouble.append(message.error)
+                self._left(name, agent, f"has ended its agent: {message.error}")
+            case Bye():
+                self._left(name, agent, "has ended its agent")
+            case Paused():
+                agent.is_paused = message.is_paused
+            case Alive():
+                self._events.append({"event": "heard", "name": name})
+            case Notice():
+                self._events.append(vars(message) | {"host": name})
+                if agent.is_clearing and message.event == "exited":
+                    agent.handed.pop(message.name, None)
+                    self._clear(agent)
+            case Handed():
+                agent.handed[message.name] = message
+            case AllHanded():
+                agent.all_handed = message
+                self._joined(name, agent)
+                for asked in self._asked.values():
+                    if _host(asked) == name and asked.name not in agent.handed:
+                        self._send(agent, asked)  # it was lost on its way
+
+    def _clear(self, agent: _Agent) -> None:
+        living = [each.name for each in agent.handed.values() if each.alive]
+        for each in living:
+            self._send(agent, Kill(each, int(signal.SIGKILL)))
+        if not living:
+            agent.is_clearing = False
+            self._joined(agent.join.name, agent)
+
+    def _joined(self, name: str, agent: _Agent) -> None:
+        self._events.append({"event": "joined", "name": name, "host": agent.host, "processes": dict(agent.handed)})
+
+    def _left(self, name: str, agent: _Agent, cause: str) -> None:
+        """It is not there any more, or nobody reaches it."""
+        if agent.has_left:
+            return
+        agent.has_left, agent.is_clearing = True, False
+        self._asked = {worker: each for worker, each in self._asked.items() if _host(each) != name}
+        self._events.append({"event": "lost", "name": name, "cause": cause})
+
+    # Words
+
+    def _turn_away(self, identity: bytes, why: str) -> None:
+        """Of an agent that the run cannot have; without it, it does not begin."""
+        self._socket.send(identity, Refused(why))
+        self._trouble.append(why)
+        self.told(why)
+
+    def _refuse(self, who: str, why: str) -> None:
+        self.told(f"refused a message of {who} at the socket for agents: {why}")
+
+    def _send(self, agent: _Agent, message: ToAgent) -> bool:
+        return self._socket.send(agent.identity, message)
+
+    def _to_all(self, message: ToAgent) -> None:
+        for agent in self._hosts.values():
+            self._send(agent, message)
+
+    def _may_answer(self, agent: _Agent) -> bool:
+        return not agent.has_left and agent.closed_since is None
+
+    def _wait(self, seconds: float) -> None:
+        self.live()
+        self.pollable.poll(int(seconds * 1000))
+        self._receive()
+
+    def _await(self, is_done: Callable[[], bool], within_s: float, late: Callable[[], str]) -> None:
+        """Wait until something is there, or somebody says that it cannot be."""
+        deadline = time.monotonic() + within_s
+        while not is_done():
+            self._wait(0.05)
+            if trouble := self._trouble or self.watch():
+                raise RunError("; ".join(trouble))
+            if time.monotonic() > deadline:
+                raise DeadlineError(late())
+
+    def _look(self) -> None:
+        """Whether another scheduler leads the run."""
+        if time.monotonic() - self._looked < _LOOK_S:
+            return
+        self._looked = time.monotonic()
+        found = Rendezvous.read(self._folder)
+        if found is not None and found.number > self.number:
+            raise Replaced(
+                f"this scheduler (process {os.getpid()}) was not heard for too long, and another one, at "
+                f"{found.address}, has taken the run over; it ends without touching it"
+            )
+
+
+def _host(spawn: Spawn) -> str:
+    return str(spawn.settings["host"])
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """A key by which h2 comes before h10."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,69 @@
+"""The socket at which agents speak to a scheduler; it decides nothing."""
+
+from collections.abc import Callable
+from contextlib import closing
+
+import zmq
+
+from dataflow.agent.messages import FROM_AGENT, TO_AGENT, FromAgent, ToAgent
+from dataflow.errors import RunError
+from dataflow.system.messages import MESSAGE_BYTES, MessageError
+from dataflow.system.security import Guard, RunKeys, endpoint
+
+
+class AgentsSocket:
+    """For holders of the run's keys alone.
+
+    consumes: messages of agents
+    produces: messages to them, by the identity of each
+    waits for: nothing; its owner polls `socket`
+    unblocked by: -
+    """
+
+    def __init__(self, listen: str, keys: RunKeys) -> None:
+        """listen: an address of this machine, with a port or without. Errors: RunError where it cannot listen there."""
+        self._guard = Guard(keys.receivers)
+        self.socket: zmq.Socket[bytes] = self._guard.context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.LINGER, 0), (zmq.MAXMSGSIZE, MESSAGE_BYTES), (zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, 0),
+            (zmq.IPV6, int(listen.count(":") > 1)),
+        ):  # fmt: skip
+            self.socket.set(option, value)
+        self._guard.protect(self.socket)
+        try:
+            self.socket.bind(f"tcp://{listen}" if listen.count(":") == 1 else endpoint(listen))
+        except zmq.ZMQError as error:
+            self.close()
+            raise RunError(
+                f"the scheduler cannot listen for agents at {listen}: {error.strerror}; give an address of this "
+                f"machine (and no port, or one that nobody has)"
+            ) from None
+        bound = self.socket.last_endpoint
+        assert isinstance(bound, bytes), "what ZeroMQ says of a bound socket"
+        self.address = bound.decode()
+
+    def send(self, identity: bytes, message: ToAgent) -> bool:
+        """Whether there is a connection that it could go over."""
+        try:
+            self.socket.send_multipart([identity, TO_AGENT.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def received(self, refused: Callable[[str, str], object]) -> list[tuple[bytes, FromAgent]]:
+        """What has come. refused: told who sent what is no message, and why it is none."""
+        found: list[tuple[bytes, FromAgent]] = []
+        while self.socket.poll(0):
+            identity, *frames = self.socket.recv_multipart()
+            try:
+                found.append((identity, FROM_AGENT.decode(b"".join(frames))))
+            except MessageError as error:
+                refused(identity.decode(errors="backslashreplace"), str(error))
+        return found
+
+    def close(self) -> None:
+        """Let go of it."""
+        with closing(self._guard):
+            self.socket.close(0)

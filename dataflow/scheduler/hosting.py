@@ -1,0 +1,124 @@
+"""Which hosts a run has, and what becomes of the workers of one that is lost: a policy over the table.
+
+A host is lost when its agent has ended, or was not heard for `Limits.hang_s`. All of its workers have fallen then,
+whatever they still do: no word of their attempts counts any more. They are started again where there is room
+(`seating`), or on a host that joins. A lost host that is back, as after a cut of the network, ends what it still has
+before anything is started there.
+"""
+
+from collections.abc import Mapping
+
+from dataflow.errors import RunError, WorkerDied
+from dataflow.limits import no_host_for_too_long
+from dataflow.scheduler import failover, lifecycle, recovery, seating
+from dataflow.scheduler.events import Clear, Command, End, HostJoined, Notice, Process
+from dataflow.scheduler.table import HostRecord, Life, Table, WorkerRecord, how
+
+
+def joined(table: Table, event: HostJoined, now: float) -> list[Command]:
+    """The agent of a host is there: a new one, one that comes back, or that of a run that is taken over."""
+    host = table.hosts.get(event.host.name)
+    has_processes = any(process.alive for process in event.processes.values())
+    if host is None or not host.is_alive:
+        if has_processes:
+            return [Clear(event.host.name)]
+        return _enter(table, event, now)
+    host.heard_at = now
+    if not host.is_met:
+        host.is_met = True
+        return failover.meet(table, _of(table, host.name), event.processes, now)
+    return _missed(table, host, event.processes, now)
+
+
+def heard(table: Table, name: str, now: float) -> None:
+    """The agent of a host gives a sign of life."""
+    host = table.hosts.get(name)
+    if host is not None:
+        host.heard_at = now
+
+
+def counts(table: Table, record: WorkerRecord, host: str) -> bool:
+    """Whether what a host tells of a worker's process is told of the attempt that runs."""
+    return record.host == host and (not host or table.hosts[host].is_alive)
+
+
+def lost(table: Table, name: str, cause: str, now: float) -> list[Command]:
+    """A host's workers have fallen, and nothing it still says counts. cause: what comes after its name."""
+    host = table.hosts.get(name)
+    if host is None or not host.is_alive:
+        return []
+    host.is_alive, host.is_met, host.cause = False, True, cause
+    if not table.begun and not table.is_closing:
+        return [End(WorkerDied(
+            f"host '{name}' {cause} before all workers were ready; see its agent's log in {table.folder}/logs, "
+            f"and start the run again"
+        ))]  # fmt: skip
+    workers = [record for record in _of(table, name) if record.life is not Life.GONE]
+    names = ", ".join(record.name for record in workers)
+    commands: list[Command] = [Notice(f"host '{name}' {cause}; with it fell {names or 'no worker'}")]
+    for record in sorted(workers, key=lambda record: record.may_end):
+        record.stopped_since = None
+        commands += lifecycle.exited(table, record, f"was on host '{name}', which {cause}", now, with_host=True)
+    recovery.host_lost(table, host, now)
+    if table.hopeless is not None:
+        commands.append(End(RunError(f"{table.hopeless} ({table.folder})")))
+    return commands
+
+
+def watch(table: Table, now: float, *, was_stopped: bool) -> list[Command]:
+    """Hosts that are silent for too long, and workers for which no host has room. was_stopped: the scheduler was, and
+    has heard nobody meanwhile."""
+    commands: list[Command] = []
+    for host in table.hosts.values():
+        if was_stopped:
+            host.heard_at = now
+        if host.is_alive and now - host.heard_at > table.limits.hang_s:
+            commands += lost(table, host.name, f"was not heard for {now - host.heard_at:.0f} s", now)
+    return commands + _wait_for_room(table, now)
+
+
+def _of(table: Table, host: str) -> list[WorkerRecord]:
+    return [record for record in table if record.host == host]
+
+
+def _enter(table: Table, event: HostJoined, now: float) -> list[Command]:
+    """A host without processes of this run: workers may be started there."""
+    host = event.host
+    known = table.hosts.get(host.name)
+    if known is not None and known.facts != host:
+        return [Notice(
+            f"host '{host.name}' is back with {seating.size(host)}, but had {seating.size(known.facts)}; nothing is "
+            f"started there: give it what it had, or another name"
+        )]  # fmt: skip
+    if known is None:
+        table.hosts[host.name] = HostRecord(facts=host, heard_at=now)
+        return [Notice(f"host '{host.name}' has joined with {seating.size(host)}")]
+    known.is_alive, known.heard_at, known.cause = True, now, ""
+    return [Notice(f"host '{host.name}' is back")]
+
+
+def _missed(table: Table, host: HostRecord, processes: Mapping[str, Process], now: float) -> list[Command]:
+    """The agent has found this scheduler again; of ends in between it may not have told."""
+    commands: list[Command] = []
+    for record in _of(table, host.name):
+        process = processes.get(record.name)
+        if record.has_process and process is not None and not process.alive and process.attempt == record.attempt:
+            commands += lifecycle.exited(table, record, record.cause or how(process.status), now)
+    return commands
+
+
+def _wait_for_room(table: Table, now: float) -> list[Command]:
+    """Say once what the run waits for, and end it after the limit."""
+    homeless = seating.homeless(table, now)
+    if not homeless:
+        table.no_room_since = None
+        return []
+    if table.no_room_since is None:
+        table.no_room_since = now
+        return [Notice(
+            f"{seating.wanted(table, homeless)}; the run waits {table.limits.host_s:.0f} s for a host that joins "
+            f"(Limits.host_s)"
+        )]  # fmt: skip
+    if now - table.no_room_since > table.limits.host_s:
+        return [End(no_host_for_too_long(table.limits, table.folder, seating.wanted(table, homeless)))]
+    return []

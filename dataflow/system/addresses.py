@@ -1,0 +1,43 @@
+"""Which address of this machine other machines reach."""
+
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+
+from dataflow.errors import RunError
+
+
+def own_address(wanted: str, towards: str) -> str:
+    """An address of this machine. wanted: one, or the name of an interface that has it; empty: the one by which this
+    machine reaches `towards`, a tcp address. Errors: RunError where there is none."""
+    interfaces: Mapping[str, Sequence[Any]] = psutil.net_if_addrs()
+    if wanted in interfaces:
+        return _of(wanted, interfaces[wanted])
+    return wanted or _route(towards)
+
+
+def _of(name: str, addresses: Sequence[Any]) -> str:
+    """An address that an interface has, of version 4 where there is one."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for each in addresses:
+            if each.family == family and not ipaddress.ip_address(each.address.partition("%")[0]).is_link_local:
+                return str(each.address)
+    raise RunError(f"interface '{name}' has no address that others could reach; name another one, or an address")
+
+
+def _route(towards: str) -> str:
+    """The address that packets to another one would leave from; none is sent."""
+    host, _, port = towards.removeprefix("tcp://").rpartition(":")
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.connect(there)
+            return str(trial.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"this machine has no way to {towards} ({error}); see that the address of the scheduler is one that all "
+            f"hosts reach, and name it with --listen"
+        ) from None

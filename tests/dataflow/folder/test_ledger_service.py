@@ -1,0 +1,339 @@
+"""A ledger that one process has open for all: the newest attempt of a worker writes, each write is made once."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from rigs.ending import at_end
+
+from dataflow.errors import DeadlineError, Replaced
+from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.ledger.calls import CommitStep, Issue, LastStep, Said
+from dataflow.folder.ledger.writers import Token
+from dataflow.folder.ledger_service.client import LedgerClient
+from dataflow.folder.ledger_service.desk import Desk
+from dataflow.folder.ledger_service.messages import Ask, Behind, Join, Record, Recorded, Refused, Told
+from dataflow.folder.ledger_service.process import LedgerProcess, Wanted
+from dataflow.system.files import RunFolderError
+from dataflow.system.security import RunKeys
+
+KEYS = RunKeys.make()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    Ledger.create(tmp_path / "ledger.db", {"trainer": ["prompts"]}).close()
+    return tmp_path / "ledger.db"
+
+
+@pytest.fixture
+def service(path: Path) -> Iterator[LedgerProcess]:
+    made = LedgerProcess(Wanted(ledger=path, address="tcp://127.0.0.1:*", keys=KEYS, log=path.with_name("ledger.log")))
+    yield made
+    made.close()
+
+
+def client(path: Path, service: LedgerProcess, worker: str = "trainer-0", **more: Any) -> LedgerClient:
+    made = LedgerClient(path, service.address, worker=worker, **{"keys": KEYS, "patience_s": 20.0, **more})
+    at_end(made.close)
+    return made
+
+
+def step(ledger: Any, number: int, trained: list[int]) -> None:
+    ledger.commit_step("trainer", number, version=number, source="prompts", trained=trained, metrics={"loss": 0.5})
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_what_one_client_writes_another_one_reads(path: Path, service: LedgerProcess) -> None:
+    prompts, trainer = client(path, service, "prompts-0"), client(path, service)
+    prompts.issue("prompts", [(group, f"task-{group}") for group in range(4)])
+    prompts.advance("prompts", [0, 1], "generating")
+    assert [group.state for group in prompts.in_flight("prompts")] == ["generating"] * 2 + ["issued"] * 2
+    step(trainer, 1, [0, 1])
+    assert trainer.steps("trainer")[0].metrics == {"loss": 0.5}
+    assert prompts.verdict("trainer") == "clean: 4 issued = 2 trained + 0 dropped + 2 in flight (2 issued)"
+    with pytest.raises(LedgerError, match="'trainer' would end group 1 of 'prompts' twice: it was trained at step 1"):
+        step(trainer, 2, [2, 1])
+    step(trainer, 2, [2])
+    assert (trainer.last_step("trainer"), trainer.next_group_id("prompts")) == (2, 4)
+    trainer.flush()
+    assert trainer.wal_bytes > 0
+    with Ledger.open(path, readonly=True) as ledger:
+        assert ledger.last_step("trainer") == 2
+
+
+def test_an_error_of_what_was_posted_comes_with_the_next_call(path: Path, service: LedgerProcess) -> None:
+    scorer = client(path, service, "scorer-0")
+    scorer.advance("prompts", [7], "scored")
+    with pytest.raises(LedgerError, match=r"groups \[7\] of 'prompts' were never issued"):
+        for _ in range(100):
+            scorer.next_group_id("prompts")
+    with pytest.raises(LedgerError, match="never issued"):
+        scorer.issue("prompts", [(0, "a")])
+
+
+def test_a_client_is_of_one_process_and_one_thread_but_for_flushes(path: Path, service: LedgerProcess) -> None:
+    trainer = client(path, service)
+    found: list[object] = []
+
+    def use() -> None:
+        trainer.flush()
+        with pytest.raises(LedgerError, match="open it anew in each"):
+            trainer.last_step("trainer")
+        found.append(trainer.wal_bytes)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join(20)
+    assert found and found[0]
+
+
+def test_what_is_written_while_the_service_falls_is_made_once(path: Path, service: LedgerProcess) -> None:
+    """Killed again and again in the midst of commits; a process between it and the scheduler starts it again."""
+    trainer = client(path, service)
+    trainer.issue("prompts", [(group, str(group)) for group in range(400)])
+    supervisor = service._process.pid
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.15):
+            for pid in children(supervisor):
+                os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        for number in range(1, 9):
+            step(trainer, number, [number])
+            trainer.advance("prompts", [number + 100], "generated")
+            time.sleep(0.02)
+    finally:
+        over.set()
+        killer.join()
+    assert [each.trained for each in trainer.steps("trainer")] == [(number,) for number in range(1, 9)]
+    assert trainer.counts("trainer").in_flight["generated"] == 8
+    service.check()
+
+
+def test_a_service_that_is_stopped_is_waited_for_and_one_that_stays_away_is_told_of(
+    path: Path, service: LedgerProcess
+) -> None:
+    trainer, hasty = client(path, service), client(path, service, "other-0", patience_s=0.5)
+    (pid,) = children(service._process.pid)
+    os.kill(pid, signal.SIGSTOP)
+    resume = threading.Timer(1.5, os.kill, (pid, signal.SIGCONT))
+    resume.start()
+    try:
+        with pytest.raises(
+            DeadlineError, match=r"'other-0' waited 0 s for the ledger's service at .*: nobody answered"
+        ):
+            hasty.last_step("trainer")
+        trainer.issue("prompts", [(0, "a")])
+    finally:
+        resume.join()
+    assert trainer.next_group_id("prompts") == 1
+
+
+def test_a_client_finds_the_service_that_a_successor_has_started(path: Path, service: LedgerProcess) -> None:
+    places = [service.address]
+    trainer = client(path, service, seek=lambda: places[-1])
+    trainer.issue("prompts", [(0, "a"), (1, "b")])
+    service.close()
+    trainer.advance("prompts", [0, 1], "generating")
+    successor = LedgerProcess(Wanted(ledger=path, address="tcp://127.0.0.1:*", keys=KEYS))
+    at_end(successor.close)
+    places.append(successor.address)
+    step(trainer, 1, [0, 1])
+    assert trainer.last_step("trainer") == 1
+
+
+def test_who_has_no_key_gets_no_answer(path: Path, service: LedgerProcess) -> None:
+    for keys in (None, RunKeys.make()):
+        with pytest.raises(DeadlineError, match="nobody answered"):
+            LedgerClient(path, service.address, worker="trainer-0", keys=keys, patience_s=0.5)
+
+
+def test_an_address_that_is_taken_is_told_of_at_the_start(path: Path, service: LedgerProcess) -> None:
+    with pytest.raises(Exception, match="cannot listen at .*: Address already in use"):
+        LedgerProcess(Wanted(ledger=path, address=service.address, keys=KEYS))
+
+
+def test_the_service_ends_with_the_scheduler(path: Path) -> None:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            made = LedgerProcess(Wanted(ledger=path, address="tcp://127.0.0.1:*", keys=None))
+            os.write(writing, b"%d %d" % (made._process.pid, *children(made._process.pid)))
+            time.sleep(30)
+        finally:
+            os._exit(0)
+    supervisor, served = map(int, os.read(reading, 100).split())
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + 10
+    while alive(supervisor) or alive(served):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# The desk alone
+
+
+def token(attempt: int = 0, session: int = 1, holder: int = 0, worker: str = "trainer-0") -> Token:
+    return Token(worker, holder, attempt, session)
+
+
+@pytest.fixture
+def desk(path: Path) -> Iterator[Desk]:
+    with Ledger.open(path) as ledger:
+        made = Desk(ledger)
+        for each in (token(worker="prompts-0"), token()):
+            made.hear(Ask(each, 1, 0, Join()))
+        made.hear(Record(token(worker="prompts-0"), 1, 0, Issue("prompts", [(g, str(g)) for g in range(8)])))
+        yield made
+
+
+def commit(number: int, trained: list[int]) -> CommitStep:
+    return CommitStep("trainer", number, number, "prompts", trained, {}, "{}", None)
+
+
+def last(desk: Desk, who: Token) -> object:
+    said = desk.hear(Ask(who, 5, 0, LastStep("trainer")))
+    return said.result.value if isinstance(said, Told) else said
+
+
+def test_a_write_that_is_asked_for_again_is_made_once_and_is_no_conflict(desk: Desk) -> None:
+    record = Record(token(), 1, 0, commit(1, [0, 1]))
+    assert [desk.hear(record) for _ in range(3)] == [Recorded(1)] * 3
+    assert desk.hear(Record(token(), 2, 1, commit(2, [2]))) == Recorded(2)
+    assert desk.hear(record) == Recorded(2)
+    assert last(desk, token()) == 2
+
+
+def test_a_write_that_was_made_before_the_service_fell_is_not_made_by_the_next_one(desk: Desk, path: Path) -> None:
+    record = Record(token(), 1, 0, commit(1, [0, 1]))
+    desk.hear(record)
+    with Ledger.open(path) as again:
+        assert Desk(again).hear(record) == Recorded(1)
+        assert again.last_step("trainer") == 1
+
+
+def test_a_refusal_that_was_not_heard_is_told_again_though_it_would_be_made_now(desk: Desk) -> None:
+    too_early = Record(token(), 1, 0, commit(2, [0]))
+    refused = desk.hear(too_early)
+    assert isinstance(refused, Refused) and "commit step 1" in refused.message
+    assert desk.hear(too_early) == refused
+    assert desk.hear(Record(token(), 2, 1, commit(1, [1]))) == Recorded(2)
+    assert desk.hear(too_early) == Recorded(2), "its client has gone on, and hears nothing any more"
+    assert last(desk, token()) == 1
+
+
+def test_writes_are_made_in_their_order_though_some_get_lost(desk: Desk) -> None:
+    assert desk.hear(Record(token(), 2, 0, commit(2, [1]))) == Behind(1)
+    assert desk.hear(Ask(token(), 9, 1, LastStep("trainer"))) == Behind(1)
+    assert desk.hear(Record(token(), 1, 0, commit(1, [0]))) == Recorded(1)
+    assert desk.hear(Record(token(), 2, 0, commit(2, [1]))) == Recorded(2)
+
+
+def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(desk: Desk, path: Path) -> None:
+    assert desk.hear(Record(token(), 1, 0, commit(1, [0]))) == Recorded(1)
+    newer = token(attempt=1, session=2)
+    desk.hear(Ask(newer, 1, 0, Join()))
+    assert last(desk, newer) == 1
+    with Ledger.open(path) as again:
+        for each in (desk, Desk(again)):
+            for late in (
+                Record(token(), 2, 1, commit(2, [1])), Record(token(), 1, 0, commit(1, [0])),
+                Ask(token(), 3, 0, Join()), Ask(token(), 4, 0, LastStep("trainer")),
+            ):  # fmt: skip
+                said = each.hear(late)
+                assert isinstance(said, Refused) and said.error == "Replaced", late
+                assert "attempt 0 of 'trainer-0'" in said.message and "found attempt 1" in said.message
+        assert again.last_step("trainer") == 1
+    assert desk.hear(Record(newer, 1, 0, commit(2, [1]))) == Recorded(1)
+
+
+@pytest.mark.parametrize("newer", [token(session=2), token(holder=1), token(attempt=1)])
+def test_of_a_worker_one_process_writes(desk: Desk, newer: Token) -> None:
+    desk.hear(Ask(newer, 1, 0, Join()))
+    said = desk.hear(Record(token(), 1, 0, commit(1, [0])))
+    assert isinstance(said, Refused) and said.error == "Replaced"
+
+
+def test_workers_of_an_earlier_start_write_nothing_whatever_their_names(desk: Desk, path: Path) -> None:
+    with Ledger.open(path) as again:
+        resumed = Desk(again, floor=1)
+        for late in (Record(token(), 1, 0, commit(1, [0])), Ask(token(attempt=9), 1, 0, Join())):
+            said = resumed.hear(late)
+            assert isinstance(said, Refused) and said.error == "Replaced"
+        assert resumed.hear(Ask(token(holder=1), 1, 0, Join())) == Told(1, Said(None))
+
+
+def test_a_service_whose_run_is_held_by_another_does_nothing(path: Path) -> None:
+    held = [True]
+
+    def holds() -> None:
+        if not held[0]:
+            raise Replaced("another one holds it")
+
+    with Ledger.open(path) as ledger:
+        desk = Desk(ledger, holds=holds)
+        desk.hear(Ask(token(), 1, 0, Join()))
+        held[0] = False
+        with pytest.raises(Replaced):
+            desk.hear(Record(token(), 1, 0, Issue("prompts", [(0, "a")])))
+        assert ledger.next_group_id("prompts") == 0
+
+
+def test_who_was_replaced_puts_no_file_in_its_place(path: Path, service: LedgerProcess) -> None:
+    folder = path.parent
+    old = client(path, service)
+    (folder / "rollouts").mkdir()
+    at, mine = folder / "rollouts" / "step-1", old.placing.aside(folder / "rollouts" / "step-1")
+    mine.write_text("old")
+    client(path, service, attempt=1)
+    with pytest.raises(Replaced, match="may write nothing any more"):
+        old.placing.place(mine, at, None)
+    assert not at.exists()
+
+
+def test_files_and_folders_are_put_in_place_once_and_stay_in_the_run_folder(path: Path, service: LedgerProcess) -> None:
+    folder, trainer = path.parent, client(path, service)
+    for text in ("first", "second"):
+        (folder / "made").mkdir()
+        (folder / "made" / "weights").write_text(text)
+        trainer.placing.place(folder / "made", folder / "kept", folder / "aside")
+    trainer.placing.place(folder / "made", folder / "kept", folder / "aside")
+    assert (folder / "kept" / "weights").read_text() == "second"
+    with pytest.raises(RunFolderError, match="write it first"):
+        trainer.placing.place(folder / "nothing", folder / "nowhere", None)
+    with pytest.raises(RunFolderError, match="not in the run folder"):
+        trainer.placing.place(folder / ".." / "x", folder / "y", None)
+
+
+def test_noise_at_the_socket_is_refused_and_the_others_go_on(path: Path) -> None:
+    service = LedgerProcess(Wanted(ledger=path, address="tcp://127.0.0.1:*", keys=None))
+    at_end(service.close)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as noise:
+        noise.connect(service.address)
+        for _ in range(30):
+            noise.send(os.urandom(50))
+        trainer = client(path, service, keys=None)
+        assert trainer.last_step("trainer") == 0

@@ -1,0 +1,239 @@
+"""Hosts that are lost, come back and join, told as plain values: who falls, where it starts again, what counts."""
+
+import json
+import signal
+from collections.abc import Sequence
+
+import pytest
+from test_scaling import addresses, planned
+
+from dataflow.errors import DataflowError, DeadlineError, RunError, WorkerDied
+from dataflow.limits import Limits, Patience
+from dataflow.planning.hosts import Devices, Host
+from dataflow.scheduler import events, seating
+from dataflow.scheduler.events import Clear, Command, FaultNoticed, HostHeard, HostJoined, HostLost, Send, Spawn
+from dataflow.scheduler.reducer import reduce
+from dataflow.scheduler.table import Life, Membership, Table
+from dataflow.system.files import to_json
+from dataflow.worker import messages
+from dataflow.worker.messages import Moved, Start, Wire
+
+A, B, C = (Host(name=name, cpus=4, gpus=2) for name in "abc")
+SITS = {"prompts-0": "a", "reward-0": "a", "trainer-0": "a", "generator-0": "a", "generator-1": "b", "stage-0": "b"}
+LIMITS = Limits(hang_s=10.0, host_s=60.0, patience=Patience(first_s=0.0, of_one=3))
+
+
+class Run:
+    """A run over two hosts whose agents and workers are played."""
+
+    def __init__(self, hosts: Sequence[Host] = (A, B)) -> None:
+        graph, made = planned(Devices.of(hosts), gpus={"generator": 2, "trainer": 1})
+        self.table, self.now = Table(graph=graph, plan=made, limits=LIMITS), 100.0
+        self.own = addresses(graph, made)
+        for number, record in enumerate(self.table):
+            record.host = SITS[record.name]
+            record.gpus = {"generator-0": (0,), "trainer-0": (1,), "generator-1": (2,)}.get(record.name, ())
+            record.life, record.wired, record.has_process, record.pid = Life.READY, True, True, number + 1
+            record.addresses, record.received_at = self.own[record.name], record.host
+        self.table.begun = True
+        self.table.watched_at = self.now
+        self.hear()
+
+    def hear(self, *hosts: str) -> None:
+        """Agents, and the workers that are at work there, say that they live."""
+        for name in hosts or list(self.table.hosts):
+            self.take(HostHeard(name))
+            for record in self.table:
+                if record.host == name and record.life is Life.READY:
+                    self.says(record.name, messages.Heartbeat(attempt=record.attempt, nodes={}))
+
+    def take(self, event: events.Event) -> list[Command]:
+        return reduce(self.table, event, self.now)
+
+    def says(self, name: str, message: messages.FromWorker) -> list[Command]:
+        return self.take(events.Received(name, message))
+
+    def tick(self, seconds: float = 0.0, *heard: str) -> list[Command]:
+        """Time passes second by second, in which these hosts are heard."""
+        found: list[Command] = []
+        for _ in range(max(1, int(seconds))):
+            self.now += min(seconds, 1.0)
+            if heard:
+                self.hear(*heard)
+            found += self.take(events.Tick())
+        return found
+
+    def back(self, name: str, address: str = "elsewhere") -> list[Command]:
+        """An attempt says hello, and is ready."""
+        attempt = self.table.workers[name].attempt
+        self.take(events.ProcessEvent(name, "started", host=self.table.workers[name].host))
+        own = dict.fromkeys(self.own[name], address)
+        found = self.says(name, messages.Hello(attempt=attempt, pid=9, addresses=own))
+        return found + self.says(name, messages.Ready(attempt=attempt))
+
+
+def spawned(commands: list[Command]) -> list[str]:
+    return [command.name for command in commands if isinstance(command, Spawn)]
+
+
+def error(commands: list[Command]) -> DataflowError:
+    (found,) = [command.error for command in commands if isinstance(command, events.End)]
+    return found
+
+
+def told(commands: list[Command]) -> str:
+    return "\n".join(command.text for command in commands if isinstance(command, events.Notice))
+
+
+def test_a_host_that_is_not_heard_is_lost_and_its_workers_start_where_there_is_room_as_soon_as_that_is() -> None:
+    run = Run((A, B, C))
+    assert run.tick(10.0, "a", "c") == [], "and nobody is blamed who cannot be heard because of his host"
+    found = run.tick(1.0, "a", "c")
+    fell = [command for command in found if isinstance(command, FaultNoticed)]
+    assert [(each.worker, each.cause) for each in fell] == [
+        (name, "was on host 'b', which was not heard for 11 s") for name in ("generator-1", "stage-0")
+    ]
+    assert spawned(found) == ["generator-1", "stage-0"] and not run.table.failures
+    generator = run.table.workers["generator-1"]
+    assert (generator.host, generator.gpus, generator.attempt) == ("c", (4,), 1)
+    assert seating.device(run.table, generator) == "cuda:0"
+    assert "host 'b' was not heard for 11 s; with it fell generator-1, stage-0" in told(found)
+
+
+def test_a_host_that_was_silent_for_less_than_the_limit_has_lost_nothing() -> None:
+    run = Run()
+    assert run.tick(9.0, "a") == run.tick(20.0, "a", "b") == []
+    assert all(record.attempt == 0 for record in run.table)
+
+
+def test_whoever_was_stopped_himself_blames_no_host() -> None:
+    run = Run()
+    run.now += 1000.0
+    assert run.tick(0.0) == [] and run.tick(9.0) == []
+
+
+def test_no_word_of_a_lost_host_counts_any_more() -> None:
+    run = Run((A, B, C))
+    run.take(HostLost("b", "has ended its agent"))
+    for moment in (None, run.tick(0.0, "a", "c")):
+        before = to_json(run.table.to_plain())
+        assert run.take(events.ProcessEvent("generator-1", "exited", -9, host="b")) == []
+        assert run.says("stage-0", messages.Ready(attempt=0)) == []
+        assert run.says("stage-0", messages.Failed(attempt=0, message="so")) == []
+        assert to_json(run.table.to_plain()) == before, moment
+    assert run.table.workers["generator-1"].life is Life.FORKED
+
+
+def test_a_lost_host_that_is_back_ends_what_it_has_before_anything_is_started_there() -> None:
+    run = Run()
+    run.take(HostLost("b", "has ended its agent"))
+    run.tick(0.0, "a")
+    kept = {"generator-1": events.Process(0, 5, True, None)}
+    assert run.take(HostJoined(B, kept)) == [Clear("b")]
+    assert spawned(run.tick(1.0, "a", "b")) == [], "though it is heard"
+    assert told(run.take(HostJoined(B))) == "host 'b' is back"
+    assert spawned(run.tick(1.0, "a", "b")) == ["generator-1"]
+    assert run.table.workers["generator-1"].gpus == (2,)
+
+
+def test_without_room_the_run_says_what_it_waits_for_goes_on_with_a_host_that_joins_or_ends_with_the_numbers() -> None:
+    wanted = "no host has room for 'generator-1' (1 GPU): 'a' has 0 of 2 GPUs free, 'b' has ended its agent"
+    waits, ends = Run(), Run()
+    for run in (waits, ends):
+        run.take(HostLost("b", "has ended its agent"))
+        found = run.tick(0.0, "a")
+        assert spawned(found) == ["stage-0"] and f"{wanted}; the run waits 60 s for a host that joins" in told(found)
+        run.back("stage-0")
+        assert run.tick(50.0, "a") == [], "it says so once"
+    assert told(waits.take(HostJoined(C))) == "host 'c' has joined with 4 cores and 2 GPUs"
+    assert spawned(waits.tick(1.0, "a", "c")) == ["generator-1"]
+    assert (waits.table.workers["generator-1"].host, waits.table.workers["generator-1"].gpus) == ("c", (4,))
+    found = error(ends.tick(11.0, "a"))
+    assert isinstance(found, DeadlineError) and f"waited 60 s for a host that joins, as {wanted}" in str(found)
+
+
+def test_a_host_that_is_lost_before_all_were_ready_ends_the_run() -> None:
+    run = Run()
+    run.table.begun = False
+    found = error(run.take(HostLost("b", "has ended its agent")))
+    assert isinstance(found, WorkerDied) and "host 'b' has ended its agent before all workers were ready" in str(found)
+
+
+def test_a_host_that_is_lost_again_and_again_without_progress_ends_the_run() -> None:
+    run = Run()
+    for _ in range(2):
+        run.take(HostLost("b", "has ended its agent"))
+        run.tick(1.0, "a")
+        run.take(HostJoined(B))
+        run.tick(1.0, "a", "b")
+    found = error(run.take(HostLost("b", "has ended its agent")))
+    assert isinstance(found, RunError) and "host 'b' was lost 3 times" in str(found)
+
+
+def test_those_that_send_to_a_worker_that_is_elsewhere_hear_where_it_was_and_is() -> None:
+    run = Run((A, B, C))
+    run.take(HostLost("b", "has ended its agent"))
+    run.tick(0.0, "a", "c")
+    found = run.back("stage-0", "tcp://c:1")
+    edge = "generator>stage:prompts"
+    moved = Moved(receivers={edge: "tcp://c:1"}, before={edge: ["at-stage-0"]})
+    sends = [command for command in found if isinstance(command, Send)]
+    assert Send("generator-0", moved) in sends and "generator-1" not in [each.to for each in sends], "it is away itself"
+    wires = [each.message.addresses for each in [c for c in run.back("generator-1") if isinstance(c, Send)]
+             if isinstance(each.message, Wire)]  # fmt: skip
+    assert wires == [{edge: ["tcp://c:1"]}]
+    again = [each for each in run.take(events.TakeOver({})) if isinstance(each, Send)]
+    assert again == [], "they have not found the next scheduler"
+    generator = run.table.workers["generator-0"]
+    assert generator.deferred[0] == moved, "before it is asked to send there as well"
+
+
+def test_the_next_scheduler_meets_the_workers_of_a_host_when_its_agent_joins_and_misses_the_others() -> None:
+    left = json.loads(to_json(Run().table.to_plain()))
+    run = Run()
+    run.table.take_up(left)
+    run.table.begun = True
+    assert spawned(run.take(events.TakeOver({}))) == []
+    kept = {name: events.Process(0, 5, True, None) for name, host in SITS.items() if host == "a"}
+    kept["generator-0"] = events.Process(0, 5, False, -9)
+    found = run.take(HostJoined(A, kept))
+    assert [each.worker for each in found if isinstance(each, FaultNoticed)] == ["generator-0"]
+    assert Start() in run.table.workers["trainer-0"].deferred, "what it may have missed"
+    assert spawned(run.tick(1.0, "a")) == ["generator-0"]
+    assert run.table.workers["stage-0"].life is Life.READY, "nobody knows"
+    assert "host 'b' was not heard" in told(run.tick(10.0, "a"))
+    assert run.table.workers["stage-0"].attempt == 1
+
+
+def test_an_agent_that_finds_its_scheduler_again_tells_of_ends_that_nobody_heard_of() -> None:
+    run = Run()
+    kept = {"generator-1": events.Process(0, 5, False, -9), "stage-0": events.Process(0, 6, True, None)}
+    found = run.take(HostJoined(B, kept))
+    assert [each.worker for each in found if isinstance(each, FaultNoticed)] == ["generator-1"]
+    assert run.table.workers["stage-0"].life is Life.READY
+
+
+def test_a_leaver_that_was_told_to_stop_has_left_with_its_host() -> None:
+    run = Run()
+    run.table.workers["generator-1"].membership = Membership.STOPPING
+    run.take(HostLost("b", "has ended its agent"))
+    assert run.table.workers["generator-1"].membership is Membership.LEFT
+    assert spawned(run.tick(0.0, "a")) == ["stage-0"]
+
+
+def test_a_newcomer_gets_the_accelerators_of_one_host_that_lives() -> None:
+    run = Run((A, B, C))
+    assert seating.room_for(run.table, "generator") == ("b", (3,))
+    run.take(HostLost("b", "has ended its agent"))
+    assert seating.room_for(run.table, "generator") == ("c", (4,))
+
+
+@pytest.mark.parametrize("life", [Life.FORKED, Life.STARTING, Life.DYING])
+def test_one_that_is_on_its_way_or_dying_falls_with_its_host_and_is_killed_by_nobody(life: Life) -> None:
+    run = Run((A, B, C))
+    record = run.table.workers["generator-1"]
+    record.life, record.dying_since = life, run.now
+    found = run.tick(11.0, "a", "c")
+    assert "generator-1" in spawned(found) and record.host == "c"
+    killed = [command for command in found if isinstance(command, events.Signal) and command.number == signal.SIGKILL]
+    assert [command.to for command in killed] == (["generator-1"] if life is Life.DYING else []), "at its old host"
