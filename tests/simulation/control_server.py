@@ -46,11 +46,12 @@ class SimulatedControlServer:
     """Messages and processes of one scheduler; it decides nothing."""
 
     requests = "requests"
-    number, lives = 0, False
+    number, lives, keys = 0, False, None
 
     def __init__(self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False) -> None:
         """handed, alone_s: of workers that are taken over. keeps: whether decisions are written down first."""
-        self.folder, self.address, self.handed, self.alone_s = room.folder, "control", handed, alone_s
+        self.folder = self.left = room.folder
+        self.address, self.handed, self.alone_s = "control", handed, alone_s
         self.ahead: Callable[[], None] = lambda: None
         self._room, self._keeps = room, keeps
         self._received: deque[Message] = deque()
@@ -62,6 +63,10 @@ class SimulatedControlServer:
         room.forks.note = self._events.append
         for request in room.asked:
             self.ask(request)
+
+    def place(self, host: str) -> dict[str, str]:
+        """Nobody looks for a socket."""
+        return {}
 
     def ask(self, request: Scale) -> None:
         """Somebody makes a request."""
