@@ -65,7 +65,7 @@ class Settings:
     keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Those of the run, where it listens at an address (as `RunKeys.to_plain`); they are written nowhere."""
     at: Mapping[str, str] = field(default_factory=dict)
-    """By edge that ends here, where the attempt before this one listened."""
+    """By edge that ends here, and by weight line and executor (`trainer.gloo`), where the attempt before listened."""
     limits: Limits = field(default_factory=Limits)
     """How long it waits for others."""
 
