@@ -77,7 +77,8 @@ class SimulatedControlServer:
 
     def __init__(self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False) -> None:
         """handed, alone_s: of workers that are taken over. keeps: whether decisions are written down first."""
-        self.folder, self.address, self.handed, self.alone_s = room.folder, "control", handed, alone_s
+        self.folder, self.handed, self.alone_s, self.keys = room.folder, handed, alone_s, None
+        self.left = room.folder
         self.ahead: Callable[[], None] = lambda: None
         self._room, self._keeps = room, keeps
         self._received: deque[Message] = deque()
@@ -131,6 +132,10 @@ class SimulatedControlServer:
             self._room.exchange.say(to, host, sent)
 
         self._outgoing.append(send)
+
+    def place(self, host: str) -> dict[str, str]:
+        """What is particular in the settings of a worker on a host."""
+        return {"control": "control", "sockets": str(self.folder), "host": host}
 
     def reply(self, to: Client, reply: Reply) -> None:
         """Answer a request."""
