@@ -73,12 +73,12 @@ class SimulatedControlServer:
     """Messages and processes of one scheduler; it decides nothing."""
 
     requests = "requests"
-    number, lives = 0, False
+    number, lives, keys = 0, False, None
 
     def __init__(self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False) -> None:
         """handed, alone_s: of workers that are taken over. keeps: whether decisions are written down first."""
-        self.folder, self.handed, self.alone_s, self.keys = room.folder, handed, alone_s, None
-        self.left = room.folder
+        self.folder = self.left = room.folder
+        self.handed, self.alone_s = handed, alone_s
         self.ahead: Callable[[], None] = lambda: None
         self._room, self._keeps = room, keeps
         self._received: deque[Message] = deque()
