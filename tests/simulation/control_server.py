@@ -135,7 +135,7 @@ class SimulatedControlServer:
 
     def place(self, host: str) -> dict[str, str]:
         """What is particular in the settings of a worker on a host."""
-        return {"control": "control", "sockets": str(self.folder), "host": host}
+        return {"control": "control", "sockets": str(self.folder)}
 
     def reply(self, to: Client, reply: Reply) -> None:
         """Answer a request."""
