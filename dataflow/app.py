@@ -18,6 +18,7 @@ from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.launch import Launch, check_flags, recorded_launch, this_launch
 from dataflow.history.replay import Wishes, report_replay
+from dataflow.launchers.launcher import Launcher
 from dataflow.launchers.named import known_hosts, launcher_named
 from dataflow.limits import Limits
 from dataflow.planning.hosts import Devices
@@ -54,13 +55,14 @@ def main(
     try:
         if flags["resume"] is not None and (begun := recorded_launch(RunFolder.open(flags["resume"]))) is not None:
             check_flags(begun, chosen)
+        launcher = launcher_named(flags["on"]) if flags["on"] else None
         graph = build(**chosen)
         if wishes is not None:
             status = report_replay(graph, wishes)
         else:
-            _act(graph, flags, this_launch(chosen) if args is None else None, limits)
+            _act(graph, flags, launcher, this_launch(chosen) if args is None else None, limits)
     except DataflowError as error:
-        if HOSTED.get() is not None:
+        if HOSTED.get(None) is not None:
             raise
         _say(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", error)
         status = 1
@@ -101,7 +103,11 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "resume": (Path | None, None, "a run folder in which to go on, with the same flags; or use dataflow resume"),
     "standby": (bool, False, "another process takes the scheduler's place should it die"),
     "keep_steps": (int | None, None, "keep the rollouts of the last steps alone, and what recovery and replay need"),
-    "on": (str, "", "where: local:3 for three agents on this machine; worker processes of its own if left out"),
+    "on": (
+        str,
+        "",
+        "hosts: ray, slurm, torchrun, or local:3 for three agents here; this machine if left out",
+    ),
     "inline": (bool, False, "one process, one thread, bit-exact"),
     "explain": (bool, False, "print the plan and stop"),
     "draw": (Path | None, None, "draw the graph (.svg, .dot, .mmd or .html) and stop"),
@@ -109,7 +115,9 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None, limits: Limits | None) -> None:
+def _act(
+    graph: Graph, flags: dict[str, Any], launcher: Launcher | None, launch: Launch | None, limits: Limits | None
+) -> None:
     how: dict[str, Any] = {
         "gpus": _devices(flags["gpus"]), "replicas": _counts("replicas", flags["replicas"]),
         "ranks": _counts("ranks", flags["ranks"]),
@@ -117,7 +125,6 @@ def _act(graph: Graph, flags: dict[str, Any], launch: Launch | None, limits: Lim
         "listen": flags["listen"], "message_bytes": flags["message_bytes"], "link_gbps": flags["link_gbps"],
         "place": _hosts(flags["place"]),
     }  # fmt: skip
-    launcher = launcher_named(flags["on"]) if flags["on"] else None
     if flags["explain"] or flags["draw"]:
         devices = Devices.of(known_hosts(launcher)) if launcher is not None else None
         planned = make_plan(graph, **how, devices=devices, one_process=flags["inline"])

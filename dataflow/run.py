@@ -186,7 +186,7 @@ def run(
     >>> run(g, on=inline(), steps=3, runs="runs", quiet=True).verdict.clean
     True
     """
-    if (host := HOSTED.get()) is not None:
+    if (host := HOSTED.get(None)) is not None:
         _check_files(graph)
         host.serve(graph, make_plan(graph, **host.inputs.arguments))
     if steps is not None and steps < 1:

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from dataflow.agent import program
 from dataflow.agent.forkserver_client import ForkserverClient
 from dataflow.agent.forkserver_messages import SEND_S
 from dataflow.agent.messages import FORKSERVER, Begin, Built, Failed
 from dataflow.system.channel import Channel
-from dataflow.system.child import program as start
+from dataflow.system.child import program
 from dataflow.system.messages import MessageError
+
+_PROGRAM = "dataflow.agent.program"
 
 
 class HostForkserver(ForkserverClient):
@@ -23,7 +24,7 @@ class HostForkserver(ForkserverClient):
     def __init__(self, begin: Begin, sockets: Path) -> None:
         """Start it. sockets: the folder that it removes when all workers have ended."""
         connection, theirs = Channel.pair(FORKSERVER, SEND_S)
-        process = start(program.__name__, str(sockets), end=theirs)
+        process = program(_PROGRAM, str(sockets), end=theirs)
         theirs.close()
         self._hold(connection, process)
         connection.send(begin)

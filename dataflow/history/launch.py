@@ -81,9 +81,9 @@ class Launch:
     def _missing(self) -> str:
         """Which part of it is not there; empty: none."""
         if not Path(self.folder).is_dir():
-            return f"in '{self.folder}', which is not there"
+            return f"in '{self.folder}', which is not there any more"
         if self.file and not Path(self.file).is_file():
-            return f"by '{self.file}', which is not there"
+            return f"by '{self.file}', which is not there any more"
         if self.module and not _found(self.module, self.folder):
             return f"by module '{self.module}', which is not found from '{self.folder}'"
         return ""

@@ -138,7 +138,7 @@ def _gathered(launcher: Launcher, request: Request, open_: contextlib.ExitStack)
         folder=str(folder),
     ))  # fmt: skip
     agents.watch = launcher.ended
-    agents.gather(launcher.hosts, request.limits.start_s)
+    agents.assemble(launcher.hosts, request.limits.start_s)
     hosts = tuple(agents.hosts)
     plan, inputs = request.plan(hosts)
     agents.announce(hosts)

@@ -1,10 +1,16 @@
 """Launchers by the name that `--on` gives them."""
 
+import os
 from collections.abc import Callable, Mapping
 
+from dataflow.agent.hosted import HOSTED
 from dataflow.errors import GraphError, nearest
 from dataflow.launchers.launcher import Launcher
 from dataflow.launchers.local import Local, local
+from dataflow.launchers.ray_hosts import ray
+from dataflow.launchers.slurm import Slurm
+from dataflow.launchers.torchrun import Torchrun, become_agent
+from dataflow.limits import Limits
 from dataflow.planning.hosts import Host
 
 
@@ -14,7 +20,34 @@ def _local(wish: str) -> Launcher:
     return local(int(wish))
 
 
-LAUNCHERS: Mapping[str, Callable[[str], Launcher]] = {"local": _local}
+def _ray(wish: str) -> Launcher:
+    if wish and not wish.isdecimal():
+        raise GraphError(
+            f"--on ray says how many hosts, or nothing for all that there are, but got {wish!r}; write it as --on ray:3"
+        )
+    return ray(hosts=int(wish) if wish else None)
+
+
+def _slurm(wish: str) -> Launcher:
+    _nothing("slurm", wish)
+    return Slurm()
+
+
+def _torchrun(wish: str) -> Launcher:
+    _nothing("torchrun", wish)
+    if HOSTED.get() is None:
+        become_agent(os.environ, Limits().start_s)
+    return Torchrun()
+
+
+def _nothing(name: str, wish: str) -> None:
+    if wish:
+        raise GraphError(f"--on {name} takes all hosts that it is started on, but got {wish!r}; write --on {name}")
+
+
+LAUNCHERS: Mapping[str, Callable[[str], Launcher]] = {
+    "local": _local, "ray": _ray, "slurm": _slurm, "torchrun": _torchrun,
+}  # fmt: skip
 """By name; each gets what stands behind the colon."""
 
 
@@ -29,7 +62,7 @@ def known_hosts(launcher: Launcher) -> list[Host]:
 
 
 def launcher_named(text: str) -> Launcher:
-    """`local:3` as a launcher. Errors: GraphError."""
+    """`local:3` as a launcher; of torchrun's processes rank 0 gets one, others become agents. Errors: GraphError."""
     name, _, wish = text.partition(":")
     if name not in LAUNCHERS:
         raise GraphError(

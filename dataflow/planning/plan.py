@@ -17,7 +17,7 @@ from dataflow.planning.memory_need import Need, Spot, amount, check_fit, need_of
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import read_place
 from dataflow.planning.placement import Placement
-from dataflow.planning.placing import Part, placed
+from dataflow.planning.placing import Part, neighbours_of, placed, workers_of
 from dataflow.planning.ranks import check_replicas, ranks_of
 from dataflow.planning.sharing import (
     Group,
@@ -59,6 +59,8 @@ class Plan:
     """From which step on how many replicas a node is to have."""
     turns: tuple[Group, ...] = ()
     """Nodes that share their devices, of which one is awake at a time."""
+    neighbours: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By worker of light operators, those that exchange rows with it, which it is to sit beside."""
     listen: str = ""
     """Address of this machine at which the run listens; empty: only sockets within it."""
     message_bytes: int = MESSAGE_BYTES
@@ -232,14 +234,15 @@ def plan(
             )
     counts, turns = count_gpus(gpus, devices), groups_of(graph, gpus)
     parts = _parts(graph, counts, replicas, ranks, sizes, one_process)
-    placements = placed(graph, parts, devices, turns, read_place(place, devices))
+    neighbours = neighbours_of(graph, workers_of(graph))
+    placements = placed(graph, parts, devices, turns, read_place(place, devices), neighbours)
     made = Plan(
         placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
         scale=scale, weights=weights, weight_paths=weight_paths(
             graph, placements, sizes, forced=weights, one_process=one_process,
             devices=devices,
         ),
-        message_bytes=message_bytes, turns=turns,
+        message_bytes=message_bytes, turns=turns, neighbours=neighbours,
     )  # fmt: skip
     for fault in too_large_groups(graph, {name: placement.replicas for name, placement in placements.items()}):
         raise GraphError(fault)

@@ -112,11 +112,10 @@ def awake_at_once(
     ]
 
 
-def processes_at_once(groups: Sequence[Group], processes: Mapping[str, int]) -> int:
-    """How many of the nodes' processes compute at the same time."""
-    together = [sum(count for name, count in processes.items() if not any(name in group for group in groups))]
-    together += [max((processes.get(name, 0) for name in group), default=0) for group in groups]
-    return sum(together)
+def at_once(groups: Sequence[Group], amounts: Mapping[str, int]) -> int:
+    """The sum of what nodes have, processes or bytes, while of those in turn the one awake has most."""
+    together = sum(count for name, count in amounts.items() if not any(name in group for group in groups))
+    return together + sum(max((amounts.get(name, 0) for name in group), default=0) for group in groups)
 
 
 def explain(groups: Iterable[Group], placements: Mapping[str, "Placement"]) -> list[str]:
@@ -139,7 +138,7 @@ def threads_of(groups: Sequence[Group], heavy: Mapping[str, tuple[int, int]], cp
     heavy: by node that computes there, its replicas and the ranks of each. synchronous: no node runs ahead of another.
     """
     if synchronous and sum(count for count, _ in heavy.values()) <= 2:
-        at_once = max((ranks for _, ranks in heavy.values()), default=1)
+        processes = max((ranks for _, ranks in heavy.values()), default=1)
     else:
-        at_once = processes_at_once(groups, {name: count * ranks for name, (count, ranks) in heavy.items()})
-    return max(1, cpus // max(1, at_once))
+        processes = at_once(groups, {name: count * ranks for name, (count, ranks) in heavy.items()})
+    return max(1, cpus // max(1, processes))

@@ -5,7 +5,6 @@ import re
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
+from dataflow.scheduler.host_agent import HostAgent
 from dataflow.system.security import RunKeys
 
 _LIVES_S = 0.5
@@ -31,41 +31,12 @@ _END_S = 10.0
 """For agents to end all workers, when they are told to."""
 
 
-@dataclass
-class _Agent:
-    """One host of the run, and who speaks for it."""
-
-    join: Join
-    identity: bytes
-    built: Built | None = None
-    handed: dict[str, Handed] = field(default_factory=dict)
-    all_handed: AllHanded | None = None
-    is_paused: bool = False
-    is_clearing: bool = False
-    """Whether all of its workers are to end."""
-    has_left: bool = False
-    """Whether it said that it ends, or its connection is closed."""
-    closed_since: float | None = None
-    """Since when what is sent there cannot leave."""
-    asked_at: float = 0.0
-    """When it was asked last which workers it has."""
-
-    @property
-    def host(self) -> Host:
-        """As a plan has it."""
-        join = self.join
-        return Host(
-            name=join.name, cpus=join.cpus, gpus=join.gpus, memory_bytes=join.memory_bytes,
-            gpu_memory_bytes=join.gpu_memory_bytes, kind=join.kind,
-        )  # fmt: skip
-
-
 class Agents:
     """The hosts of a run, over one socket.
 
     consumes: spawn, kill and pause requests, each for a host; what agents say
     produces: events of the workers, each from the host that it was last started on; of hosts: joined, alive, lost
-    waits for: in `gather`, `build`, `take_over`, `pause` and `close` for agents, up to a deadline; else for nothing
+    waits for: in `assemble`, `build`, `take_over`, `pause` and `close` for agents, up to a deadline; else for nothing
     unblocked by: their messages; the end of one of them, which ends the first three
     """
 
@@ -80,7 +51,7 @@ class Agents:
         self.alone_s = 0.0
         """As `TakenOverForkserver` has it."""
         self._folder, self._ours = folder, versions()
-        self._hosts: dict[str, _Agent] = {}
+        self._hosts: dict[str, HostAgent] = {}
         self._asked: dict[str, Spawn] = {}
         """By worker, the process that was asked for last."""
         self._events: list[Event] = []
@@ -109,7 +80,7 @@ class Agents:
     def place(self, host: str) -> dict[str, str]:
         """What is particular in the settings of a worker there."""
         join = self._hosts[host].join
-        return {"host": host, "sockets": join.sockets, "listen": join.address, "folder": join.folder}
+        return {"sockets": join.sockets, "listen": join.address, "folder": join.folder}
 
     @property
     def digests(self) -> set[str]:
@@ -123,7 +94,7 @@ class Agents:
         plain = tuple(host.to_plain() for host in hosts)
         Rendezvous(address=self.address, number=self.number, hosts=plain).write(self._folder, self.keys)
 
-    def gather(self, count: int, within_s: float) -> None:
+    def assemble(self, count: int, within_s: float) -> None:
         """Wait for so many hosts. Errors: RunError for one that cannot take part; DeadlineError with who came."""
 
         def late() -> str:
@@ -279,10 +250,10 @@ class Agents:
             return
         if agent is not None:
             self._left(name, agent, "has another agent")
-        self._hosts[name] = agent = _Agent(join, identity)
+        self._hosts[name] = agent = HostAgent(join, identity)
         self._go_on(agent)
 
-    def _go_on(self, agent: _Agent) -> None:
+    def _go_on(self, agent: HostAgent) -> None:
         """Say to an agent that asks to join, perhaps once more, what it may not have heard."""
         agent.has_left, agent.closed_since = False, None
         if self._begin is None:
@@ -295,7 +266,7 @@ class Agents:
         if self._stay is not None:
             self._send(agent, self._stay)
 
-    def _take_in(self, name: str, agent: _Agent, message: FromAgent) -> None:
+    def _take_in(self, name: str, agent: HostAgent, message: FromAgent) -> None:
         match message:
             case Built():
                 agent.built = message
@@ -327,7 +298,7 @@ class Agents:
                     if _host(asked) == name and asked.name not in agent.handed:
                         self._send(agent, asked)  # it was lost on its way
 
-    def _clear(self, agent: _Agent) -> None:
+    def _clear(self, agent: HostAgent) -> None:
         living = [each.name for each in agent.handed.values() if each.alive]
         for each in living:
             self._send(agent, Kill(each, int(signal.SIGKILL)))
@@ -335,10 +306,10 @@ class Agents:
             agent.is_clearing = False
             self._joined(agent.join.name, agent)
 
-    def _joined(self, name: str, agent: _Agent) -> None:
+    def _joined(self, name: str, agent: HostAgent) -> None:
         self._events.append({"event": "joined", "name": name, "host": agent.host, "processes": dict(agent.handed)})
 
-    def _left(self, name: str, agent: _Agent, cause: str) -> None:
+    def _left(self, name: str, agent: HostAgent, cause: str) -> None:
         """It is not there any more, or nobody reaches it."""
         if agent.has_left:
             return
@@ -357,14 +328,14 @@ class Agents:
     def _refuse(self, who: str, why: str) -> None:
         self.told(f"refused a message of {who} at the socket for agents: {why}")
 
-    def _send(self, agent: _Agent, message: ToAgent) -> bool:
+    def _send(self, agent: HostAgent, message: ToAgent) -> bool:
         return self._socket.send(agent.identity, message)
 
     def _to_all(self, message: ToAgent) -> None:
         for agent in self._hosts.values():
             self._send(agent, message)
 
-    def _may_answer(self, agent: _Agent) -> bool:
+    def _may_answer(self, agent: HostAgent) -> bool:
         return not agent.has_left and agent.closed_since is None
 
     def _wait(self, seconds: float) -> None:

@@ -52,6 +52,8 @@ class Agents:
         self._clock, self._random, self._network, self._fork, self._kill = clock, random, network, fork, kill
         self._hosts = hosts
         self._agents: dict[str, _Agent] = {}
+        self.attempts: dict[str, int] = {}
+        """By worker, the newest."""
         self._sought: dict[str, float] = {}
         self.note: Callable[[Event], None] = lambda event: None
         """Tells the scheduler of the moment."""
@@ -64,6 +66,7 @@ class Agents:
     def spawn(self, name: str, settings: Mapping[str, Any]) -> None:
         """A scheduler asks for a process."""
         host = settings["host"]
+        self.attempts[name] = settings["attempt"]
         self._agents[host].down.send(lambda agent: self._start(host, agent, name, settings))
 
     def kill(self, name: str, host: str) -> None:
@@ -107,9 +110,10 @@ class Agents:
             self._clock.after(0.1 * self._random.random(), lambda: self._heard(host, agent, event))
         self._clock.after(back_s, lambda: self._come(host))
 
-    def alive(self, host: str) -> bool:
-        """Whether its agent is there."""
-        return self._agents[host].alive
+    @property
+    def names(self) -> list[str]:
+        """Of all hosts."""
+        return list(self._hosts)
 
     def _come(self, host: str) -> None:
         """A new agent of a host asks to join."""

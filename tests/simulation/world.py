@@ -30,17 +30,18 @@ from dataflow.worker.messages import NodeCommand, ToWorker
 from operators.sources import prompt_runtime
 
 from .actors import TRAINED
+from .agents import Agents
 from .clock import Clock
 from .control_server import Room, SimulatedControlServer
 from .exchange import Exchange
 from .forks import Forks
 from .guests import Guests
 from .laws import check
-from .nemesis import Blackouts, Nemesis, SchedulerDeaths, Trouble
+from .nemesis import Blackouts, HostTrouble, Nemesis, SchedulerDeaths, Trouble
 from .network import SimulatedNetwork, Weather
 from .process import Crash, Process
 from .rounds import Rounds
-from .shape import MEMORY, Shape, made
+from .shape import HOSTED, HOSTS, MEMORY, Shape, machines, made
 from .weights import Site
 from .worker import SimulatedWorker, Touching
 
@@ -58,6 +59,8 @@ class World:
         self.log: list[str] | None = [] if keep_log else None
         random = self.random
         self.shape = Shape.drawn(random, having)
+        if HOSTS in having if having is not None else Random(f"{seed} {HOSTS}").random() < HOSTED:
+            self.shape = self.shape.over_hosts(random)
         self._weather = Weather(
             delay_s=random.choice((1e-4, 1e-3, 1e-2)), slow=random.choice((0.0, 0.02, 0.1)), damage=0.0
         )
@@ -98,10 +101,15 @@ class World:
         self.chair = Process("scheduler", self.clock, self.random, pace_s=0.0)
         """Of the scheduler: it takes no turns by itself, but may die."""
         self.chair.alive = True
+        hosts = {host.name: host for host in machines(self.shape.hosts)}
+        forks = (
+            Agents(self.clock, self.random, self.network, hosts, self._fork, self._end) if hosts
+            else Forks(self.clock, self.random, self._fork)
+        )  # fmt: skip
         self.room = Room(
-            clock=self.clock, folder=self.folder.path, exchange=Exchange(self.network),
-            forks=Forks(self.clock, self.random, self._fork), step=self._step, point=lambda: self.chair.point(),
-            kill=self._kill, told=self._told,
+            clock=self.clock, folder=self.folder.path, exchange=Exchange(self.network), forks=forks, step=self._step,
+            point=lambda: self.chair.point(), kill=self._kill, told=self._told, host_of=self._host_of,
+            machines=self.network.machines,
         )  # fmt: skip
 
     def say(self, who: str, what: str) -> None:
@@ -152,6 +160,10 @@ class World:
             self._guests = Guests(clock, random, nodes, self._request, over_s=self._over_s)
         if shape.resumes:
             Blackouts(clock, random, self._everybody, self._go_dark, self.say, over_s=2.0)
+        if shape.hosts:
+            HostTrouble(
+                clock, random, lambda: self.network, lambda: self._agents if self._begun else None, self._everybody, self.say, over_s=self._over_s,
+            )  # fmt: skip
         if shape.succeeds:
             self._deaths = SchedulerDeaths(clock, random, lambda: self.chair, self.say, over_s=self._over_s)
 
@@ -164,14 +176,14 @@ class World:
 
     def _of(self, *nodes: str) -> list[Process]:
         """The processes of some nodes."""
-        return [each.process for name, each in self.workers.items() if name.rpartition("-")[0] in nodes]
+        return [each.process for each in self.workers.values() if each.name.rpartition("-")[0] in nodes]
 
     def _on_the_way(self) -> list[Process]:
         """Those that join or leave."""
         assert self.scheduler is not None
         on_the_way = (Membership.JOINING, Membership.LEAVING, Membership.STOPPING)
         records = self.scheduler.table.workers
-        return [each.process for name, each in self.workers.items() if records[name].membership in on_the_way]
+        return [each.process for each in self.workers.values() if records[each.name].membership in on_the_way]
 
     def _go_dark(self) -> None:
         self._dark = True
@@ -195,7 +207,7 @@ class World:
         self.graph, self.plan = begin.graph, begin.plan
         self.one_generator = shape.generators == 1 and not shape.scales
         settings = Settings(folder=str(self.folder.path), seed=self.seed, steps=shape.steps)
-        limits = Limits(hang_s=4.0, patience=Patience(of_one=50))
+        limits = Limits(hang_s=4.0, host_s=60.0, patience=Patience(of_one=50))
         self.server = SimulatedControlServer(self.room, keeps=shape.succeeds)
         self.scheduler = Scheduler(self.graph, self.plan, settings, limits=limits, clock=self.clock)
         if begun is not None:
@@ -307,13 +319,32 @@ class World:
             self.rounds.at_end(self.ledger, self.folder.read_metrics())
 
     def _fork(self, name: str, settings: Mapping[str, Any]) -> None:
-        self.say(name, f"starts as attempt {settings['attempt']}")
-        self.workers.setdefault(name, SimulatedWorker(self, name)).start(settings)
+        host = settings["host"]
+        self.say(name, f"starts as attempt {settings['attempt']}{host and f' on host {host}'}")
+        key = f"{name}@{host}" if host else name
+        if key not in self.workers:
+            self.workers[key] = SimulatedWorker(self, name)
+        self.workers[key].start(settings)
 
-    def _kill(self, name: str) -> None:
-        if name in self.workers:
-            self.say(name, "is killed by the scheduler")
-            self.workers[name].process.die()
+    def _kill(self, name: str, host: str) -> None:
+        self.say(name, "is killed by the scheduler")
+        if self._agents is not None:
+            self._agents.kill(name, host)
+        else:
+            self._end(name, host)
+
+    def _end(self, name: str, host: str) -> None:
+        key = f"{name}@{host}" if host else name
+        if key in self.workers:
+            self.workers[key].process.die()
+
+    @property
+    def _agents(self) -> Agents | None:
+        return self.room.forks if isinstance(self.room.forks, Agents) else None
+
+    def _host_of(self, name: str) -> str:
+        assert self.scheduler is not None
+        return self.scheduler.table.workers[name].host
 
     def _told(self, message: ToWorker) -> None:
         """The scheduler sends something to a worker."""
@@ -347,9 +378,9 @@ class World:
 
         def appended(self_: finished.Finished, rows: Any) -> None:
             append(self_, rows)
-            if TRAINED in self_._files._ending:
-                self._durable.update(rows.column(GROUP_ID).to_pylist())
             assert self.current is not None
+            if TRAINED in self_._files._ending and not self.room.is_fenced(self.current):
+                self._durable.update(rows.column(GROUP_ID).to_pylist())
             self.current.point()
 
         def network(**_: Any) -> Any:

@@ -73,9 +73,9 @@ class Desk:
             return Behind(writer.number + 1)
         if number > writer.number:
             writer = self._made(message)
-        if number == writer.number and writer.refusal is not None:
-            return Refused(0, number, "LedgerError", writer.refusal)
-        return Recorded(writer.number)
+        if writer.refusal is None:
+            return Recorded(writer.number)
+        return Refused(0, number, "LedgerError", writer.refusal) if number == writer.number else Recorded(number)
 
     def _made(self, message: Record) -> Writer:
         """Make a write, or note why it is not made. Errors: LedgerError when the disk takes neither."""

@@ -5,23 +5,33 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import zmq
 from rigs.ending import at_end
 
+from dataflow import Graph, verify
 from dataflow.errors import DeadlineError, Replaced
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.ledger.calls import CommitStep, Issue, LastStep, Said
+from dataflow.folder.ledger.calls import CommitStep, Issue, Said
+from dataflow.folder.ledger.questions import LastStep
 from dataflow.folder.ledger.writers import Token
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.ledger_service.desk import Desk
 from dataflow.folder.ledger_service.messages import Ask, Behind, Join, Record, Recorded, Refused, Told
 from dataflow.folder.ledger_service.process import LedgerProcess, Wanted
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
+from dataflow.run import make_plan
+from dataflow.scheduler.inline import InlineRun
 from dataflow.system.files import RunFolderError
 from dataflow.system.security import RunKeys
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.worker.host import Settings
 
 KEYS = RunKeys.make()
 
@@ -245,6 +255,13 @@ def test_a_refusal_that_was_not_heard_is_told_again_though_it_would_be_made_now(
     assert last(desk, token()) == 1
 
 
+def test_what_is_said_again_of_an_earlier_write_hides_no_refusal_of_a_later_one(desk: Desk) -> None:
+    first, refused = Record(token(), 1, 0, commit(1, [0])), Record(token(), 2, 0, commit(9, [1]))
+    for _ in range(2):
+        assert desk.hear(first) == Recorded(1)
+        assert isinstance(desk.hear(refused), Refused)
+
+
 def test_writes_are_made_in_their_order_though_some_get_lost(desk: Desk) -> None:
     assert desk.hear(Record(token(), 2, 0, commit(2, [1]))) == Behind(1)
     assert desk.hear(Ask(token(), 9, 1, LastStep("trainer"))) == Behind(1)
@@ -312,6 +329,56 @@ def test_who_was_replaced_puts_no_file_in_its_place(path: Path, service: LedgerP
     with pytest.raises(Replaced, match="may write nothing any more"):
         old.placing.place(mine, at, None)
     assert not at.exists()
+
+
+def test_a_trainer_that_was_replaced_shows_neither_rollouts_nor_a_checkpoint(
+    path: Path, service: LedgerProcess
+) -> None:
+    rows = pa.table({"group_id": [1]})
+    old = RunFolder(path.parent, placing=client(path, service).placing)
+    old.write_rollouts(1, rows)
+    with old.checkpoints.writing(1) as begun:
+        (begun / "weights").write_text("old")
+    half = old.checkpoints.begin(2)
+    (half / "weights").write_text("old")
+    new = RunFolder(path.parent, placing=client(path, service, attempt=1).placing)
+    with new.checkpoints.writing(2) as begun:
+        (begun / "weights").write_text("new")
+        assert begun != half
+    for late in (partial(old.write_rollouts, 1, pa.table({"group_id": [2]})), partial(old.checkpoints.commit, 2)):
+        with pytest.raises(Replaced):
+            late()
+    for folder in (new, RunFolder(path.parent)):
+        assert folder.latest_checkpoint() == new.checkpoints.folder(2)
+        assert (new.checkpoints.folder(2) / "weights").read_text() == "new"
+        assert folder.read_rollouts(1)["group_id"].to_pylist() == [1]
+    assert (half / "commit.json").exists(), "it was about to be shown"
+    new.checkpoints.clear(3)
+    assert not half.exists()
+
+
+def test_a_run_whose_ledger_another_process_has_open_is_clean(tmp_path: Path) -> None:
+    """All of it in one process, with files and entries by way of the service."""
+    g = Graph("tiny")
+    trainer = FakeTrainer(prompts_per_step=2)
+    trainer(FakeGenerator()(g.source(FakePrompts())))
+    plan = make_plan(g, steps=3, one_process=True)
+    folder = RunFolder.create(tmp_path, "tiny")
+    with Ledger.create(folder.ledger, consumers(g)) as ledger:
+        describe(folder, ledger, graph_facts(g), {"seed": 0, "steps": 3, **plan_facts(g, plan)})
+    made = LedgerProcess(Wanted(ledger=folder.ledger, address=f"ipc://{tmp_path}/ledger", keys=None))
+    at_end(made.close)
+    running = InlineRun(g, plan, Settings(folder=str(folder.path), steps=3, ledger=made.address))
+    assert isinstance(running.host.ledger, LedgerClient)
+    running.start()
+    running.run()
+    running.close()
+    made.close()
+    verdict = verify(folder.path)
+    assert verdict.clean, verdict.line
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
+    assert [number for number, _ in folder.rollout_files("step")] == [1, 2, 3]
+    assert not list(folder.path.rglob("*.placing"))
 
 
 def test_files_and_folders_are_put_in_place_once_and_stay_in_the_run_folder(path: Path, service: LedgerProcess) -> None:

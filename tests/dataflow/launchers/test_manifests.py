@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.crd import faults, schema_of
+from rigs.launchers.crd import faults, schema_of
 
 from dataflow.errors import GraphError
 from dataflow.launchers.job import Job

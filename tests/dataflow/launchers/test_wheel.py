@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from rigs import wheel
+from rigs.launchers import wheel
 
 
 @pytest.fixture(scope="module")

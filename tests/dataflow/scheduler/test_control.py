@@ -53,6 +53,7 @@ class PlayedServer:
 
     def __init__(self, *args: Any) -> None:
         self.folder, self.address, self.requests = self.FOLDER, "ipc:///sockets/control", ""
+        self.left, self.keys = self.folder, None
         self.received: list[tuple[str, FromWorker]] = []
         self.requested: list[tuple[Client, Any]] = []
         self.handed: list[dict[str, Any]] = []
@@ -91,6 +92,9 @@ class PlayedServer:
 
     def refuse(self, who: str, why: str) -> None:
         self.refused.append(who)
+
+    def place(self, host: str) -> dict[str, str]:
+        return {"control": self.address, "sockets": str(self.folder)}
 
     def spawn(self, name: str, settings: Any, heavy: bool, keeps: bool) -> None:
         self.spawned.append((name, settings["attempt"]))

@@ -34,7 +34,8 @@ class PlayedForkserver:
         self.alone_s, self.number, self.lives = 0.1, 1, False
         self._socket, self._other = socket.socketpair()
 
-    def fileno(self) -> int:
+    @property
+    def pollable(self) -> int:
         return self._socket.fileno()
 
     def events(self) -> list[Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 SOURCES = ("dataflow", "operators", "graphs", "transport", "bench", "pyproject.toml", "README.md")
 
 

@@ -1,0 +1,61 @@
+"""What a launcher and the process that speaks to Ray for it say to each other."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from dataflow.system.messages import Codec, Natural, Plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connect:
+    """Become a driver of a cluster."""
+
+    address: str
+    hosts: Natural
+    """0: all that there are."""
+    cpus: int
+    gpus: int
+    """-1: as many as the smallest of the hosts has."""
+    resources: Mapping[str, Plain]
+    runtime_env: Mapping[str, Plain]
+    wait_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connected:
+    """The cluster is there."""
+
+    hosts: Natural
+    listen: str
+    """This machine's address, as the cluster reaches it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Have an agent on each host."""
+
+    name: str
+    """Of the placement group."""
+    scheduler: str
+    folder: str
+    keys: bytes = field(repr=False)
+    """All three: see `Joining`."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One agent has ended by itself, or cannot be had: why."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """It cannot go on: what is wrong, for people."""
+
+    error: str
+
+
+RayMessage: TypeAlias = Connect | Place | Connected | Ended | Wrong
+RAY: Codec[RayMessage] = Codec("dataflow.ray-driver", 1, Connect, Place, Connected, Ended, Wrong)

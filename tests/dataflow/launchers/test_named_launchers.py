@@ -1,0 +1,61 @@
+"""What `--on` names, and what it refuses before anything starts."""
+
+import pytest
+
+from dataflow.errors import GraphError, RunError
+from dataflow.launchers.launcher import Launcher
+from dataflow.launchers.local import local
+from dataflow.launchers.named import LAUNCHERS, launcher_named
+from dataflow.launchers.ray_hosts import OnRay, ray
+from dataflow.launchers.slurm import Slurm
+from dataflow.launchers.torchrun import Torchrun
+
+RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_every_name_stands_for_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RANK_0.items():
+        monkeypatch.setenv(name, value)
+    found = {name: type(launcher_named(f"{name}:2" if name == "local" else name)) for name in LAUNCHERS}
+    assert found == {"local": type(local(1)), "ray": OnRay, "slurm": Slurm, "torchrun": Torchrun}
+    ranked = launcher_named("torchrun")
+    assert isinstance(ranked, Launcher) and (ranked.hosts, ranked.listen) == (2, "127.0.0.1")
+    assert launcher_named("ray:4") == ray(hosts=4)
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ("slurm:4", "takes all hosts"), ("torchrun:4", "takes all hosts"), ("ray:all", "how many hosts"),
+        ("ray:0", "at least 1 host"), ("rai", "did you mean 'ray'"),
+    ],
+)  # fmt: skip
+def test_a_wish_that_cannot_be_read_is_refused(wish: str, said: str) -> None:
+    with pytest.raises(GraphError, match=said):
+        launcher_named(wish)
+
+
+def test_a_later_rank_of_a_host_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**RANK_0, "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        launcher_named("torchrun")
+    assert ended.value.code == 0
+
+
+def test_slurm_outside_of_a_job_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with pytest.raises(GraphError, match="SLURM_JOB_NODELIST is not set"):
+        _ = Slurm().hosts
+
+
+def test_slurm_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RunError, match="does not say which hosts the job has: scontrol"):
+        _ = Slurm().hosts
+
+
+def test_a_program_that_lies_elsewhere_on_rays_hosts_is_refused() -> None:
+    with pytest.raises(GraphError, match="ray job submit --working-dir"):
+        ray(runtime_env={"working_dir": "."})

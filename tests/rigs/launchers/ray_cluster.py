@@ -1,0 +1,107 @@
+"""A Ray cluster on loopback, as long as a test lasts: a head without cores, and nodes at addresses of their own.
+
+As a program: python ray_cluster.py FOLDER NODES CORES; says its addresses, then takes the words "lose" and "gain".
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+UP_S = 60.0
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """What is said to it."""
+
+    address: str
+    dashboard: str
+    _words: IO[str]
+    _answers: IO[str]
+
+    def lose(self) -> None:
+        """Its last node dies."""
+        self._say("lose")
+
+    def gain(self) -> None:
+        """A node joins."""
+        self._say("gain")
+
+    def _say(self, word: str) -> None:
+        self._words.write(word + "\n")
+        self._words.flush()
+        assert self._answers.readline().strip() == word
+
+
+@contextlib.contextmanager
+def ray_cluster(nodes: int = 3, cores: int = 1) -> Iterator[RayCluster]:
+    """The test is skipped where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install 'dataflow-rl[ray]'")
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets have to have short names
+    root = str(Path(__file__).parents[3])
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": root, "RAY_raylet_start_wait_time_s": "60"}
+    with (Path(folder) / "cluster.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, folder, str(nodes), str(cores)], env={**os.environ, **quiet}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+        )  # fmt: skip
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        said = process.stdout.readline()
+        assert said, (Path(folder) / "cluster.log").read_text()[-2000:]
+        yield RayCluster(**json.loads(said), _words=process.stdin, _answers=process.stdout)
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()  # type: ignore[union-attr]
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()  # type: ignore[union-attr]
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(folder: str, count: int, cores: int) -> None:
+    """Until the other side closes."""
+    from ray.cluster_utils import Cluster
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Ray says is no answer
+    head = {
+        "node_ip_address": "127.0.0.1", "num_cpus": 0, "include_dashboard": True, "dashboard_host": "127.0.0.1",
+        "dashboard_port": 0, "temp_dir": folder,
+    }  # fmt: skip
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    numbers = iter(range(2, 250))
+
+    def gain() -> object:
+        return cluster.add_node(num_cpus=cores, node_ip_address=f"127.0.0.{next(numbers)}")
+
+    nodes = [gain() for _ in range(count)]
+    print(
+        json.dumps({"address": cluster.address, "dashboard": f"http://{cluster.webui_url}"}), file=answers, flush=True
+    )
+    for word in map(str.strip, sys.stdin):
+        if word == "lose":
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+        else:
+            nodes.append(gain())
+        print(word, file=answers, flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
