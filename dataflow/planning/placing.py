@@ -168,7 +168,7 @@ def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Found]:
         row = room.row(party.unit)
         if row is None:
             raise GraphError(
-                f"{_told(party)} needs {party.unit}, and is to be on host '{room.host.name}', but "
+                f"{_told(party)} needs {party.unit} on host '{room.host.name}', where place puts it, but "
                 f"{room.told(party.unit)}; name another host, or ask for less"
             )
         room.take(party.unit, row)
@@ -187,7 +187,7 @@ def _too_large(party: _Party, found: int, rooms: Sequence[Room]) -> str:
 
 def _told(party: _Party) -> str:
     if len(party.nodes) > 1:
-        return f"{' and '.join(map(repr, party.nodes))} take turns on devices, which"
+        return f"the group of {', '.join(map(repr, party.nodes[:-1]))} and '{party.nodes[-1]}', which take turns,"
     return f"each replica of '{party.nodes[0]}'" if party.count > 1 else f"'{party.nodes[0]}'"
 
 

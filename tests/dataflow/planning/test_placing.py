@@ -197,11 +197,11 @@ def test_pinned_replicas_take_their_hosts_in_turn_before_anybody_else_is_seated(
         ({"ranks": {"trainer": 5}}, r"'trainer' needs 5 cores on one host, but 'a' has 4 cores, 'b' has 4 cores"),
         (
             {"gpus": {"trainer": 2, "generator": 1}, "place": {"trainer": "b", "generator": "b"}},
-            r"'generator' needs 1 GPU, and is to be on host 'b', but 'b' has 0 of 2 GPUs free; name another host",
+            r"'generator' needs 1 GPU on host 'b', where place puts it, but 'b' has 0 of 2 GPUs free; name another",
         ),
         (
             {"gpus": {"generator": 3, "trainer": "generator"}},
-            r"'generator' and 'trainer' take turns on devices, which needs 3 GPUs",
+            r"'generator' and 'trainer', which take turns, needs 3 GPUs in a row on one host, but 'a' has 2 of 2",
         ),
         (
             {"gpus": {"generator": 2, "trainer": "generator"}, "place": {"generator": "a", "trainer": "b"}},
