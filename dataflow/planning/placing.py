@@ -62,15 +62,14 @@ def placed(
     check_pins(pins, {node: part.replicas for node, part in parts.items()})
     workers = workers_of(graph)
     rooms = rooms_of(devices)
-    heavy = {node: part for node, part in parts.items() if part.gpus or not graph.operators[node].light}
+    heavy = {node: part for node, part in parts.items() if not graph.operators[node].light}
     places = _seated(heavy, rooms, turns, pins)
     for worker, others in neighbours.items():
         nodes = [node for node in graph.operators if workers[node] == worker]
-        if new := [node for node in nodes if node not in places]:
-            pin = pin_of(nodes, pins, "they share a worker, as light operators in a row do")
-            hosts = [[room.host.name for room, _ in places[other]] for other in others]
-            name = host_beside(hosts, rooms) if pin is None else pin
-            places |= {node: [(room, ())] for node in new for room in rooms if room.host.name == name}
+        pin = pin_of(nodes, pins, "they share a worker, as light operators in a row do")
+        hosts = [[room.host.name for room, _ in places[other]] for other in others]
+        name = host_beside(hosts, rooms) if pin is None else pin
+        places |= {node: [(room, ())] for node in nodes for room in rooms if room.host.name == name}
     threads = _threads(graph, heavy, places, rooms, turns)
     return {
         node: _placement(graph, node, workers[node], parts[node], places[node], threads, bool(devices.hosts))

@@ -275,6 +275,8 @@ def _parts(
     """How often each node runs, as how many ranks, and what each needs."""
     parts: dict[str, Part] = {}
     for name, operator in graph.operators.items():
+        if operator.light and name in gpus:
+            raise GraphError(f"'{name}' is given {gpus[name]} GPUs, but it uses no device; leave it out")
         model = operator.uses
         each = ranks_of(operator, gpus.get(name, 0), ranks.get(name), one_process)
         count = gpus[name] // each if name in gpus else replicas.get(name, 1)

@@ -207,6 +207,7 @@ def test_pinned_replicas_take_their_hosts_in_turn_before_anybody_else_is_seated(
             {"gpus": {"generator": 2, "trainer": "generator"}, "place": {"generator": "a", "trainer": "b"}},
             r"place puts 'generator' on a, 'trainer' on b, but they take turns on the same devices; name one host",
         ),
+        ({"gpus": {"reward": 1}}, r"'reward' is given 1 GPUs, but it uses no device; leave it out"),
         ({"weights": "shared_memory"}, r"cannot be forced to go by shared_memory in a run over hosts.*gloo"),
         ({"one_process": True}, r"a run in one process has one machine, but is to be planned over 2 hosts"),
     ],
