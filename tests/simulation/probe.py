@@ -93,6 +93,10 @@ class Probe:
 
     # the trainer
 
+    def begins_step(self) -> None:
+        """All groups of a step are there."""
+        self._world.strike_host(self._process)
+
     def may_end(self) -> bool:
         """Whether a trainer that has made its steps may say so."""
         return self._world.may_end()

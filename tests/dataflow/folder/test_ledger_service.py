@@ -17,14 +17,26 @@ from rigs.ending import at_end
 from dataflow import Graph, verify
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.ledger.calls import CommitStep, Issue, Said
+from dataflow.folder.ledger.calls import Advance, CommitStep, Issue, Said
 from dataflow.folder.ledger.questions import LastStep
 from dataflow.folder.ledger.writers import Token
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.ledger_service.desk import Desk
-from dataflow.folder.ledger_service.messages import Ask, Behind, Join, Record, Recorded, Refused, Told
+from dataflow.folder.ledger_service.messages import (
+    TO_LEDGER,
+    Ask,
+    Asked,
+    Behind,
+    Join,
+    Record,
+    Recorded,
+    Refused,
+    Told,
+)
 from dataflow.folder.ledger_service.process import LedgerProcess
+from dataflow.folder.ledger_service.service import LedgerService
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_hold import held
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.run import make_plan
 from dataflow.scheduler.inline import InlineRun
@@ -319,6 +331,41 @@ def test_a_service_whose_run_is_held_by_another_does_nothing(path: Path) -> None
         with pytest.raises(Replaced):
             desk.hear(Record(token(), 1, 0, Issue("prompts", [(0, "a")])))
         assert ledger.next_group_id("prompts") == 0
+
+
+def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(desk: Desk, tmp_path: Path) -> None:
+    service = LedgerService(lambda: desk, f"ipc://{tmp_path}/socket", None)
+    at_end(service.close)
+    answered: list[bool] = []
+
+    def turn(message: Asked) -> None:
+        asking.send(TO_LEDGER.encode(message))
+        service.turn({service._router: service._router.poll(5000)})
+        assert asking.poll(5000)
+        asking.recv()
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking, pytest.MonkeyPatch.context() as patch:
+        asking.connect(service.address)
+        patch.setattr(desk, "flush", lambda: answered.append(bool(asking.poll(50))))
+        turn(Record(token(), 1, 0, commit(1, [0])))
+        assert answered == [False]
+        turn(Ask(token(), 1, 1, LastStep("trainer")))
+        turn(Record(token(), 2, 1, Advance("prompts", [1], "scored")))
+        assert answered == [False], "nobody waits for these"
+
+
+def test_a_service_whose_run_was_taken_over_ends_and_the_scheduler_is_told(path: Path) -> None:
+    with held(RunFolder.open(path.parent)) as hold, LedgerProcess(hold.check) as service:
+        trainer = client(path, service, keys=None, patience_s=0.5) if service.serve(path, "tcp://127.0.0.1:*") else None
+        service.check()
+        (path.parent / "holders" / "000002").touch()
+        deadline = time.monotonic() + 10
+        with pytest.raises(Replaced, match="another one holds its run"):
+            while time.monotonic() < deadline:
+                service.check()
+        assert trainer is not None
+        with pytest.raises(DeadlineError):
+            trainer.issue("prompts", [(0, "a")])
 
 
 def test_who_was_replaced_puts_no_file_in_its_place(path: Path, service: LedgerProcess) -> None:
