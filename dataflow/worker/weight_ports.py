@@ -121,6 +121,13 @@ def abort_gloo(group: Any, rank: int, size: int) -> None:
     abort_gloo(group, rank, size)
 
 
+def interface_of(host: str) -> str:
+    """The network interface of this host that has an address; the loopback's for an empty one. Errors: WeightError."""
+    from transport.weights.executors.interface import interface_of
+
+    return interface_of(host)
+
+
 class ShardsOut(FanOut):
     """One rank's end: what it holds of each DTensor that it is given goes out encoded, over each of its sites."""
 

@@ -44,6 +44,27 @@ SCHEDULER = (
         "the shared worker",
     ),
     Law(
+        "whoever reads a trainer's weights hears that it listens elsewhere",
+        "test_readers_hear_where_the_weights_are_of_a_trainer_that_was_started_elsewhere",
+        "dataflow.scheduler.addresses:_tell",
+        never("own", "read"),
+        "the message",
+    ),
+    Law(
+        "who was away while a trainer moved hears where it is when it starts again",
+        "test_a_reader_that_was_away_while_the_trainer_moved_hears_it_when_it_is_wired",
+        "dataflow.scheduler.addresses:read_by",
+        returned("{}"),
+        "the lines in `Wire`",
+    ),
+    Law(
+        "workers know where the others listen before they build",
+        "test_a_worker_builds_its_operators_once_it_knows_where_the_others_listen",
+        "dataflow.worker:Worker.run",
+        without("read_from"),
+        "the weight lines",
+    ),
+    Law(
         "a worker dies with its parent",
         "test_a_killed_forkserver_takes_its_workers_along_and_ends_the_run",
         "dataflow.system.child:fork",
