@@ -182,6 +182,19 @@ def test_an_address_that_is_taken_is_told_of_at_the_start(path: Path, service: L
         made.serve(path, service.address, KEYS)
 
 
+def test_a_signal_to_all_processes_of_a_run_is_for_the_scheduler(path: Path) -> None:
+    """It ends its workers first, which still write."""
+    with LedgerProcess() as service:
+        trainer = client(path, service, keys=None) if service.serve(path, "tcp://127.0.0.1:*") else None
+        pids = [service._process.pid, *children(service._process.pid)]
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTSTP):
+            for pid in pids:
+                os.kill(pid, number)
+        assert trainer is not None and trainer.last_step("trainer") == 0
+        service.check()
+    assert not any(alive(pid) for pid in pids)
+
+
 def test_the_service_ends_with_the_scheduler(path: Path) -> None:
     reading, writing = os.pipe()
     pid = os.fork()
