@@ -7,6 +7,7 @@ import contextlib
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -22,6 +23,7 @@ from dataflow.system.channel import Channel
 from dataflow.system.child import die_with_parent
 
 _SEND_S = 10.0
+_END_S = 3.0
 _TURN_S = 0.2
 
 
@@ -110,8 +112,7 @@ class Driver:
                 self._start(self._run, self._asked)
                 self._run = None
             elif time.monotonic() >= self._until:
-                free = ray._private.state.available_resources_per_node()
-                raise RunError(cannot_be_had(self._asked, ray.nodes(), free, self._wish.wait_s))
+                raise RunError(cannot_be_had(self._asked, ray.nodes(), _free(), self._wish.wait_s))
         for watch in ray.wait(list(self._watches), timeout=0)[0] if self._watches else ():
             actor = self._watches.pop(watch)
             try:
@@ -123,10 +124,12 @@ class Driver:
             del actor
 
     def _end(self) -> None:
-        """Actors go with their handles, and the group with what made it; Ray is told at once all the same."""
+        """Let go of group and actors, whose agents were asked to end; if this process is killed, Ray does it."""
         with contextlib.suppress(Exception):
-            for actor in self._watches.values():
-                ray.kill(actor)
+            watches = list(self._watches)
+            _, late = ray.wait(watches, num_returns=len(watches), timeout=_END_S) if watches else ([], [])
+            for watch in late:
+                ray.kill(self._watches[watch])
             if self._group is not None:
                 ray.util.remove_placement_group(self._group)
             ray.shutdown()
@@ -137,6 +140,13 @@ def _cluster(address: str) -> str:
     if address.startswith("ray://"):
         return address.removeprefix("ray://").partition("?")[0]
     return str(ray.get_runtime_context().gcs_address)
+
+
+def _free() -> Mapping[str, Mapping[str, float]]:
+    """What nobody uses, by node; nothing where Ray does not say it, as to a client outside of the cluster."""
+    with contextlib.suppress(Exception):
+        return dict(ray._private.state.available_resources_per_node())
+    return {}
 
 
 def _numbers(plain: Any) -> dict[str, float]:

@@ -2,10 +2,11 @@
 
 import importlib.util
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dataflow.errors import GraphError, RunError
 from dataflow.launchers.launcher import Joining
@@ -70,6 +71,8 @@ class OnRay:
     _driver: "subprocess.Popen[Any] | None" = None
     _channel: "Channel[Any] | None" = None
     _connected: Connected | None = None
+    _said: IO[bytes] | None = None
+    """What Ray prints; of use only when the driver ends unexpectedly."""
 
     @property
     def hosts(self) -> int:
@@ -94,9 +97,9 @@ class OnRay:
         try:
             return [_said(message) for message in self._channel.arrived()]
         except (EOFError, OSError, MessageError):
-            how = in_words(end(self._driver, _END_S))
+            how, last = in_words(end(self._driver, _END_S)), self._last_line()
             self.stop()
-            return [f"the process that speaks to Ray {how}, and all agents with it"]
+            return [f"the process that speaks to Ray {how}, and all agents with it: {last or 'it said nothing'}"]
 
     def stop(self) -> None:
         """As `Launcher.stop`: its actors and its placement group."""
@@ -104,7 +107,15 @@ class OnRay:
             self._channel.close()
         if self._driver is not None:
             end(self._driver, _END_S)
-        self._driver = self._channel = self._connected = None
+        if self._said is not None:
+            self._said.close()
+        self._driver = self._channel = self._connected = self._said = None
+
+    def _last_line(self) -> str:
+        if self._said is None:
+            return ""
+        self._said.seek(0)
+        return self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
 
     def _connect(self) -> tuple[Channel[Any], Connected]:
         """Have the driver find the cluster, once."""
@@ -112,7 +123,11 @@ class OnRay:
             if importlib.util.find_spec("ray") is None:
                 raise GraphError("--on ray needs Ray, which is not installed; pip install 'dataflow-rl[ray]'")
             self._channel, theirs = Channel.pair(RAY, _SEND_S)
-            self._driver = program("dataflow.launchers.ray_driver", end=theirs, stdin=subprocess.DEVNULL)
+            self._said = tempfile.TemporaryFile()  # noqa: SIM115
+            self._driver = program(
+                "dataflow.launchers.ray_driver", end=theirs, stdin=subprocess.DEVNULL, stdout=self._said,
+                stderr=self._said,
+            )  # fmt: skip
             theirs.close()
             self._connected = self._ask(self._channel)
         return self._channel, self._connected
@@ -125,10 +140,13 @@ class OnRay:
         try:
             message = channel.receive(self.wait_s)
         except (EOFError, TimeoutError) as error:
+            last = self._last_line()
+            if self._driver is not None:
+                self._driver.kill()
             self.stop()
             raise RunError(
-                f"the run waited {self.wait_s:.0f} s for the Ray cluster at '{self.address}' to answer, but {error}; "
-                f"see ray status, and that this machine reaches it"
+                f"the run waited for {self.wait_s:.0f} s at most for the Ray cluster at '{self.address}', but it does "
+                f"not answer: {last or error}; see ray status, and that this machine reaches it"
             ) from error
         if isinstance(message, Connected):
             return message

@@ -78,7 +78,7 @@ class SimulatedControlServer:
     def __init__(self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False) -> None:
         """handed, alone_s: of workers that are taken over. keeps: whether decisions are written down first."""
         self.folder = self.left = room.folder
-        self.address, self.handed, self.alone_s = "control", handed, alone_s
+        self.handed, self.alone_s = handed, alone_s
         self.ahead: Callable[[], None] = lambda: None
         self._room, self._keeps = room, keeps
         self._received: deque[Message] = deque()
@@ -90,10 +90,6 @@ class SimulatedControlServer:
         room.forks.note = self._events.append
         for request in room.asked:
             self.ask(request)
-
-    def place(self, host: str) -> dict[str, str]:
-        """Nobody looks for a socket."""
-        return {}
 
     def ask(self, request: Scale) -> None:
         """Somebody makes a request."""
@@ -136,6 +132,10 @@ class SimulatedControlServer:
             self._room.exchange.say(to, host, sent)
 
         self._outgoing.append(send)
+
+    def place(self, host: str) -> dict[str, str]:
+        """What is particular in the settings of a worker on a host."""
+        return {"control": "control", "sockets": str(self.folder)}
 
     def reply(self, to: Client, reply: Reply) -> None:
         """Answer a request."""

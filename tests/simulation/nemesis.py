@@ -133,14 +133,29 @@ class HostTrouble:
     direction or both; some are slow."""
 
     def __init__(
-        self, clock: Clock, random: Random, network: Callable[[], SimulatedNetwork], agents: Callable[[], Agents | None],
+        self, clock: Clock, random: Random, network: Callable[[], SimulatedNetwork],
+        agents: Callable[[], Agents | None],
         everybody: Callable[[], Sequence[Process]], say: Callable[[str, str], None], *, over_s: float,
     ) -> None:  # fmt: skip
         """agents: those of the moment; None: nothing happens yet."""
         self._clock, self._random, self._network, self._agents = clock, random, network, agents
         self._everybody, self._say = everybody, say
+        self._gone = False
+        """Whether a host is cut off for good."""
+        self._left = 1
+        """Processes to cut off in the midst of something."""
         for _ in range(random.choice((1, 1, 2, 3))):
             clock.after(random.random() * 2 * over_s, self._strike)
+
+    def cut_off(self, process: Process) -> None:
+        """The host of a process is cut off for longer than the limits, now; the process goes on afterwards."""
+        agents, for_s = self._agents(), 4.0 + 4.0 * self._random.random()
+        if agents is not None and self._left:
+            self._left -= 1
+            self._say("host " + process.host, f"is cut off for {for_s:.3f} s")
+            others = [name for name in (SCHEDULER, *agents.names) if name != process.host]
+            self._cut(process.host, others, for_s, hears=True, speaks=True)
+            process.is_patient = True
 
     def _strike(self) -> None:
         random, agents = self._random, self._agents()
@@ -149,6 +164,8 @@ class HostTrouble:
         host = random.choice(agents.names)
         kind = random.choices(("die", "cut", "deaf", "mute", "link", "slow"), (3, 4, 2, 2, 1, 1))[0]
         for_s = random.choice((1.0, 3.0, 6.0, 12.0)) * random.random()
+        if kind == "cut" and not self._gone and random.random() < 0.3:
+            for_s, self._gone = 1000.0, True
         others = [name for name in (SCHEDULER, *agents.names) if name != host]
         if kind == "die":
             self._say("host " + host, f"dies; another agent comes in {for_s:.3f} s")

@@ -93,6 +93,10 @@ class Probe:
 
     # the trainer
 
+    def begins_step(self) -> None:
+        """All groups of a step are there."""
+        self._world.strike_host(self._process)
+
     def may_end(self) -> bool:
         """Whether a trainer that has made its steps may say so."""
         return self._world.may_end()
@@ -128,7 +132,9 @@ class Probe:
 
     def committed(self, node: str, step: int, **facts: Any) -> None:
         """It is recorded."""
-        check(not self._is_nobodys, f"attempt {self._process.attempt} of '{node}' commits step {step}, and is another's")
+        check(
+            not self._is_nobodys, f"attempt {self._process.attempt} of '{node}' commits step {step}, and is another's"
+        )
         self._world.newest_committed = step
         self._world.trained.update(dict.fromkeys(self._about_to_train, step))
         self._world.given_up.update(dict.fromkeys(facts["dropped"], step))

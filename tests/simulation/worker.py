@@ -106,7 +106,8 @@ class SimulatedHost(Host):
             process.on_death.append(self.ledger._db.close)
         told = {"commit_step": probe.committed, "drop": probe.gave_up, "commit_round": probe.recorded_round}
         self.ledger = Touching(self.ledger, process, told, probe.may_write)  # type: ignore[assignment]
-        self.folder = Touching(self.folder, process, {"write_evaluation": probe.judges})  # type: ignore[assignment]
+        told_of = {"write_evaluation": probe.judges}
+        self.folder = Touching(self.folder, process, told_of, probe.may_write)  # type: ignore[assignment]
 
     def _context(self, name: str) -> Context:
         return dataclasses.replace(super()._context(name), clock=self.probe.clock, log=self.probe)

@@ -15,16 +15,28 @@ import zmq
 from rigs.ending import at_end
 
 from dataflow import Graph, verify
-from dataflow.errors import DeadlineError, Replaced
+from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.ledger.calls import CommitStep, Issue, Said
+from dataflow.folder.ledger.calls import Advance, CommitStep, Issue, Said
 from dataflow.folder.ledger.questions import LastStep
 from dataflow.folder.ledger.writers import Token
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.ledger_service.desk import Desk
-from dataflow.folder.ledger_service.messages import Ask, Behind, Join, Record, Recorded, Refused, Told
-from dataflow.folder.ledger_service.process import LedgerProcess, Wanted
+from dataflow.folder.ledger_service.messages import (
+    TO_LEDGER,
+    Ask,
+    Asked,
+    Behind,
+    Join,
+    Record,
+    Recorded,
+    Refused,
+    Told,
+)
+from dataflow.folder.ledger_service.process import LedgerProcess
+from dataflow.folder.ledger_service.service import LedgerService
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_hold import held
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.run import make_plan
 from dataflow.scheduler.inline import InlineRun
@@ -44,9 +56,9 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def service(path: Path) -> Iterator[LedgerProcess]:
-    made = LedgerProcess(Wanted(ledger=path, address="tcp://127.0.0.1:*", keys=KEYS, log=path.with_name("ledger.log")))
-    yield made
-    made.close()
+    with LedgerProcess(log=path.with_name("ledger.log")) as made:
+        made.serve(path, "tcp://127.0.0.1:*", KEYS)
+        yield made
 
 
 def client(path: Path, service: LedgerProcess, worker: str = "trainer-0", **more: Any) -> LedgerClient:
@@ -159,9 +171,9 @@ def test_a_client_finds_the_service_that_a_successor_has_started(path: Path, ser
     trainer.issue("prompts", [(0, "a"), (1, "b")])
     service.close()
     trainer.advance("prompts", [0, 1], "generating")
-    successor = LedgerProcess(Wanted(ledger=path, address="tcp://127.0.0.1:*", keys=KEYS))
+    successor = LedgerProcess()
     at_end(successor.close)
-    places.append(successor.address)
+    places.append(successor.serve(path, "tcp://127.0.0.1:*", KEYS))
     step(trainer, 1, [0, 1])
     assert trainer.last_step("trainer") == 1
 
@@ -173,8 +185,8 @@ def test_who_has_no_key_gets_no_answer(path: Path, service: LedgerProcess) -> No
 
 
 def test_an_address_that_is_taken_is_told_of_at_the_start(path: Path, service: LedgerProcess) -> None:
-    with pytest.raises(Exception, match="cannot listen at .*: Address already in use"):
-        LedgerProcess(Wanted(ledger=path, address=service.address, keys=KEYS))
+    with LedgerProcess() as made, pytest.raises(RunError, match="cannot listen at .*: Address already in use"):
+        made.serve(path, service.address, KEYS)
 
 
 def test_the_service_ends_with_the_scheduler(path: Path) -> None:
@@ -182,7 +194,8 @@ def test_the_service_ends_with_the_scheduler(path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            made = LedgerProcess(Wanted(ledger=path, address="tcp://127.0.0.1:*", keys=None))
+            made = LedgerProcess()
+            made.serve(path, "tcp://127.0.0.1:*")
             os.write(writing, b"%d %d" % (made._process.pid, *children(made._process.pid)))
             time.sleep(30)
         finally:
@@ -296,7 +309,8 @@ def test_of_a_worker_one_process_writes(desk: Desk, newer: Token) -> None:
 
 def test_workers_of_an_earlier_start_write_nothing_whatever_their_names(desk: Desk, path: Path) -> None:
     with Ledger.open(path) as again:
-        resumed = Desk(again, floor=1)
+        Desk(again, floor=1)
+        resumed = Desk(again)
         for late in (Record(token(), 1, 0, commit(1, [0])), Ask(token(attempt=9), 1, 0, Join())):
             said = resumed.hear(late)
             assert isinstance(said, Refused) and said.error == "Replaced"
@@ -317,6 +331,41 @@ def test_a_service_whose_run_is_held_by_another_does_nothing(path: Path) -> None
         with pytest.raises(Replaced):
             desk.hear(Record(token(), 1, 0, Issue("prompts", [(0, "a")])))
         assert ledger.next_group_id("prompts") == 0
+
+
+def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(desk: Desk, tmp_path: Path) -> None:
+    service = LedgerService(lambda: desk, f"ipc://{tmp_path}/socket", None)
+    at_end(service.close)
+    answered: list[bool] = []
+
+    def turn(message: Asked) -> None:
+        asking.send(TO_LEDGER.encode(message))
+        service.turn({service._router: service._router.poll(5000)})
+        assert asking.poll(5000)
+        asking.recv()
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking, pytest.MonkeyPatch.context() as patch:
+        asking.connect(service.address)
+        patch.setattr(desk, "flush", lambda: answered.append(bool(asking.poll(50))))
+        turn(Record(token(), 1, 0, commit(1, [0])))
+        assert answered == [False]
+        turn(Ask(token(), 1, 1, LastStep("trainer")))
+        turn(Record(token(), 2, 1, Advance("prompts", [1], "scored")))
+        assert answered == [False], "nobody waits for these"
+
+
+def test_a_service_whose_run_was_taken_over_ends_and_the_scheduler_is_told(path: Path) -> None:
+    with held(RunFolder.open(path.parent)) as hold, LedgerProcess(hold.check) as service:
+        trainer = client(path, service, keys=None, patience_s=0.5) if service.serve(path, "tcp://127.0.0.1:*") else None
+        service.check()
+        (path.parent / "holders" / "000002").touch()
+        deadline = time.monotonic() + 10
+        with pytest.raises(Replaced, match="another one holds its run"):
+            while time.monotonic() < deadline:
+                service.check()
+        assert trainer is not None
+        with pytest.raises(DeadlineError):
+            trainer.issue("prompts", [(0, "a")])
 
 
 def test_who_was_replaced_puts_no_file_in_its_place(path: Path, service: LedgerProcess) -> None:
@@ -366,8 +415,9 @@ def test_a_run_whose_ledger_another_process_has_open_is_clean(tmp_path: Path) ->
     folder = RunFolder.create(tmp_path, "tiny")
     with Ledger.create(folder.ledger, consumers(g)) as ledger:
         describe(folder, ledger, graph_facts(g), {"seed": 0, "steps": 3, **plan_facts(g, plan)})
-    made = LedgerProcess(Wanted(ledger=folder.ledger, address=f"ipc://{tmp_path}/ledger", keys=None))
+    made = LedgerProcess()
     at_end(made.close)
+    made.serve(folder.ledger, f"ipc://{tmp_path}/ledger")
     running = InlineRun(g, plan, Settings(folder=str(folder.path), steps=3, ledger=made.address))
     assert isinstance(running.host.ledger, LedgerClient)
     running.start()
@@ -396,8 +446,9 @@ def test_files_and_folders_are_put_in_place_once_and_stay_in_the_run_folder(path
 
 
 def test_noise_at_the_socket_is_refused_and_the_others_go_on(path: Path) -> None:
-    service = LedgerProcess(Wanted(ledger=path, address="tcp://127.0.0.1:*", keys=None))
+    service = LedgerProcess()
     at_end(service.close)
+    service.serve(path, "tcp://127.0.0.1:*")
     with zmq.Context() as context, context.socket(zmq.DEALER) as noise:
         noise.connect(service.address)
         for _ in range(30):

@@ -49,7 +49,7 @@ def main() -> None:
     on = ByHand(given["hosts"], given["listen"], given["folder"])
     try:
         result = run(
-            GRAPHS[given["graph"]](**given["knobs"]), on=on, runs=Path(given["folder"], "runs"), quiet=True,
+            GRAPHS[given["graph"]](**given["knobs"]), on=on, runs=Path(given["folder"], "runs"),
             limits=Limits(**given["limits"]), launch=this_launch({}), **given["run"],
         )  # fmt: skip
     except DataflowError as error:

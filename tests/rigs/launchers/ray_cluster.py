@@ -1,6 +1,6 @@
-"""A Ray cluster on loopback, as long as a test lasts: a head without cores, and nodes at addresses of their own.
+"""A Ray cluster on loopback alone, for as long as a test lasts: a head without cores, and nodes.
 
-As a program: python ray_cluster.py FOLDER NODES CORES; says its addresses, then takes the words "lose" and "gain".
+As a program: python ray_cluster.py NODES CORES; says its addresses, then takes the words "lose" and "gain".
 """
 
 import contextlib
@@ -18,7 +18,8 @@ from typing import IO
 
 import pytest
 
-UP_S = 60.0
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""For all that speak to it: without the second, Ray takes an address of this machine in place of loopback."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,15 @@ def ray_cluster(nodes: int = 3, cores: int = 1) -> Iterator[RayCluster]:
         pytest.skip("Ray is not installed: pip install 'dataflow-rl[ray]'")
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets have to have short names
     root = str(Path(__file__).parents[3])
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": root, "RAY_raylet_start_wait_time_s": "60"}
+    quiet = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": root,
+        "RAY_TMPDIR": folder,
+        "RAY_raylet_start_wait_time_s": "60",
+    }
     with (Path(folder) / "cluster.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, folder, str(nodes), str(cores)], env={**os.environ, **quiet}, text=True,
+            [sys.executable, __file__, str(nodes), str(cores)], env={**os.environ, **quiet}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
         )  # fmt: skip
     try:
@@ -74,7 +80,7 @@ def ray_cluster(nodes: int = 3, cores: int = 1) -> Iterator[RayCluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def main(folder: str, count: int, cores: int) -> None:
+def main(count: int, cores: int) -> None:
     """Until the other side closes."""
     from ray.cluster_utils import Cluster
 
@@ -82,13 +88,12 @@ def main(folder: str, count: int, cores: int) -> None:
     os.dup2(2, 1)  # what Ray says is no answer
     head = {
         "node_ip_address": "127.0.0.1", "num_cpus": 0, "include_dashboard": True, "dashboard_host": "127.0.0.1",
-        "dashboard_port": 0, "temp_dir": folder,
+        "dashboard_port": 0,
     }  # fmt: skip
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    numbers = iter(range(2, 250))
 
     def gain() -> object:
-        return cluster.add_node(num_cpus=cores, node_ip_address=f"127.0.0.{next(numbers)}")
+        return cluster.add_node(num_cpus=cores, node_ip_address="127.0.0.1")
 
     nodes = [gain() for _ in range(count)]
     print(
@@ -104,4 +109,4 @@ def main(folder: str, count: int, cores: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -90,15 +90,15 @@ def _configuration(folder: Path, plugins: Path, munge: Path, nodes: int) -> str:
     lines = [
         "ClusterName=test", f"SlurmctldHost={here}(127.0.0.1)", f"SlurmctldPort={ports[0]}",
         f"SlurmUser={getpass.getuser()}", f"SlurmdUser={getpass.getuser()}", "AuthType=auth/munge",
-        f"AuthInfo=socket={munge}", "CredType=cred/munge", f"PluginDir={plugins}",
+        f"AuthInfo=socket={munge},cred_expire=5", "CredType=cred/munge", f"PluginDir={plugins}",
         f"StateSaveLocation={folder}/state", f"SlurmdSpoolDir={folder}/spool-%n",
         f"SlurmctldPidFile={folder}/slurmctld.pid", f"SlurmdPidFile={folder}/slurmd-%n.pid",
         "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none", "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core", "SwitchType=switch/none", "MpiDefault=none",
         "JobAcctGatherType=jobacct_gather/none", "AccountingStorageType=accounting_storage/none", "ReturnToService=2",
         "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny", "KillWait=5",
-        # a job that is put back begins again at once
-        "SchedulerParameters=requeue_delay=0,sched_interval=1", "PartitionName=main Nodes=ALL Default=YES State=UP",
+        # a job that is put back begins again as soon as what it was allowed before has expired
+        "SchedulerParameters=sched_interval=1", "PartitionName=main Nodes=ALL Default=YES State=UP",
     ]  # fmt: skip
     cores = os.cpu_count() or 1
     lines += [
