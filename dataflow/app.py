@@ -62,7 +62,7 @@ def main(
         else:
             _act(graph, flags, launcher, this_launch(chosen) if args is None else None, limits)
     except DataflowError as error:
-        if HOSTED.get() is not None:
+        if HOSTED.get(None) is not None:
             raise
         _say(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", error)
         status = 1

@@ -14,8 +14,11 @@ from typing import Any, Literal
 from dataflow.agent.hosted import HOSTED
 from dataflow.display import for_a_while, make_view
 from dataflow.errors import GraphError, Replaced
+from dataflow.folder import run_hold
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.ledger_service.process import LedgerProcess
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_hold import is_over_hosts
 from dataflow.folder.run_lock import held
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
@@ -186,7 +189,7 @@ def run(
     >>> run(g, on=inline(), steps=3, runs="runs", quiet=True).verdict.clean
     True
     """
-    if (host := HOSTED.get()) is not None:
+    if (host := HOSTED.get(None)) is not None:
         _check_files(graph)
         host.serve(graph, make_plan(graph, **host.inputs.arguments))
     if steps is not None and steps < 1:
@@ -219,23 +222,26 @@ def run(
         return recorded is not None and not in_one_process and recorded.has(as_it_was)
 
     with contextlib.ExitStack() as open_:
-        server = None
+        server, holder = None, 0
         if isinstance(on, Launcher):
             folder = before or RunFolder.create(runs, graph.name)
-            open_.enter_context(held(folder))
+            hold, service = _held_over_hosts(folder, limits or Limits(), open_)
+            holder = hold.number
             made = open_.enter_context(hosted(on, Request(
                 graph=graph, inputs=inputs, make_plan=lambda inputs: make_plan(graph, **inputs.arguments),
-                launch=program_of(launch), folder=folder, listen=listen or on.listen, limits=limits or Limits(),
-                may_take=may_take,
+                hold=hold, ledger=service, launch=program_of(launch), folder=folder, listen=listen or on.listen,
+                limits=limits or Limits(), may_take=may_take,
             )))  # fmt: skip
             planned, taken, server = made.plan, made.taken, made.server
         else:
             planned = make_plan(graph, **inputs.arguments, one_process=in_one_process)
             folder = before or RunFolder.create(runs, graph.name)
+            if is_over_hosts(folder):
+                _held_over_hosts(folder, limits or Limits(), open_)
             taken = open_.enter_context(held(folder, take=lambda: take(folder, may_take(planned))))
         settings = Settings(
             folder=str(folder.path), seed=seed or 0, steps=steps, keep_steps=keep_steps, listen=listen,
-            limits=limits or Limits(),
+            holder=holder, limits=limits or Limits(),
         )  # fmt: skip
         if taken is not None:
             begun = taken.begun
@@ -271,6 +277,15 @@ def run(
         folder=folder.path, seconds=outcome.seconds, steps=outcome.steps, verdict=verdict,
         busy_seconds=outcome.busy_seconds,
     )  # fmt: skip
+
+
+def _held_over_hosts(
+    folder: RunFolder, limits: Limits, open_: contextlib.ExitStack
+) -> tuple[run_hold.RunHold, LedgerProcess]:
+    """The run in the hands of this process until `open_` ends, and the process that keeps it there, which can serve the
+    ledger to other hosts. Errors: as `run_hold.held`."""
+    hold = open_.enter_context(run_hold.held(folder, still_s=limits.hang_s))
+    return hold, open_.enter_context(LedgerProcess(hold.check, folder.logs / "ledger.log"))
 
 
 def _check_files(graph: Graph) -> None:

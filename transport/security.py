@@ -1,17 +1,20 @@
 """Who may connect: private ipc folders, loopback, and CURVE keys for everything else."""
 
+import contextlib
 import dataclasses
 import ipaddress
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
-from transport.errors import AddressError
+from transport.errors import AddressError, TransportError
+
+T = TypeVar("T")
 
 _MAX_IPC_PATH_BYTES = 107
 _DOMAIN = "run"
@@ -143,6 +146,16 @@ def endpoint(host: str, port: str = "*") -> str:
 def reachable(address: str) -> str:
     """Where this machine's processes find who listens at an address: one of all interfaces stands for loopback."""
     return address.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")
+
+
+def again_at(host: str, before: str, listen: Callable[[str], T]) -> T:
+    """Listen at a tcp address of a host: at the one of `before` where that is this host's and free, else at any port.
+
+    TransportError where no port can be had."""
+    if before and endpoint(host, before.rpartition(":")[2]) == before:
+        with contextlib.suppress(TransportError):
+            return listen(before)
+    return listen(endpoint(host))
 
 
 def check_address(address: str, keys: Keys | None) -> None:

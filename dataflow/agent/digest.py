@@ -26,9 +26,9 @@ _DEEP = 4
 
 
 def versions() -> dict[str, str]:
-    """Of Python, torch and the engine, as this process has them; torch is not imported."""
+    """Of Python, torch and the engine, as this process has them; torch may be built for other devices."""
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"Python": python, "torch": _installed("torch"), "engine": _engine()}
+    return {"Python": python, "torch": _installed("torch").partition("+")[0], "engine": _engine()}
 
 
 def other_versions(name: str, its: Mapping[str, str], ours: Mapping[str, str]) -> str:

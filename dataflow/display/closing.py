@@ -65,6 +65,8 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
     found: list[Line] = [head]
     for name, value, note in rows:
         found.append([(f"  {name:<12}", "dim"), (value, "strong"), *([(f"  {note}", "dim")] if note else [])])
+    if summary.hosts:
+        found.append([(f"  {'hosts':<12}", "dim"), (clean(summary.hosts), "")])
     if summary.signal:
         found.append([(f"  {'signal':<12}", "dim"), (clean(summary.signal), "bad")])
     if summary.verdict:

@@ -108,6 +108,8 @@ class Summary:
     staleness_max: float | None = None
     restarts: int | None = None
     """How often a worker was started again."""
+    hosts: str = ""
+    """Which node was planned where, in a run over hosts."""
     signal: str = ""
     """What no rollout was told from its siblings by, where nothing could be learned in the whole run."""
     verdict: str = ""

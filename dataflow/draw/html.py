@@ -50,7 +50,9 @@ def _facts(picture: Picture, box: Box) -> dict[str, Any]:
         "role": box.role,
         "doc": box.operator.about,
         "model": _model(uses) if uses is not None else "",
-        "devices": [frame.label for frame in picture.frames if box.name in frame.nodes],
+        "devices": [
+            " · ".join(filter(None, (frame.label, frame.where))) for frame in picture.frames if box.name in frame.nodes
+        ],
         "knobs": {name: knob_text(value) for name, value in box.operator.knobs().items()},
         "arriving": _by_columns("columns in", arriving),
         "leaving": _by_columns("columns out", leaving),

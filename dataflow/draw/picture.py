@@ -39,6 +39,8 @@ class Frame:
     """Such as `gpu 0-5` or `cpu x1`."""
     nodes: tuple[str, ...]
     """Names of the nodes inside; names that the graph lacks are ignored."""
+    where: str = ""
+    """On which hosts, such as `hosts a, b and 3 more`; empty: on the only one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,12 @@ class Picture:
     frames: tuple[Frame, ...]
     title: str
 
+    @property
+    def shades(self) -> list[int]:
+        """By frame, the number of its colour: one for each, or, in a run over hosts, for each place."""
+        places = list(dict.fromkeys(frame.where for frame in self.frames))
+        return [places.index(frame.where) if frame.where else at for at, frame in enumerate(self.frames)]
+
 
 def read(graph: Any, frames: Sequence[Frame] | None = None, title: str | None = None) -> Picture:
     """The picture of a NetworkX MultiDiGraph (`Graph.nx`)."""
@@ -125,7 +133,7 @@ def read(graph: Any, frames: Sequence[Frame] | None = None, title: str | None = 
     lanes = [name for name in sources if name in found]
     lanes += [lane for lane in found if lane not in lanes]
     names = {box.name for box in boxes}
-    kept = [Frame(f.label, tuple(n for n in dict.fromkeys(f.nodes) if n in names)) for f in frames or ()]
+    kept = [Frame(f.label, tuple(n for n in dict.fromkeys(f.nodes) if n in names), f.where) for f in frames or ()]
     return Picture(
         boxes=boxes,
         wires=tuple(wires),

@@ -8,7 +8,7 @@ from dataflow.draw import frames as device_frames
 from dataflow.draw import theme
 from dataflow.draw.geometry import Back, BackRoute, Layout, Link, Point, Rect, Size, Spacing
 from dataflow.draw.layout import arrange
-from dataflow.draw.picture import Box, Picture, Wire, column_lines, shorten
+from dataflow.draw.picture import Box, Frame, Picture, Wire, column_lines, shorten
 from dataflow.draw.words import mono_width, sans_width, xml
 
 NAME, SMALL, CODE = 13.0, 10.0, 9.5
@@ -17,7 +17,7 @@ PAD = 12.0
 NAME_LENGTH = 32
 FRAME_LENGTH = 40
 ARROW = 6.0
-FRAME_PAD, FRAME_TITLE = 11.0, 15.0
+FRAME_PAD, FRAME_TITLE, FRAME_PLACE = 11.0, 15.0, 12.0
 
 
 def render(picture: Picture) -> str:
@@ -26,8 +26,9 @@ def render(picture: Picture) -> str:
     labels = {name: _labels(found) for name, found in wires.items()}
     spacing = Spacing()
     if picture.frames:
-        extra = 2 * FRAME_PAD + FRAME_TITLE
-        spacing = Spacing(gap=spacing.gap + FRAME_PAD, row=spacing.row + extra - 14, outer=spacing.outer + FRAME_TITLE)
+        title = _title(picture)
+        extra = 2 * FRAME_PAD + title
+        spacing = Spacing(gap=spacing.gap + FRAME_PAD, row=spacing.row + extra - 14, outer=spacing.outer + title)
     indent = 8.0 + FRAME_PAD * bool(picture.frames)
     sizes = {
         box.name: _size(box, wires.get(box.name, []), labels.get(box.name, ([], [])), spacing.lane, indent)
@@ -46,9 +47,9 @@ def render(picture: Picture) -> str:
 
 def _document(picture: Picture, layout: Layout, columns: Sequence[str], spacing: Spacing) -> str:
     body: list[str] = []
-    framed = [_pieces(frame.nodes, layout) for frame in picture.frames]
-    for number, (frame, found) in enumerate(zip(picture.frames, framed, strict=True)):
-        body += [_frame(number, frame.label, rect) for rect in found]
+    framed = [_pieces(frame.nodes, layout, _title(picture)) for frame in picture.frames]
+    for shade, frame, found in zip(picture.shades, picture.frames, framed, strict=True):
+        body += [_frame(shade, frame, rect) for rect in found]
     many = len(picture.lanes) > 1
     led: set[tuple[str, str]] = set()
     for wire, points in reversed(list(zip(picture.wires, layout.links, strict=True))):
@@ -57,8 +58,8 @@ def _document(picture: Picture, layout: Layout, columns: Sequence[str], spacing:
         led.add((wire.tail, wire.lane))
     for loop, route in zip(picture.loops, layout.backs, strict=True):
         body.append(_back(f"{loop.tail} → {loop.head}: {loop.label}", route))
-    for number, (frame, found) in enumerate(zip(picture.frames, framed, strict=True)):
-        body += [_frame_label(number, frame.label, rect) for rect in found]
+    for shade, frame, found in zip(picture.shades, picture.frames, framed, strict=True):
+        body += [_frame_label(shade, frame, rect) for rect in found]
     for number, box in enumerate(picture.boxes):
         body.append(_box(number, box, layout.boxes[box.name]))
     body += columns
@@ -231,8 +232,8 @@ def _widened(picture: Picture, layout: Layout, sizes: dict[str, Size]) -> dict[s
     """Boxes that must be wider, because the frame around them is too narrow for its label."""
     wider: dict[str, Size] = {}
     for frame in picture.frames:
-        needed = sans_width(shorten(frame.label, FRAME_LENGTH), SMALL) + 20
-        for piece in _pieces(frame.nodes, layout):
+        needed = max(sans_width(shorten(text, FRAME_LENGTH), SMALL) for text in (frame.label, frame.where)) + 20
+        for piece in _pieces(frame.nodes, layout, _title(picture)):
             if piece.width < needed:
                 name = next(name for name in frame.nodes if layout.boxes[name].touches(piece))
                 room = layout.boxes[name].width + needed - piece.width
@@ -240,26 +241,33 @@ def _widened(picture: Picture, layout: Layout, sizes: dict[str, Size]) -> dict[s
     return wider
 
 
-def _pieces(nodes: Sequence[str], layout: Layout) -> list[Rect]:
+def _title(picture: Picture) -> float:
+    """Height of what stands at the top of a frame: its label, and in a run over hosts where it is."""
+    return FRAME_TITLE + FRAME_PLACE * any(frame.where for frame in picture.frames)
+
+
+def _pieces(nodes: Sequence[str], layout: Layout, title: float) -> list[Rect]:
     members, others = device_frames.members_of(layout.boxes, nodes)
     found = device_frames.pieces(members, others, reach=300.0)
-    return [piece.grown(FRAME_PAD, FRAME_PAD + FRAME_TITLE - 3, FRAME_PAD) for piece in found]
+    return [piece.grown(FRAME_PAD, FRAME_PAD + title - 3, FRAME_PAD) for piece in found]
 
 
-def _frame(number: int, label: str, rect: Rect) -> str:
+def _frame(shade: int, frame: Frame, rect: Rect) -> str:
+    told = " · ".join(filter(None, (frame.label, frame.where)))
     return (
-        f'<g class="frame frame{number % len(theme.LIGHT_FRAMES)}"><title>{xml(label)}</title>'
+        f'<g class="frame frame{shade % len(theme.LIGHT_FRAMES)}"><title>{xml(told)}</title>'
         f'<rect x="{_n(rect.left)}" y="{_n(rect.top)}" width="{_n(rect.width)}" '
         f'height="{_n(rect.height)}" rx="10"/></g>'
     )
 
 
-def _frame_label(number: int, label: str, rect: Rect) -> str:
-    shown = xml(shorten(label, FRAME_LENGTH))
-    return (
-        f'<g class="frame frame{number % len(theme.LIGHT_FRAMES)}">'
-        f'<text x="{_n(rect.left + 10)}" y="{_n(rect.top + 14)}">{shown}</text></g>'
-    )
+def _frame_label(shade: int, frame: Frame, rect: Rect) -> str:
+    texts = [
+        f'<text{kind} x="{_n(rect.left + 10)}" y="{_n(rect.top + 14 + at * FRAME_PLACE)}">'
+        f"{xml(shorten(text, FRAME_LENGTH))}</text>"
+        for at, (kind, text) in enumerate((("", frame.label), (' class="place"', frame.where))) if text
+    ]  # fmt: skip
+    return f'<g class="frame frame{shade % len(theme.LIGHT_FRAMES)}">{"".join(texts)}</g>'
 
 
 def _legend(picture: Picture, x: float, y: float) -> tuple[list[str], float]:

@@ -20,9 +20,9 @@ def to_dot(picture: Picture) -> str:
         lines.append(f'  "{dot(box.name)}" [label="{dot(_label(box))}" color="{LIGHT[box.role]}"];')
     for cluster, (number, frame, nodes) in enumerate(_clusters(picture)):
         inside = " ".join(f'"{dot(name)}";' for name in nodes)
-        colour = _cycle(LIGHT_FRAMES, number)
+        colour = _cycle(LIGHT_FRAMES, picture.shades[number])
         lines.append(
-            f'  subgraph "cluster_{cluster}" {{ label="{dot(frame.label)}"; color="{colour}"; '
+            f'  subgraph "cluster_{cluster}" {{ label="{dot(_where(frame))}"; color="{colour}"; '
             f'fontname="Helvetica"; {inside} }}'
         )
     many = len(picture.lanes) > 1
@@ -52,7 +52,8 @@ def to_mermaid(picture: Picture) -> str:
         lines.append(f'  {names[box.name]}{before}"{label}"{after}')
     for cluster, (_, frame, nodes) in enumerate(_clusters(picture)):
         inside = [f"    {names[name]}" for name in nodes]
-        lines += [f'  subgraph f{cluster}["{mermaid(frame.label)}"]', *inside, "  end"]
+        label = "<br/>".join(mermaid(line) for line in _where(frame).split("\n"))
+        lines += [f'  subgraph f{cluster}["{label}"]', *inside, "  end"]
     edges = 0
     styles: list[str] = []
     for wire in picture.wires:
@@ -84,6 +85,10 @@ def to_plain(picture: Picture) -> str:
 
 def _label(box: Box) -> str:
     return "\n".join([box.name, *([box.subtitle] if box.subtitle else []), *box.knobs])
+
+
+def _where(frame: Frame) -> str:
+    return "\n".join(filter(None, (frame.label, frame.where)))
 
 
 def _clusters(picture: Picture) -> list[tuple[int, Frame, list[str]]]:

@@ -65,6 +65,7 @@ def _fixed() -> str:
         " .weights .line": "stroke-dasharray:5 4;stroke-linecap:butt",
         " .frame rect": "fill-opacity:.07;stroke-opacity:.55;stroke-width:1",
         " .frame text": "font-size:10px;font-weight:600",
+        " .frame .place": "font-weight:400",
         " .frame text,.dataflow-graph .mark": "paint-order:stroke;stroke-width:3px;stroke-linejoin:round",
     }
     return _rules(rules)

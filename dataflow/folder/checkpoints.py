@@ -5,12 +5,13 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from dataflow.folder.placing import Placing
 from dataflow.system.files import RunFolderError, disk, flush_to_disk, to_json, write_atomically
 
 MARKER = "commit.json"
@@ -26,6 +27,8 @@ class Checkpoints:
 
     path: Path
     """The folder that holds them."""
+    placing: Placing = field(default_factory=Placing, compare=False, repr=False)
+    """How one gets its name."""
 
     def folder(self, step: int) -> Path:
         """Where the committed checkpoint of `step` stands."""
@@ -106,8 +109,7 @@ class Checkpoints:
         """
         for rest in self.path.glob(".step-*.*"):
             match = _NAME.search(rest.name)
-            is_rest = rest.suffix == ".removed" or (rest.suffix == ".partial" and not (rest / MARKER).exists())
-            if match and int(match[1]) < before and is_rest:
+            if match and int(match[1]) < before and _is_rest(rest, match[0]):
                 _remove(rest)
         for step in self.steps():
             if step < before and self._is_temporary(step):
@@ -127,26 +129,33 @@ class Checkpoints:
         return False
 
     def _partial(self, step: int) -> Path:
-        return self.path / f".step-{step:06d}.partial"
+        token = f".{self.placing.token}" if self.placing.token else ""
+        return self.path / f".step-{step:06d}{token}.partial"
 
     def _place(self, step: int) -> Path:
         final, partial = self.folder(step), self._partial(step)
         replaced = self.path / f".step-{step:06d}.replaced"
         with disk("committing checkpoint", final):
-            shutil.rmtree(replaced, ignore_errors=True)
-            if final.exists():
-                final.replace(replaced)
-            partial.replace(final)
+            self.placing.place(partial, final, replaced)
             flush_to_disk(self.path)
             shutil.rmtree(replaced, ignore_errors=True)
         return final
 
     def _finish_interrupted(self) -> None:
-        """Put checkpoints in place whose marker was written just before their writer died."""
+        """Put checkpoints in place whose marker was written just before their writer died. Not those with a token: who
+        wrote one may have been replaced, and refused its place."""
         for partial in sorted(self.path.glob(".step-*.partial")):
             match = _NAME.search(partial.name)
-            if match and (partial / MARKER).exists() and _damage(partial, int(match[1])) is None:
-                self._place(int(match[1]))
+            step = int(match[1]) if match else 0
+            is_ours = partial == self._partial(step) and (partial / MARKER).exists()
+            if is_ours and _damage(partial, step) is None:
+                self._place(step)
+
+
+def _is_rest(folder: Path, name: str) -> bool:
+    """Whether nobody looks at what a crash has left any more."""
+    is_marked = (folder / MARKER).exists() and folder.name == f".{name}.partial"
+    return folder.suffix == ".removed" or (folder.suffix == ".partial" and not is_marked)
 
 
 def _damage(folder: Path, step: int) -> str | None:

@@ -39,5 +39,5 @@ class Placing:
     place: Place = put
 
     def aside(self, path: Path) -> Path:
-        """A name beside a path, for what is being written."""
-        return path.with_name(f".{path.name}.{self.token}.placing")
+        """Where a file is written that is to be at a path: there, or beside it."""
+        return path.with_name(f".{path.name}.{self.token}.placing") if self.token else path

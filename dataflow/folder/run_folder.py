@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, TypeAlias
 import pyarrow as pa
 
 from dataflow.folder.checkpoints import Checkpoints
+from dataflow.folder.placing import Placing
 from dataflow.system.files import RunFolderError, disk, flush_to_disk, to_json, write_atomically
 from dataflow.system.optional_files import Extras, Kind, read_lines, read_map, stream_lines
 
@@ -31,6 +32,8 @@ class RunFolder:
     """runs/<graph>-<time>/."""
     extras: Extras = field(default_factory=Extras, compare=False, repr=False)
     """Writes what the run can do without."""
+    placing: Placing = field(default_factory=Placing, compare=False, repr=False)
+    """How rollouts and checkpoints get their names."""
 
     @classmethod
     def create(cls, root: str | Path, graph_name: str, *, now: float | None = None) -> "RunFolder":
@@ -117,7 +120,7 @@ class RunFolder:
 
     def checkpoints_of(self, node: str | None) -> Checkpoints:
         """Those of one trainer; `node` where several keep their own."""
-        return Checkpoints(self.path / "checkpoints" / (node or ""))
+        return Checkpoints(self.path / "checkpoints" / (node or ""), self.placing)
 
     def log(self, node: str, rank: int = 0) -> Path:
         """Log file of one rank of a node."""
@@ -169,9 +172,7 @@ class RunFolder:
 
         Whole or not there after any crash of the process; flush_rollouts() is for power cuts.
         """
-        path = self.step_file(step, node=node)
-        write_arrow(path, rows)
-        return path
+        return self._put(self.step_file(step, node=node), rows)
 
     def flush_rollouts(self, steps: Iterable[int], *, node: str | None = None) -> None:
         """Bring the files of these steps to the disk itself, before the checkpoint after them is marked.
@@ -190,9 +191,7 @@ class RunFolder:
 
     def write_evaluation(self, step: int, rows: Rows, *, node: str | None = None) -> Path:
         """Write what the evaluation at `step` read. Errors: RunFolderError."""
-        path = self.evaluation_file(step, node=node)
-        write_arrow(path, rows)
-        return path
+        return self._put(self.evaluation_file(step, node=node), rows)
 
     def read_evaluation(self, step: int, *, node: str | None = None) -> pa.Table:
         """What the evaluation at `step` read. Errors: RunFolderError when the file is missing or damaged."""
@@ -213,6 +212,13 @@ class RunFolder:
                 with contextlib.suppress(OSError):
                     total += os.lstat(os.path.join(place, name)).st_size  # noqa: PTH118
         return total
+
+    def _put(self, path: Path, rows: Rows) -> Path:
+        written = self.placing.aside(path)
+        write_arrow(written, rows)
+        if written != path:
+            self.placing.place(written, path, None)
+        return path
 
     def _rollout_folder(self, node: str | None) -> Path:
         return self.rollouts / node if node else self.rollouts

@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dataflow.display import Summary
@@ -14,6 +14,7 @@ from dataflow.folder.retention import not_kept
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
+from dataflow.planning.hosts import named
 from dataflow.trainers import lines_of
 
 
@@ -40,7 +41,8 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         efficiency=busy[busiest] / seconds if busiest and seconds else None, busiest=busiest,
         staleness_mean=_mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
         staleness_max=max((line["staleness_max"] for line in steps if "staleness_max" in line), default=None),
-        restarts=restarts(folder.path), signal=silence(steps), verdict=verdict, is_clean=is_clean, folder=str(path),
+        restarts=restarts(folder.path), hosts=_hosts(config.get("hosts", {})), signal=silence(steps),
+        verdict=verdict, is_clean=is_clean, folder=str(path),
         folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),
         commands=(
             *(() if times.get("outcome") == "finished" else ((f"{program} resume {path}", "go on from here"),)),
@@ -51,6 +53,14 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
             (str(path / "trace.json"), "who worked when, for ui.perfetto.dev"),
         ),
     )  # fmt: skip
+
+
+def _hosts(placed: Mapping[str, Sequence[str]]) -> str:
+    """`prompts and generator on a and b, trainer on c`."""
+    alike: dict[str, list[str]] = {}
+    for node, hosts in placed.items():
+        alike.setdefault(named(hosts), []).append(node)
+    return ", ".join(f"{named(nodes, len(nodes))} on {hosts}" for hosts, nodes in alike.items())
 
 
 def _not_kept(folder: RunFolder) -> str:

@@ -8,7 +8,9 @@ from dataflow.agent.digest import built
 from dataflow.agent.messages import Begin
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import GraphError, Replaced, RunError
+from dataflow.folder.ledger_service.process import LedgerProcess
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_hold import RunHold
 from dataflow.folder.snapshot import read
 from dataflow.graph import Graph
 from dataflow.history.launch import Launch, this_launch
@@ -21,7 +23,7 @@ from dataflow.scheduler import orphans
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control_server import HostsControlServer
 from dataflow.scheduler.execute import Taken
-from dataflow.system.security import RunKeys
+from dataflow.system.security import RunKeys, endpoint
 
 FOUND_S = 6.0
 """For the agents of a scheduler that has died to come to this one: they look for it every two seconds."""
@@ -52,8 +54,22 @@ class Request:
     listen: str
     """Address of this machine that the hosts reach."""
     limits: Limits
+    hold: RunHold
+    """The run in the hands of this process."""
+    ledger: LedgerProcess
+    """To serve the run's ledger to all hosts."""
     may_take: Callable[[Plan], bool]
     """Whether workers that were left may go on as this plan has them."""
+
+    def server(self, agents: Agents, floor: int | None) -> HostsControlServer:
+        """That of a scheduler whose workers are theirs. floor: as `Desk` has it. Errors: RunError."""
+        address = self.ledger.serve(self.folder.ledger, endpoint(agents.host), agents.keys, floor)
+        return HostsControlServer(agents, self.folder.path, address, self.check)
+
+    def check(self) -> None:
+        """Whether this is still the one that leads the run, and its ledger can be had. Errors: Replaced; RunError."""
+        self.hold.check()
+        self.ledger.check()
 
     def plan(self, hosts: tuple[Host, ...]) -> tuple[Plan, PlanInputs]:
         """Over some hosts, and from what it was made. Errors: GraphError."""
@@ -107,7 +123,7 @@ def _left(request: Request) -> Hosted | None:
         return None
     hosts = tuple(map(Host.from_plain, at.hosts))
     agents = Agents(request.listen, keys, folder, at.number + 1)
-    server = HostsControlServer(agents, folder)
+    server = request.server(agents, None)
     agents.announce(hosts)
     with contextlib.suppress(GraphError, RunError):
         came = server.take_over([host.name for host in hosts], FOUND_S)
@@ -142,7 +158,7 @@ def _gathered(launcher: Launcher, request: Request, open_: contextlib.ExitStack)
     hosts = tuple(agents.hosts)
     plan, inputs = request.plan(hosts)
     agents.announce(hosts)
-    server = HostsControlServer(agents, folder)
+    server = request.server(agents, request.hold.number)
     open_.callback(server.close)
     begin = Begin(launch=vars(request.launch), inputs=inputs.to_plain(), whereabouts=asdict(server.whereabouts))
     agents.build(begin, built(request.graph, plan, request.launch), request.limits.start_s)

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -154,3 +154,11 @@ class Devices:
     def from_plain(cls, plain: Mapping[str, Any]) -> "Devices":
         """What `to_plain` made of one."""
         return cls(**{**plain, "hosts": tuple(map(Host.from_plain, plain["hosts"]))})
+
+
+def named(hosts: Iterable[str], most: int = 3) -> str:
+    """Names for people, each once: `a, b and c`, `a, b and 510 more`."""
+    names = list(dict.fromkeys(hosts))
+    if len(names) > most:
+        names = [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1] if names else "")))

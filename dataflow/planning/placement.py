@@ -1,5 +1,6 @@
 """Where one node of a graph runs: how often, on which devices, with how many threads."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dataflow.planning.memory_need import Need
@@ -39,11 +40,10 @@ class Placement:
 
     @property
     def devices(self) -> str:
-        """For people: `gpu 0-5` or `cpu, 1 thread`."""
-        if self.gpus:
-            first, last = min(self.gpus), max(self.gpus)
-            return f"gpu {first}" if first == last else f"gpu {first}-{last}"
-        return f"cpu, {self.threads} thread{'s' if self.threads > 1 else ''}"
+        """For people: `gpu 0-5`, `cpu, 1 thread`; over hosts, which number their own accelerators, `6 GPUs`."""
+        if self.gpus and self.hosts:
+            return f"{len(self.gpus)} GPU{'s' if len(self.gpus) > 1 else ''}"
+        return f"gpu {ranges(self.gpus)}" if self.gpus else f"cpu, {_threads(self.threads)}"
 
     @property
     def mesh(self) -> str:
@@ -58,9 +58,13 @@ class Placement:
     @property
     def share(self) -> str:
         """What one replica gets, for people: `1 GPU`, `2 threads`, `2 processes of 1 thread each`."""
+        return self.share_of(self.replicas)
+
+    def share_of(self, replica: int) -> str:
+        """What this replica gets, where hosts differ."""
         if self.gpus:
             return f"{self.ranks} GPU{'s' if self.ranks > 1 else ''}"
-        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        threads = _threads(self.threads_of(replica))
         return threads if self.ranks == 1 else f"{self.ranks} processes of {threads} each"
 
     def gpus_of(self, replica: int) -> tuple[int, ...]:
@@ -81,3 +85,18 @@ class Placement:
             return "cpu"
         first = self.first_gpus[replica] if self.first_gpus else 0
         return f"cuda:{self.gpus[replica * self.ranks + rank] - first}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers for people: `0-3, 8`."""
+    rows: list[list[int]] = []
+    for number in sorted(numbers):
+        if rows and number == rows[-1][-1] + 1:
+            rows[-1].append(number)
+        else:
+            rows.append([number])
+    return ", ".join(f"{row[0]}-{row[-1]}" if len(row) > 1 else f"{row[0]}" for row in rows)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"

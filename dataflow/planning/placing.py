@@ -20,7 +20,7 @@ from dataflow.planning.rooms import Room, Unit, rooms_of, settle, shortage
 from dataflow.planning.sharing import Group, threads_of
 from dataflow.structure import Structure
 
-Place = tuple[Room, tuple[int, ...]]
+Found = tuple[Room, tuple[int, ...]]
 """A machine, and accelerators of it."""
 
 
@@ -47,40 +47,35 @@ class _Party:
 
 
 def placed(
-    graph: Structure, parts: Mapping[str, Part], devices: Devices, turns: Sequence[Group], pins: Pins
+    graph: Structure,
+    parts: Mapping[str, Part],
+    devices: Devices,
+    turns: Sequence[Group],
+    pins: Pins,
+    neighbours: Mapping[str, Sequence[str]],
 ) -> dict[str, Placement]:
     """Every node's placement, in the graph's order.
 
-    parts: in the order in which accelerators are numbered. Raises GraphError for units that no host has room for.
+    parts: in the order in which accelerators are numbered. neighbours: of light workers. Raises GraphError for units
+    that no host has room for.
     """
     check_pins(pins, {node: part.replicas for node, part in parts.items()})
     workers = workers_of(graph)
     rooms = rooms_of(devices)
     heavy = {node: part for node, part in parts.items() if part.gpus or not graph.operators[node].light}
     places = _seated(heavy, rooms, turns, pins)
-    members: dict[str, list[str]] = {}
-    for node in graph.operators:
-        members.setdefault(workers[node], []).append(node)
-    for nodes in members.values():
+    for worker, others in neighbours.items():
+        nodes = [node for node in graph.operators if workers[node] == worker]
         if new := [node for node in nodes if node not in places]:
-            room = _beside(graph, nodes, places, rooms, pins)
-            places |= {node: [(room, ())] for node in new}
+            pin = pin_of(nodes, pins, "they share a worker, as light operators in a row do")
+            hosts = [[room.host.name for room, _ in places[other]] for other in others]
+            name = host_beside(hosts, rooms) if pin is None else pin
+            places |= {node: [(room, ())] for node in new for room in rooms if room.host.name == name}
     threads = _threads(graph, heavy, places, rooms, turns)
     return {
         node: _placement(graph, node, workers[node], parts[node], places[node], threads, bool(devices.hosts))
         for node in graph.operators
     }
-
-
-def _beside(
-    graph: Structure, nodes: Sequence[str], places: Mapping[str, Sequence[Place]], rooms: Sequence[Room], pins: Pins
-) -> Room:
-    """Where a light worker sits."""
-    pin = pin_of(nodes, pins, "they share a worker, as light operators in a row do")
-    neighbours = [places[node] for node in neighbours_of(graph, nodes) if node in places]
-    hosts = [[room.host.name for room, _ in there] for there in neighbours]
-    name = host_beside(hosts, rooms) if pin is None else pin
-    return next(room for room in rooms if room.host.name == name)
 
 
 def workers_of(graph: Structure) -> dict[str, str]:
@@ -98,16 +93,18 @@ def workers_of(graph: Structure) -> dict[str, str]:
     return workers
 
 
-def neighbours_of(graph: Structure, nodes: Sequence[str]) -> tuple[str, ...]:
-    """Who else exchanges rows with these nodes: those that feed them, then those that they feed."""
-    own, feeding, fed = set(nodes), [], []
+def neighbours_of(graph: Structure, workers: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """By light worker, the others that exchange rows with it: those that feed it, then those that it feeds."""
+    feeding: dict[str, dict[str, None]] = {}
+    fed: dict[str, dict[str, None]] = {}
     for call in graph.calls:
-        inputs = [stream.node for stream in call.inputs]
-        if call.operator.name in own:
-            feeding += inputs
-        elif not own.isdisjoint(inputs):
-            fed.append(call.operator.name)
-    return tuple(node for node in dict.fromkeys([*feeding, *fed]) if node not in own)
+        to = workers[call.operator.name]
+        for stream in call.inputs:
+            if (sender := workers[stream.node]) != to:
+                feeding.setdefault(to, {})[sender] = None
+                fed.setdefault(sender, {})[to] = None
+    light = dict.fromkeys(worker for node, worker in workers.items() if graph.operators[node].light)
+    return {worker: tuple(feeding.get(worker, {}) | fed.get(worker, {})) for worker in light}
 
 
 def host_beside(neighbours: Iterable[Iterable[str]], rooms: Sequence[Room]) -> str:
@@ -133,7 +130,7 @@ def unit_of(parts: Sequence[Part]) -> Unit:
 
 def _seated(
     parts: Mapping[str, Part], rooms: Sequence[Room], turns: Sequence[Group], pins: Pins
-) -> dict[str, list[Place]]:
+) -> dict[str, list[Found]]:
     """By node, where each of its replicas is."""
     parties: list[_Party] = []
     for node, part in parts.items():
@@ -146,7 +143,7 @@ def _seated(
             parties.append(_Party(nodes=group, unit=unit_of([parts[name] for name in group]), pins=own))
     if len(rooms) > 1:
         parties.sort(key=lambda party: (not party.pins, not party.unit.gpus, -(party.unit.gpus or party.unit.cores)))
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[Found]] = {}
     for party in parties:
         found = _pinned(party, rooms) if party.pins else settle(rooms, party.unit, party.count)
         if len(found) < party.count:
@@ -156,16 +153,16 @@ def _seated(
     return places
 
 
-def _dealt(whole: Place, part: Part) -> list[Place]:
+def _dealt(whole: Found, part: Part) -> list[Found]:
     """What each replica has of the devices that nodes share."""
     room, gpus = whole
     return [(room, gpus[number * part.ranks : (number + 1) * part.ranks]) for number in range(part.replicas)]
 
 
-def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Place]:
+def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Found]:
     """One after the other on the hosts in turn. GraphError where there is no room."""
     by_name = {room.host.name: room for room in rooms}
-    found: list[Place] = []
+    found: list[Found] = []
     for number in range(party.count):
         room = by_name[party.pins[number % len(party.pins)]]
         row = room.row(party.unit)
@@ -197,7 +194,7 @@ def _told(party: _Party) -> str:
 def _threads(
     graph: Structure,
     heavy: Mapping[str, Part],
-    places: Mapping[str, Sequence[Place]],
+    places: Mapping[str, Sequence[Found]],
     rooms: Sequence[Room],
     turns: Sequence[Group],
 ) -> dict[str, int]:
@@ -220,7 +217,7 @@ def _placement(
     node: str,
     worker: str,
     part: Part,
-    places: Sequence[Place],
+    places: Sequence[Found],
     threads: Mapping[str, int],
     named: bool,
 ) -> Placement:

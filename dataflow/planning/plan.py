@@ -11,13 +11,14 @@ from dataflow.errors import GraphError, nearest
 from dataflow.group_bytes import MESSAGE_BYTES, message_fault
 from dataflow.node import Generate, Learn, Source
 from dataflow.planning.executors import WeightPath, executor_between, explain, summary, weight_paths
-from dataflow.planning.hosts import Devices
+from dataflow.planning.host_lines import host_lines
+from dataflow.planning.hosts import Devices, named
 from dataflow.planning.inputs import Place, digest
 from dataflow.planning.memory_need import Need, Spot, amount, check_fit, need_of
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import read_place
 from dataflow.planning.placement import Placement
-from dataflow.planning.placing import Part, placed
+from dataflow.planning.placing import Part, neighbours_of, placed, workers_of
 from dataflow.planning.ranks import check_replicas, ranks_of
 from dataflow.planning.sharing import (
     Group,
@@ -59,6 +60,8 @@ class Plan:
     """From which step on how many replicas a node is to have."""
     turns: tuple[Group, ...] = ()
     """Nodes that share their devices, of which one is awake at a time."""
+    neighbours: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By worker of light operators, those that exchange rows with it, which it is to sit beside."""
     listen: str = ""
     """Address of this machine at which the run listens; empty: only sockets within it."""
     message_bytes: int = MESSAGE_BYTES
@@ -125,27 +128,30 @@ class Plan:
 
     def frames(self) -> list[Frame]:
         """Device groups, for the picture."""
-        groups: dict[str, list[str]] = {}
+        groups: dict[tuple[str, str], list[str]] = {}
         for node, placement in self.placements.items():
             label = f"{placement.worker} · {placement.devices}"
             label += f" · {placement.replicas} replicas" if placement.replicas > 1 else ""
             label += f" · {placement.mesh}" if placement.mesh else ""
             others = [name for name in self.turns_of(node) if name != node]
             label += f" · in turn with {', '.join(others)}" if others else ""
-            groups.setdefault(label, []).append(node)
-        return [Frame(label=label, nodes=tuple(nodes)) for label, nodes in groups.items()]
+            hosts = dict.fromkeys(placement.hosts)
+            where = f"host{'s' if len(hosts) > 1 else ''} {named(hosts)}" if hosts else ""
+            groups.setdefault((label, where), []).append(node)
+        return [Frame(label=label, nodes=tuple(nodes), where=where) for (label, where), nodes in groups.items()]
 
     def explain(self) -> str:
         """The plan as a table."""
-        head = ("node", "worker", "replicas", "ranks", "devices", "memory")
+        head = ("node", "worker", "replicas", "ranks", "devices", "memory") + ("hosts",) * bool(self.devices.hosts)
         rows = [
-            (p.node, p.worker, str(p.replicas), str(p.ranks), p.devices, amount(p.memory_bytes))
+            (p.node, p.worker, str(p.replicas), str(p.ranks), p.devices, amount(p.memory_bytes), named(p.hosts))
             for p in self.placements.values()
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [head, *rows]]
+        cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=False)] for row in [head, *rows]]
         lines = ["  ".join(row).rstrip() for row in cells]
         lines.insert(1, "  ".join("-" * width for width in widths))
+        lines += host_lines(self.devices, self.placements.values(), self.neighbours)
         for source, bound in self.bounds.items():
             lines.append(
                 f"rows of '{source}' run at most {bound.max_staleness} versions ahead: "
@@ -156,7 +162,12 @@ class Plan:
         lines += [f"each process of '{each.node}' needs at least {each.need}" for each in self.placements.values()
                   if each.need is not None]  # fmt: skip
         lines += [*explain(self.weight_paths), *explain_turns(self.turns, self.placements)]
-        if self.listen:
+        if self.devices.hosts:
+            lines.append(
+                "edges and control go over tcp between hosts, encrypted, for holders of this run's keys alone; weights "
+                "between hosts go by gloo and nccl, not encrypted"
+            )
+        elif self.listen:
             lines.append(
                 f"edges and control listen at {self.listen}, encrypted, for holders of this run's keys alone; commands "
                 f"and weights stay on this machine (gloo and nccl on loopback, not encrypted)"
@@ -232,14 +243,15 @@ def plan(
             )
     counts, turns = count_gpus(gpus, devices), groups_of(graph, gpus)
     parts = _parts(graph, counts, replicas, ranks, sizes, one_process)
-    placements = placed(graph, parts, devices, turns, read_place(place, devices))
+    neighbours = neighbours_of(graph, workers_of(graph))
+    placements = placed(graph, parts, devices, turns, read_place(place, devices), neighbours)
     made = Plan(
         placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
         scale=scale, weights=weights, weight_paths=weight_paths(
             graph, placements, sizes, forced=weights, one_process=one_process,
             devices=devices,
         ),
-        message_bytes=message_bytes, turns=turns,
+        message_bytes=message_bytes, turns=turns, neighbours=neighbours,
     )  # fmt: skip
     for fault in too_large_groups(graph, {name: placement.replicas for name, placement in placements.items()}):
         raise GraphError(fault)

@@ -51,6 +51,11 @@ class Room:
     memory_bytes: int = 0
 
     @property
+    def numbers(self) -> range:
+        """Of its accelerators, over all hosts."""
+        return range(self.first_gpu, self.first_gpu + self.host.gpus)
+
+    @property
     def load(self) -> float:
         """Processes per core."""
         return self.processes / self.host.cpus
@@ -64,7 +69,7 @@ class Room:
     def row(self, unit: Unit) -> tuple[int, ...] | None:
         """The accelerators that a unit would have here; None: there are not enough, or not enough cores."""
         if unit.gpus:
-            return spare(range(self.first_gpu, self.first_gpu + self.host.gpus), self.taken, unit.gpus)
+            return spare(self.numbers, self.taken, unit.gpus)
         return () if unit.cores <= self.host.cpus or not self.host.name else None
 
     def take(self, unit: Unit, gpus: tuple[int, ...]) -> None:

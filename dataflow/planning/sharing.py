@@ -1,16 +1,14 @@
 """Which accelerators each node has, and which nodes share theirs and take turns on them: pure functions."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from dataflow.errors import GraphError
 from dataflow.node import Generate
 from dataflow.planning.hosts import Devices
 from dataflow.planning.memory_need import Need, Spot
+from dataflow.planning.placement import Placement, ranges
 from dataflow.structure import Structure
-
-if TYPE_CHECKING:
-    from dataflow.planning.placement import Placement
 
 Wishes = Mapping[str, int | str]
 """Accelerators by node, or the name of the node whose devices it shares."""
@@ -112,20 +110,21 @@ def awake_at_once(
     ]
 
 
-def processes_at_once(groups: Sequence[Group], processes: Mapping[str, int]) -> int:
-    """How many of the nodes' processes compute at the same time."""
-    together = [sum(count for name, count in processes.items() if not any(name in group for group in groups))]
-    together += [max((processes.get(name, 0) for name in group), default=0) for group in groups]
-    return sum(together)
+def at_once(groups: Sequence[Group], amounts: Mapping[str, int]) -> int:
+    """The sum of what nodes have, processes or bytes, while of those in turn the one awake has most."""
+    together = sum(count for name, count in amounts.items() if not any(name in group for group in groups))
+    return together + sum(max((amounts.get(name, 0) for name in group), default=0) for group in groups)
 
 
-def explain(groups: Iterable[Group], placements: Mapping[str, "Placement"]) -> list[str]:
+def explain(groups: Iterable[Group], placements: Mapping[str, Placement]) -> list[str]:
     """A line per group: who takes turns, and on what."""
     lines = []
     for group in groups:
         names = ", ".join(f"'{name}'" for name in group[:-1]) + f" and '{group[-1]}'"
-        gpus = sorted({gpu for name in group for gpu in placements[name].gpus})
-        place = f"gpu {gpus[0]}" + (f"-{gpus[-1]}" if len(gpus) > 1 else "") if gpus else "main memory"
+        one = max((placements[name] for name in group), key=lambda placement: len(placement.gpus))
+        first = one.first_gpus[0] if one.first_gpus else 0
+        place = f"gpu {ranges(gpu - first for gpu in one.gpus)}" if one.gpus else "main memory"
+        place += f" of host {one.host(0)}" if one.hosts else ""
         lines.append(
             f"{names} take turns on {place}: one is awake at a time, the others have given their memory back and wait "
             f"until its work is done"
@@ -139,7 +138,7 @@ def threads_of(groups: Sequence[Group], heavy: Mapping[str, tuple[int, int]], cp
     heavy: by node that computes there, its replicas and the ranks of each. synchronous: no node runs ahead of another.
     """
     if synchronous and sum(count for count, _ in heavy.values()) <= 2:
-        at_once = max((ranks for _, ranks in heavy.values()), default=1)
+        processes = max((ranks for _, ranks in heavy.values()), default=1)
     else:
-        at_once = processes_at_once(groups, {name: count * ranks for name, (count, ranks) in heavy.items()})
-    return max(1, cpus // max(1, at_once))
+        processes = at_once(groups, {name: count * ranks for name, (count, ranks) in heavy.items()})
+    return max(1, cpus // max(1, processes))

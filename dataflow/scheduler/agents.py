@@ -80,7 +80,7 @@ class Agents:
     def place(self, host: str) -> dict[str, str]:
         """What is particular in the settings of a worker there."""
         join = self._hosts[host].join
-        return {"host": host, "sockets": join.sockets, "listen": join.address, "folder": join.folder}
+        return {"sockets": join.sockets, "listen": join.address, "folder": join.folder}
 
     @property
     def digests(self) -> set[str]:

@@ -237,9 +237,9 @@ class Scheduler:
         record, graph = self.table.workers[command.name], self.table.graph
         given: Mapping[str, Any] = self._server.place(record.host)
         settings = dataclasses.replace(
-            self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt,
+            self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt, host=record.host,
             device=seating.device(self.table, record), senders=command.senders or {},
-            at=record.addresses if record.received_at == record.host else {}, **given,
+            at=record.at if record.received_at == record.host else {}, **given,
         )  # fmt: skip
         trains = any(graph.operators[node].trains for node in record.nodes)
         self._server.spawn(record.name, settings.to_plain(), not graph.is_light(record.nodes), trains)

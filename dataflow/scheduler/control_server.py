@@ -1,5 +1,6 @@
 """What the scheduler has in its hands: the socket to its workers, the forkserver, the folder of the run's sockets."""
 
+import dataclasses
 import logging
 import shutil
 import time
@@ -102,7 +103,7 @@ class ControlServer:
         self._requests.bind(self.requests)
         self.address = self._listen(at.control)
         """Where workers speak."""
-        self.whereabouts = Whereabouts(control=self.address, commands=self.requests)
+        self.whereabouts = dataclasses.replace(at, control=self.address)
         self.whereabouts.write(folder)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
@@ -245,14 +246,22 @@ class ControlServer:
 class HostsControlServer(ControlServer):
     """Where the workers are on several hosts, with an agent on each; perhaps those of a scheduler that has ended."""
 
-    def __init__(self, agents: Agents, folder: Path) -> None:
-        """Speak to the workers of these agents. folder: of the run, which all hosts see."""
-        self._agents, self.number = agents, agents.number
+    def __init__(
+        self, agents: Agents, folder: Path, ledger: str = "", holds: Callable[[], None] = lambda: None
+    ) -> None:
+        """Speak to the workers of these agents. folder: of the run, which all hosts see. ledger: where its service is
+        asked. holds: raises Replaced once somebody else holds the run."""
+        self._agents, self.number, self._holds = agents, agents.number, holds
         at = socket_folder.make()
-        control = endpoint(agents.host)
-        self._open(at, agents, Whereabouts(control=control, commands=f"ipc://{at}/commands"), agents.keys)
+        where = Whereabouts(control=endpoint(agents.host), commands=f"ipc://{at}/commands", ledger=ledger)
+        self._open(at, agents, where, agents.keys)
         self.left = folder / _LEFT
         self.left.mkdir(exist_ok=True)
+
+    def check(self) -> None:
+        """As `ControlServer.check`."""
+        self._holds()
+        super().check()
 
     def take_over(self, hosts: Collection[str], within_s: float) -> bool:
         """As `Agents.take_over`."""
@@ -270,7 +279,7 @@ class HostsControlServer(ControlServer):
 
     def place(self, host: str) -> dict[str, str]:
         """As `ControlServer.place`."""
-        return {"control": self.address, **self._agents.place(host)}
+        return {"control": self.address, "ledger": self.whereabouts.ledger, **self._agents.place(host)}
 
     def close(self) -> None:
         """As `ControlServer.close`."""

@@ -3,10 +3,12 @@
 A run that names no hosts has one, this machine, whose name is empty.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
-from dataflow.planning.hosts import Host
+from dataflow.planning.hosts import Devices, Host
+from dataflow.planning.rehost import most_replicas, rehost
+from dataflow.planning.rooms import rooms_of
 from dataflow.scheduler.table import Membership, Table, WorkerRecord
 
 Place: TypeAlias = tuple[str, tuple[int, ...]]
@@ -18,7 +20,7 @@ def seat(table: Table, record: WorkerRecord) -> bool:
     host = table.host_of(record)
     if host is None or host.is_alive:
         return host is None or host.is_met
-    found = room_for(table, record.worker)
+    found = room_for(table, record.worker, record.replica)
     if found is None:
         return False
     record.host, record.gpus = found
@@ -29,64 +31,40 @@ def homeless(table: Table, now: float) -> list[WorkerRecord]:
     """Those whose next attempt is due, and for which no host has room."""
     if not table.hosts or table.is_ending:
         return []
-    return [
-        record for record in table
-        if record.is_due(now) and not table.hosts[record.host].is_alive and room_for(table, record.worker) is None
-    ]  # fmt: skip
+    waiting = [record for record in table if record.is_due(now) and not table.hosts[record.host].is_alive]
+    return [record for record in waiting if room_for(table, record.worker, record.replica) is None]
 
 
-def room_for(table: Table, worker: str) -> Place | None:
-    """Room for one replica more of a worker; None: there is none until somebody leaves or a host joins."""
-    placement = table.plan.placements[worker]
-    open_ = [(host, first) for host, first in _machines(table) if _is_open(table, host)]
-    if placement.gpus:
-        taken = _taken(table, worker)
-        for host, first in open_:
-            block = spare(range(first, first + host.gpus), taken, placement.ranks)
-            if block is not None:
-                return host.name, block
-        return None
-    least = min((host for host, _ in open_), key=lambda host: _load(table, host), default=None)
-    return None if least is None else (least.name, ())
+def room_for(table: Table, worker: str, replica: int | None = None) -> Place | None:
+    """Room for a replica of a worker; None: there is none until somebody leaves or a host joins.
+
+    replica: of one that has no place; None: a newcomer."""
+    if replica is None:
+        replica = 1 + max(record.replica for record in table if record.worker == worker)
+    others = [record for record in _seated(table) if (record.worker, record.replica) != (worker, replica)]
+    found = rehost(table.plan, _devices(table), _open(table), others, worker, replica)
+    return None if isinstance(found, str) else found
 
 
 def most(table: Table, worker: str) -> int | None:
     """Replicas that the accelerators of all hosts have room for; None: it runs on the CPU."""
-    placement = table.plan.placements[worker]
-    if not placement.gpus:
-        return None
-    others = {gpu for each in _beside(table, worker) if each.worker != worker for gpu in each.gpus}
-    taken, count = others - set(placement.gpus), 0
-    for host, first in _machines(table):
-        while (block := spare(range(first, first + host.gpus), taken, placement.ranks)) is not None:
-            count, taken = count + 1, taken | set(block)
-    return count
+    devices = _devices(table)
+    return most_replicas(table.plan, devices, {host.name for host in devices.machines}, _seated(table), worker)
 
 
 def device(table: Table, record: WorkerRecord) -> str:
     """Torch's name of the first device of a worker, on its host."""
-    if not record.gpus:
-        return "cpu"
-    first = next(first for host, first in _machines(table) if host.name == record.host)
-    return f"cuda:{record.gpus[0] - first}"
-
-
-def spare(numbers: range, taken: Collection[int], ranks: int) -> tuple[int, ...] | None:
-    """The first accelerators in a row that nobody has, as many as one replica takes; None: there are none."""
-    for first in range(numbers.start, numbers.stop - ranks + 1):
-        block = tuple(range(first, first + ranks))
-        if not set(block) & set(taken):
-            return block
-    return None
+    return f"cuda:{_devices(table).number_there(record.gpus[0])}" if record.gpus else "cpu"
 
 
 def wanted(table: Table, records: Sequence[WorkerRecord]) -> str:
     """Who needs what, and what there is, for people."""
     names = ", ".join(f"'{record.name}' ({table.plan.placements[record.worker].share})" for record in records)
+    open_, taken = _open(table), {gpu for record in _seated(table) for gpu in record.gpus}
     hosts = ", ".join(
-        f"'{host.name}' has {_free(table, host)}" if _is_open(table, host)
-        else f"'{host.name}' {table.hosts[host.name].cause}"
-        for host, _ in _machines(table)
+        f"'{room.host.name}' has {room.host.gpus - len(taken.intersection(room.numbers))} of {room.host.gpus} GPUs free"
+        if room.host.name in open_ else f"'{room.host.name}' {table.hosts[room.host.name].cause}"
+        for room in rooms_of(_devices(table))
     )  # fmt: skip
     return f"no host has room for {names}: {hosts}"
 
@@ -97,38 +75,15 @@ def size(host: Host) -> str:
     return f"{host.cpus} core{'s' if host.cpus > 1 else ''}{gpus}"
 
 
-def _machines(table: Table) -> Iterator[tuple[Host, int]]:
-    """The hosts, lost ones included, and the number of the first accelerator of each; those that joined later last."""
-    first = 0
-    for host in [record.facts for record in table.hosts.values()] or table.plan.devices.machines:
-        yield host, first
-        first += host.gpus
+def _devices(table: Table) -> Devices:
+    """The hosts, lost ones included; those that joined later last."""
+    return Devices.of([record.facts for record in table.hosts.values()]) if table.hosts else table.plan.devices
 
 
-def _is_open(table: Table, host: Host) -> bool:
-    """Whether workers may be started there."""
-    record = table.hosts.get(host.name)
-    return record is None or (record.is_alive and record.is_met)
+def _open(table: Table) -> set[str]:
+    """Names of the hosts on which workers may be started."""
+    return {host.name for host in table.hosts.values() if host.is_alive and host.is_met} if table.hosts else {""}
 
 
-def _load(table: Table, host: Host) -> float:
-    """Threads for each core, of those that are there."""
-    placements = table.plan.placements
-    there = [record for record in table if record.host == host.name and record.membership is not Membership.LEFT]
-    return sum(placements[record.worker].threads * placements[record.worker].ranks for record in there) / host.cpus
-
-
-def _free(table: Table, host: Host) -> str:
-    first = next(first for each, first in _machines(table) if each.name == host.name)
-    taken = {gpu for record in table if record.membership is not Membership.LEFT for gpu in record.gpus}
-    return f"{len(set(range(first, first + host.gpus)) - taken)} of {host.gpus} GPUs free"
-
-
-def _taken(table: Table, worker: str) -> set[int]:
-    return {gpu for each in _beside(table, worker) for gpu in each.gpus}
-
-
-def _beside(table: Table, worker: str) -> list[WorkerRecord]:
-    """Those whose accelerators no replica of a worker may have: all but the ones that it takes turns with."""
-    in_turn = {each for each in table.plan.turns_of(worker) if each != worker}
-    return [each for each in table if each.membership is not Membership.LEFT and each.worker not in in_turn]
+def _seated(table: Table) -> list[WorkerRecord]:
+    return [record for record in table if record.membership is not Membership.LEFT]

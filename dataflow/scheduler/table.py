@@ -146,6 +146,12 @@ class WorkerRecord:
         """The last heartbeat, with the sums of all attempts."""
         return together(self.earlier, self.heartbeat)
 
+    @property
+    def at(self) -> dict[str, str]:
+        """As `Settings.at` has it: by edge, and by line and executor."""
+        lines = {f"{name}.{by}": address for name, line in self.lines.items() for by, address in line.at.items()}
+        return {**self.addresses, **lines}
+
     def fork(self, now: float) -> None:
         """An attempt is asked for; whoever it is, it finds this scheduler."""
         self.life, self.forked_at, self.heard_at = Life.FORKED, now, now

@@ -4,9 +4,9 @@ import contextlib
 import socket
 
 from dataflow.errors import GraphError
-from transport.security import KEYS_BYTES, Guard, RunKeys, endpoint, present, reachable
+from transport.security import KEYS_BYTES, Guard, RunKeys, again_at, endpoint, present, reachable
 
-__all__ = ["KEYS_BYTES", "Guard", "RunKeys", "check_listen", "endpoint", "present", "reachable"]
+__all__ = ["KEYS_BYTES", "Guard", "RunKeys", "again_at", "check_listen", "endpoint", "present", "reachable"]
 
 
 def check_listen(host: str) -> None:

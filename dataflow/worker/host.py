@@ -14,8 +14,10 @@ from typing import Any
 from dataflow.errors import boundary
 from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import BaseLedger, Ledger
+from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import Trace
+from dataflow.folder.whereabouts import Whereabouts
 from dataflow.graph import Graph
 from dataflow.limits import Limits
 from dataflow.node import Context, Generate, Runtime
@@ -23,6 +25,7 @@ from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, context_facts, edges, marks
 from dataflow.structure import readers_of, refreshes_of, sinks_of
 from dataflow.system.log import node_log
+from dataflow.system.security import RunKeys
 from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 from dataflow.worker.loop import Inlet, NodeLoop, Outlet
 from dataflow.worker.turns import Turns
@@ -62,7 +65,7 @@ class Settings:
     keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Those of the run, where it listens at an address (as `RunKeys.to_plain`); they are written nowhere."""
     at: Mapping[str, str] = field(default_factory=dict)
-    """By edge that ends here, where the attempt before this one listened."""
+    """By edge that ends here, and by weight line and executor (`trainer.gloo`), where the attempt before listened."""
     limits: Limits = field(default_factory=Limits)
     """How long it waits for others."""
 
@@ -106,7 +109,9 @@ class Host:
         self.graph, self.plan, self.settings = graph, plan, settings
         self.nodes = [name for name in graph.operators if name in set(nodes)]
         self.folder = RunFolder.open(settings.folder) if settings.folder else None
-        self.ledger = Ledger.open(self.folder.ledger) if self.folder else None
+        self.ledger = open_ledger(self.folder, settings) if self.folder else None
+        if self.folder is not None and self.ledger is not None:
+            self.folder = dataclasses.replace(self.folder, placing=self.ledger.placing)
         self.runtimes: dict[str, Runtime] = {}
         self.loops: dict[str, NodeLoop] = {}
         self.at = ""
@@ -276,6 +281,24 @@ class Host:
                 ledger.advance(source, group_ids, state)
 
         return mark
+
+
+def open_ledger(folder: RunFolder, settings: Settings) -> BaseLedger:
+    """The ledger of a run: its file, or the service that has it open. Errors: LedgerError; Replaced, where this worker
+    was started again meanwhile; DeadlineError."""
+    if not settings.ledger:
+        return Ledger.open(folder.ledger)
+    return LedgerClient(
+        folder.ledger, settings.ledger, worker=f"{settings.worker}-{settings.replica}", holder=settings.holder,
+        attempt=settings.attempt, keys=RunKeys.from_plain(settings.keys), patience_s=settings.limits.adopt_s,
+        seek=partial(_seek_ledger, settings.sockets),
+    )  # fmt: skip
+
+
+def _seek_ledger(sockets: str) -> str:
+    """Where the ledger's service is now; empty where nobody has said so."""
+    found = Whereabouts.read(Path(sockets)) if sockets else None
+    return found.ledger if found else ""
 
 
 def in_flight(ledger: BaseLedger, source: str) -> list[int]:

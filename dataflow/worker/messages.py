@@ -25,7 +25,7 @@ class WeightLine:
     """Where the weights of one trainer can be had; `structure.line_of` names it."""
 
     host: str
-    """The address by which others find the trainer's host; empty: all of the run is on one."""
+    """Name of the trainer's host; empty: all of the run is on this machine."""
     at: Mapping[str, str]
     """By executor, where readers connect."""
 

@@ -1,6 +1,7 @@
 """The transports of one process: data edges over ZeroMQ or within it, and the ends of the weight planes."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, edges, narrow_format
 from dataflow.records import schema
 from dataflow.structure import readers_of
-from dataflow.system.security import RunKeys, endpoint, reachable
+from dataflow.system.security import RunKeys, again_at, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut, leave
 from dataflow.worker.fan_out import FanOut
 from dataflow.worker.host import Host, Settings
@@ -66,13 +67,13 @@ class Ports:
             keep_freed_memory()
         for edge in host.incoming():
             local = edge.producer in self._nodes
-            receiver = Receiver(
-                edge=edge.name, schema=schema(edge.columns), address=edge.name if local else self._address(edge),
-                capacity_rows=self._capacity(edge), capacity_bytes=CAPACITY_BYTES,
-                max_message_bytes=self._plan.message_bytes,
+            receiving = functools.partial(
+                Receiver, edge=edge.name, schema=schema(edge.columns), capacity_rows=self._capacity(edge),
+                capacity_bytes=CAPACITY_BYTES, max_message_bytes=self._plan.message_bytes,
                 network=self._local if local else self._to_receive,
                 senders=self._settings.senders.get(edge.name, self._plan.placements[edge.producer].replicas),
             )  # fmt: skip
+            receiver = receiving(address=edge.name) if local else self._listening(edge, receiving)
             self.inlets[edge.name] = receiver
             if not local:
                 addresses[edge.name] = reachable(receiver.address)
@@ -93,7 +94,7 @@ class Ports:
     @property
     def lines(self) -> Mapping[str, WeightLine]:
         """The weight lines of trainers here, by name."""
-        return self._lines.own
+        return self._lines.own if self._settings.sockets else {}
 
     def read_from(self, lines: Mapping[str, WeightLine]) -> None:
         """Where the weight lines are that operators here read."""
@@ -150,8 +151,9 @@ class Ports:
                 limits, attempt = self._settings.limits, self._settings.attempt
                 assert largest is not None, "ranks agree on numbers"
                 end = offer_beside(
-                    sites, 0, ranks, self._settings.device, tensors, largest=largest, limits=limits, attempt=attempt
-                )
+                    sites, 0, ranks, self._settings.device, tensors, largest=largest, limits=limits, attempt=attempt,
+                    listeners=self._lines.listeners,
+                )  # fmt: skip
                 self._weights.append(end)
                 return end
 
@@ -201,6 +203,7 @@ class Ports:
         for end in self._weights:
             with contextlib.suppress(OSError):
                 leave(end)
+        self._lines.close()
         data: list[Any] = [*self._outlets.values(), *self.inlets.values()]
         for edge in data:
             with contextlib.suppress(OSError):
@@ -212,12 +215,14 @@ class Ports:
         alone = producer.light or not self._graph.operators[edge.consumer].trains
         return edge.capacity_rows * (1 if alone else _SENDERS)
 
-    def _address(self, edge: Edge) -> str:
-        """Where the edge ends: there again after a restart. Short, for the path of an ipc socket may have 107 bytes."""
+    def _listening(self, edge: Edge, receiving: Callable[..., Receiver]) -> Receiver:
+        """Where the edge ends: there again after a restart, if possible. Short, for the path of an ipc socket may have
+        107 bytes."""
         if self._settings.listen:
-            return endpoint(self._settings.listen, self._settings.at.get(edge.name, ":*").rpartition(":")[2])
+            before = self._settings.at.get(edge.name, "")
+            return again_at(self._settings.listen, before, lambda address: receiving(address=address))
         number = [e.name for e in self._edges].index(edge.name)
-        return f"ipc://{self._settings.sockets}/edge-{number}.{self._settings.replica}"
+        return receiving(address=f"ipc://{self._settings.sockets}/edge-{number}.{self._settings.replica}")
 
     def _writer(self, site: Mapping[str, Any], layout: Any) -> Any:
         from transport.weights import WeightWriter
@@ -225,7 +230,10 @@ class Ports:
         if site["protocol"] == SEGMENTS:
             return WeightWriter(layout, self._site(site))
         whole, settings = _whole(layout), self._settings
-        return shards_writer(site, whole, 0, 1, settings.device, limits=settings.limits, attempt=settings.attempt)
+        return shards_writer(
+            site, whole, 0, 1, settings.device, limits=settings.limits, attempt=settings.attempt,
+            listeners=self._lines.listeners,
+        )  # fmt: skip
 
     def _reader(self, site: Mapping[str, Any], tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> Any:
         device, limits, attempt = self._settings.device, self._settings.limits, self._settings.attempt

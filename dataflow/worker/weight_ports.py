@@ -2,10 +2,12 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dataflow.limits import Limits
 from dataflow.system.clocks import AwakeClock
+from dataflow.system.security import RunKeys
 from dataflow.weight_ends import WeightsBeside
 from dataflow.worker.fan_out import FanOut
 
@@ -14,11 +16,19 @@ if TYPE_CHECKING:
     from transport.weights.layout.layout import Layout
     from transport.weights.protocol.pace import Deadlines
     from transport.weights.shard_encoder import ShardEncoder
+    from transport.weights.sharded.control import Host, Listener
 
 ON_GPU = ("nccl", "cuda_ipc")
 """Executors that take versions from a GPU's memory into a GPU's."""
 ROUNDS, SEGMENTS = "rounds", "segments"
 """Protocols: each rank of the trainer sends to each rank of a reader, or one offers its own memory to all of them."""
+
+
+def listen(address: str, keys: Mapping[str, bytes]) -> "Listener":
+    """Where a trainer is heard by readers on other hosts, who have the keys of the run. Errors: TransportError."""
+    from transport.weights.sharded.control import Listener
+
+    return Listener(address, RunKeys.from_plain(keys))
 
 
 def open_beside(
@@ -49,16 +59,19 @@ def shards_reader(
     end = DeltaReader(
         layout_of_slices(FlatLayout.of(tensors), slices), rank, site["address"], site["name"], ranks=len(slices),
         adopt=adoption(device), device=_memory(site, device), deadlines=_deadlines(limits), attempt=attempt,
-        clock=AwakeClock(),
+        clock=AwakeClock(), host=_host(site), seek=functools.partial(_noted, site.get("where", "")),
     )  # fmt: skip
     end.attach(tensors)
     return end
 
 
 def shards_writer(
-    site: Mapping[str, Any], layout: "Layout", rank: int, ranks: int, device: str, *, limits: Limits, attempt: int
-) -> "ShardedWriter":
-    """The end of one rank of a trainer: it sends the shard that it has by `layout`, over a slow link what changed."""
+    site: Mapping[str, Any], layout: "Layout", rank: int, ranks: int, device: str, *, limits: Limits, attempt: int,
+    listeners: dict[str, "Listener"] | None = None,
+) -> "ShardedWriter":  # fmt: skip
+    """The end of one rank of a trainer: it sends the shard that it has by `layout`, over a slow link what changed.
+
+    listeners: by address, of rank 0; one that is taken is taken out."""
     from transport.weights import ShardedWriter
     from transport.weights.deltas.ends import DeltaWriter
 
@@ -68,13 +81,15 @@ def shards_writer(
         writer = functools.partial(DeltaWriter, link_bytes_per_s=link)
     return writer(
         layout, rank, site["address"], ranks=ranks, backend=site["executor"], device=_memory(site, device),
-        deadlines=_deadlines(limits), attempt=attempt, clock=AwakeClock(),
+        deadlines=_deadlines(limits), attempt=attempt, clock=AwakeClock(), host=_host(site),
+        listener=(listeners or {}).pop(site["address"], None),
     )  # fmt: skip
 
 
 def offer_beside(
     sites: Sequence[Mapping[str, Any]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any],
     *, largest: Callable[[Any], object], limits: Limits, attempt: int,
+    listeners: dict[str, "Listener"] | None = None,
 ) -> "ShardsOut":  # fmt: skip
     """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
 
@@ -87,7 +102,10 @@ def offer_beside(
     encoding = Encoding.from_plain(sites[0]["encoding"])
     encoder = ShardEncoder(encoding, layout_of(tensors, range(ranks)), rank, _local(tensors), largest)
     return ShardsOut([
-        shards_writer(site, encoder.layout, rank, ranks, device, limits=limits, attempt=attempt) for site in sites
+        shards_writer(
+            site, encoder.layout, rank, ranks, device, limits=limits, attempt=attempt, listeners=listeners
+        )
+        for site in sites
     ], encoder)  # fmt: skip
 
 
@@ -101,6 +119,13 @@ def abort_gloo(group: Any, rank: int, size: int) -> None:
     from transport.weights.sharded.process_group import abort_gloo
 
     abort_gloo(group, rank, size)
+
+
+def interface_of(host: str) -> str:
+    """The network interface of this host that has an address; the loopback's for an empty one. Errors: WeightError."""
+    from transport.weights.executors.interface import interface_of
+
+    return interface_of(host)
 
 
 class ShardsOut(FanOut):
@@ -127,6 +152,25 @@ class ShardsOut(FanOut):
 
 def _memory(site: Mapping[str, Any], device: str) -> str:
     return device if site["executor"] in ON_GPU else "cpu"
+
+
+def _host(site: Mapping[str, Any]) -> "Host | None":
+    """Of a site whose ends are on several hosts."""
+    if "host" not in site:
+        return None
+    from transport.weights.sharded.control import Host
+
+    keys = RunKeys.from_plain(site["keys"])
+    assert keys is not None, "who listens at an address has keys"
+    return Host(site["host"], keys)
+
+
+def _noted(file: str) -> str:
+    """The address that stands in a file; empty where there is none."""
+    try:
+        return Path(file).read_text() if file else ""
+    except OSError:
+        return ""
 
 
 def _deadlines(limits: Limits) -> "Deadlines":

@@ -31,6 +31,7 @@ from dataflow.worker.cpu_watchdog import CpuWatchdog
 from dataflow.worker.host import Host, Settings
 from dataflow.worker.link import Link
 from dataflow.worker.ports import Ports
+from dataflow.worker.weight_ports import interface_of
 
 M = TypeVar("M", messages.Wire, messages.Start)
 
@@ -51,6 +52,8 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         print(f"---- {name}, attempt {settings.attempt} ----")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if settings.device != "cpu":
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(settings.listen if settings.host else '')}"
     left_alone, clock = threading.Event(), AwakeClock()
     link = Link(
         settings.control, name, settings.attempt, orphaned=left_alone.set, found=left_alone.clear,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -13,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from dataflow.errors import RunError
-from dataflow.worker.weight_ports import abort_gloo
+from dataflow.worker.weight_ports import abort_gloo, interface_of
 from operators.ranks.watch import Watch
 
 NEVER = datetime.timedelta(days=365)
 
 
 def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-    """Meet the other ranks in `folder` (mode 0700), on loopback only, within `timeout_s`; then call `watched`.
+    """Meet the other ranks in `folder` (mode 0700), gloo on loopback only, within `timeout_s`; then call `watched`.
 
     Raises:
         RunError: this process is in a process group already.
@@ -30,9 +29,8 @@ def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: fl
             f"rank {rank} of {size} cannot join: this process is already in a torch.distributed process group; found "
             f"one of {dist.get_world_size()} ranks; run one operator of several ranks per process"
         )
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for knob in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ[knob] = loopback
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback = interface_of("")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)  # a worker's is its host's, as NCCL takes one for all groups
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

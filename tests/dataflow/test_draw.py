@@ -280,13 +280,30 @@ def test_frames_are_drawn_in_each_format_and_unknown_nodes_ignored(tmp_path: Pat
     assert "ghost" not in svg
 
 
+def test_frames_say_their_hosts_on_a_line_of_their_own_and_those_of_one_place_have_one_colour(tmp_path: Path) -> None:
+    where = {"generator": "hosts a and b", "prompts": "host a", "trainer": "hosts a and b"}
+    frames = [Frame(f"{name} · 2 GPUs", (name,), place) for name, place in where.items()]
+    graph = aipo_with_evaluation()
+    root = ElementTree.fromstring(render_svg(graph, frames))
+    framed = [group for group in root.iter(f"{SVG}g") if (group.get("class") or "").startswith("frame")]
+    titles = [(group.get("class"), *group.iter(f"{SVG}text")) for group in framed if list(group.iter(f"{SVG}text"))]
+    assert {label.text: (shade, place.text) for shade, label, place in titles} == {
+        "generator · 2 GPUs": ("frame frame0", "hosts a and b"), "prompts · 2 GPUs": ("frame frame1", "host a"),
+        "trainer · 2 GPUs": ("frame frame0", "hosts a and b"),
+    }  # fmt: skip
+    assert all(float(place.get("y", 0)) > float(label.get("y", 0)) for _, label, place in titles)
+    assert "generator · 2 GPUs\\nhosts a and b" in draw(graph, tmp_path / "g.dot", frames).read_text()
+    assert "generator · 2 GPUs<br/>hosts a and b" in draw(graph, tmp_path / "g.mmd", frames).read_text()
+    assert "hosts a and b" in draw(graph, tmp_path / "g.html", frames).read_text()
+
+
 def test_a_frame_is_as_wide_as_its_label() -> None:
     graph = nx.MultiDiGraph()
     nodes(graph, Score(name="s"))
     label = "a label much wider than the box s"
-    svg = render_svg(graph, [Frame(label, ("s",))])
-    rect = next(ElementTree.fromstring(svg).iter(f"{SVG}g")).find(f"{SVG}rect")
-    assert rect is not None and float(rect.get("width", "0")) >= sans_width(label, 10)
+    for frame in (Frame(label, ("s",)), Frame("s", ("s",), label)):
+        rect = next(ElementTree.fromstring(render_svg(graph, [frame])).iter(f"{SVG}g")).find(f"{SVG}rect")
+        assert rect is not None and float(rect.get("width", "0")) >= sans_width(label, 10)
 
 
 def test_every_style_rule_is_bound_to_the_class_of_the_picture() -> None:

@@ -220,6 +220,7 @@ def test_a_cut_in_one_direction_loses_only_what_goes_there(pair: list[Host]) -> 
         assert would_hear.readline() == "mended\n"
 
 
+@pytest.mark.slow
 def test_a_slow_link_takes_its_time(pair: list[Host], echo: Host) -> None:
     ask = """
 import socket, sys, time
@@ -297,6 +298,7 @@ def test_nothing_of_a_host_outlives_the_process_that_made_it(last: str, pair: li
     assert Path("/proc/self/mountinfo").read_text() == mounts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "who",
     [

@@ -394,6 +394,20 @@ WEIGHT_PLANE = (
         "the deadline of a round",
     ),
     Law(
+        "readers find a trainer that was started again elsewhere",
+        "test_readers_find_a_trainer_that_was_started_again_elsewhere",
+        "transport.weights.sharded:Line.follow",
+        never("_seek"),
+        "the look at where it is",
+    ),
+    Law(
+        "ranks on several hosts meet over the line, each epoch's for itself",
+        "test_ranks_tell_each_other_over_the_line_where_they_are_once_it_is_known_and_in_their_epoch_alone",
+        "transport.weights.protocol:Group.begin",
+        without("known"),
+        "that an epoch begins with no values",
+    ),
+    Law(
         "the reader takes weights at a safe point between decode steps",
         "test_weights_change_in_the_middle_of_rollouts_and_every_token_tells",
         "operators:GeneratorRuntime.work",

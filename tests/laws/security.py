@@ -71,6 +71,13 @@ SECURITY = (
         "the comparison of keys",
     ),
     Law(
+        "only the run's keys open a weight line between hosts",
+        "test_whoever_has_other_keys_is_not_heard_and_holds_nobody_up",
+        "transport.weights.executors:HostAddress.bound",
+        without("protect"),
+        "the demand for keys",
+    ),
+    Law(
         "the scheduler makes keys for each run",
         "test_a_run_has_keys_of_its_own_where_it_listens_and_none_elsewhere",
         "transport:RunKeys.make",

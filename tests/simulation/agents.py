@@ -52,6 +52,10 @@ class Agents:
         self._clock, self._random, self._network, self._fork, self._kill = clock, random, network, fork, kill
         self._hosts = hosts
         self._agents: dict[str, _Agent] = {}
+        self.attempts: dict[str, int] = {}
+        """By worker, the newest."""
+        self._handed: dict[str, dict[str, int]] = {}
+        """By host, the attempts that its agent has last said it has."""
         self._sought: dict[str, float] = {}
         self.note: Callable[[Event], None] = lambda event: None
         """Tells the scheduler of the moment."""
@@ -64,6 +68,7 @@ class Agents:
     def spawn(self, name: str, settings: Mapping[str, Any]) -> None:
         """A scheduler asks for a process."""
         host = settings["host"]
+        self.attempts[name] = settings["attempt"]
         self._agents[host].down.send(lambda agent: self._start(host, agent, name, settings))
 
     def kill(self, name: str, host: str) -> None:
@@ -72,7 +77,8 @@ class Agents:
 
     def clear(self, host: str) -> None:
         """A scheduler wants all to end that a host has."""
-        self._agents[host].down.send(lambda agent: self._clear(host, agent))
+        told = self._handed.get(host, {})
+        self._agents[host].down.send(lambda agent: self._clear(host, agent, told))
 
     def seek(self, host: str) -> None:
         """A scheduler looks for a host that it gave up."""
@@ -87,9 +93,9 @@ class Agents:
         agent = self._agents[host]
         if not agent.alive:
             return
-        agent.children[name].has_ended = True
+        child = agent.children[name]
         event = {"event": "exited", "name": name, "pid": 1, "status": KILLED, "host": host}
-        self._clock.after(0.1 * self._random.random(), lambda: self._told(host, agent, event))
+        self._clock.after(0.1 * self._random.random(), lambda: self._tell(host, agent, child, event))
 
     def die(self, host: str, back_s: float, *, is_told: bool) -> None:
         """A host dies with all that it has; another agent is there so much later. is_told: the scheduler's end sees
@@ -107,9 +113,10 @@ class Agents:
             self._clock.after(0.1 * self._random.random(), lambda: self._heard(host, agent, event))
         self._clock.after(back_s, lambda: self._come(host))
 
-    def alive(self, host: str) -> bool:
-        """Whether its agent is there."""
-        return self._agents[host].alive
+    @property
+    def names(self) -> list[str]:
+        """Of all hosts."""
+        return list(self._hosts)
 
     def _come(self, host: str) -> None:
         """A new agent of a host asks to join."""
@@ -143,13 +150,16 @@ class Agents:
         if name in agent.children and not agent.children[name].has_ended:
             self._kill(name, host)
 
-    def _clear(self, host: str, agent: _Agent) -> None:
+    def _clear(self, host: str, agent: _Agent, told: Mapping[str, int]) -> None:
+        """told: the attempts that it has said it has; others were started since."""
         agent.clears = True
-        for name in list(agent.children):
-            self._end(host, agent, name)
+        for name, child in list(agent.children.items()):
+            if told.get(name) == child.settings["attempt"]:
+                self._end(host, agent, name)
         self._cleared(host, agent)
 
-    def _told(self, host: str, agent: _Agent, event: Event) -> None:
+    def _tell(self, host: str, agent: _Agent, child: _Child, event: Event) -> None:
+        child.has_ended = True
         agent.up.send(event)
         self._cleared(host, agent)
 
@@ -168,4 +178,6 @@ class Agents:
     def _heard(self, host: str, agent: _Agent, event: Event) -> None:
         """What arrives at the scheduler's end; of an agent that was replaced nothing does."""
         if not self.closed and agent is self._agents[host]:
+            if event["event"] == "joined":
+                self._handed[host] = {each.name: each.settings["attempt"] for each in event["processes"].values()}
             self.note(event)

@@ -15,9 +15,15 @@ from .clock import Clock
 from .exchange import Exchange
 from .forks import Event, Forks
 from .laws import Broken
+from .machines import SCHEDULER, Machines
+from .process import Crash, Process
 
 Message = tuple[str, FromWorker]
 _SOMEBODY = Client(b"somebody")
+
+
+class Fenced(Exception):
+    """The ledger's service refuses an older attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +42,31 @@ class Room:
     """Ends a process, by name and host."""
     host_of: Callable[[str], str]
     """Where a worker runs."""
+    machines: Machines
     told: Callable[[ToWorker], None]
     """Hears every message to a worker."""
     asked: list[Scale] = field(default_factory=list)
     """Requests that nobody answered; whoever made them asks the next scheduler."""
+
+    def is_fenced(self, process: Process) -> bool:
+        """Whether the scheduler has started another attempt of its worker, so that it can commit nothing."""
+        return isinstance(self.forks, Agents) and process.attempt < self.forks.attempts.get(process.name, 0)
+
+    def waits(self, process: Process) -> bool:
+        """Whether a process stands still until the ledger's service can be reached, as some do."""
+        apart_s = self.machines.apart(process.host, SCHEDULER)
+        if apart_s and process.is_patient:
+            process.stopped_until = self.clock.now + apart_s
+        return process.stopped_until > self.clock.now
+
+    def may_write(self, process: Process) -> None:
+        """The ledger's service takes words of the newest attempts alone. Raises Crash where it is out of reach for too
+        long."""
+        if self.machines.apart(process.host, SCHEDULER):
+            process.die()
+            raise Crash(process.name)
+        if self.is_fenced(process):
+            raise Fenced(f"'{process.name}' was started again since its attempt {process.attempt}")
 
 
 class SimulatedControlServer:
@@ -51,7 +78,7 @@ class SimulatedControlServer:
     def __init__(self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False) -> None:
         """handed, alone_s: of workers that are taken over. keeps: whether decisions are written down first."""
         self.folder = self.left = room.folder
-        self.address, self.handed, self.alone_s = "control", handed, alone_s
+        self.handed, self.alone_s = handed, alone_s
         self.ahead: Callable[[], None] = lambda: None
         self._room, self._keeps = room, keeps
         self._received: deque[Message] = deque()
@@ -63,10 +90,6 @@ class SimulatedControlServer:
         room.forks.note = self._events.append
         for request in room.asked:
             self.ask(request)
-
-    def place(self, host: str) -> dict[str, str]:
-        """Nobody looks for a socket."""
-        return {}
 
     def ask(self, request: Scale) -> None:
         """Somebody makes a request."""
@@ -109,6 +132,10 @@ class SimulatedControlServer:
             self._room.exchange.say(to, host, sent)
 
         self._outgoing.append(send)
+
+    def place(self, host: str) -> dict[str, str]:
+        """What is particular in the settings of a worker on a host."""
+        return {"control": "control", "sockets": str(self.folder)}
 
     def reply(self, to: Client, reply: Reply) -> None:
         """Answer a request."""

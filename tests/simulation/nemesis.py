@@ -3,9 +3,12 @@ all at once; all from the seed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
+from .agents import Agents
 from .clock import Clock
+from .machines import SCHEDULER
 from .network import SimulatedNetwork
 from .process import Process
 
@@ -123,3 +126,68 @@ class SchedulerDeaths:
             points = self._random.randint(0, self._points)
             self._say(chair.name, f"will die at its touch {points} of the outside")
             chair.light(points)
+
+
+class HostTrouble:
+    """Plans what becomes of hosts: they die, and come back; links are cut, for less or more than the limits, in one
+    direction or both; some are slow."""
+
+    def __init__(
+        self, clock: Clock, random: Random, network: Callable[[], SimulatedNetwork],
+        agents: Callable[[], Agents | None],
+        everybody: Callable[[], Sequence[Process]], say: Callable[[str, str], None], *, over_s: float,
+    ) -> None:  # fmt: skip
+        """agents: those of the moment; None: nothing happens yet."""
+        self._clock, self._random, self._network, self._agents = clock, random, network, agents
+        self._everybody, self._say = everybody, say
+        self._gone = False
+        """Whether a host is cut off for good."""
+        self._left = 1
+        """Processes to cut off in the midst of something."""
+        for _ in range(random.choice((1, 1, 2, 3))):
+            clock.after(random.random() * 2 * over_s, self._strike)
+
+    def cut_off(self, process: Process) -> None:
+        """The host of a process is cut off for longer than the limits, now; the process goes on afterwards."""
+        agents, for_s = self._agents(), 4.0 + 4.0 * self._random.random()
+        if agents is not None and self._left:
+            self._left -= 1
+            self._say("host " + process.host, f"is cut off for {for_s:.3f} s")
+            others = [name for name in (SCHEDULER, *agents.names) if name != process.host]
+            self._cut(process.host, others, for_s, hears=True, speaks=True)
+            process.is_patient = True
+
+    def _strike(self) -> None:
+        random, agents = self._random, self._agents()
+        if agents is None:
+            return
+        host = random.choice(agents.names)
+        kind = random.choices(("die", "cut", "deaf", "mute", "link", "slow"), (3, 4, 2, 2, 1, 1))[0]
+        for_s = random.choice((1.0, 3.0, 6.0, 12.0)) * random.random()
+        if kind == "cut" and not self._gone and random.random() < 0.3:
+            for_s, self._gone = 1000.0, True
+        others = [name for name in (SCHEDULER, *agents.names) if name != host]
+        if kind == "die":
+            self._say("host " + host, f"dies; another agent comes in {for_s:.3f} s")
+            agents.die(host, for_s, is_told=random.random() < 0.5)
+        elif kind == "slow":
+            self._say("host " + host, "is slow from now on")
+            self._network().machines.slow(host, random.choice((3.0, 30.0)))
+        else:
+            to = [random.choice(others)] if kind == "link" else others
+            self._say("host " + host, f"is {kind} for {for_s:.3f} s from {to}")
+            self._cut(host, to, for_s, hears=kind != "mute", speaks=kind != "deaf")
+
+    def _cut(self, host: str, others: Sequence[str], for_s: float, *, hears: bool, speaks: bool) -> None:
+        """hears, speaks: whether what it hears, or says, is cut."""
+        network, until = self._network(), self._clock.now + for_s
+        for process in self._everybody():
+            process.is_patient = self._random.random() < 0.5
+        for other in others:
+            if hears:
+                network.machines.cut(other, host, until)
+            if speaks:
+                network.machines.cut(host, other, until)
+        for wire in network.wires:
+            if host in wire.hosts and set(wire.hosts) & set(others) and self._random.random() < 0.5:
+                self._clock.after(self._random.random() * for_s, partial(network.cut, wire))

@@ -22,6 +22,8 @@ from .clock import Clock
 from .machines import Machines
 from .process import Process
 
+RETRY_S = 1.0
+"""Within which a connection sends again what a cut link has held up."""
 DAMAGED = "the bytes are not those that were sent"
 
 
@@ -75,8 +77,8 @@ class Pipe:
 
     def _arrive(self) -> None:
         wait_s = self._network.machines.opens(self._from, self._to) - self._network.clock.now
-        if wait_s > 0:
-            self._network.clock.after(wait_s, self._arrive)
+        if wait_s > 0:  # and until it is tried again, which other connections do sooner or later
+            self._network.clock.after(wait_s + RETRY_S * self._network.random.random(), self._arrive)
         elif self._under_way:
             self._deliver(self._under_way.popleft())
 

@@ -27,6 +27,15 @@ class Probe:
         self._world, self._process = world, process
         self.random, self.clock, self.disk = world.random, world.clock, world.disk
 
+    def may_write(self, process: Process) -> None:
+        """Raises for one whose words the ledger does not take."""
+        self._world.room.may_write(process)
+
+    @property
+    def _is_nobodys(self) -> bool:
+        """Whether another attempt has taken its place: what it does then counts nowhere, and it cannot commit."""
+        return self._world.room.is_fenced(self._process)
+
     def point(self) -> None:
         """The process may die here."""
         self._process.point()
@@ -44,6 +53,8 @@ class Probe:
     def starts(self, source: str, group: int, least: int, version: int) -> None:
         """A group starts to be generated: not again where it is kept, and not too far ahead of the trainer."""
         world, shape = self._world, self._world.shape
+        if self._is_nobodys:
+            return
         check(version >= least, f"group {group} of '{source}' starts under version {version} instead of {least}")
         if source != TRAINED:
             world.say(self._process.name, f"starts group {group} of {source}")
@@ -73,13 +84,18 @@ class Probe:
     def judges(self, step: int, rows: pa.Table) -> None:
         """A round is complete, and about to be recorded."""
         self._world.say(self._process.name, f"judges the round of step {step}")
-        self._world.rounds.judge(step, rows)
+        if not self._is_nobodys:
+            self._world.rounds.judge(step, rows)
 
     def recorded_round(self, node: str, step: int, groups: Mapping[str, Iterable[int]]) -> None:
         """It is recorded."""
         self._world.rounds.record((self._world.part, self._process.attempt), step, groups)
 
     # the trainer
+
+    def begins_step(self) -> None:
+        """All groups of a step are there."""
+        self._world.strike_host(self._process)
 
     def may_end(self) -> bool:
         """Whether a trainer that has made its steps may say so."""
@@ -88,6 +104,8 @@ class Probe:
     def publishes(self, version: int, content: int) -> None:
         """A version is offered: the same content whenever its number is."""
         self._world.say(self._process.name, f"publishes version {version}")
+        if self._is_nobodys:
+            return
         known = self._world.contents.setdefault(version, content)
         check(known == content, f"version {version} is published again with another content")
         newest = self._world.newest_committed
@@ -97,6 +115,9 @@ class Probe:
         """A step is about to be recorded: whole groups, none of them for the second time, none too old."""
         world, size = self._world, self._world.shape.group_size
         world.say(self._process.name, f"commits step {step} of groups {groups}")
+        self._about_to_train = list(groups)
+        if self._is_nobodys:
+            return
         check(step == world.newest_committed + 1, f"step {step} is committed after {world.newest_committed}")
         check(list(groups) == sorted(set(groups)), f"step {step} trains groups {groups} out of order")
         twice = [group for group in groups if group in world.trained]
@@ -108,10 +129,12 @@ class Probe:
         oldest = int(oldest_versions(rows.column(VERSIONS)).min())
         age = step - 1 - oldest
         check(age <= world.shape.max_staleness, f"step {step} trains tokens {age} versions old")
-        self._about_to_train = list(groups)
 
     def committed(self, node: str, step: int, **facts: Any) -> None:
         """It is recorded."""
+        check(
+            not self._is_nobodys, f"attempt {self._process.attempt} of '{node}' commits step {step}, and is another's"
+        )
         self._world.newest_committed = step
         self._world.trained.update(dict.fromkeys(self._about_to_train, step))
         self._world.given_up.update(dict.fromkeys(facts["dropped"], step))

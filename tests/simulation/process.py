@@ -22,6 +22,8 @@ class Process:
         self.clock = clock
         self.host = ""
         """Where this incarnation runs."""
+        self.is_patient = False
+        """Whether it waits for what is out of reach, and does not go on without."""
         self.attempt = -1
         """Incarnations before this one."""
         self.alive = False

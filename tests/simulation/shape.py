@@ -6,7 +6,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -14,7 +14,8 @@ from dataflow.folder.ledger import Ledger
 from dataflow.graph import Graph
 from dataflow.history.describe import consumers, graph_facts, plan_facts
 from dataflow.model import Model
-from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.planning.hosts import Devices, Host
+from dataflow.planning.plan import Plan, plan
 from operators.evaluate import Evaluate
 
 from .actors import HeavyScorer, SimulatedGenerator, SimulatedPrompts, SimulatedScorer
@@ -23,6 +24,8 @@ from .trainer import SimulatedTrainer
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 FEATURES = {"evaluation": 0.2, "scaling": 0.15, "resume": 0.2, "successor": 0.25, "filter": 0.05}
 """What a run may have beside its steps, and how many of all have it."""
+HOSTS, HOSTED = "hosts", 0.15
+"""The feature of a run over several hosts, which no other seed draws for, and how many of all have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,8 @@ class Shape:
     """Whether the scheduler dies alone, and another one takes the workers over."""
     filters: bool
     """Whether most groups are dropped."""
+    hosts: int = 0
+    """Machines that the workers sit on; 0: the scheduler's own."""
 
     @property
     def slots(self) -> int:
@@ -74,6 +79,15 @@ class Shape:
             answers=random.choice((1, 2)) * evaluates, scales=scales, resumes="resume" in features,
             succeeds="successor" in features, filters=filters,
         )  # fmt: skip
+
+    def over_hosts(self, random: Random) -> Shape:
+        """The same over several hosts; no scheduler stands by there."""
+        return replace(self, hosts=random.choice((2, 2, 3)), succeeds=False)
+
+
+def machines(count: int) -> list[Host]:
+    """So many hosts."""
+    return [Host(name=name, cpus=4) for name in "abc"[:count]]
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,8 @@ def made(shape: Shape) -> Made:
         Evaluate(every_steps=shape.every_steps)(scorer(generator(graph.source(questions))))
     graph.feedback(trainer.weights, generator, max_staleness=shape.max_staleness)
     replicas = {"generator": shape.generators} | ({scorer.name: shape.scorers} if shape.scorers else {})
-    planned = plan(graph, Devices(cpus=4), replicas=replicas, steps=shape.steps)
+    devices = Devices.of(machines(shape.hosts)) if shape.hosts else Devices(cpus=4)
+    planned = plan(graph, devices, replicas=replicas, steps=shape.steps)
     facts = {
         "graph.json": graph_facts(graph),
         "config.json": {"seed": 0, "steps": shape.steps} | plan_facts(graph, planned),

@@ -10,8 +10,8 @@ import pytest
 from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.snapshot import Snapshot
-from dataflow.scheduler import failover, recovery, scaling
-from dataflow.scheduler.events import Process, Send
+from dataflow.scheduler import addresses, failover, hosting, recovery, scaling
+from dataflow.scheduler.events import HostJoined, Process, Send
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
 from dataflow.worker import ports
@@ -21,16 +21,23 @@ from operators.generation.admission import Admission
 from operators.sources.prompt_runtime import PromptRuntime
 from transport.data.outbox import Outbox
 
+from .control_server import Room
 from .running import having, hold, notice
-from .shape import FEATURES
+from .shape import FEATURES, HOSTS
 
 EVALUATION, SCALING, RESUME, SUCCESSOR, FILTER = [(name,) for name in FEATURES]
 TOGETHER = [EVALUATION, SCALING, RESUME, EVALUATION + SCALING, SCALING + RESUME, EVALUATION + RESUME]
 TOGETHER.append(EVALUATION + SCALING + RESUME)
 TOGETHER += [FILTER, FILTER + SCALING + RESUME]
 TOGETHER += [SUCCESSOR, *(SUCCESSOR + features for features in TOGETHER)]
+OVER_HOSTS = (HOSTS,)
+TOGETHER += [OVER_HOSTS, *(OVER_HOSTS + features for features in (EVALUATION, SCALING, RESUME, SCALING + RESUME))]
 
 Patch = pytest.MonkeyPatch
+
+
+def test_all_laws_hold_in_20_seeds_over_hosts_that_die_and_are_cut_off() -> None:
+    hold(having(HOSTS), range(20))
 
 
 @pytest.mark.slow
@@ -246,6 +253,33 @@ def a_leaver_waits_for_ends_that_an_earlier_scheduler_heard_of(patch: Patch) -> 
     patch.setattr(scaling, "repeat", forgetful)
 
 
+# Hosts
+
+
+def an_older_attempt_may_commit(patch: Patch) -> None:
+    patch.setattr(Room, "may_write", lambda *_: None)
+
+
+def a_host_that_is_back_keeps_what_it_has(patch: Patch) -> None:
+    def anew(table: Table, event: HostJoined, now: float) -> Any:
+        return joined(table, HostJoined(event.host), now)
+
+    joined = hosting.joined
+    patch.setattr(hosting, "joined", anew)
+
+
+def silent_hosts_are_not_missed(patch: Patch) -> None:
+    patch.setattr(hosting, "watch", lambda *_, **__: [])
+
+
+def nobody_hears_where_a_worker_is_that_moved(patch: Patch) -> None:
+    patch.setattr(addresses, "_tell", lambda *_: [])
+
+
+def what_a_lost_host_tells_counts(patch: Patch) -> None:
+    patch.setattr(hosting, "counts", lambda *_: True)
+
+
 # Filters
 
 
@@ -284,6 +318,11 @@ WITHOUT: list[Case] = [
     (one_that_was_starting_is_taken_for_one_at_work, SUCCESSOR + EVALUATION + SCALING, range(100), "."),
     (all_are_started_again, SUCCESSOR, range(10), "is at work"),
     (a_leaver_waits_for_ends_that_an_earlier_scheduler_heard_of, SUCCESSOR + SCALING, range(400), "not over"),
+    (an_older_attempt_may_commit, OVER_HOSTS, range(100), "is another's|other rows"),
+    (a_host_that_is_back_keeps_what_it_has, OVER_HOSTS, range(100), "goes on at|beside"),
+    (silent_hosts_are_not_missed, OVER_HOSTS, range(100), "not over"),
+    (nobody_hears_where_a_worker_is_that_moved, OVER_HOSTS, range(100), "not over"),
+    (what_a_lost_host_tells_counts, OVER_HOSTS, range(400), "."),
     (groups_wait_for_those_that_they_travelled_with, FILTER, range(400), "not over"),
 ]
 

@@ -118,6 +118,7 @@ class _Training(Runtime):
             else:
                 self._drop(group.group_id, reason)
         self._parts.extend(range(self._probe.random.randint(1, 6)))
+        self._probe.begins_step()
         return []
 
     def tell(self, message: Mapping[str, Any]) -> None:

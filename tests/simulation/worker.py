@@ -43,9 +43,12 @@ M = TypeVar("M", Wire, Start)
 class Touching:
     """Something outside of the process: it may die before each call and after it."""
 
-    def __init__(self, inner: Any, process: Process, done: Mapping[str, Callable[..., None]] | None = None) -> None:
-        """done: by name, told of calls that have had their effect."""
-        self._inner, self._process, self._done = inner, process, done or {}
+    def __init__(
+        self, inner: Any, process: Process, done: Mapping[str, Callable[..., None]] | None = None,
+        pass_: Callable[[Process], None] = lambda process: None,
+    ) -> None:  # fmt: skip
+        """done: by name, told of calls that have had their effect. pass_: whether the process may call; raises."""
+        self._inner, self._process, self._done, self._pass = inner, process, done or {}, pass_
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
@@ -54,6 +57,7 @@ class Touching:
 
         def call(*values: Any, **named: Any) -> Any:
             self._process.point()
+            self._pass(self._process)
             result = found(*values, **named)
             if name in self._done:
                 self._done[name](*values, **named)
@@ -101,8 +105,9 @@ class SimulatedHost(Host):
         if self.ledger is not None:
             process.on_death.append(self.ledger._db.close)
         told = {"commit_step": probe.committed, "drop": probe.gave_up, "commit_round": probe.recorded_round}
-        self.ledger = Touching(self.ledger, process, told)  # type: ignore[assignment]
-        self.folder = Touching(self.folder, process, {"write_evaluation": probe.judges})  # type: ignore[assignment]
+        self.ledger = Touching(self.ledger, process, told, probe.may_write)  # type: ignore[assignment]
+        told_of = {"write_evaluation": probe.judges}
+        self.folder = Touching(self.folder, process, told_of, probe.may_write)  # type: ignore[assignment]
 
     def _context(self, name: str) -> Context:
         return dataclasses.replace(super()._context(name), clock=self.probe.clock, log=self.probe)
@@ -123,6 +128,7 @@ class SimulatedWorker:
         """An attempt begins."""
         settings = Settings.from_plain({**plain, "sockets": ""})
         check(settings.attempt > self.process.attempt, f"'{self.name}' restarts as attempt {settings.attempt}")
+        check(not self.process.alive, f"'{self.name}' starts beside its attempt {self.process.attempt}")
         self.host = self.ports = None
         self._messages: deque[ToWorker] = deque()
         self.weights: list[Any] = []
@@ -136,6 +142,8 @@ class SimulatedWorker:
 
     def _turn(self, life: Iterator[bool]) -> bool:
         world = self.world
+        if world.room.waits(self.process):
+            return False
         world.current = self.process
         try:
             moved = next(life)
@@ -144,7 +152,7 @@ class SimulatedWorker:
             self.process.die()
             return False
         except Exception as error:  # nothing in this world should fail, but what is done by one that is nobody's
-            if world.is_fenced(self.process):
+            if world.room.is_fenced(self.process):
                 self.process.die()
                 return False
             raise Broken(f"'{self.name}' failed: {type(error).__name__}: {error}") from error

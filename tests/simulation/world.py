@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
-from dataflow.folder import finished, snapshot
+from dataflow.folder import snapshot
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history import resume
 from dataflow.limits import Patience
-from dataflow.records import GROUP_ID
-from dataflow.scheduler import control
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.requests import Scale
 from dataflow.scheduler.table import Life, Membership
-from dataflow.worker import ports
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import NodeCommand, ToWorker
 from operators.sources import prompt_runtime
 
-from .actors import TRAINED
+from .agents import Agents
 from .clock import Clock
 from .control_server import Room, SimulatedControlServer
 from .exchange import Exchange
 from .forks import Forks
 from .guests import Guests
 from .laws import check
-from .nemesis import Blackouts, Nemesis, SchedulerDeaths, Trouble
+from .nemesis import Blackouts, HostTrouble, Nemesis, SchedulerDeaths, Trouble
 from .network import SimulatedNetwork, Weather
 from .process import Crash, Process
+from .product import product
 from .rounds import Rounds
-from .shape import MEMORY, Shape, made
+from .shape import HOSTED, HOSTS, MEMORY, Shape, machines, made
+from .trainer import trained
 from .weights import Site
-from .worker import SimulatedWorker, Touching
+from .worker import SimulatedWorker
 
 LONGEST_S = 120.0
 """Virtual seconds within which a run must be over."""
@@ -58,11 +56,13 @@ class World:
         self.log: list[str] | None = [] if keep_log else None
         random = self.random
         self.shape = Shape.drawn(random, having)
+        if HOSTS in having if having is not None else Random(f"{seed} {HOSTS}").random() < HOSTED:
+            self.shape = self.shape.over_hosts(random)
         self._weather = Weather(
             delay_s=random.choice((1e-4, 1e-3, 1e-2)), slow=random.choice((0.0, 0.02, 0.1)), damage=0.0
         )
         self._over_s = random.choice((0.4, 1.0, 3.0))
-        self._at_once = random.choice((2, prompt_runtime.ROWS_AT_ONCE, prompt_runtime.ROWS_AT_ONCE))
+        self.at_once = random.choice((2, prompt_runtime.ROWS_AT_ONCE, prompt_runtime.ROWS_AT_ONCE))
         """Prompts that a source issues at once."""
         self._waits_for_guests = random.random() < 0.7
         self.rounds = Rounds(self.shape)
@@ -81,7 +81,7 @@ class World:
         """How often the run was taken up again."""
         self.current: Process | None = None
         """Whose turn it is."""
-        self._durable: set[int] = set()
+        self.durable: set[int] = set()
         """Groups whose rollouts were finished and written down."""
         self._durable_before: set[int] = set()
         """Those of them that were it when the run was last taken up, so that everybody found them."""
@@ -98,10 +98,15 @@ class World:
         self.chair = Process("scheduler", self.clock, self.random, pace_s=0.0)
         """Of the scheduler: it takes no turns by itself, but may die."""
         self.chair.alive = True
+        hosts = {host.name: host for host in machines(self.shape.hosts)}
+        forks = (
+            Agents(self.clock, self.random, self.network, hosts, self._fork, self._end) if hosts
+            else Forks(self.clock, self.random, self._fork)
+        )  # fmt: skip
         self.room = Room(
-            clock=self.clock, folder=self.folder.path, exchange=Exchange(self.network),
-            forks=Forks(self.clock, self.random, self._fork), step=self._step, point=lambda: self.chair.point(),
-            kill=self._kill, told=self._told,
+            clock=self.clock, folder=self.folder.path, exchange=Exchange(self.network), forks=forks, step=self._step,
+            point=lambda: self.chair.point(), kill=self._kill, told=self._told, host_of=self._host_of,
+            machines=self.network.machines,
         )  # fmt: skip
 
     def say(self, who: str, what: str) -> None:
@@ -112,7 +117,7 @@ class World:
     @property
     def kept(self) -> set[int]:
         """Finished groups that whoever is asked for them must find."""
-        return self._durable if self.one_generator else self._durable_before
+        return self.durable if self.one_generator else self._durable_before
 
     def may_end(self) -> bool:
         """Whether nothing is left to see when the trainer is done: joins and leaves that are under way."""
@@ -132,7 +137,7 @@ class World:
                 (path / name).write_text(content)
             self.folder = RunFolder.open(path)
             self.ledger = Ledger.open(self.folder.ledger)
-            with self._product():
+            with product(self):
                 self._trouble()
                 while not self._part():
                     self._end_all()
@@ -152,6 +157,11 @@ class World:
             self._guests = Guests(clock, random, nodes, self._request, over_s=self._over_s)
         if shape.resumes:
             Blackouts(clock, random, self._everybody, self._go_dark, self.say, over_s=2.0)
+        if shape.hosts:
+            self._host_trouble = HostTrouble(
+                clock, random, lambda: self.network, lambda: self._agents if self._begun else None,
+                self._everybody, self.say, over_s=self._over_s,
+            )  # fmt: skip
         if shape.succeeds:
             self._deaths = SchedulerDeaths(clock, random, lambda: self.chair, self.say, over_s=self._over_s)
 
@@ -164,14 +174,14 @@ class World:
 
     def _of(self, *nodes: str) -> list[Process]:
         """The processes of some nodes."""
-        return [each.process for name, each in self.workers.items() if name.rpartition("-")[0] in nodes]
+        return [each.process for each in self.workers.values() if each.name.rpartition("-")[0] in nodes]
 
     def _on_the_way(self) -> list[Process]:
         """Those that join or leave."""
         assert self.scheduler is not None
         on_the_way = (Membership.JOINING, Membership.LEAVING, Membership.STOPPING)
         records = self.scheduler.table.workers
-        return [each.process for name, each in self.workers.items() if records[name].membership in on_the_way]
+        return [each.process for each in self.workers.values() if records[each.name].membership in on_the_way]
 
     def _go_dark(self) -> None:
         self._dark = True
@@ -195,7 +205,7 @@ class World:
         self.graph, self.plan = begin.graph, begin.plan
         self.one_generator = shape.generators == 1 and not shape.scales
         settings = Settings(folder=str(self.folder.path), seed=self.seed, steps=shape.steps)
-        limits = Limits(hang_s=4.0, patience=Patience(of_one=50))
+        limits = Limits(hang_s=4.0, host_s=60.0, patience=Patience(of_one=50))
         self.server = SimulatedControlServer(self.room, keeps=shape.succeeds)
         self.scheduler = Scheduler(self.graph, self.plan, settings, limits=limits, clock=self.clock)
         if begun is not None:
@@ -267,7 +277,7 @@ class World:
         for worker in self.workers.values():
             worker.process.die()
         self.chair.die()
-        self._durable_before = set(self._durable)
+        self._durable_before = set(self.durable)
         self.rounds.cut_off()
         if self._guests is not None:
             self._guests.forget()
@@ -284,9 +294,18 @@ class World:
         if self.newest_committed != self._checked:
             self._checked = self.newest_committed
             self._ledger_laws()
+            self._host_law()
         if self._dark:
             self.say("scheduler", "all die at once")
             raise Crash("all")
+
+    def _host_law(self) -> None:
+        """A host that counts has no attempt that another one has replaced."""
+        hosts = self.scheduler.table.hosts if self.scheduler is not None else {}
+        for worker in self.workers.values() if hosts else ():
+            process = worker.process
+            is_older = process.alive and self.room.is_fenced(process)
+            check(not is_older or not hosts[process.host].is_alive, f"'{process.name}' goes on at '{process.host}'")
 
     def _ledger_laws(self) -> None:
         counts = self.ledger.counts("trainer")
@@ -301,19 +320,46 @@ class World:
         counts, shape = self.ledger.counts("trainer"), self.shape
         check(self.newest_committed == shape.steps, f"{self.newest_committed} of {shape.steps} steps were made")
         check(counts.trained == shape.steps * shape.prompts_per_step, f"not all was trained: {counts}")
+        for step in range(1, shape.steps + 1):
+            again = trained(self.contents[step - 1], self.folder.read_rollouts(step))
+            check(again == self.contents[step], f"the file of step {step} has other rows than were trained")
         left = self.ledger.in_flight("prompts")
         check(not left, f"groups {left} have no outcome at the end")
         if shape.every_steps:
             self.rounds.at_end(self.ledger, self.folder.read_metrics())
 
     def _fork(self, name: str, settings: Mapping[str, Any]) -> None:
-        self.say(name, f"starts as attempt {settings['attempt']}")
-        self.workers.setdefault(name, SimulatedWorker(self, name)).start(settings)
+        host = settings["host"]
+        self.say(name, f"starts as attempt {settings['attempt']}{host and f' on host {host}'}")
+        key = f"{name}@{host}" if host else name
+        if key not in self.workers:
+            self.workers[key] = SimulatedWorker(self, name)
+        self.workers[key].start(settings)
 
-    def _kill(self, name: str) -> None:
-        if name in self.workers:
-            self.say(name, "is killed by the scheduler")
-            self.workers[name].process.die()
+    def _kill(self, name: str, host: str) -> None:
+        self.say(name, "is killed by the scheduler")
+        if self._agents is not None:
+            self._agents.kill(name, host)
+        else:
+            self._end(name, host)
+
+    def _end(self, name: str, host: str) -> None:
+        key = f"{name}@{host}" if host else name
+        if key in self.workers:
+            self.workers[key].process.die()
+
+    def strike_host(self, process: Process) -> None:
+        """A process is in the midst of what its host may be cut off from."""
+        if self.shape.hosts and self.random.random() < 0.15:
+            self._host_trouble.cut_off(process)
+
+    @property
+    def _agents(self) -> Agents | None:
+        return self.room.forks if isinstance(self.room.forks, Agents) else None
+
+    def _host_of(self, name: str) -> str:
+        assert self.scheduler is not None
+        return self.scheduler.table.workers[name].host
 
     def _told(self, message: ToWorker) -> None:
         """The scheduler sends something to a worker."""
@@ -340,45 +386,6 @@ class World:
         if self.shape.succeeds and self.random.random() < 0.5:
             self._deaths.strike_soon(0.3)
 
-    @contextlib.contextmanager
-    def _product(self) -> Iterator[None]:
-        """The product's sockets and control server are those of this world for a while."""
-        append = finished.Finished.append
-
-        def appended(self_: finished.Finished, rows: Any) -> None:
-            append(self_, rows)
-            if TRAINED in self_._files._ending:
-                self._durable.update(rows.column(GROUP_ID).to_pylist())
-            assert self.current is not None
-            self.current.point()
-
-        def network(**_: Any) -> Any:
-            assert self.current is not None
-            return self.network.of(self.current)
-
-        def opened(*values: Any) -> Any:
-            return Touching(Ledger.open(*values), self.chair)
-
-        with _replaced(
-            (ports, "SocketNetwork", network),
-            (control, "ControlServer", lambda *_, **__: self.server), (finished.Finished, "append", appended),
-            (resume, "_ledger", lambda folder, _: opened(folder.ledger)),
-            (prompt_runtime, "ROWS_AT_ONCE", self._at_once),
-        ):  # fmt: skip
-            yield
-
     def who_waits(self) -> str:
         """Every worker, what its nodes say, what it is owed and what it holds."""
         return "\n  ".join(["", *(worker.waits() for worker in self.workers.values())])
-
-
-@contextlib.contextmanager
-def _replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
-    for owner, name, new in places:
-        setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        for owner, name, old in before:
-            setattr(owner, name, old)

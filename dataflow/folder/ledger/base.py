@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dataflow.folder.ledger import calls
+from dataflow.folder.ledger import calls, questions
 from dataflow.folder.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
 from dataflow.folder.ledger.schema import LedgerError
+from dataflow.folder.placing import Placing
 from dataflow.system.files import to_json
 
 T = TypeVar("T")
@@ -39,13 +40,18 @@ class BaseLedger:
         """Have it done in its turn, before whatever is asked next; its error may come with that."""
         self.do(call)
 
+    @property
+    def placing(self) -> Placing:
+        """How what the process that opened it writes in the run folder gets its name."""
+        return Placing()
+
     def set_facts(self, facts: Mapping[str, Any]) -> None:
         """Put down what the run says of itself, by name, in place of what it said before under these names."""
         self.do(calls.SetFacts({name: to_json(value) for name, value in facts.items()}))
 
     def facts(self) -> dict[str, Any]:
         """What the run says of itself, by name."""
-        return self.do(calls.ReadFacts())
+        return self.do(questions.ReadFacts())
 
     def issue(self, source: str, prompts: Iterable[tuple[int, str]]) -> None:
         """Record new groups as (group_id, prompt_id), numbered on from the last; known ones stay as they are.
@@ -121,43 +127,43 @@ class BaseLedger:
 
     def replay_plan(self, node: str) -> list[PlannedStep]:
         """What abandoned lines made after the last step of `node`: groups and drops per step, to repeat."""
-        return self.do(calls.ReplayPlan(node))
+        return self.do(questions.ReplayPlan(node))
 
     def next_group_id(self, source: str) -> int:
         """The number that `source` gives to its next group."""
-        return self.do(calls.NextGroupId(source))
+        return self.do(questions.NextGroupId(source))
 
     def last_step(self, node: str) -> int:
         """The last committed step of `node`; 0 before the first."""
-        return self.do(calls.LastStep(node))
+        return self.do(questions.LastStep(node))
 
     def steps(self, node: str, after: int = 0, upto: int | None = None) -> list[MadeStep]:
         """The committed steps of `node` above `after` and not above `upto`, with what each consumed, ascending."""
-        return self.do(calls.Steps(node, after, upto))
+        return self.do(questions.Steps(node, after, upto))
 
     def drops_at(self, node: str, step: int) -> dict[int, str]:
         """Groups that `node` gave up for a step, and why; drops of the next one may be known before it is made."""
-        return self.do(calls.DropsAt(node, step))
+        return self.do(questions.DropsAt(node, step))
 
     def last_round(self, node: str) -> int | None:
         """Step of the last round that evaluation `node` has recorded; None before the first."""
-        return self.do(calls.LastRound(node))
+        return self.do(questions.LastRound(node))
 
     def is_judged(self, source: str, step: int) -> bool:
         """Whether every sink of `source` has recorded its round of this step, or a later one."""
-        return self.do(calls.IsJudged(source, step))
+        return self.do(questions.IsJudged(source, step))
 
     def sources(self, node: str | None = None) -> list[str]:
         """The sources whose groups `node` consumes; those of all sinks for None."""
-        return self.do(calls.Sources(node))
+        return self.do(questions.Sources(node))
 
     def fates(self, source: str, group_id: int) -> list[Fate]:
         """What each sink did with a group; none while it is in flight."""
-        return self.do(calls.ListFates(source, int(group_id)))
+        return self.do(questions.ListFates(source, int(group_id)))
 
     def check(self) -> None:
         """Read the whole database. Errors: LedgerError when it is damaged."""
-        if found := self.do(calls.Check()):
+        if found := self.do(questions.Check()):
             raise LedgerError(f"ledger '{self.path}' is damaged: {'; '.join(found)}; take it from a backup")
 
     def in_flight(self, source: str, node: str | None = None, among: Iterable[int] | None = None) -> list[InFlight]:
@@ -165,11 +171,11 @@ class BaseLedger:
 
         among: look at these alone, which takes no longer in a long run; None: at all that were ever issued.
         """
-        return self.do(calls.ListInFlight(source, node, None if among is None else _numbers(among)))
+        return self.do(questions.ListInFlight(source, node, None if among is None else _numbers(among)))
 
     def counts(self, node: str) -> Counts:
         """What became of the groups of the sources that `node` consumes, counted from the rows."""
-        return self.do(calls.Count(node))
+        return self.do(questions.Count(node))
 
     def verdict(self, node: str) -> str:
         """The law of the ledger in figures, for one sink."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from dataflow.folder.ledger.calls import AnyWrite, Call, Write
 
+FLOOR = ""
+"""In the place of a worker's name: the least number of a scheduler whose workers may write."""
 _TABLE = """CREATE TABLE IF NOT EXISTS writers (
     worker  TEXT PRIMARY KEY,
     holder  INTEGER NOT NULL,
@@ -13,6 +15,7 @@ _TABLE = """CREATE TABLE IF NOT EXISTS writers (
     number  INTEGER NOT NULL,   -- of its last write
     refusal TEXT                -- why that was not made; null where it was
     ) WITHOUT ROWID"""
+_ADMIT = "INSERT OR REPLACE INTO writers VALUES (?, ?, ?, ?, 0, NULL)"
 _ANSWERED = "UPDATE writers SET number = ?, refusal = ? WHERE worker = ?"
 
 
@@ -49,11 +52,16 @@ class Writer:
 class Prepare(Write):
     """Have a place for what is known of writers."""
 
+    floor: int | None
+    """Who was started by an earlier scheduler than that of this number writes no more; None: as it was."""
+
     doing = "prepare for several hosts"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
         """Do it."""
         db.execute(_TABLE)
+        if self.floor is not None:
+            db.execute(_ADMIT, (FLOOR, self.floor, 0, 0))
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class Admit(Write):
         """Do it."""
         token = self.token
         row = (token.worker, token.holder, token.attempt, token.session)
-        db.execute("INSERT OR REPLACE INTO writers VALUES (?, ?, ?, ?, 0, NULL)", row)
+        db.execute(_ADMIT, row)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any, TypeVar, cast
 
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.ledger import BaseLedger, LedgerError
-from dataflow.folder.ledger.calls import AnyRead, AnyWrite, Call, Write
+from dataflow.folder.ledger.calls import AnyWrite, Call, Write
+from dataflow.folder.ledger.questions import AnyRead
 from dataflow.folder.ledger.writers import Token
 from dataflow.folder.ledger_service.line import Line
 from dataflow.folder.ledger_service.messages import (

@@ -9,7 +9,7 @@ from dataflow.errors import Replaced, RunError
 from dataflow.folder import placing
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.ledger.calls import Call, Said
-from dataflow.folder.ledger.writers import Admit, ListWriters, NotMade, Numbered, Prepare, Token, Writer
+from dataflow.folder.ledger.writers import FLOOR, Admit, ListWriters, NotMade, Numbered, Prepare, Token, Writer
 from dataflow.folder.ledger_service.messages import (
     Answer,
     Ask,
@@ -47,20 +47,25 @@ class Desk:
     before it reads anything: what the one before it wrote, it finds; nothing of that one comes later.
     """
 
-    def __init__(self, ledger: Ledger, *, floor: int = 0, holds: Callable[[], None] = lambda: None) -> None:
-        """floor: processes that an earlier scheduler than that of this number has started write no more. holds: raises
-        Replaced once somebody else holds the run. Errors: LedgerError."""
-        self._ledger, self._folder, self._floor, self._holds = ledger, ledger.path.parent, floor, holds
-        ledger.do(Prepare())
+    def __init__(self, ledger: Ledger, *, floor: int | None = None, holds: Callable[[], None] = lambda: None) -> None:
+        """floor: processes that an earlier scheduler than that of this number has started write no more; None: as it
+        was, for workers that were taken over. holds: raises Replaced once somebody else holds the run. Errors:
+        LedgerError."""
+        self._ledger, self._folder, self._holds = ledger, ledger.path.parent, holds
+        ledger.do(Prepare(floor))
         self._writers = ledger.do(ListWriters())
+        self._floor = self._writers[FLOOR].token.holder if FLOOR in self._writers else 0
 
     def hear(self, message: Asked) -> Answer | Later:
         """Do what is said, or say why not. Errors: Replaced, once somebody else holds the run: nothing was done."""
-        self._holds()
+        ticket, number = (0, message.number) if isinstance(message, Record) else (message.ticket, 0)
+        try:
+            self._holds()
+        except RunFolderError as error:  # the disk does not say
+            return Refused(ticket, number, "RunFolderError", str(error))
         try:
             return self._recorded(message) if isinstance(message, Record) else self._answered(message)
         except (Replaced, LedgerError, RunFolderError) as error:
-            ticket, number = (0, message.number) if isinstance(message, Record) else (message.ticket, 0)
             return Refused(ticket, number, _kind(error), str(error))
 
     def flush(self) -> None:
@@ -73,9 +78,9 @@ class Desk:
             return Behind(writer.number + 1)
         if number > writer.number:
             writer = self._made(message)
-        if number == writer.number and writer.refusal is not None:
-            return Refused(0, number, "LedgerError", writer.refusal)
-        return Recorded(writer.number)
+        if writer.refusal is None:
+            return Recorded(writer.number)
+        return Refused(0, number, "LedgerError", writer.refusal) if number == writer.number else Recorded(number)
 
     def _made(self, message: Record) -> Writer:
         """Make a write, or note why it is not made. Errors: LedgerError when the disk takes neither."""

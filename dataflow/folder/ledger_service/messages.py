@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from dataflow.folder.ledger.calls import AnyRead, AnyWrite, Result
+from dataflow.folder.ledger.calls import AnyWrite
+from dataflow.folder.ledger.questions import AnyRead, Result
 from dataflow.folder.ledger.writers import Token
 from dataflow.system.messages import Codec, Natural
 

@@ -5,11 +5,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.ledger import Ledger
@@ -17,17 +17,34 @@ from dataflow.folder.ledger_service.desk import Desk
 from dataflow.folder.ledger_service.service import LedgerService, stop_on_signals
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked, end, fork
+from dataflow.system.files import RunFolderError
 from dataflow.system.log import log_to
-from dataflow.system.messages import Codec
+from dataflow.system.messages import Codec, MessageError
 from dataflow.system.security import RunKeys
 
 START_S = 30.0
-"""For the service to open the ledger and to listen."""
+"""For the service to listen."""
 STOP_S = 5.0
+_TURN_S = 0.05
 _AGAIN_S = 0.25
 """Before it is started again."""
 _REPLACED = 3
 """Exit status of one that finds that somebody else holds the run."""
+
+Holds: TypeAlias = Callable[[], None]
+"""As `RunHold.check`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Have the ledger open for all, at an address; in the place of what was served before."""
+
+    ledger: str
+    address: str
+    """tcp://HOST:* or with a port; ipc://PATH."""
+    keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    floor: int | None = None
+    """As `Desk` has it."""
 
 
 @dataclass(frozen=True)
@@ -44,55 +61,46 @@ class CannotStart:
     why: str
 
 
-_CODEC: Codec[Listening | CannotStart] = Codec("dataflow.ledger-process", 1, Listening, CannotStart)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What the service is to be."""
-
-    ledger: Path
-    address: str
-    """tcp://HOST:* or with a port; ipc://PATH."""
-    keys: RunKeys | None
-    floor: int = 0
-    """As `Desk` has it."""
-    holds: Callable[[], None] = lambda: None
-    """As `Desk` has it."""
-    log: Path | None = None
+_Said: TypeAlias = Serve | Listening | CannotStart
+_CODEC: Codec[_Said] = Codec("dataflow.ledger-process", 1, Serve, Listening, CannotStart)
 
 
 class LedgerProcess:
     """The service in the hands of the scheduler, with which it ends, however that ends.
 
-    A process between the two, without threads, starts the service again at the same address when it falls: the
-    scheduler itself cannot fork any more by then.
+    A process between the two, without threads, raises the counter of who holds the run, also while the scheduler waits
+    for hosts or is stopped by Ctrl-Z, and starts the service again at the same address when it falls: the scheduler
+    itself cannot fork any more by then.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
-        """Fork it; call this before the process has threads. Errors: RunError when it does not listen in time."""
-        channel, theirs = Channel.pair(_CODEC, START_S)
+    def __init__(self, holds: Holds = lambda: None, log: Path | None = None) -> None:
+        """Fork it; call this before the process has threads. log: where it writes what it would print."""
+        self._channel, theirs = Channel.pair(_CODEC, START_S)
         self._process = fork(
-            partial(_supervise, wanted, theirs), keep=[theirs.fileno()], ends_with_parent=signal.SIGKILL
+            partial(_Supervisor(holds, log).run, theirs), keep=[theirs.fileno()], ends_with_parent=signal.SIGKILL
         )
         theirs.close()
+        self.address = ""
+        """Where clients ask; empty before it serves."""
+
+    def serve(self, ledger: Path, address: str, keys: RunKeys | None = None, floor: int | None = None) -> str:
+        """Serve a ledger, which need not be there before the first client asks; where, once it does. Errors: RunError
+        when it does not listen in time; Replaced."""
+        plain = {} if keys is None else keys.to_plain()
         try:
-            said = channel.receive(START_S)
-        except (EOFError, TimeoutError, OSError) as error:
-            self.close()
-            raise RunError(
-                f"the ledger's service did not start within {START_S:.0f} s: {error}; see logs/ledger.log"
-            ) from error
-        finally:
-            channel.close()
-        if isinstance(said, CannotStart):
-            self.close()
-            raise RunError(said.why)
-        self.address = said.address
-        """Where clients ask."""
+            self._channel.send(Serve(ledger=str(ledger), address=address, keys=plain, floor=floor))
+            said = self._channel.receive(START_S)
+        except (EOFError, OSError) as error:
+            self.check()
+            raise RunError(f"the ledger's service did not start: {error}; see logs/ledger.log") from error
+        if isinstance(said, Listening):
+            self.address = said.address
+            return said.address
+        assert isinstance(said, CannotStart), "what it says"
+        raise RunError(said.why)
 
     def check(self) -> None:
-        """Errors: Replaced once the service has found that somebody else holds the run; RunError when it has ended."""
+        """Errors: Replaced once it has found that somebody else holds the run; RunError when it has ended."""
         status = self._process.poll()
         if status == _REPLACED:
             raise Replaced(
@@ -104,81 +112,112 @@ class LedgerProcess:
 
     def close(self) -> None:
         """End it; what was committed stays."""
+        self._channel.close()
         self._process.signal(signal.SIGTERM)
         end(self._process, STOP_S)
 
+    def __enter__(self) -> "LedgerProcess":
+        return self
 
-def _supervise(wanted: Wanted, theirs: socket.socket) -> int:
-    """Keep a service at work until this process is asked to end; the exit status."""
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTSTP, signal.SIG_IGN)
-    if wanted.log is not None:
-        log_to(wanted.log)
-    told: Channel[Any] | None = Channel(theirs, _CODEC, START_S)
-    address = wanted.address
-    while not asked:
-        heard, ends = Channel.pair(_CODEC, START_S)
-        child = fork(partial(_serve, wanted, address, ends), ends_with_parent=signal.SIGKILL)
-        ends.close()
-        said = _first_word(heard, child)
-        heard.close()
-        if told is not None:
-            with contextlib.suppress(OSError):
-                told.send(said)
-            told.close()
-            told = None
-            if isinstance(said, CannotStart):
-                return 1
-        if isinstance(said, Listening):
-            address = said.address
-        status = _outlasts(child, asked)
-        if asked:
-            break
-        if status == _REPLACED:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Supervisor:
+    """The process between scheduler and service.
+
+    consumes: what is to be served; the end of the service
+    produces: the service, started again when it falls; a counter that is raised
+    waits for: either, for a moment
+    unblocked by: SIGTERM; the end of the scheduler, with which the kernel ends it
+    """
+
+    def __init__(self, holds: Holds, log: Path | None) -> None:
+        self._holds, self._log = holds, log
+        self._child: Forked | None = None
+        self._wanted: Serve | None = None
+
+    def run(self, theirs: socket.socket) -> int:
+        """The exit status."""
+        asked: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        if self._log is not None:
+            log_to(self._log)
+        channel = Channel(theirs, _CODEC, START_S)
+        try:
+            while not asked:
+                self._turn(channel)
+        except Replaced as error:
+            print(error, flush=True)
             return _REPLACED
-        print(f"the ledger's service has ended with status {status}: starting it again", flush=True)
-        time.sleep(_AGAIN_S)
-    return 0
+        except EOFError:
+            pass
+        finally:
+            self._stop()
+        return 0
 
+    def _turn(self, channel: Channel[_Said]) -> None:
+        with contextlib.suppress(RunFolderError):  # the disk does not say; the service asks before it does anything
+            self._holds()
+        if channel.readable(_TURN_S):
+            for message in channel.arrived():
+                assert isinstance(message, Serve), "what is said to it"
+                self._stop()
+                said = self._start(message)
+                if isinstance(said, Listening):
+                    self._wanted = Serve(**{**vars(message), "address": said.address})
+                channel.send(said)
+        if self._child is not None and self._wanted is not None and (status := self._child.poll()) is not None:
+            if status == _REPLACED:
+                raise Replaced("the service has found that somebody else holds the run")
+            print(f"the ledger's service has ended with status {status}: starting it again", flush=True)
+            time.sleep(_AGAIN_S)
+            self._start(self._wanted)
 
-def _first_word(heard: "Channel[Any]", child: Forked) -> Listening | CannotStart:
-    try:
-        said: Listening | CannotStart = heard.receive(START_S)
+    def _start(self, wanted: Serve) -> Listening | CannotStart:
+        heard, ends = Channel.pair(_CODEC, START_S)
+        self._child = fork(partial(_serve, wanted, self._holds, ends), ends_with_parent=signal.SIGKILL)
+        ends.close()
+        try:
+            said = heard.receive(START_S)
+        except (EOFError, OSError, MessageError) as error:
+            self._child.kill()
+            return CannotStart(f"the ledger's service did not start: {error}; see logs/ledger.log")
+        finally:
+            heard.close()
+        assert not isinstance(said, Serve), "what it says"
         return said
-    except (EOFError, TimeoutError, OSError) as error:
-        child.kill()
-        return CannotStart(f"the ledger's service did not start: {error}; see logs/ledger.log")
+
+    def _stop(self) -> None:
+        if self._child is not None:
+            self._child.signal(signal.SIGTERM)
+            end(self._child, STOP_S)
+        self._child = self._wanted = None
 
 
-def _outlasts(child: Forked, asked: "list[int]") -> int:
-    """Wait for the end of the service, or have it end when this process is asked to; its exit status."""
-    while (status := child.poll()) is None:
-        if asked:
-            child.signal(signal.SIGTERM)
-            return end(child, STOP_S)
-        time.sleep(0.05)
-    return status
-
-
-def _serve(wanted: Wanted, address: str, ends: socket.socket) -> int:
+def _serve(wanted: Serve, holds: Holds, ends: socket.socket) -> int:
     """The service's process."""
     told = Channel(ends, _CODEC, START_S)
-    try:
-        ledger = Ledger.open(wanted.ledger)
-        service = LedgerService(Desk(ledger, floor=wanted.floor, holds=wanted.holds), address, wanted.keys)
-    except RunError as error:
-        told.send(CannotStart(str(error)))
-        return 1
-    stop_on_signals(service)
-    told.send(Listening(service.address))
-    told.close()
-    try:
-        service.run()
-    except Replaced as error:
-        print(error, flush=True)
-        return _REPLACED
-    service.close()
-    ledger.close()
+    with contextlib.ExitStack() as open_:
+
+        def desk() -> Desk:
+            ledger = open_.enter_context(Ledger.open(wanted.ledger))
+            return Desk(ledger, floor=wanted.floor, holds=holds)
+
+        try:
+            service = LedgerService(desk, wanted.address, RunKeys.from_plain(wanted.keys))
+        except RunError as error:
+            told.send(CannotStart(str(error)))
+            return 1
+        open_.callback(service.close)
+        stop_on_signals(service)
+        told.send(Listening(service.address))
+        told.close()
+        try:
+            service.run()
+        except Replaced as error:
+            print(error, flush=True)
+            os._exit(_REPLACED)
     return 0

@@ -35,9 +35,11 @@ class LedgerService:
     unblocked by: either; `stop`, from a signal handler
     """
 
-    def __init__(self, desk: Desk, address: str, keys: RunKeys | None) -> None:
-        """address: tcp://HOST:PORT, with the run's keys, or ipc://PATH. Errors: RunError when it cannot be had."""
-        self._desk = desk
+    def __init__(self, desk: Callable[[], Desk], address: str, keys: RunKeys | None) -> None:
+        """desk: opened when somebody asks for the first time. address: tcp://HOST:PORT, with the run's keys, or
+        ipc://PATH. Errors: RunError when it cannot be had."""
+        self._open = desk
+        self._opened: Desk | None = None
         self._aside = ThreadPoolExecutor(1, "flush")
         self._done: deque[tuple[bytes, Answer]] = deque()
         self._woken, self._wake = socket.socketpair()
@@ -117,6 +119,12 @@ class LedgerService:
         self._refused += 1
         if self._refused <= _REFUSALS:
             log.warning("refused a message at the ledger's socket: %s", error)
+
+    @property
+    def _desk(self) -> Desk:
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
 
     def _finish(self, client: bytes, answer: Callable[[], Answer]) -> None:
         self._done.append((client, answer()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Settings:
     threads: int
     folder: str
     """Where the ranks meet."""
-    site: Mapping[str, Plain] | None
+    site: Mapping[str, Plain] | None = field(repr=False)
     """As `OpensWeights.site`."""
     attempt: int
     """The scheduler's, at rank 0."""

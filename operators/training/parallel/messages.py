@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,8 @@ class Open:
 
     line: int
     """Which, by `Learner.offered`."""
-    sites: tuple[Mapping[str, Plain], ...]
+    sites: tuple[Mapping[str, Plain], ...] = field(repr=False)
+    """As `OpensWriter.sites`; keys of the run may stand there."""
 
 
 @dataclass(frozen=True)

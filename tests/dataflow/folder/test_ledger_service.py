@@ -5,23 +5,45 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import zmq
 from rigs.ending import at_end
 
-from dataflow.errors import DeadlineError, Replaced
+from dataflow import Graph, verify
+from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.ledger.calls import CommitStep, Issue, LastStep, Said
+from dataflow.folder.ledger.calls import Advance, CommitStep, Issue, Said
+from dataflow.folder.ledger.questions import LastStep
 from dataflow.folder.ledger.writers import Token
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.ledger_service.desk import Desk
-from dataflow.folder.ledger_service.messages import Ask, Behind, Join, Record, Recorded, Refused, Told
-from dataflow.folder.ledger_service.process import LedgerProcess, Wanted
+from dataflow.folder.ledger_service.messages import (
+    TO_LEDGER,
+    Ask,
+    Asked,
+    Behind,
+    Join,
+    Record,
+    Recorded,
+    Refused,
+    Told,
+)
+from dataflow.folder.ledger_service.process import LedgerProcess
+from dataflow.folder.ledger_service.service import LedgerService
+from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_hold import held
+from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
+from dataflow.run import make_plan
+from dataflow.scheduler.inline import InlineRun
 from dataflow.system.files import RunFolderError
 from dataflow.system.security import RunKeys
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.worker.host import Settings
 
 KEYS = RunKeys.make()
 
@@ -34,9 +56,9 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def service(path: Path) -> Iterator[LedgerProcess]:
-    made = LedgerProcess(Wanted(ledger=path, address="tcp://127.0.0.1:*", keys=KEYS, log=path.with_name("ledger.log")))
-    yield made
-    made.close()
+    with LedgerProcess(log=path.with_name("ledger.log")) as made:
+        made.serve(path, "tcp://127.0.0.1:*", KEYS)
+        yield made
 
 
 def client(path: Path, service: LedgerProcess, worker: str = "trainer-0", **more: Any) -> LedgerClient:
@@ -149,9 +171,9 @@ def test_a_client_finds_the_service_that_a_successor_has_started(path: Path, ser
     trainer.issue("prompts", [(0, "a"), (1, "b")])
     service.close()
     trainer.advance("prompts", [0, 1], "generating")
-    successor = LedgerProcess(Wanted(ledger=path, address="tcp://127.0.0.1:*", keys=KEYS))
+    successor = LedgerProcess()
     at_end(successor.close)
-    places.append(successor.address)
+    places.append(successor.serve(path, "tcp://127.0.0.1:*", KEYS))
     step(trainer, 1, [0, 1])
     assert trainer.last_step("trainer") == 1
 
@@ -163,8 +185,8 @@ def test_who_has_no_key_gets_no_answer(path: Path, service: LedgerProcess) -> No
 
 
 def test_an_address_that_is_taken_is_told_of_at_the_start(path: Path, service: LedgerProcess) -> None:
-    with pytest.raises(Exception, match="cannot listen at .*: Address already in use"):
-        LedgerProcess(Wanted(ledger=path, address=service.address, keys=KEYS))
+    with LedgerProcess() as made, pytest.raises(RunError, match="cannot listen at .*: Address already in use"):
+        made.serve(path, service.address, KEYS)
 
 
 def test_the_service_ends_with_the_scheduler(path: Path) -> None:
@@ -172,7 +194,8 @@ def test_the_service_ends_with_the_scheduler(path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            made = LedgerProcess(Wanted(ledger=path, address="tcp://127.0.0.1:*", keys=None))
+            made = LedgerProcess()
+            made.serve(path, "tcp://127.0.0.1:*")
             os.write(writing, b"%d %d" % (made._process.pid, *children(made._process.pid)))
             time.sleep(30)
         finally:
@@ -245,6 +268,13 @@ def test_a_refusal_that_was_not_heard_is_told_again_though_it_would_be_made_now(
     assert last(desk, token()) == 1
 
 
+def test_what_is_said_again_of_an_earlier_write_hides_no_refusal_of_a_later_one(desk: Desk) -> None:
+    first, refused = Record(token(), 1, 0, commit(1, [0])), Record(token(), 2, 0, commit(9, [1]))
+    for _ in range(2):
+        assert desk.hear(first) == Recorded(1)
+        assert isinstance(desk.hear(refused), Refused)
+
+
 def test_writes_are_made_in_their_order_though_some_get_lost(desk: Desk) -> None:
     assert desk.hear(Record(token(), 2, 0, commit(2, [1]))) == Behind(1)
     assert desk.hear(Ask(token(), 9, 1, LastStep("trainer"))) == Behind(1)
@@ -279,7 +309,8 @@ def test_of_a_worker_one_process_writes(desk: Desk, newer: Token) -> None:
 
 def test_workers_of_an_earlier_start_write_nothing_whatever_their_names(desk: Desk, path: Path) -> None:
     with Ledger.open(path) as again:
-        resumed = Desk(again, floor=1)
+        Desk(again, floor=1)
+        resumed = Desk(again)
         for late in (Record(token(), 1, 0, commit(1, [0])), Ask(token(attempt=9), 1, 0, Join())):
             said = resumed.hear(late)
             assert isinstance(said, Refused) and said.error == "Replaced"
@@ -302,6 +333,41 @@ def test_a_service_whose_run_is_held_by_another_does_nothing(path: Path) -> None
         assert ledger.next_group_id("prompts") == 0
 
 
+def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(desk: Desk, tmp_path: Path) -> None:
+    service = LedgerService(lambda: desk, f"ipc://{tmp_path}/socket", None)
+    at_end(service.close)
+    answered: list[bool] = []
+
+    def turn(message: Asked) -> None:
+        asking.send(TO_LEDGER.encode(message))
+        service.turn({service._router: service._router.poll(5000)})
+        assert asking.poll(5000)
+        asking.recv()
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking, pytest.MonkeyPatch.context() as patch:
+        asking.connect(service.address)
+        patch.setattr(desk, "flush", lambda: answered.append(bool(asking.poll(50))))
+        turn(Record(token(), 1, 0, commit(1, [0])))
+        assert answered == [False]
+        turn(Ask(token(), 1, 1, LastStep("trainer")))
+        turn(Record(token(), 2, 1, Advance("prompts", [1], "scored")))
+        assert answered == [False], "nobody waits for these"
+
+
+def test_a_service_whose_run_was_taken_over_ends_and_the_scheduler_is_told(path: Path) -> None:
+    with held(RunFolder.open(path.parent)) as hold, LedgerProcess(hold.check) as service:
+        trainer = client(path, service, keys=None, patience_s=0.5) if service.serve(path, "tcp://127.0.0.1:*") else None
+        service.check()
+        (path.parent / "holders" / "000002").touch()
+        deadline = time.monotonic() + 10
+        with pytest.raises(Replaced, match="another one holds its run"):
+            while time.monotonic() < deadline:
+                service.check()
+        assert trainer is not None
+        with pytest.raises(DeadlineError):
+            trainer.issue("prompts", [(0, "a")])
+
+
 def test_who_was_replaced_puts_no_file_in_its_place(path: Path, service: LedgerProcess) -> None:
     folder = path.parent
     old = client(path, service)
@@ -312,6 +378,57 @@ def test_who_was_replaced_puts_no_file_in_its_place(path: Path, service: LedgerP
     with pytest.raises(Replaced, match="may write nothing any more"):
         old.placing.place(mine, at, None)
     assert not at.exists()
+
+
+def test_a_trainer_that_was_replaced_shows_neither_rollouts_nor_a_checkpoint(
+    path: Path, service: LedgerProcess
+) -> None:
+    rows = pa.table({"group_id": [1]})
+    old = RunFolder(path.parent, placing=client(path, service).placing)
+    old.write_rollouts(1, rows)
+    with old.checkpoints.writing(1) as begun:
+        (begun / "weights").write_text("old")
+    half = old.checkpoints.begin(2)
+    (half / "weights").write_text("old")
+    new = RunFolder(path.parent, placing=client(path, service, attempt=1).placing)
+    with new.checkpoints.writing(2) as begun:
+        (begun / "weights").write_text("new")
+        assert begun != half
+    for late in (partial(old.write_rollouts, 1, pa.table({"group_id": [2]})), partial(old.checkpoints.commit, 2)):
+        with pytest.raises(Replaced):
+            late()
+    for folder in (new, RunFolder(path.parent)):
+        assert folder.latest_checkpoint() == new.checkpoints.folder(2)
+        assert (new.checkpoints.folder(2) / "weights").read_text() == "new"
+        assert folder.read_rollouts(1)["group_id"].to_pylist() == [1]
+    assert (half / "commit.json").exists(), "it was about to be shown"
+    new.checkpoints.clear(3)
+    assert not half.exists()
+
+
+def test_a_run_whose_ledger_another_process_has_open_is_clean(tmp_path: Path) -> None:
+    """All of it in one process, with files and entries by way of the service."""
+    g = Graph("tiny")
+    trainer = FakeTrainer(prompts_per_step=2)
+    trainer(FakeGenerator()(g.source(FakePrompts())))
+    plan = make_plan(g, steps=3, one_process=True)
+    folder = RunFolder.create(tmp_path, "tiny")
+    with Ledger.create(folder.ledger, consumers(g)) as ledger:
+        describe(folder, ledger, graph_facts(g), {"seed": 0, "steps": 3, **plan_facts(g, plan)})
+    made = LedgerProcess()
+    at_end(made.close)
+    made.serve(folder.ledger, f"ipc://{tmp_path}/ledger")
+    running = InlineRun(g, plan, Settings(folder=str(folder.path), steps=3, ledger=made.address))
+    assert isinstance(running.host.ledger, LedgerClient)
+    running.start()
+    running.run()
+    running.close()
+    made.close()
+    verdict = verify(folder.path)
+    assert verdict.clean, verdict.line
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
+    assert [number for number, _ in folder.rollout_files("step")] == [1, 2, 3]
+    assert not list(folder.path.rglob("*.placing"))
 
 
 def test_files_and_folders_are_put_in_place_once_and_stay_in_the_run_folder(path: Path, service: LedgerProcess) -> None:
@@ -329,8 +446,9 @@ def test_files_and_folders_are_put_in_place_once_and_stay_in_the_run_folder(path
 
 
 def test_noise_at_the_socket_is_refused_and_the_others_go_on(path: Path) -> None:
-    service = LedgerProcess(Wanted(ledger=path, address="tcp://127.0.0.1:*", keys=None))
+    service = LedgerProcess()
     at_end(service.close)
+    service.serve(path, "tcp://127.0.0.1:*")
     with zmq.Context() as context, context.socket(zmq.DEALER) as noise:
         noise.connect(service.address)
         for _ in range(30):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dataflow import Devices, Graph, GraphError, Model, Plan, plan, scorer
+from dataflow.history.describe import plan_facts
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
 from dataflow.run import make_plan
@@ -223,3 +224,39 @@ def test_light_operators_of_one_worker_are_pinned_together_and_this_machine_has_
         plan(graph, hosts(2), place={"reward": "a", "advantage": "b"})
     with pytest.raises(GraphError, match="but this run has this machine alone; run it over hosts, or leave place= out"):
         plan(graph, Devices(cpus=2), place={"generator": "a"})
+
+
+# For people
+
+
+def test_the_plan_tells_of_every_host_what_it_has_and_of_those_that_are_alike_once() -> None:
+    facts = {"cpus": 96, "gpus": 8, "gpu_memory_bytes": 80 << 30}
+    devices = Devices.of([Host(name=f"n{number}", kind="H100", **facts) for number in range(40)])
+    text = plan(build(), devices, gpus={"generator": 300, "trainer": 8}).explain().splitlines()
+    assert text[0].endswith("hosts") and text[3].endswith("300 GPUs       -       n1, n2 and 36 more")
+    assert [line for line in text if line.startswith("host")] == [
+        "host n0 (H100, 96 cores, 8 GPUs of 80.0 GiB): trainer on gpu 0-7",
+        "host n1 (H100, 96 cores, 8 GPUs of 80.0 GiB): prompts, 8 x generator on gpu 0-7, reward",
+        "hosts n2, n3 and 34 more (H100, 96 cores, 8 GPUs of 80.0 GiB): each 8 x generator on gpu 0-7",
+        "host n38 (H100, 96 cores, 8 GPUs of 80.0 GiB): 4 x generator on gpu 0-3",
+        "host n39 (H100, 96 cores, 8 GPUs of 80.0 GiB): nothing",
+    ]
+    turns = plan(build(), hosts(2, gpus=4), gpus={"generator": 4, "trainer": "generator"}, place={"trainer": "b"})
+    assert "'generator' and 'trainer' take turns on gpu 0-3 of host b" in turns.explain()
+    assert "weights between hosts go by gloo and nccl, not encrypted" in turns.explain()
+
+
+def test_of_this_machine_alone_nothing_is_said_of_hosts() -> None:
+    made = plan(build(), Devices(cpus=4, gpus=2), gpus={"generator": 1, "trainer": 1})
+    assert "host" not in made.explain() and not any(frame.where for frame in made.frames())
+    assert plan_facts(build(), made).keys().isdisjoint({"hosts"})
+
+
+def test_frames_and_the_folder_say_where_each_node_was_planned() -> None:
+    made = plan(build(), hosts(3), replicas={"generator": 2})
+    assert {frame.nodes: frame.where for frame in made.frames()} == {
+        ("prompts",): "host a", ("generator",): "hosts a and b", ("reward",): "host a", ("trainer",): "host c"
+    }  # fmt: skip
+    assert plan_facts(build(), made)["hosts"] == {
+        "prompts": ["a"], "generator": ["a", "b"], "reward": ["a"], "trainer": ["c"]
+    }  # fmt: skip

@@ -9,7 +9,7 @@ from dataflow import Graph, GraphError, Model
 from dataflow.app import main
 from dataflow.planning.memory_need import Need
 from dataflow.planning.plan import Devices, Plan, plan
-from dataflow.planning.sharing import awake_at_once, processes_at_once, read_wishes
+from dataflow.planning.sharing import at_once, awake_at_once, read_wishes
 from dataflow.scheduler import scaling
 from dataflow.scheduler.table import Table
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -65,7 +65,7 @@ def test_who_takes_turns_has_all_cores_in_its_turn() -> None:
     asynchronous, shared = planned(None), planned("shared")
     assert [asynchronous.placements[node].threads for node in PAIR] == [2, 2]
     assert [shared.placements[node].threads for node in PAIR] == [4, 4]
-    assert processes_at_once((("a", "b"), ("c",)), {"a": 2, "b": 3, "c": 1, "d": 4}) == 8
+    assert at_once((("a", "b"), ("c",)), {"a": 2, "b": 3, "c": 1, "d": 4}) == 8
 
 
 def test_of_nodes_in_turn_the_larger_one_counts_on_each_device_and_all_replicas_of_it() -> None:

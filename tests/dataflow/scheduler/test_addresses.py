@@ -10,8 +10,8 @@ from dataflow.worker.messages import Hello, Moved, WeightLine, Wire
 from .test_scaling import Played, planned
 
 EDGE = "prompts>generator:prompts"
-HERE = WeightLine(host="10.0.0.1", at={"gloo": "tcp://10.0.0.1:7000"})
-THERE = WeightLine(host="10.0.0.2", at={"gloo": "tcp://10.0.0.2:7000"})
+HERE = WeightLine(host="a", at={"gloo": "tcp://10.0.0.1:7000"})
+THERE = WeightLine(host="b", at={"gloo": "tcp://10.0.0.2:7000"})
 
 
 def begun(*, replicas: int = 1) -> Played:

@@ -14,6 +14,7 @@ from dataflow import Graph, GraphError, Model, scorer
 from dataflow.limits import Limits, Patience
 from dataflow.node import Transform
 from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.planning.rooms import spare
 from dataflow.scheduler import scaling
 from dataflow.scheduler.events import (
     Command,
@@ -32,7 +33,6 @@ from dataflow.scheduler.events import (
     Process as Kept,
 )
 from dataflow.scheduler.reducer import reduce
-from dataflow.scheduler.seating import spare
 from dataflow.scheduler.table import Life, Membership, Table
 from dataflow.system.files import to_json
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer

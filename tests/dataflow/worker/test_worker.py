@@ -69,7 +69,7 @@ def test_a_worker_waits_for_a_model_that_loads_elsewhere_as_long_as_the_start_ma
 
 
 def test_a_worker_builds_its_operators_once_it_knows_where_the_others_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = WeightLine(host="10.0.0.7", at={"gloo": "tcp://10.0.0.7:7000"})
+    line = WeightLine(host="c", at={"gloo": "tcp://10.0.0.7:7000"})
     link = FakeLink([], [Wire(addresses={}, lines={"trainer": line})])
     made, done = worker(link), []
     link.send = lambda message: done.append(type(message).__name__)  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ def test_a_worker_builds_its_operators_once_it_knows_where_the_others_listen(mon
     monkeypatch.setattr(made._host, "build", build)
     with pytest.raises(SystemExit):
         made.run()
-    assert done == ["Hello", "10.0.0.7", "build"]
+    assert done == ["Hello", "c", "build"]
 
 
 def test_a_receiver_that_moves_while_it_retires_has_gone_only_when_it_owes_nothing_there() -> None:

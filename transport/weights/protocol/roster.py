@@ -114,7 +114,7 @@ class Group:
     """When the round's transfer started."""
     ready: set[bytes] = field(default_factory=set)
     """Ranks that are ready for the next round."""
-    values: dict[str, bytes] = field(default_factory=dict)
+    known: dict[str, bytes] = field(default_factory=dict)
     """By which ranks find each other in this epoch."""
     asking: dict[str, set[bytes]] = field(default_factory=dict)
     """Peers that wait for one of them."""
@@ -128,7 +128,7 @@ class Group:
         held = {seat.version for seat in self.seats.values()}
         self.epoch, self.round, self.offered, self.taking, self.refused = epoch, 0, -1, -1, -1
         self.version = held.pop() if len(held) == 1 else -1
-        self.ready, self.values, self.asking = set(), {}, {}
+        self.ready, self.known, self.asking = set(), {}, {}
         self.enter(Phase.IDLE, set())
 
     def end(self) -> None:

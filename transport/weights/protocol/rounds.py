@@ -247,9 +247,9 @@ class Coordinator(Roster):
             case FormResult() if group.phase is Phase.FORMING:
                 return self._formed(group, peer, message, now)
             case Put():
-                group.values[message.key] = message.value
+                group.known[message.key] = message.value
                 return [(asking, _told(group, message.key)) for asking in sorted(group.asking.pop(message.key, set()))]
-            case Ask() if message.key in group.values:
+            case Ask() if message.key in group.known:
                 return [(peer, _told(group, message.key))]
             case Ask():
                 group.asking.setdefault(message.key, set()).add(peer)
@@ -331,4 +331,4 @@ class Coordinator(Roster):
 
 
 def _told(group: Group, key: str) -> Told:
-    return Told(epoch=group.epoch, key=key, value=group.values[key])
+    return Told(epoch=group.epoch, key=key, value=group.known[key])

@@ -12,10 +12,14 @@ from transport.weights.protocol.messages import (
     CODEC,
     DAMAGED,
     WHOLE,
+    Ask,
+    Fenced,
     FormGroup,
     Join,
+    Put,
     Ready,
     StartTransfer,
+    Told,
     Verified,
 )
 from transport.weights.protocol.pace import Deadlines
@@ -561,3 +565,27 @@ def test_a_round_that_a_rank_does_not_answer_ends_at_its_deadline_and_says_in_wh
             pass
         world.tick(1.0)
     assert "the deadline passed while offered: 1 of 4 ranks" in world.coordinator.faults["only"]
+
+
+def test_ranks_tell_each_other_over_the_line_where_they_are_once_it_is_known_and_in_their_epoch_alone():
+    world = calm_world(sources=2, one=2)
+    coordinator, (first, second) = world.coordinator, world.peers("one")
+    epoch = world.ranks[first].epoch
+
+    def says(peer: bytes, message: Put | Ask) -> list:
+        return coordinator.receive(peer, message, world.now)
+
+    assert says(first, Ask(epoch=epoch, key="k")) == says(b"source1", Ask(epoch=epoch, key="k")) == []
+    told = Told(epoch=epoch, key="k", value=b"at")
+    assert says(second, Put(epoch=epoch, key="k", value=b"at")) == [(first, told), (b"source1", told)]
+    assert says(second, Ask(epoch=epoch, key="k")) == [(second, told)]
+    says(first, Ask(epoch=epoch, key="never put"))
+    world.act(second, [world.ranks[second].leaving()])
+    world.start("one", 1)
+    world.calm()
+    (again, _), after = world.peers("one"), world.ranks[first].epoch
+    assert after > epoch
+    assert says(again, Ask(epoch=after, key="k")) == [], "of an epoch that is over"
+    assert [kind.epoch for _, kind in says(again, Put(epoch=epoch, key="k", value=b"old"))] == [epoch]
+    assert says(b"source1", Put(epoch=after, key="never put", value=b"at")) == []
+    assert says(b"source1", Ask(epoch=epoch, key="k")) == [(b"source1", Fenced(epoch=epoch, replaced=False))]

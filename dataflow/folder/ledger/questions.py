@@ -1,0 +1,231 @@
+"""What can be asked of a ledger, a class each, and how the answers travel."""
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from dataflow.folder.ledger import reads, writes
+from dataflow.folder.ledger.calls import Call, Said
+from dataflow.folder.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
+
+
+@dataclass(frozen=True)
+class Groups:
+    """An answer: groups in flight."""
+
+    value: list[InFlight]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An answer: steps to make again."""
+
+    value: list[PlannedStep]
+
+
+@dataclass(frozen=True)
+class Made:
+    """An answer: steps that were made."""
+
+    value: list[MadeStep]
+
+
+@dataclass(frozen=True)
+class Fates:
+    """An answer: what became of a group."""
+
+    value: list[Fate]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """An answer: what became of a sink's groups."""
+
+    value: Counts
+
+
+Result: TypeAlias = Said | Groups | Planned | Made | Fates | Counted
+
+
+@dataclass(frozen=True)
+class ReadFacts(Call[dict[str, Any]]):
+    """As `BaseLedger.facts`."""
+
+    doing = "read what the run is"
+
+    def run(self, db: sqlite3.Connection, now: float) -> dict[str, Any]:
+        """Do it."""
+        return reads.facts(db)
+
+
+@dataclass(frozen=True)
+class ReplayPlan(Call[list[PlannedStep]]):
+    """As `BaseLedger.replay_plan`."""
+
+    node: str
+
+    travels_as = Planned
+    doing = "plan the replay"
+
+    def run(self, db: sqlite3.Connection, now: float) -> list[PlannedStep]:
+        """Do it."""
+        return reads.replay_plan(db, self.node)
+
+
+@dataclass(frozen=True)
+class NextGroupId(Call[int]):
+    """As `BaseLedger.next_group_id`."""
+
+    source: str
+
+    doing = "read the next group id"
+
+    def run(self, db: sqlite3.Connection, now: float) -> int:
+        """Do it."""
+        return writes.next_group_id(db, self.source)
+
+
+@dataclass(frozen=True)
+class LastStep(Call[int]):
+    """As `BaseLedger.last_step`."""
+
+    node: str
+
+    doing = "read the last step"
+
+    def run(self, db: sqlite3.Connection, now: float) -> int:
+        """Do it."""
+        return writes.last_step(db, self.node)
+
+
+@dataclass(frozen=True)
+class Steps(Call[list[MadeStep]]):
+    """As `BaseLedger.steps`."""
+
+    node: str
+    after: int
+    upto: int | None
+
+    travels_as = Made
+    doing = "list the steps"
+
+    def run(self, db: sqlite3.Connection, now: float) -> list[MadeStep]:
+        """Do it."""
+        return reads.steps(db, self.node, self.after, self.upto)
+
+
+@dataclass(frozen=True)
+class DropsAt(Call[dict[int, str]]):
+    """As `BaseLedger.drops_at`."""
+
+    node: str
+    step: int
+
+    doing = "read the drops of a step"
+
+    def run(self, db: sqlite3.Connection, now: float) -> dict[int, str]:
+        """Do it."""
+        return reads.drops_at(db, self.node, self.step)
+
+
+@dataclass(frozen=True)
+class LastRound(Call[int | None]):
+    """As `BaseLedger.last_round`."""
+
+    node: str
+
+    doing = "read the last round"
+
+    def run(self, db: sqlite3.Connection, now: float) -> int | None:
+        """Do it."""
+        return reads.last_round(db, self.node)
+
+
+@dataclass(frozen=True)
+class IsJudged(Call[bool]):
+    """As `BaseLedger.is_judged`."""
+
+    source: str
+    step: int
+
+    doing = "look a round up"
+
+    def run(self, db: sqlite3.Connection, now: float) -> bool:
+        """Do it."""
+        return reads.is_judged(db, self.source, self.step)
+
+
+@dataclass(frozen=True)
+class Sources(Call[list[str]]):
+    """As `BaseLedger.sources`."""
+
+    node: str | None
+
+    doing = "list the sources"
+
+    def run(self, db: sqlite3.Connection, now: float) -> list[str]:
+        """Do it."""
+        return reads.sources(db, self.node)
+
+
+@dataclass(frozen=True)
+class ListFates(Call[list[Fate]]):
+    """As `BaseLedger.fates`."""
+
+    source: str
+    group_id: int
+
+    travels_as = Fates
+    doing = "look a group up"
+
+    def run(self, db: sqlite3.Connection, now: float) -> list[Fate]:
+        """Do it."""
+        return reads.fates(db, self.source, self.group_id)
+
+
+@dataclass(frozen=True)
+class Check(Call[list[str]]):
+    """What SQLite finds wrong with the whole database."""
+
+    doing = "be read"
+
+    def run(self, db: sqlite3.Connection, now: float) -> list[str]:
+        """Do it."""
+        return [said for (said,) in db.execute("PRAGMA quick_check(3)") if said != "ok"]
+
+
+@dataclass(frozen=True)
+class ListInFlight(Call[list[InFlight]]):
+    """As `BaseLedger.in_flight`."""
+
+    source: str
+    node: str | None
+    among: Sequence[int] | None
+
+    travels_as = Groups
+    doing = "list groups in flight"
+
+    def run(self, db: sqlite3.Connection, now: float) -> list[InFlight]:
+        """Do it."""
+        return reads.in_flight(db, self.source, self.node, self.among)
+
+
+@dataclass(frozen=True)
+class Count(Call[Counts]):
+    """As `BaseLedger.counts`."""
+
+    node: str
+
+    travels_as = Counted
+    doing = "count groups"
+
+    def run(self, db: sqlite3.Connection, now: float) -> Counts:
+        """Do it."""
+        return reads.counts(db, self.node)
+
+
+AnyRead: TypeAlias = (
+    ReadFacts | ReplayPlan | NextGroupId | LastStep | Steps | DropsAt | LastRound | IsJudged | Sources | ListFates
+    | Check | ListInFlight | Count
+)  # fmt: skip

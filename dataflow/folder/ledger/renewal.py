@@ -1,0 +1,56 @@
+"""A ledger is put in a new file under its name: who has the old one open, and is not to write, writes for nobody."""
+
+import contextlib
+import secrets
+import shutil
+from pathlib import Path
+
+from dataflow.folder.ledger.schema import check_schema, connect, explained
+from dataflow.system.files import disk, flush_to_disk
+
+_MADE = ".renewed"
+"""After the name: a whole copy, which has only to be put in place."""
+
+
+def renew(path: Path) -> None:
+    """Copy what was committed, and put the copy in the place of the file. No lock is waited for: who holds one may be
+    stopped, or on a host that is cut off.
+
+    A crash on the way leaves the old file, or a copy that the next call puts in place; nobody else may have the ledger
+    open meanwhile but who writes for nobody. Nothing is done where there is no ledger. Errors: LedgerError;
+    RunFolderError.
+    """
+    made = path.with_name(f"{path.name}{_MADE}")
+    if made.exists():
+        _put(made, path)
+    if not path.exists():
+        return
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with disk("copying", path):
+        try:
+            aside.mkdir()
+            for each in (path, _log(path)):  # the log last: it has all that the file lacks
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.copyfile(each, aside / each.name)
+            copy = aside / path.name
+            with explained("copy", path), contextlib.closing(connect(copy, mode="rw")) as db:
+                check_schema(db, path)
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            flush_to_disk(copy)
+            copy.replace(made)
+            flush_to_disk(path.parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    _put(made, path)
+
+
+def _put(made: Path, path: Path) -> None:
+    with disk("putting in place", path):
+        for each in (_log(path), path.with_name(f"{path.name}-shm")):
+            each.unlink(missing_ok=True)
+        made.replace(path)
+        flush_to_disk(path.parent)
+
+
+def _log(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")

@@ -1,0 +1,166 @@
+"""Where a worker goes whose host is lost, or that joins while a run goes on: a pure function of who sits where.
+
+It is the rule of the plan (`placing`), one worker at a time: ranks together, in a row of accelerators of one host that
+lives; processes on the CPU where there are fewest per core; light workers beside their neighbours. Who takes turns goes
+where one of its group is already, which has a place for all of them.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from dataflow.planning.hosts import Devices
+from dataflow.planning.placement import Placement
+from dataflow.planning.placing import Part, host_beside, unit_of
+from dataflow.planning.plan import Plan
+from dataflow.planning.rooms import Room, Unit, rooms_of, settle, shortage
+from dataflow.planning.sharing import at_once
+
+
+class Sits(Protocol):
+    """A worker and its place."""
+
+    @property
+    def worker(self) -> str:
+        """As the plan calls it and its replicas."""
+
+    @property
+    def replica(self) -> int:
+        """Its number; those that the plan has not are newcomers."""
+
+    @property
+    def host(self) -> str:
+        """Where it sits; empty: this machine, where there is no other."""
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """Its accelerators, numbered over all hosts."""
+
+
+def rehost(
+    plan: Plan, devices: Devices, alive: Collection[str], seated: Iterable[Sits], worker: str, replica: int
+) -> tuple[str, tuple[int, ...]] | str:
+    """The host and the accelerators (numbered over all hosts) of one replica; else what it needs and what there is.
+
+    devices: those of the plan, and hosts that joined since behind them. alive: names of hosts that may be used.
+    seated: all other workers that have a place, those on lost hosts too.
+
+    >>> from dataflow import Devices, Graph, plan
+    >>> from dataflow.planning.hosts import Host
+    >>> from dataflow.testing import FakePrompts, FakeTrainer
+    >>> g = Graph("tiny")
+    >>> FakeTrainer(prompts_per_step=2)(g.source(FakePrompts()))
+    >>> made = plan(g, Devices.of([Host(name="a", cpus=4), Host(name="b", cpus=4)]))
+    >>> made.host("trainer", 0), rehost(made, made.devices, {"b"}, [], "trainer", 0)
+    ('a', ('b', ()))
+    """
+    seated = [each for each in seated if each.host in alive]
+    rooms = _rooms(plan, devices, alive, seated)
+    if not rooms:
+        return f"'{worker}-{replica}' has no host left; add one"
+    if worker in plan.neighbours:
+        hosts = {each: [other.host for other in seated if other.worker == each] for each in plan.neighbours[worker]}
+        return host_beside(hosts.values(), rooms), ()
+    group = plan.turns_of(worker)
+    mates = [each for each in seated if each.worker in group]
+    if mates:
+        return _beside_mates(plan, rooms, mates, worker, replica)
+    unit = unit_of([_part(plan.placements[node]) for node in group] or [_part(plan.placements[worker], replicas=1)])
+    found = settle(_roomy(rooms, unit), unit)
+    if not found:
+        return _refusal(worker, replica, unit, rooms)
+    room, row = found[0]
+    return room.host.name, _share(plan, worker, replica, row[0]) if group and row else row
+
+
+def most_replicas(
+    plan: Plan, devices: Devices, alive: Collection[str], seated: Iterable[Sits], worker: str
+) -> int | None:
+    """How many replicas of a worker accelerators have room for beside the others; None: it runs on the CPU."""
+    placement = plan.placements[worker]
+    if not placement.gpus:
+        return None
+    in_turn = plan.turns_of(worker)
+    others = [each for each in seated if each.worker != worker and each.worker not in in_turn]
+    homes = {each.host for each in seated if each.worker in in_turn}
+    rooms = [room for room in _rooms(plan, devices, alive, others) if not homes or room.host.name in homes]
+    unit = unit_of([_part(placement, replicas=1)])
+    return len(settle(_roomy(rooms, unit), unit, devices.gpus))
+
+
+def _part(placement: Placement, replicas: int | None = None) -> Part:
+    """replicas: of so many; None: of all."""
+    count = placement.replicas if replicas is None else replicas
+    gpus = count * placement.ranks if placement.gpus else 0
+    return Part(replicas=count, ranks=placement.ranks, gpus=gpus, need=placement.need)
+
+
+def _roomy(rooms: Iterable[Room], unit: Unit) -> list[Room]:
+    """Hosts on which memory is not known to run out; this machine alone is taken as it is."""
+    return [room for room in rooms if not room.host.name or not room.lacks_memory(unit)]
+
+
+def _rooms(plan: Plan, devices: Devices, alive: Collection[str], seated: Sequence[Sits]) -> list[Room]:
+    """Hosts that live, with what those have who sit there."""
+    rooms = {room.host.name: room for room in rooms_of(devices) if room.host.name in alive}
+    counts: dict[str, dict[str, int]] = {}
+    for each in seated:
+        if each.host in rooms and each.worker not in plan.neighbours:
+            rooms[each.host].taken.update(_block(plan, each))
+            there = counts.setdefault(each.host, {})
+            there[each.worker] = there.get(each.worker, 0) + 1
+    for host, there in counts.items():
+        placements = {worker: plan.placements[worker] for worker in there}
+        processes = {worker: count * placements[worker].ranks for worker, count in there.items()}
+        rooms[host].processes = at_once(plan.turns, processes)
+        rooms[host].memory_bytes = at_once(plan.turns, _memory(placements, processes))
+    return list(rooms.values())
+
+
+def _memory(placements: Mapping[str, Placement], processes: Mapping[str, int]) -> dict[str, int]:
+    """Of main memory, as far as it is known."""
+    return {
+        worker: (placements[worker].memory_bytes or 0) * count
+        for worker, count in processes.items() if not placements[worker].gpus
+    }  # fmt: skip
+
+
+def _block(plan: Plan, seated: Sits) -> Iterable[int]:
+    """The accelerators that are not for others while one sits there: its own, or those of its whole group."""
+    group = plan.turns_of(seated.worker)
+    if not group or not seated.gpus or seated.replica >= plan.placements[seated.worker].replicas:
+        return seated.gpus
+    first = _first(plan, seated)
+    return range(first, first + max(len(plan.placements[node].gpus) for node in group))
+
+
+def _first(plan: Plan, seated: Sits) -> int:
+    """Of the accelerators that one shares with its group, the first one."""
+    placement = plan.placements[seated.worker]
+    return seated.gpus[0] - (placement.gpus_of(seated.replica)[0] - placement.gpus[0])
+
+
+def _share(plan: Plan, worker: str, replica: int, first: int) -> tuple[int, ...]:
+    """The accelerators of one replica among those that its group shares."""
+    placement = plan.placements[worker]
+    return tuple(first + gpu - placement.gpus[0] for gpu in placement.gpus_of(replica))
+
+
+def _beside_mates(
+    plan: Plan, rooms: Sequence[Room], mates: Sequence[Sits], worker: str, replica: int
+) -> tuple[str, tuple[int, ...]] | str:
+    """The place of one whose group is somewhere already."""
+    placement, host = plan.placements[worker], mates[0].host
+    if not placement.gpus:
+        return host, ()
+    known = [each for each in mates if each.replica < plan.placements[each.worker].replicas]
+    if replica < placement.replicas and known:
+        return host, _share(plan, worker, replica, _first(plan, known[0]))
+    room = next(room for room in rooms if room.host.name == host)
+    room.taken -= {gpu for each in mates for gpu in _block(plan, each)}
+    room.taken |= {gpu for each in mates if each.worker == worker for gpu in each.gpus}
+    row = room.row(Unit(gpus=placement.ranks))
+    return _refusal(worker, replica, Unit(gpus=placement.ranks), [room]) if row is None else (host, row)
+
+
+def _refusal(worker: str, replica: int, unit: Unit, rooms: Sequence[Room]) -> str:
+    return f"'{worker}-{replica}' needs {unit} on one host, but {shortage(rooms, unit)}; add a host, or make room"

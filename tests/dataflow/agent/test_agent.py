@@ -1,0 +1,85 @@
+"""An agent that hears nobody; what hosts compare; which address others reach."""
+
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+from rigs.graphs import fake_graph
+
+from dataflow import scorer
+from dataflow.agent.digest import built, other_program, program_files, versions
+from dataflow.agent.forkserver_messages import Stay
+from dataflow.agent.line import Line
+from dataflow.agent.silence import UNBEGUN_S, over
+from dataflow.errors import RunError
+from dataflow.history.launch import Launch
+from dataflow.planning.hosts import Devices, Host
+from dataflow.run import make_plan
+from dataflow.system.addresses import own_address
+from dataflow.system.security import RunKeys
+
+STAY = Stay(wait_s=60.0, end_s=120.0, silent_s=30.0)
+HOSTS = [Host(name="h1", cpus=2), Host(name="h2", cpus=2)]
+
+
+@pytest.mark.parametrize(("silent_s", "stays", "keeps", "ends"), [
+    (UNBEGUN_S - 1, None, True, False), (UNBEGUN_S + 1, None, True, True),
+    (59.0, STAY, False, False), (61.0, STAY, False, True), (61.0, STAY, True, False), (181.0, STAY, True, True),
+])  # fmt: skip
+def test_an_agent_waits_for_a_scheduler_as_long_as_it_was_told_and_for_workers_that_come_to_an_end(
+    silent_s: float, stays: Stay | None, keeps: bool, ends: bool
+) -> None:
+    assert over(silent_s, stays, keeps=keeps) is ends
+
+
+def test_the_same_program_has_the_same_digest_and_another_one_is_told_by_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("first")
+    launch = Launch(file=str(file), folder=str(tmp_path))
+    graph = fake_graph()
+    planned = make_plan(graph, devices=Devices.of(HOSTS))
+    before = built(graph, planned, launch)
+    assert built(fake_graph(), make_plan(fake_graph(), devices=Devices.of(HOSTS)), launch) == before
+    file.write_text("second")
+    after = built(graph, planned, launch)
+    told = other_program("h2", after, before)
+    assert before.digest in told and after.digest in told and str(file) in told
+    others = built(graph, make_plan(graph, devices=Devices.of(HOSTS[:1])), launch)
+    assert others.digest != after.digest and others.files == after.files
+    assert "other data or other flags" in other_program("h2", others, after)
+
+
+def test_the_files_of_a_users_functions_belong_to_the_program() -> None:
+    graph = fake_graph(scorers=(scorer(isolate=False)(partial_of_here),))
+    assert Path(__file__) in program_files(graph, Launch(module="dataflow.testing"))
+
+
+def partial_of_here(completion: str) -> float:
+    return float(len(completion))
+
+
+def test_versions_are_those_of_this_process() -> None:
+    found = versions()
+    assert set(found) == {"Python", "torch", "engine"}
+    assert all(found.values()) and found["torch"][0].isdigit()
+
+
+def test_an_address_is_that_of_an_interface_or_of_the_way_to_the_scheduler() -> None:
+    loopback = next(
+        name for name, all_ in psutil.net_if_addrs().items()
+        if any(each.family == socket.AF_INET and each.address == "127.0.0.1" for each in all_)
+    )  # fmt: skip
+    assert own_address(loopback, "") == "127.0.0.1"
+    assert own_address("10.1.2.3", "") == "10.1.2.3"
+    assert own_address("", "tcp://127.0.0.1:80") == "127.0.0.1"
+    with pytest.raises(RunError, match=r"no way to tcp://no\.such\.host\.invalid:80"):
+        own_address("", "tcp://no.such.host.invalid:80")
+
+
+def test_a_line_that_nobody_answers_says_so() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        line = Line(f"tcp://127.0.0.1:{taken.getsockname()[1]}", RunKeys.make(), "h1/1")
+        assert line.heard() == [] and line.trouble == "nobody answers there"
+        line.close()

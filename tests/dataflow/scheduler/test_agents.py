@@ -1,0 +1,285 @@
+"""The scheduler's hold on its agents: real sockets, played agents."""
+
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.agent.digest import versions
+from dataflow.agent.forkserver_messages import AllHanded, End, Handed, Kill, Notice, Spawn, Stay
+from dataflow.agent.line import Line
+from dataflow.agent.messages import Begin, Built, Bye, Failed, HandOver, Join, Pause, Paused, Refused
+from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
+from dataflow.errors import DeadlineError, Replaced, RunError
+from dataflow.scheduler.agents import Agents
+from dataflow.system.security import RunKeys
+
+KEYS = RunKeys.make()
+JOIN = Join(
+    name="h1", cpus=2, address="127.0.0.1", sockets="/dev/shm/of-h1", folder="/runs/a", pid=7, versions=versions()
+)
+BEGIN = Begin(launch={"module": "m"}, inputs={}, whereabouts={"control": "tcp://127.0.0.1:1", "commands": ""})
+BUILT = Built(digest="same", files={"a.py": "1"})
+DEADLINE_S = 10.0
+
+
+class PlayedAgent:
+    """Speaks for a host."""
+
+    def __init__(self, agents: Agents, name: str, keys: RunKeys = KEYS, **facts: Any) -> None:
+        self.line = Line(agents.address, keys, f"{name}/{id(self)}")
+        self.said: list[Any] = []
+        self.join = dataclasses.replace(JOIN, name=name, **facts)
+        self.line.say(self.join)
+
+    def say(self, message: Any) -> None:
+        self.line.say(message)
+
+    def heard(self, kind: type[Any]) -> list[Any]:
+        self.said += self.line.heard()
+        return [each for each in self.said if isinstance(each, kind)]
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    made = Agents("127.0.0.1", KEYS, tmp_path)
+    yield made
+    made.close(0.0)
+
+
+def until(agents: Agents, holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        agents.live()
+        agents.events()
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.01)
+
+
+def told_of(agents: Agents, what: str) -> list[dict[str, Any]]:
+    """Events until one of a kind."""
+    found: list[dict[str, Any]] = []
+
+    def came() -> bool:
+        found.extend(agents.events())
+        return any(each["event"] == what for each in found)
+
+    deadline = time.monotonic() + DEADLINE_S
+    while not came():
+        agents.live()
+        assert time.monotonic() < deadline, f"nobody told of {what}"
+        time.sleep(0.01)
+    return found
+
+
+@contextlib.contextmanager
+def hosts(agents: Agents, *names: str) -> Iterator[list[PlayedAgent]]:
+    played = [PlayedAgent(agents, name) for name in names]
+    try:
+        yield played
+    finally:
+        for each in played:
+            if not each.line.socket.closed:
+                each.line.close()
+
+
+@contextlib.contextmanager
+def begun(agents: Agents, *names: str) -> Iterator[list[PlayedAgent]]:
+    with hosts(agents, *names) as played:
+        agents.assemble(len(names), DEADLINE_S)
+        for each in played:
+            each.say(BUILT)
+        agents.build(BEGIN, BUILT, DEADLINE_S)
+        yield played
+
+
+def settings(host: str, attempt: int = 0) -> dict[str, Any]:
+    return {"host": host, "attempt": attempt}
+
+
+def test_a_worker_is_asked_for_on_its_host_and_events_come_from_there(agents: Agents) -> None:
+    with begun(agents, "h1", "h2") as (first, second):
+        assert [host.name for host in agents.hosts] == ["h1", "h2"]
+        assert agents.place("h1") == {"sockets": "/dev/shm/of-h1", "listen": "127.0.0.1", "folder": "/runs/a"}
+        agents.spawn("w-0", settings("h2"), heavy=True, keeps=True)
+        agents.kill("w-0", signal.SIGTERM)
+        until(agents, lambda: second.heard(Spawn) and second.heard(Kill))
+        assert second.heard(Spawn) == [Spawn("w-0", settings("h2"), heavy=True, keeps=True)]
+        assert second.heard(Kill) == [Kill("w-0", signal.SIGTERM)]
+        assert not first.heard(Spawn) and not first.heard(Kill)
+        second.say(Notice("exited", "w-0", 12, -9))
+        found = told_of(agents, "exited")
+        (told,) = [each for each in found if each["event"] == "exited"]
+        assert (told["name"], told["host"], told["status"]) == ("w-0", "h2", -9)
+
+
+def test_hosts_are_counted_as_people_do(agents: Agents) -> None:
+    with hosts(agents, "h10", "h2", "h1"):
+        agents.assemble(3, DEADLINE_S)
+        assert [host.name for host in agents.hosts] == ["h1", "h2", "h10"]
+
+
+def test_too_few_hosts_are_waited_for_no_longer_than_said_and_those_that_came_are_named(agents: Agents) -> None:
+    with hosts(agents, "h1"), pytest.raises(DeadlineError, match=r"waited 0 s for 2 hosts at .*, and these came: h1; "):
+        until(agents, lambda: agents.hosts)
+        agents.assemble(2, 0.1)
+
+
+@pytest.mark.parametrize(("what", "its"), [("Python", "3.9"), ("torch", "1.0"), ("engine", "abc")])
+def test_a_host_with_another_version_is_refused_and_both_are_named(agents: Agents, what: str, its: str) -> None:
+    its_versions = {**versions(), what: its}
+    agent = PlayedAgent(agents, "h1", versions=its_versions)
+    with pytest.raises(RunError, match=f"host 'h1' has {what} {its} and the scheduler {versions()[what]};"):
+        agents.assemble(1, DEADLINE_S)
+    until(agents, lambda: agent.heard(Refused))
+    agent.line.close()
+
+
+def test_a_host_with_another_program_is_refused_and_both_are_named(agents: Agents) -> None:
+    with hosts(agents, "h1", "h2") as (first, second):
+        agents.assemble(2, DEADLINE_S)
+        first.say(BUILT)
+        second.say(Built(digest="other", files={"a.py": "2", "b.py": "3"}))
+        said = r"host 'h2' .*digest other, and .* same; 'a.py' is 2 on it and 1 here; 'b.py' is 3 on it and not there"
+        with pytest.raises(RunError, match=said):
+            agents.build(BEGIN, BUILT, DEADLINE_S)
+        until(agents, lambda: second.heard(Refused))
+
+
+def test_a_host_that_cannot_build_or_ends_while_it_does_ends_the_wait_with_its_reason(agents: Agents) -> None:
+    with hosts(agents, "h1") as (agent,):
+        agents.assemble(1, DEADLINE_S)
+        agent.say(Failed("no such file"))
+        with pytest.raises(RunError, match="no such file"):
+            agents.build(BEGIN, BUILT, DEADLINE_S)
+
+
+def test_an_agent_that_its_launcher_has_lost_ends_the_wait(agents: Agents) -> None:
+    agents.watch = lambda: ["the agent of host 'h1' ended with status 3"]
+    with pytest.raises(RunError, match="the agent of host 'h1' ended with status 3"):
+        agents.assemble(1, DEADLINE_S)
+
+
+def test_two_hosts_of_one_name_are_refused(agents: Agents) -> None:
+    with hosts(agents, "h1", "h1"), pytest.raises(RunError, match=r"two hosts .* called 'h1'.*DATAFLOW_AGENT_HOST"):
+        agents.assemble(2, DEADLINE_S)
+
+
+def test_an_agent_without_the_runs_keys_hears_nothing_and_is_told_why(agents: Agents) -> None:
+    agent = PlayedAgent(agents, "h1", keys=RunKeys.make())
+    until(agents, lambda: agent.heard(object) or "keys" in agent.line.trouble)
+    assert not agents.hosts and not agent.said
+    agent.line.close()
+
+
+def test_a_port_that_is_taken_is_named(agents: Agents, tmp_path: Path) -> None:
+    taken = agents.address.removeprefix("tcp://")
+    with pytest.raises(RunError, match=rf"cannot listen for agents at {taken}: Address already in use"):
+        Agents(taken, KEYS, tmp_path)
+
+
+def test_a_host_whose_agent_is_gone_is_lost_soon_and_once(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LIVES_S", "_CLOSED_S"):
+        monkeypatch.setattr(sys.modules[Agents.__module__], name, 0.1)
+    with begun(agents, "h1", "h2") as (first, _):
+        first.line.close()
+        found = told_of(agents, "lost")
+        lost = [each for each in found if each["event"] == "lost"]
+        assert [(each["name"], each["cause"]) for each in lost] == [("h1", "has lost the connection of its agent")]
+
+
+def test_a_host_that_comes_later_builds_too_and_is_told_once_it_has(agents: Agents) -> None:
+    with begun(agents, "h1"):
+        agents.stay(1.0, 2.0, 3.0)
+        agent = PlayedAgent(agents, "h2")
+        until(agents, lambda: agent.heard(Begin) and agent.heard(Stay))
+        agent.say(BUILT)
+        found = told_of(agents, "joined")
+        (joined,) = [each for each in found if each["event"] == "joined"]
+        assert (joined["name"], joined["host"].cpus, joined["processes"]) == ("h2", 2, {})
+        agent.line.close()
+
+
+def test_an_agent_that_asks_again_says_what_it_has_and_gets_what_was_lost_on_its_way(agents: Agents) -> None:
+    with begun(agents, "h1") as (agent,):
+        for name in ("a-0", "b-0"):
+            agents.spawn(name, settings("h1"), heavy=False)
+        until(agents, lambda: len(agent.heard(Spawn)) == 2)
+        agent.say(agent.join)
+        until(agents, lambda: agent.heard(HandOver))
+        agent.say(Handed("a-0", 5, settings("h1"), 1, alive=False))
+        agent.say(AllHanded(1, 0.0, 0, lives=False))
+        found = told_of(agents, "joined")
+        until(agents, lambda: len(agent.heard(Spawn)) == 3)
+        assert agent.heard(Spawn)[-1].name == "b-0"
+        processes = next(each["processes"] for each in found if each["event"] == "joined")
+        assert [(each.name, each.alive, each.status) for each in processes.values()] == [("a-0", False, 1)]
+
+
+def test_a_host_that_is_cleared_is_told_when_its_workers_have_ended(agents: Agents) -> None:
+    with begun(agents, "h1") as (agent,):
+        agent.say(agent.join)
+        agent.say(Handed("a-0", 5, settings("h1"), None, alive=True))
+        agent.say(AllHanded(1, 0.0, 0, lives=False))
+        found = told_of(agents, "joined")
+        agents.clear("h1")
+        until(agents, lambda: agent.heard(Kill))
+        assert agent.heard(Kill) == [Kill("a-0", signal.SIGKILL)]
+        agent.say(Notice("exited", "a-0", 5, -9))
+        found = told_of(agents, "joined")
+        assert next(each["processes"] for each in found if each["event"] == "joined") == {}
+
+
+def test_a_pause_returns_once_all_have_said_so_and_waits_for_nobody_too_long(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with begun(agents, "h1") as (agent,):
+        agent.say(Paused(is_paused=True))
+        agents.pause(True)
+        until(agents, lambda: agent.heard(Pause))
+        monkeypatch.setattr(sys.modules[Agents.__module__], "_PAUSE_S", 0.1)
+        began = time.monotonic()
+        agents.pause(False)
+        assert 0.1 <= time.monotonic() - began < 5.0
+
+
+def test_the_end_is_waited_for_until_all_have_said_goodbye_and_nothing_is_left(agents: Agents, tmp_path: Path) -> None:
+    with begun(agents, "h1") as (agent,):
+        agents.announce(agents.hosts)
+        assert (tmp_path / KEYS_FILE).stat().st_mode & 0o777 == 0o600
+        assert Rendezvous.keys(tmp_path) == KEYS
+        agent.say(Bye())
+        began = time.monotonic()
+        agents.close()
+        assert time.monotonic() - began < 5.0
+        assert agent.heard(End)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scheduler_that_finds_another_in_its_place_ends_and_removes_nothing(agents: Agents, tmp_path: Path) -> None:
+    with begun(agents, "h1") as (agent,):
+        agents.announce(agents.hosts)
+        Rendezvous(address="tcp://127.0.0.1:9", number=1, hosts=()).write(tmp_path, KEYS)
+        with pytest.raises(Replaced, match=r"another one, at tcp://127\.0\.0\.1:9, has taken the run over"):
+            until(agents, lambda: False)
+        agents.leave()
+        agents.close()
+        assert json.loads((tmp_path / "agents.json").read_text())["number"] == 1
+        assert not agent.heard(End)
+
+
+def test_what_is_no_message_is_refused_and_told(agents: Agents) -> None:
+    told: list[str] = []
+    agents.told = told.append
+    agent = PlayedAgent(agents, "h1")
+    agent.line.socket.send(b"nothing")
+    until(agents, lambda: told)
+    assert "refused a message of h1" in told[0]
+    agent.line.close()

@@ -1,0 +1,92 @@
+"""Hosts that die, and links that are cut: what falls is noticed, started elsewhere, and nothing is trained twice."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rigs.hosts import Host
+from rigs.hosts.cluster import Cluster
+from rigs.machine import wait_until
+
+pytestmark = pytest.mark.slow
+
+PLACE = {"generator": ("b", "c"), "trainer": "a"}
+HANG_S = 6.0
+
+
+@pytest.fixture
+def cluster(make_cluster: Callable[..., Cluster], policy: Path) -> Cluster:
+    return make_cluster("a", "b", "c", visible=[policy])
+
+
+def start(cluster: Cluster, policy: Path, steps: int, place: object = PLACE) -> None:
+    cluster.start(
+        "tiny", {"policy": str(policy)}, steps=steps, place=place, replicas={"generator": 2},
+        limits={"hang_s": HANG_S, "host_s": 60.0},
+    )  # fmt: skip
+    cluster.wait_for_step(3)
+
+
+def lost(cluster: Cluster, host: Host) -> list[dict[str, Any]]:
+    """Faults of workers that were on it."""
+    return [fault for fault in cluster.faults() if f"host '{host.name}'" in str(fault["cause"])]
+
+
+def clean(cluster: Cluster) -> None:
+    verdict = cluster.ended()
+    assert verdict.clean, verdict.line
+
+
+@pytest.mark.parametrize("silently", [False, True], ids=["its processes first", "its link first"])
+def test_a_host_that_dies_is_noticed_and_its_workers_go_on_elsewhere(
+    cluster: Cluster, policy: Path, silently: bool
+) -> None:
+    b = cluster.hosts[1]
+    start(cluster, policy, steps=60)
+    at = time.time()
+    if silently:
+        b.cut()
+    b.kill()
+    cluster.agents.pop("b")
+    clean(cluster)
+    assert {fault["worker"] for fault in lost(cluster, b)} == {"prompts-0", "reward-0", "generator-0"}
+    for fault in lost(cluster, b):
+        assert fault["at"] - at < (HANG_S + 2.0 if silently else 5.0)
+        assert fault["recovered_s"] < 20.0
+    b.boot()
+
+
+def test_a_cut_shorter_than_the_limit_changes_nothing(cluster: Cluster, policy: Path) -> None:
+    b = cluster.hosts[1]
+    start(cluster, policy, steps=60)
+    b.cut()
+    time.sleep(HANG_S / 2)
+    b.mend()
+    clean(cluster)
+    assert cluster.faults() == []
+
+
+def test_a_host_that_is_cut_off_comes_back_and_does_nothing_twice(cluster: Cluster, policy: Path) -> None:
+    b = cluster.hosts[1]
+    start(cluster, policy, steps=100)
+    b.cut()
+    wait_until(lambda: "host 'b' was not heard" in cluster.said(), HANG_S + 5.0, "the loss of the host")
+    b.mend()
+    wait_until(lambda: "host 'b' is back" in cluster.said(), 30.0, "the host")
+    clean(cluster)
+    assert {fault["worker"] for fault in lost(cluster, b)} == {"prompts-0", "reward-0", "generator-0"}
+
+
+def test_a_trainer_that_is_cut_off_alone_commits_nothing_more(cluster: Cluster, policy: Path) -> None:
+    c = cluster.hosts[2]
+    start(cluster, policy, steps=60, place={"generator": ("a", "b"), "trainer": "c"})
+    there = set(c.processes())
+    c.cut()
+    wait_until(lambda: "host 'c' was not heard" in cluster.said(), HANG_S + 5.0, "the loss of the host")
+    cluster.wait_for_step(cluster.steps() + 3)
+    assert there <= set(c.processes())  # it goes on by itself
+    c.mend()
+    clean(cluster)
+    assert [fault["worker"] for fault in lost(cluster, c)] == ["trainer-0"]

@@ -1,0 +1,226 @@
+"""Runs over agents on this machine: they end as on one host, and so they do when a host or the scheduler dies."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from rigs.machine import alive, descendants, wait_until
+
+from dataflow import verify
+from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
+from dataflow.folder.faults import FILE
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
+from dataflow.system.child import ROOT
+
+PROGRAM = Path(__file__).parent / "local_program.py"
+PLACE = "generator=h1,trainer=h2"
+WAIT_S = 90.0
+
+
+@dataclass
+class Under:
+    """A program under way, in a process group of its own as in a terminal."""
+
+    process: subprocess.Popen[str]
+    home: Path
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder.open(self.home / "runs" / "latest")
+
+    def steps(self) -> int:
+        with contextlib.suppress(Exception):
+            return len(self.folder.read_metrics())
+        return 0
+
+    def further(self, steps: int = 3) -> None:
+        before = self.steps()
+
+        def is_further() -> bool:
+            assert self.process.poll() is None, self.said()
+            return self.steps() >= before + steps
+
+        wait_until(is_further, WAIT_S, f"{steps} steps more")
+
+    def said(self) -> str:
+        logs = "".join(path.read_text() for path in (self.home / "runs").glob("*/logs/agent-*.log"))
+        return (self.home / "output").read_text() + logs
+
+    def agents(self) -> dict[str, int]:
+        """By host: the process of its agent."""
+        found = {}
+        for pid in descendants(self.process.pid):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if "dataflow.agent" in process.cmdline():
+                    found[process.environ()["DATAFLOW_AGENT_HOST"]] = pid
+        return found
+
+    def faults(self) -> list[dict[str, object]]:
+        path = self.folder.path / FILE
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def is_clean(self) -> None:
+        verdict = verify(self.folder.path)
+        assert verdict.clean, verdict.line
+        assert Rendezvous.read(self.folder.path) is None and not (self.folder.path / KEYS_FILE).exists()
+
+
+Start = Callable[..., Under]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts the program with some flags, or `dataflow` with some words."""
+    started: list[Under] = []
+    families: set[int] = set()
+
+    def begin(*flags: str, command: tuple[str, ...] = (str(PROGRAM),), **limits: float) -> Under:
+        environment = os.environ | {"LIMITS": json.dumps(limits), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with (tmp_path / "output").open("a") as file:
+            process = subprocess.Popen(
+                [sys.executable, *command, *flags], cwd=tmp_path, stdout=file, stderr=file, env=environment,
+                process_group=0, text=True,
+            )  # fmt: skip
+        started.append(Under(process, tmp_path))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            families |= {each.process.pid, *descendants(each.process.pid)}
+    for pid in families:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for each in started:
+        each.process.wait(10)
+
+
+def ask(each: Under, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "dataflow", *words, str(each.folder.path)], capture_output=True, text=True, timeout=60,
+        cwd=ROOT,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+@pytest.mark.timeout(180)
+def test_a_run_over_local_agents_ends_as_on_one_host_and_leaves_nothing(start: Start) -> None:
+    run = start("--on", "local:2", "--place", PLACE, "--quiet")
+    family: set[int] = set()
+
+    def has_ended() -> bool:
+        family.update(descendants(run.process.pid))
+        return run.process.poll() is not None
+
+    wait_until(has_ended, WAIT_S, "the end of the run")
+    assert run.process.returncode == 0, run.said()
+    run.is_clean()
+    assert run.steps() == 8
+    placed = {path.stem for path in run.folder.logs.glob("*.log")}
+    assert placed >= {"agent-h1", "agent-h2", "generator-0", "trainer-0"}
+    assert "forkserver" not in placed
+    wait_until(lambda: not alive(family), 10.0, "the end of all processes")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_whose_agent_is_killed_is_noticed_at_once_and_the_run_goes_on_elsewhere(start: Start) -> None:
+    run = start("--on", "local:3", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02")
+    run.further()
+    pid = run.agents()["h1"]
+    workers = descendants(pid)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not alive({pid, *workers}), 10.0, "the end of the workers of the host")
+    wait_until(lambda: any(fault["worker"] == "generator-0" for fault in run.faults()), 30.0, "the loss of the host")
+    run.further(10)
+    assert "ends after the step under way" in ask(run, "stop")
+    run.process.wait(60)
+    run.is_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_scheduler_that_is_killed_is_followed_by_another_that_takes_the_workers_as_they_are(start: Start) -> None:
+    first = start("--on", "local:2", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02", "--steps", "400")
+    first.further()
+    family = descendants(first.process.pid)
+    first.process.kill()
+    first.process.wait(10)
+    assert "has died; dataflow resume takes over the workers" in ask(first, "stop")
+    second = start("resume", str(first.folder.path), command=("-m", "dataflow"))
+    wait_until(lambda: [fault["worker"] for fault in second.faults()] == ["scheduler"], WAIT_S, "the second scheduler")
+    assert set(alive(family)) == set(family)
+    second.process.wait(120)
+    assert second.process.returncode == 0, second.said()
+    second.is_clean()
+    assert second.steps() == 400
+    with contextlib.closing(Ledger.open(second.folder.ledger)) as ledger:
+        assert ledger.counts("trainer").trained == 400 * 8
+    wait_until(lambda: not alive(set(family)), 10.0, "the end of all processes")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_agents_that_no_scheduler_comes_to_end_with_their_workers(start: Start) -> None:
+    run = start(
+        "--on", "local:2", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02", adopt_s=3.0, drain_s=5.0
+    )
+    run.further()
+    family = descendants(run.process.pid)
+    run.process.kill()
+    wait_until(lambda: not alive(set(family)), 40.0, "the end of agents and workers")
+    assert verify(run.folder.path).clean
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_control_c_reaches_the_scheduler_alone_and_ends_the_run_in_order(start: Start) -> None:
+    run = start("--on", "local:2", "--place", PLACE, "--size", "0", "--seconds", "0.02")
+    run.further()
+    os.killpg(run.process.pid, signal.SIGINT)
+    run.process.wait(60)
+    assert run.process.returncode == 0, run.said()
+    run.is_clean()
+    assert run.folder.read_json("times.json")["outcome"] == "stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_control_z_stops_the_workers_of_all_hosts_and_sigcont_lets_them_go_on(start: Start) -> None:
+    run = start("--on", "local:2", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02", hang_s=3.0)
+    run.further()
+    os.killpg(run.process.pid, signal.SIGTSTP)
+    wait_until(lambda: psutil.Process(run.process.pid).status() == psutil.STATUS_STOPPED, 20.0, "the stop")
+    before = run.steps()
+    time.sleep(8.0)  # longer than anybody's patience
+    assert run.steps() <= before + 1
+    os.killpg(run.process.pid, signal.SIGCONT)
+    run.further(5)
+    assert run.faults() == []
+    os.killpg(run.process.pid, signal.SIGINT)
+    run.process.wait(60)
+    run.is_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_program_that_cannot_be_built_on_a_host_ends_the_run_with_its_reason(start: Start, tmp_path: Path) -> None:
+    flawed = tmp_path / "flawed.py"
+    flawed.write_text(
+        f"import sys\nif 'dataflow.agent.program' in sys.orig_argv: raise ValueError('no such data here')\n"
+        f"exec(open({str(PROGRAM)!r}).read(), {{'__file__': {str(PROGRAM)!r}, '__name__': '__main__'}})\n"
+    )
+    run = start("--on", "local:1", "--quiet", command=(str(flawed),))
+    assert run.process.wait(60) == 1
+    assert "host 'h1'" in run.said() and "did not get to its run: ValueError: no such data here" in run.said()

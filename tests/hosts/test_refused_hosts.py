@@ -1,0 +1,119 @@
+"""A host that does not fit: one clear sentence says why, and nobody waits for what will not come."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rigs.hosts import Host
+from rigs.hosts.cluster import Cluster
+
+from dataflow.system.security import RunKeys
+
+pytestmark = pytest.mark.slow
+
+OTHER_VERSIONS = """
+import importlib.metadata, platform
+known = importlib.metadata.version
+importlib.metadata.version = lambda name: "2.0.1" if name == "torch" else known(name)
+platform.python_version_tuple = lambda: ("3", "9", "1")
+"""
+
+
+@pytest.fixture
+def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
+    return make_cluster("a", "b", disk_bytes=256 << 20, memory_bytes=64 << 20)
+
+
+def ended(cluster: Cluster, deadline_s: float = 60.0) -> str:
+    """What the scheduler said in the end: it failed."""
+    assert cluster.scheduler
+    assert cluster.scheduler.wait(deadline_s) == 1, cluster.said()
+    return last_line(cluster.said())
+
+
+def refused(cluster: Cluster, host: Host, deadline_s: float = 60.0) -> str:
+    """What the agent of a host said in the end."""
+    assert cluster.agents[host.name].wait(deadline_s) in (1, 2), cluster.said_by_agent(host)
+    return last_line(cluster.said_by_agent(host))
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def test_a_host_with_other_versions_is_refused(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    patch = cluster.folder / "other/sitecustomize.py"
+    patch.parent.mkdir()
+    patch.write_text(OTHER_VERSIONS)
+    cluster.start("fakes", agents=[a])
+    cluster.join(b, {"PYTHONPATH": str(patch.parent)})
+    python = ".".join(map(str, sys.version_info[:2]))
+    for said in (ended(cluster), refused(cluster, b)):
+        assert f"host 'b' has Python 3.9 and the scheduler {python}; torch 2.0.1 and the scheduler 2." in said
+
+
+def test_a_host_with_another_version_of_the_program_is_refused(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    text = cluster.program.read_text().replace(
+        "Path(__file__).parents[2]", f"Path({str(cluster.program.parents[2])!r})"
+    )
+    for host, version in ((a, text), (b, text.replace("pause_s: float = 0.0", "pause_s: float = 0.001"))):
+        host.outside("/tmp/program.py").write_text(version)
+    cluster.program = Path("/tmp/program.py")
+    cluster.start("fakes")
+    for said in (ended(cluster), refused(cluster, b)):
+        assert "host 'b' has another version of the program" in said and "'/tmp/program.py' is" in said
+
+
+def test_an_agent_with_other_keys_is_not_let_in(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    keys = cluster.folder / "other.keys"
+    keys.touch(0o600)
+    keys.write_bytes(RunKeys.make().to_bytes())
+    cluster.start("fakes", agents=[a], limits={"start_s": 8.0})
+    cluster.join(b, {"DATAFLOW_AGENT_KEYS": str(keys)})
+    assert "waited 8 s" in (said := ended(cluster)) and "a" in said
+    assert "key" in refused(cluster, b)
+
+
+def test_a_scheduler_that_nobody_reaches_is_not_waited_for_without_end(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    cluster.start("fakes", agents=[a], limits={"start_s": 8.0})
+    cluster.join(b, {"DATAFLOW_AGENT_SCHEDULER": "tcp://10.77.0.200:4321"})
+    assert "waited 8 s" in ended(cluster)
+    assert "the scheduler at tcp://10.77.0.200:4321 has not answered" in refused(cluster, b)
+
+
+def test_an_address_that_is_no_address_of_the_host_is_refused(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    cluster.start("fakes", agents=[a], limits={"start_s": 8.0})
+    cluster.join(b, {"DATAFLOW_AGENT_ADDRESS": "10.77.0.99"})
+    assert "10.77.0.99" in refused(cluster, b)
+
+
+def test_a_port_that_is_taken_is_named(cluster: Cluster) -> None:
+    a = cluster.hosts[0]
+    taken = "import socket, time; s = socket.create_server(('0.0.0.0', 4567)); print('up', flush=True); time.sleep(999)"
+    holder = a.popen([sys.executable, "-c", taken], stdout=-1)
+    assert holder.stdout and holder.stdout.readline() == "up\n"
+    cluster.launch("fakes", listen=f"{a.address}:4567")
+    assert f"cannot listen for agents at {a.address}:4567" in ended(cluster)
+    holder.kill()
+
+
+def test_a_host_that_does_not_see_the_run_folder_says_so(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    cluster.start("fakes", agents=[a], limits={"start_s": 8.0})
+    cluster.join(b, {"DATAFLOW_AGENT_FOLDER": "/home/b/runs"})
+    assert "host 'b' does not see the run folder '/home/b/runs'" in refused(cluster, b)
+
+
+def test_a_host_whose_disk_is_full_says_so(cluster: Cluster) -> None:
+    b = cluster.hosts[1]
+    for place in ("/tmp/full", "/dev/shm/full"):
+        b.run(["dd", "if=/dev/zero", f"of={place}", "bs=1M"])
+    cluster.start("fakes", limits={"start_s": 30.0})
+    assert "No space left" in ended(cluster, 60)
+    b.run(["rm", "/tmp/full", "/dev/shm/full"])
