@@ -168,10 +168,8 @@ def _wire_all(table: Table) -> list[events.Command]:
     for record in table:
         for edge, address in record.addresses.items():
             found.setdefault(edge, []).append(address)
-    return [
-        events.Send(record.name, messages.Wire(addresses=found, lines=addresses.read_by(table, record)))
-        for record in table
-    ]
+    wires = {each.name: messages.Wire(addresses=found, lines=addresses.read_by(table, each)) for each in table}
+    return [events.Send(name, wire) for name, wire in wires.items()]
 
 
 def _heartbeat(table: Table, record: WorkerRecord, message: messages.Heartbeat) -> list[events.Command]:
