@@ -94,17 +94,10 @@ def main(count: int, cores: int) -> None:
         return cluster.add_node(num_cpus=cores, node_ip_address="127.0.0.1")
 
     nodes = [gain() for _ in range(count)]
-    print(
-        json.dumps(
-            {
-                "client": f"ray://127.0.0.1:{port}",
-                "address": cluster.address,
-                "dashboard": f"http://{cluster.webui_url}",
-            }
-        ),
-        file=answers,
-        flush=True,
-    )
+    told = {
+        "address": cluster.address, "client": f"ray://127.0.0.1:{port}", "dashboard": f"http://{cluster.webui_url}",
+    }  # fmt: skip
+    print(json.dumps(told), file=answers, flush=True)
     for word in map(str.strip, sys.stdin):
         if word == "lose":
             cluster.remove_node(nodes.pop(), allow_graceful=False)

@@ -1,0 +1,159 @@
+"""The scheduler of a run over many hosts: processor share, time from a heartbeat to what follows, start, memory.
+
+python -m bench.controller [--workers 64 512 4096] [--seconds 20] [--json FILE] [--profile FILE]
+
+The scheduler is the product's, with its sockets over tcp and CURVE, its table, its snapshot and its view; agents and
+workers are played by another process (`bench.controller.played`). Eight workers to a host.
+"""
+
+import argparse
+import contextlib
+import cProfile
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.controller.cast import Call, graph, hosts, planned
+from bench.report import Report
+from dataflow.agent.messages import Begin, Built
+from dataflow.folder.run_folder import RunFolder
+from dataflow.limits import Limits
+from dataflow.scheduler.agents import Agents
+from dataflow.scheduler.control import Scheduler
+from dataflow.scheduler.control_server import HostsControlServer
+from dataflow.scheduler.progress import Watch
+from dataflow.system.clocks import RunClock
+from dataflow.system.security import RunKeys
+from dataflow.worker.host import Settings
+
+LISTEN = "127.0.0.1"
+FILES = 1024
+"""Open files of a process in a default shell."""
+
+
+def main() -> None:
+    """Measure each number of workers, and show the figures."""
+    asked = argparse.ArgumentParser(prog="python -m bench.controller", description=__doc__)
+    asked.add_argument("--workers", type=int, nargs="*", default=[64, 512, 4096])
+    asked.add_argument("--seconds", type=float, default=20.0)
+    asked.add_argument("--json", type=Path)
+    asked.add_argument("--profile", type=Path, help="of the steady state, for pstats")
+    wishes = asked.parse_args()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    report = Report("controller", wishes.json)
+    for workers in wishes.workers:
+        figures = measure(workers, wishes.seconds, wishes.profile)
+        report.add(case="one scheduler", system=f"{workers} workers", **figures)
+    report.show()
+
+
+def measure(workers: int, seconds: float, profile: Path | None) -> dict[str, Any]:
+    """Of one run, from its start to its end."""
+    folder = Path(tempfile.mkdtemp(prefix="controller-"))
+    try:
+        with contextlib.ExitStack() as open_:
+            return _measured(workers, seconds, profile, folder, open_)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _measured(
+    workers: int, seconds: float, profile: Path | None, folder: Path, open_: contextlib.ExitStack
+) -> dict[str, Any]:
+    for below in ("logs", "rollouts", "checkpoints"):
+        (folder / below).mkdir()
+    made, keys = graph(), RunKeys.make()
+    limits = Limits()
+    agents = Agents(LISTEN, keys, folder)
+    ours = Built(digest="same")
+    names = [host.name for host in hosts(workers)]
+    call = Call(address=agents.address, keys=keys.to_bytes().hex(), hosts=names, built=vars(ours), folder=str(folder))
+    player = open_.enter_context(_player(call))
+    began = time.monotonic()
+    agents.assemble(len(names), limits.start_s)
+    plan = planned(made, workers)
+    server = HostsControlServer(agents, folder)
+    agents.build(Begin(launch={}, inputs={}, whereabouts=asdict(server.whereabouts)), ours, limits.start_s)
+    gathered_s = time.monotonic() - began
+    clock = RunClock(0.0)
+    scheduler = Scheduler(made, plan, Settings(folder=str(folder)), limits=limits, clock=clock, server=server)
+    watch = Watch(made, plan, RunFolder(folder), None, clock)
+    closing = open_.enter_context(contextlib.ExitStack())
+    closing.callback(scheduler.close)
+
+    def turn() -> None:
+        """As `execute` does."""
+        scheduler.turn(0.1)
+        watch.note(scheduler.table.run, scheduler.heartbeats)
+        watch.snapshot()
+
+    began, busy = time.monotonic(), time.process_time()
+    scheduler.start()
+    started_s, start_cpu_s = time.monotonic() - began, time.process_time() - busy
+    _for(3.0, turn)
+    profiler = cProfile.Profile() if profile is not None else None
+    if profiler is not None:
+        profiler.enable()
+    began, busy = time.monotonic(), time.process_time()
+    turns = _for(seconds, turn)
+    share = (time.process_time() - busy) / (time.monotonic() - began)
+    if profiler is not None:
+        profiler.disable()
+        profiler.dump_stats(str(profile))
+    process = psutil.Process()
+    files, rss = process.num_fds(), process.memory_info().rss
+    restarts = sum(record.attempt for record in scheduler.table)
+    closing.close()
+    found = json.loads(player.communicate(timeout=60)[0] or "{}").get("delays", [])
+    return {
+        "hosts": len(names), "gather s": round(gathered_s, 2), "start s": round(started_s, 2),
+        "start cpu s": round(start_cpu_s, 2), "share %": round(100 * share, 1), "turns/s": round(turns / seconds, 1),
+        "delay median ms": _ms(found, 0.5), "delay p99 ms": _ms(found, 0.99), "decisions": len(found),
+        "rss MiB": rss >> 20, "files": files, "restarts": restarts,
+    }  # fmt: skip
+
+
+def _for(seconds: float, turn: Any) -> int:
+    """How many turns."""
+    until, count = time.monotonic() + seconds, 0
+    while time.monotonic() < until:
+        turn()
+        count += 1
+    return count
+
+
+def _ms(found: list[float], share: float) -> float | None:
+    return round(1000 * found[min(len(found) - 1, int(share * len(found)))], 1) if found else None
+
+
+@contextlib.contextmanager
+def _player(call: Call) -> Iterator[subprocess.Popen[str]]:
+    """The hosts, in a process of their own, which may open as many files as it likes."""
+
+    def more() -> None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    command = [sys.executable, "-m", "bench.controller.played"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=more) as player:
+        assert player.stdin is not None
+        player.stdin.write(call.to_line() + "\n")
+        player.stdin.flush()
+        try:
+            yield player
+        finally:
+            player.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Hosts that are played: agents and workers of one process, which speak to a real scheduler as real ones do.
+
+python -m bench.controller.played, with a `Call` on its standard input; ends when that is closed. What it has measured
+it prints as a line of JSON at its end.
+"""
+
+import json
+import os
+import select
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from bench.controller.cast import EDGES, Call
+from dataflow.agent.digest import versions
+from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Spawn
+from dataflow.agent.messages import FROM_AGENT, TO_AGENT, Begin, Built, Bye, HandOver, Join
+from dataflow.system.security import RunKeys, present
+from dataflow.worker.messages import (
+    TO_SCHEDULER,
+    TO_WORKER,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    NodeCommand,
+    NodeReport,
+    Ready,
+    Start,
+    Stop,
+    Wire,
+)
+from dataflow.worker.messages import (
+    Bye as WorkerBye,
+)
+
+ALIVE_S = 0.5
+HEARTBEAT_S = 0.2
+ASK_S = 0.25
+"""Between two heartbeats of the trainer from which something follows."""
+
+
+def dealer(context: Any, address: str, keys: RunKeys, name: str) -> Any:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, name.encode())
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    present(socket, keys.senders)
+    socket.connect(address)
+    return socket
+
+
+@dataclass
+class Worker:
+    """One worker of a host."""
+
+    name: str
+    attempt: int
+    node: str
+    runs: bool = False
+    dropped: int = 0
+
+    def beat(self) -> bytes:
+        """Its heartbeat, encoded."""
+        status = {"step": 1, "dropped": self.dropped, "version": 3, "tokens": 100_000, "queue": 3, "active": 4}
+        report = NodeReport(
+            status=status, seconds={"busy": 12.5, "idle": 1.5, "blocked": 0.25}, rows_in=1000, rows_out=1000,
+            ended=False, blocked=False, pending=3, oldest={"prompts": 17},
+        )  # fmt: skip
+        heartbeat = Heartbeat(
+            attempt=self.attempt, nodes={self.node: report}, rss_bytes=1 << 30,
+            edges={EDGES[self.node]: (3, 64)} if self.node in EDGES else {}, at=self.node, at_s=0.1, turned_s=0.1,
+        )  # fmt: skip
+        return TO_SCHEDULER.encode(heartbeat)
+
+
+@dataclass
+class Delays:
+    """From a trainer's heartbeat to what the source hears because of it."""
+
+    asked: dict[int, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+
+    def ask(self, number: int) -> None:
+        self.asked[number] = time.monotonic()
+
+    def heard(self, number: int) -> None:
+        if number in self.asked:
+            self.seconds.append(time.monotonic() - self.asked.pop(number))
+
+
+class PlayedHost:
+    """An agent and its workers."""
+
+    def __init__(self, name: str, call: Call, keys: RunKeys, context: Any, delays: Delays) -> None:
+        self.name, self._call, self._keys, self._context, self._delays = name, call, keys, context, delays
+        self.workers: dict[str, Worker] = {}
+        self.lines: dict[str, Any] = {}
+        self.line = dealer(context, call.address, keys, f"{name}/{os.getpid()}")
+        self.ends = False
+        self._spoke = self._beaten = 0.0
+        self._asked = 0.0
+        self.say(Join(
+            name=name, cpus=8, address="127.0.0.1", sockets=f"/tmp/{name}", folder=call.folder, pid=os.getpid(),
+            versions=versions(),
+        ))  # fmt: skip
+
+    def say(self, message: Any) -> None:
+        self.line.send(FROM_AGENT.encode(message))
+
+    def turn(self, now: float) -> None:
+        """Take in what has come; say what is due."""
+        while self.line.poll(0):
+            self.take(TO_AGENT.decode(self.line.recv()))
+        for name, line in list(self.lines.items()):
+            while name in self.lines and line.poll(0):
+                self.hear(name, TO_WORKER.decode(line.recv()))
+        if now - self._spoke >= ALIVE_S:
+            self._spoke = now
+            self.say(Alive())
+        if now - self._beaten >= HEARTBEAT_S:
+            self._beaten = now
+            for name, worker in self.workers.items():
+                if worker.runs:
+                    self.word(name, worker.beat())
+        trainer = self.workers.get("trainer-0")
+        if trainer is not None and trainer.runs and now - self._asked >= ASK_S:
+            self._asked, trainer.dropped = now, trainer.dropped + 1
+            self._delays.ask(trainer.dropped)
+            self.word(trainer.name, trainer.beat())
+
+    def take(self, message: Any) -> None:
+        match message:
+            case Begin():
+                self.say(Built(**self._call.built))
+            case HandOver():
+                for name, worker in self.workers.items():
+                    self.say(Handed(name, 1, {"attempt": worker.attempt}, None, True))
+                self.say(AllHanded(os.getpid(), 0.0, 0, False))
+            case Spawn():
+                self.spawn(message)
+            case Kill():
+                self.exits(message.name, -9)
+            case End():
+                self.ends = True
+                self.say(Bye())
+
+    def spawn(self, message: Spawn) -> None:
+        settings = message.settings
+        worker = Worker(message.name, settings["attempt"], settings["worker"])
+        self.workers[message.name] = worker
+        self.say(Notice("started", message.name, 1, None))
+        self.open(message.name, settings)
+        addresses = {EDGES[worker.node]: f"tcp://127.0.0.1:{1024 + len(self.workers)}"} if worker.node in EDGES else {}
+        self.send(message.name, Hello(attempt=worker.attempt, pid=1, addresses=addresses))
+
+    def open(self, name: str, settings: Any) -> None:
+        """A line of its own to the scheduler."""
+        self.lines[name] = dealer(self._context, settings["control"], self._keys, name)
+
+    def exits(self, name: str, status: int) -> None:
+        if self.workers.pop(name, None) is not None:
+            if name in self.lines:
+                self.lines.pop(name).close()
+            self.say(Notice("exited", name, 1, status))
+
+    def send(self, name: str, message: FromWorker) -> None:
+        self.word(name, TO_SCHEDULER.encode(message))
+
+    def word(self, name: str, word: bytes) -> None:
+        self.lines[name].send(word)
+
+    def hear(self, name: str, message: Any) -> None:
+        worker = self.workers[name]
+        match message:
+            case Wire():
+                self.send(name, Ready(attempt=worker.attempt))
+            case Start():
+                worker.runs = True
+            case NodeCommand():
+                self._delays.heard(int(message.message.get("dropped", -1)))
+            case Stop():
+                self.send(name, WorkerBye(attempt=worker.attempt))
+                self.exits(name, 0)
+
+
+def main() -> None:
+    """Play until the standard input is closed, or all were told to end."""
+    call = Call(**json.loads(sys.stdin.readline()))
+    keys = RunKeys.from_bytes(bytes.fromhex(call.keys))
+    context: Any = zmq.Context(2)
+    context.set(zmq.MAX_SOCKETS, 65536)
+    delays = Delays()
+    played = [PlayedHost(name, call, keys, context, delays) for name in call.hosts]
+    while not all(host.ends for host in played):
+        now = time.monotonic()
+        for host in played:
+            host.turn(now)
+        time.sleep(0.002)
+        if select.select([sys.stdin], [], [], 0)[0]:
+            break
+    found = sorted(delays.seconds)
+    print(json.dumps({"delays": found}), flush=True)
+    context.destroy(linger=200)
+
+
+if __name__ == "__main__":
+    main()
