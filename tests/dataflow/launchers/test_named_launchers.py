@@ -56,9 +56,8 @@ def test_the_first_host_of_a_slurm_job_listens_at_an_address_whatever_slurm_call
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     fake = tmp_path / "scontrol"
-    fake.write_text(
-        f'#!/bin/sh\nif [ "$2" = hostnames ]; then echo n1; echo n2; else echo "NodeName=$4 NodeAddr={address} X=1"; fi\n'
-    )
+    node = f'echo "NodeName=$4 NodeAddr={address} X=1"'
+    fake.write_text(f'#!/bin/sh\nif [ "$2" = hostnames ]; then echo n1; echo n2; else {node}; fi\n')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
