@@ -32,6 +32,7 @@ from rich.console import Console
 
 from bench.report import Figure, Report
 from dataflow.folder.run_folder import RunFolder, read_arrow
+from graphs.sorting import build
 
 SYSTEMS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
     "one host": (1, 1, {}),
@@ -58,10 +59,11 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from rigs.hosts import NoHosts
 
-    report, console, failed = Report("hosts", options.json), Console(), False
+    report, console, failed = Report("hosts", options.json), Console(width=130), False
     case = "sorting" if options.mbit is None else f"sorting, {options.mbit:g} Mbit/s"
     lines: dict[str, list[dict[str, Figure]]] = {name: [] for name in SYSTEMS}
     with tempfile.TemporaryDirectory(prefix="dataflow-bench-") as folder:
+        build(policy=f"{folder}/policy")
         for repeat in range(options.repeats):
             for name in SYSTEMS:
                 try:

@@ -23,10 +23,10 @@ def cluster(make_cluster: Callable[..., Cluster], policy: Path) -> Cluster:
     return make_cluster("a", "b", "c", visible=[policy])
 
 
-def start(cluster: Cluster, policy: Path, steps: int, place: object = PLACE) -> None:
+def start(cluster: Cluster, policy: Path, steps: int, place: object = PLACE, hang_s: float = HANG_S) -> None:
     cluster.start(
         "tiny", {"policy": str(policy)}, steps=steps, place=place, replicas={"generator": 2},
-        limits=LIMITS,
+        limits={**LIMITS, "hang_s": hang_s},
     )  # fmt: skip
     cluster.wait_for_step(3)
 
@@ -60,11 +60,14 @@ def test_a_host_that_dies_is_noticed_and_its_workers_go_on_elsewhere(
     b.boot()
 
 
-def test_a_cut_shorter_than_the_limit_changes_nothing(cluster: Cluster, policy: Path) -> None:
+@pytest.mark.parametrize(("cut_s", "hang_s"), [(HANG_S / 2, HANG_S), (30.0, 45.0)])
+def test_a_cut_shorter_than_the_limit_changes_nothing(
+    cluster: Cluster, policy: Path, cut_s: float, hang_s: float
+) -> None:
     b = cluster.hosts[1]
-    start(cluster, policy, steps=60)
+    start(cluster, policy, steps=60, hang_s=hang_s)
     b.cut()
-    time.sleep(HANG_S / 2)
+    time.sleep(cut_s)
     b.mend()
     clean(cluster)
     assert cluster.faults() == []
