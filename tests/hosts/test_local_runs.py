@@ -154,6 +154,27 @@ def test_a_host_whose_agent_is_killed_is_noticed_at_once_and_the_run_goes_on_els
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_host_whose_agent_stands_still_is_lost_and_ends_what_it_has_when_it_is_back(start: Start) -> None:
+    run = start("--on", "local:3", "--place", PLACE, "--size", "0", "--seconds", "0.02", hang_s=4.0)
+    run.further()
+    pid = run.agents()["h1"]
+    (forkserver,) = psutil.Process(pid).children()
+    workers = {child.pid for child in forkserver.children()}
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: any(fault["worker"] == "generator-0" for fault in run.faults()), 30.0, "the loss of the host")
+    run.further(5)
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: not alive(workers), 20.0, "the end of those that were left")
+    wait_until(lambda: "host 'h1' is back" in run.said(), 20.0, "the host")
+    assert set(alive({pid, forkserver.pid})) == {pid, forkserver.pid}
+    run.further(5)
+    ask(run, "stop")
+    run.process.wait(60)
+    run.is_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_scheduler_that_is_killed_is_followed_by_another_that_takes_the_workers_as_they_are(start: Start) -> None:
     first = start(
         "--on", "local:2", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02", "--steps", "400", hang_s=3.0
