@@ -92,18 +92,14 @@ class ControlServer:
         self.keys = keys
         """Of the run, where it listens at an address."""
         self._guard = None if keys is None else Guard(keys.receivers)
-        self._router = _router(self._zmq if self._guard is None else self._guard.context)
+        self._router, self._requests = self._router_at(at.control), self._router_at(at.commands)
         self._router.set(zmq.ROUTER_HANDOVER, 1)  # an attempt takes the name over from the one before it
-        if self._guard is not None:
-            self._guard.protect(self._router)
-        self._requests = _router(self._zmq)
         self._refused: set[str] = set()
-        self.requests = at.commands
+        self.requests = self._listen(self._requests, at.commands)
         """Where requests are taken."""
-        self._requests.bind(self.requests)
-        self.address = self._listen(at.control)
+        self.address = self._listen(self._router, at.control)
         """Where workers speak."""
-        self.whereabouts = dataclasses.replace(at, control=self.address)
+        self.whereabouts = dataclasses.replace(at, control=self.address, commands=self.requests)
         self.whereabouts.write(folder)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
@@ -203,15 +199,23 @@ class ControlServer:
             self._guard.close()
         self._zmq.term()
 
-    def _listen(self, address: str) -> str:
+    def _router_at(self, address: str) -> "zmq.Socket[bytes]":
+        """One for holders of the run's keys, where others than this user could connect."""
+        if self._guard is None or address.startswith("ipc:"):
+            return _router(self._zmq)
+        made = _router(self._guard.context)
+        self._guard.protect(made)
+        return made
+
+    def _listen(self, router: "zmq.Socket[bytes]", address: str) -> str:
         try:
-            self._router.bind(address)
+            router.bind(address)
         except zmq.ZMQError as error:
             self.close()
             raise RunError(
                 f"the scheduler cannot listen at {address}: {error.strerror}; give an address of this machine"
             ) from None
-        endpoint = self._router.last_endpoint
+        endpoint = router.last_endpoint
         assert isinstance(endpoint, bytes), "what ZeroMQ says of a bound socket"
         return reachable(endpoint.decode())
 
@@ -252,11 +256,10 @@ class HostsControlServer(ControlServer):
         """Speak to the workers of these agents. folder: of the run, which all hosts see. ledger: where its service is
         asked. holds: raises Replaced once somebody else holds the run."""
         self._agents, self.number, self._holds = agents, agents.number, holds
-        at = socket_folder.make()
-        where = Whereabouts(control=endpoint(agents.host), commands=f"ipc://{at}/commands", ledger=ledger)
-        self._open(at, agents, where, agents.keys)
-        self.left = folder / _LEFT
-        self.left.mkdir(exist_ok=True)
+        agents.told = lambda text: self.told(text)
+        left, anywhere = folder / _LEFT, endpoint(agents.host)
+        left.mkdir(exist_ok=True)
+        self._open(left, agents, Whereabouts(control=anywhere, commands=anywhere, ledger=ledger), agents.keys)
 
     def check(self) -> None:
         """As `ControlServer.check`."""
@@ -280,11 +283,6 @@ class HostsControlServer(ControlServer):
     def place(self, host: str) -> dict[str, str]:
         """As `ControlServer.place`."""
         return {"control": self.address, "ledger": self.whereabouts.ledger, **self._agents.place(host)}
-
-    def close(self) -> None:
-        """As `ControlServer.close`."""
-        super().close()
-        shutil.rmtree(self.left, ignore_errors=True)
 
 
 class TakenOverControlServer(ControlServer):

@@ -127,7 +127,8 @@ def _plain(record: WorkerRecord, now: float) -> dict[str, Any]:
     """What is known of a worker, for the doctor."""
     told_at, threads = record.stacks or (now, [])
     return {
-        "nodes": list(record.nodes), "pid": record.pid, "state": record.state, "cause": record.cause,
+        "nodes": list(record.nodes), "pid": record.pid, "host": record.host, "machine": record.machine,
+        "state": record.state, "cause": record.cause,
         "restarts": record.attempt, "silent_s": now - record.heard_at, "heartbeat": dict(record.told),
         "threads": threads, "threads_s": now - told_at,
     }  # fmt: skip

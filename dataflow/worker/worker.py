@@ -25,6 +25,7 @@ from dataflow.node import Operator
 from dataflow.planning.plan import Plan
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.log import log_to
+from dataflow.system.processes import machine
 from dataflow.system.security import RunKeys
 from dataflow.worker import messages
 from dataflow.worker.cpu_watchdog import CpuWatchdog
@@ -124,7 +125,9 @@ class Worker:
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(host)}"
         log = structlog.get_logger(worker=self._name)
         inlets = self._ports.open_inlets(self._host)
-        hello = messages.Hello(attempt=self._attempt, pid=os.getpid(), addresses=inlets, lines=self._ports.lines)
+        hello = messages.Hello(
+            attempt=self._attempt, pid=os.getpid(), addresses=inlets, lines=self._ports.lines, machine=machine()
+        )
         self._link.send(hello)
         wire = self._wait_for(messages.Wire)
         self._ports.read_from(wire.lines)
