@@ -66,8 +66,8 @@ class Slurm:
         """One task per host with all that the job has there, which ends when any of them fails."""
         return (
             "srun", "--export=ALL", "--kill-on-bad-exit=1", f"--nodes={self.hosts}", f"--ntasks={self.hosts}",
-            "--ntasks-per-node=1", "--whole", "--overlap", "--cpu-bind=none", "--mpi=none", "--label", "--open-mode=append",
-            f"--output={log}", "sh", "-c", _AGENT, sys.executable,
+            "--ntasks-per-node=1", "--whole", "--overlap", "--cpu-bind=none", "--mpi=none", "--label",
+            "--open-mode=append", f"--output={log}", "sh", "-c", _AGENT, sys.executable,
         )  # fmt: skip
 
     def ended(self) -> list[str]:
