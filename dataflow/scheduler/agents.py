@@ -19,6 +19,8 @@ from dataflow.scheduler.agents_socket import AgentsSocket
 from dataflow.scheduler.host_agent import HostAgent
 from dataflow.system.security import RunKeys
 
+_LIVE_S = 3.0
+"""An agent that was heard within so long is there: it gives signs of life more often."""
 _LIVES_S = 0.5
 """Between two signs of life for the agents."""
 _CLOSED_S = 1.5
@@ -229,6 +231,7 @@ class Agents:
             if isinstance(message, Join):
                 self._join(name, identity, message)
             elif (agent := self._hosts.get(name)) is not None and agent.identity == identity:
+                agent.heard_at = time.monotonic()
                 self._take_in(name, agent, message)
 
     def _join(self, name: str, identity: bytes, join: Join) -> None:
@@ -239,7 +242,9 @@ class Agents:
         if agent is not None and agent.identity == identity:
             self._go_on(agent)
             return
-        if agent is not None and not agent.has_left and agent.closed_since is None:
+        if agent is not None and self._lives(agent):
+            if self._begin is not None:
+                return  # it asks again; the one before it may have just ended
             self._turn_away(identity, (
                 f"two hosts of the run are called '{name}', at {agent.join.address} and {join.address}; give each a "
                 f"name of its own (DATAFLOW_AGENT_HOST)"
@@ -250,7 +255,7 @@ class Agents:
             return
         if agent is not None:
             self._left(name, agent, "has another agent")
-        self._hosts[name] = agent = HostAgent(join, identity)
+        self._hosts[name] = agent = HostAgent(join, identity, heard_at=time.monotonic())
         self._go_on(agent)
 
     def _go_on(self, agent: HostAgent) -> None:
@@ -258,7 +263,9 @@ class Agents:
         agent.has_left, agent.closed_since = False, None
         if self._begin is None:
             return
-        if agent.join.digest or agent.built is not None:
+        if not agent.join.digest and not self._begin.launch:
+            self._send(agent, End())  # it has nothing that could be taken over
+        elif agent.join.digest or agent.built is not None:
             agent.handed, agent.all_handed, agent.asked_at = {}, None, time.monotonic()
             self._send(agent, HandOver(whereabouts=self._begin.whereabouts))
         else:
@@ -334,6 +341,10 @@ class Agents:
     def _to_all(self, message: ToAgent) -> None:
         for agent in self._hosts.values():
             self._send(agent, message)
+
+    def _lives(self, agent: HostAgent) -> bool:
+        """Whether an agent is there, as far as is known."""
+        return not agent.has_left and agent.closed_since is None and time.monotonic() - agent.heard_at < _LIVE_S
 
     def _may_answer(self, agent: HostAgent) -> bool:
         return not agent.has_left and agent.closed_since is None

@@ -256,6 +256,7 @@ class HostsControlServer(ControlServer):
         """Speak to the workers of these agents. folder: of the run, which all hosts see. ledger: where its service is
         asked. holds: raises Replaced once somebody else holds the run."""
         self._agents, self.number, self._holds = agents, agents.number, holds
+        agents.told = lambda text: self.told(text)
         left, anywhere = folder / _LEFT, endpoint(agents.host)
         left.mkdir(exist_ok=True)
         self._open(left, agents, Whereabouts(control=anywhere, commands=anywhere, ledger=ledger), agents.keys)

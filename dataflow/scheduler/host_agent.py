@@ -21,6 +21,7 @@ class HostAgent:
     """Whether all of its workers are to end."""
     has_left: bool = False
     """Whether it said that it ends, or its connection is closed."""
+    heard_at: float = 0.0
     closed_since: float | None = None
     """Since when what is sent there cannot leave."""
     asked_at: float = 0.0

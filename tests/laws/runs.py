@@ -110,7 +110,7 @@ SCHEDULER = (
         "whoever was replaced can do nothing any more",
         "test_a_scheduler_that_was_replaced_hears_of_nothing_else_any_more",
         "dataflow:ForkserverClient.events",
-        without("_is_replaced", "<"),
+        without("_is_replaced", "TakenAway"),
         "what its forkserver says",
     ),
     Law(
