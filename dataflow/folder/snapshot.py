@@ -1,6 +1,7 @@
 """What a scheduler knows, for the one that takes its place: written before anything that follows from it is sent."""
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,14 +29,17 @@ class Snapshot:
     parts: dict[str, Callable[[], Any]] = field(default_factory=dict)
     number: int = 0
     """How many schedulers there were before."""
-    _written: bytes = b""
+    clock: Callable[[], float] = time.monotonic
+    """The run's: when it was written stands in it as `at`."""
+    _written: str = ""
 
     def write(self) -> None:
         """Write what has changed; nothing is flushed, as no machine's end is outlived. Errors: RunFolderError, once
         for each time that something changed."""
-        content = to_json({name: part() for name, part in self.parts.items()}).encode()
-        if content != self._written:
-            self._written = content
+        parts = {name: part() for name, part in self.parts.items()}
+        if (changed := to_json(parts)) != self._written:
+            self._written = changed
+            content = to_json({**parts, "at": self.clock()}).encode()
             write_atomically(self.folder / FILE.format(self.number), lambda file: file.write(content), flush=False)
 
 

@@ -74,7 +74,7 @@ class Scheduler:
             self.table.take_up(left["table"])
         self._settings = dataclasses.replace(settings, keys=keys, limits=limits)
         self._server, self.check = server, server.check
-        self.snapshot = Snapshot(server.left, {"table": self.table.to_plain}, server.number)
+        self.snapshot = Snapshot(server.left, {"table": self.table.to_plain}, server.number, self._clock)
         server.ahead, server.told = self._leave_snapshot, self.notices.append
         self.stall_watch = StallWatch(self.table, server.send, settings, clock)
 

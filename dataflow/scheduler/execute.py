@@ -21,7 +21,7 @@ from dataflow.graph import Graph
 from dataflow.history.resume import Begun
 from dataflow.planning.plan import Plan
 from dataflow.scheduler.control import Scheduler
-from dataflow.scheduler.control_server import ControlServer, TakenOverControlServer
+from dataflow.scheduler.control_server import ControlServer, HostsControlServer, TakenOverControlServer
 from dataflow.scheduler.inline import InlineRun
 from dataflow.scheduler.progress import Watch
 from dataflow.scheduler.state_machine import RunStateMachine
@@ -56,6 +56,14 @@ class Taken:
     def begun(self) -> Begun:
         """How far the run had come when that scheduler took it up."""
         return Begun(**self.left["begun"])
+
+    @property
+    def away_s(self) -> float:
+        """By how much this machine's clock is ahead of the run's. The scheduler of a run over hosts was on another
+        machine: the run's clock goes on where it stood, after the time that agents have waited by theirs."""
+        if isinstance(self.server, HostsControlServer):
+            return time.monotonic() - float(self.left["at"]) - self.server.alone_s
+        return float(self.left.get("away_s", 0.0))
 
 
 def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
@@ -121,7 +129,7 @@ def execute(run: Run) -> Outcome:
     """Run it to its end. Errors: as `dataflow.run.run`."""
     notices: list[str] = []
     folder = RunFolder.open(run.settings.folder, Extras(notices.append))
-    clock = RunClock(0.0 if run.taken is None else run.taken.left.get("away_s", 0.0))
+    clock = RunClock(0.0 if run.taken is None else run.taken.away_s)
     watch, times = Watch(run.graph, run.plan, folder, run.settings.steps, clock), Times(folder, run.begun)
     try:
         outcome = (
