@@ -12,10 +12,11 @@ from pathlib import Path
 from dataflow.errors import GraphError, RunError
 from dataflow.launchers.launcher import Joining
 from dataflow.system.addresses import resolved
+from dataflow.system.child import end, ended_within
 from dataflow.system.files import tail
 
 _ASK_S = 30.0
-_STOP_S = 10.0
+_STOP_S = 5.0
 _AGENT = (
     'DATAFLOW_AGENT_HOST="$SLURMD_NODENAME" DATAFLOW_AGENT_CPUS="$SLURM_CPUS_ON_NODE" '
     'DATAFLOW_AGENT_GPUS="${SLURM_GPUS_ON_NODE:-}" exec "$0" -m dataflow.agent'
@@ -66,8 +67,8 @@ class Slurm:
         """One task per host with all that the job has there, which ends when any of them fails."""
         return (
             "srun", "--export=ALL", "--kill-on-bad-exit=1", f"--nodes={self.hosts}", f"--ntasks={self.hosts}",
-            "--ntasks-per-node=1", "--whole", "--overlap", "--cpu-bind=none", "--mpi=none", "--label", "--open-mode=append",
-            f"--output={log}", "sh", "-c", _AGENT, sys.executable,
+            "--ntasks-per-node=1", "--whole", "--overlap", "--cpu-bind=none", "--mpi=none", "--label",
+            "--open-mode=append", f"--output={log}", "sh", "-c", _AGENT, sys.executable,
         )  # fmt: skip
 
     def ended(self) -> list[str]:
@@ -79,16 +80,10 @@ class Slurm:
         return [f"srun ended with status {status}, and all agents with it; the last it said in {self._log}: {said}"]
 
     def stop(self) -> None:
-        """End the step; the job goes on with whatever follows."""
-        if self._step is None:
-            return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            self._step.send_signal(number)
-            try:
-                self._step.wait(_STOP_S)
-                break
-            except subprocess.TimeoutExpired:
-                continue
+        """Wait for the step, whose agents were asked to end, and end it; the job goes on with whatever follows."""
+        if self._step is not None and not ended_within(self._step, _STOP_S):
+            self._step.send_signal(signal.SIGTERM)
+            end(self._step, _STOP_S)
         self._step = None
 
 

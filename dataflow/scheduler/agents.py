@@ -293,9 +293,10 @@ class Agents:
                 self._events.append({"event": "heard", "name": name})
             case Notice():
                 self._events.append(vars(message) | {"host": name})
-                if agent.is_clearing and message.event == "exited":
+                if message.event == "exited":
                     agent.handed.pop(message.name, None)
-                    self._clear(agent)
+                    if agent.is_clearing:
+                        self._clear(agent)
             case Handed():
                 agent.handed[message.name] = message
             case AllHanded():

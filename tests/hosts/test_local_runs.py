@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,6 +154,27 @@ def test_a_host_whose_agent_is_killed_is_noticed_at_once_and_the_run_goes_on_els
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_host_whose_agent_stands_still_is_lost_and_ends_what_it_has_when_it_is_back(start: Start) -> None:
+    run = start("--on", "local:3", "--place", PLACE, "--size", "0", "--seconds", "0.02", hang_s=4.0)
+    run.further()
+    pid = run.agents()["h1"]
+    (forkserver,) = psutil.Process(pid).children()
+    workers = {child.pid for child in forkserver.children()}
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: any(fault["worker"] == "generator-0" for fault in run.faults()), 30.0, "the loss of the host")
+    run.further(5)
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: not alive(workers), 20.0, "the end of those that were left")
+    wait_until(lambda: "host 'h1' is back" in run.said(), 20.0, "the host")
+    assert set(alive({pid, forkserver.pid})) == {pid, forkserver.pid}
+    run.further(5)
+    ask(run, "stop")
+    run.process.wait(60)
+    run.is_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_scheduler_that_is_killed_is_followed_by_another_that_takes_the_workers_as_they_are(start: Start) -> None:
     first = start(
         "--on", "local:2", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02", "--steps", "400", hang_s=3.0
@@ -217,17 +239,32 @@ def test_control_z_stops_the_workers_of_all_hosts_and_sigcont_lets_them_go_on(st
     run.is_clean()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_a_program_that_cannot_be_built_on_a_host_ends_the_run_with_its_reason(start: Start, tmp_path: Path) -> None:
+def on_hosts_only(tmp_path: Path, what: str) -> str:
+    """A program that does something else on a host, before it builds its graph."""
     flawed = tmp_path / "flawed.py"
     flawed.write_text(
-        f"import sys\nif 'dataflow.agent.program' in sys.orig_argv: raise ValueError('no such data here')\n"
+        f"import sys, time\nif 'dataflow.agent.program' in sys.orig_argv: {what}\n"
         f"exec(open({str(PROGRAM)!r}).read(), {{'__file__': {str(PROGRAM)!r}, '__name__': '__main__'}})\n"
     )
-    run = start("--on", "local:1", "--quiet", command=(str(flawed),))
+    return str(flawed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("what", "said"), [
+    ("raise ValueError('no such data here')", "host 'h1': python .* did not get to its run: ValueError: no such data"),
+    ("sys.exit(0)", "did not get to its run: SystemExit: 0"),
+    ("time.sleep(600)", r"waited 8 s for hosts \['h1'\] to build the graph"),
+])  # fmt: skip
+def test_a_program_that_is_not_built_on_a_host_ends_the_run_with_its_reason(
+    what: str, said: str, start: Start, tmp_path: Path
+) -> None:
+    run = start("--on", "local:1", "--quiet", command=(on_hosts_only(tmp_path, what),), start_s=8.0)
+    family: set[int] = set()
+    wait_until(lambda: family.update(descendants(run.process.pid)) or len(family) > 2, WAIT_S, "the agent")
     assert run.process.wait(60) == 1
-    assert "host 'h1'" in run.said() and "did not get to its run: ValueError: no such data here" in run.said()
+    assert re.search(said, run.said()), run.said()
+    wait_until(lambda: not alive(family), 10.0, "the end of all processes")
 
 
 @pytest.mark.slow

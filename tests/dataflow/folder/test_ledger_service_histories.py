@@ -160,6 +160,8 @@ class Histories(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS))
     def look(self, worker: str) -> None:
+        for client in self.clients.values():
+            client.next_group_id("prompts")  # what it posted is made
         self.both(worker, lambda ledger: (ledger.steps("trainer"), ledger.drops_at("trainer", 1), ledger.facts()))
         self.both(worker, lambda ledger: (ledger.in_flight("prompts"), ledger.fates("prompts", 0), ledger.sources()))
 

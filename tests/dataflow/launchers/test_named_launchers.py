@@ -1,8 +1,10 @@
 """What `--on` names, and what it refuses before anything starts."""
 
+import time
 from pathlib import Path
 
 import pytest
+from rigs.launchers.joining import JOIN
 
 from dataflow.errors import GraphError, RunError
 from dataflow.launchers.launcher import Launcher
@@ -75,6 +77,40 @@ def test_slurm_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RunError, match="does not say which hosts the job has: scontrol"):
         _ = Slurm().hosts
+
+
+@pytest.mark.parametrize(
+    ("step", "ends"), [("sleep 0.2; touch ended", True), ("touch ended", True), ("exec sleep 60", False)]
+)
+def test_the_step_of_a_slurm_job_may_end_by_itself_before_it_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, ends: bool
+) -> None:
+    (tmp_path / "srun").write_text(f"#!/bin/sh\n{step}\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("dataflow.launchers.slurm._STOP_S", 5.0 if ends else 0.2)
+    found = Slurm()
+    vars(found)["_names"] = ["n1"]
+    found.start(JOIN)
+    found.stop()
+    found.stop()
+    assert (tmp_path / "ended").exists() is ends
+    assert found.ended() == []
+
+
+def test_a_step_that_ends_early_is_told_with_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = Slurm()
+    vars(found)["_names"] = ["n1"]
+    found.start(JOIN)
+    deadline = time.monotonic() + 20
+    while not (said := found.ended()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "srun ended with status 3, and all agents with it" in said[0]
+    assert found.ended() == []
 
 
 def test_a_program_that_lies_elsewhere_on_rays_hosts_is_refused() -> None:

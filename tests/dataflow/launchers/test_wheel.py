@@ -25,6 +25,7 @@ def test_the_wheel_holds_every_file_of_its_packages(built: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_demo_runs_from_the_wheel_alone(built: Path, tmp_path: Path) -> None:
     """With what the wheel declares and no more, from a folder that is no clone, and with its kernels."""
     python = wheel.environment(tmp_path / "environment", built)
@@ -33,7 +34,7 @@ def test_the_demo_runs_from_the_wheel_alone(built: Path, tmp_path: Path) -> None
 
     def say(*arguments: str) -> str:
         done = subprocess.run(
-            [str(python), *arguments], cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=100
+            [str(python), *arguments], cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=400
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

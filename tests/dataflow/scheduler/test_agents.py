@@ -260,6 +260,17 @@ def test_a_host_that_is_cleared_is_told_when_its_workers_have_ended(agents: Agen
         assert next(each["processes"] for each in found if each["event"] == "joined") == {}
 
 
+def test_workers_that_end_before_their_host_is_cleared_are_not_waited_for(agents: Agents) -> None:
+    with begun(agents, "h1") as (agent,):
+        agent.say(Handed("a-0", 5, settings("h1"), None, alive=True))
+        agent.say(AllHanded(1, 0.0, 0, lives=False))
+        agent.say(Notice("exited", "a-0", 5, 1))
+        told_of(agents, "exited")
+        agents.clear("h1")
+        found = told_of(agents, "joined")
+        assert [each["processes"] for each in found if each["event"] == "joined"] == [{}]
+
+
 def test_a_pause_returns_once_all_have_said_so_and_waits_for_nobody_too_long(
     agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
