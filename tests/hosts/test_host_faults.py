@@ -60,7 +60,9 @@ def test_a_host_that_dies_is_noticed_and_its_workers_go_on_elsewhere(
     b.boot()
 
 
-@pytest.mark.parametrize(("cut_s", "hang_s"), [(HANG_S / 2, HANG_S), (30.0, 45.0)])
+@pytest.mark.parametrize(
+    ("cut_s", "hang_s"), [(HANG_S / 2, HANG_S), (30.0, 75.0)]
+)  # TCP doubles the time between its tries: a cut of 30 s is felt for 51
 def test_a_cut_shorter_than_the_limit_changes_nothing(
     cluster: Cluster, policy: Path, cut_s: float, hang_s: float
 ) -> None:
