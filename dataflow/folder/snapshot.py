@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import RunError
-from dataflow.system.files import to_json, write_atomically
+from dataflow.system.files import plain, to_json, write_atomically
 
 FILE = "scheduler-{}.json"
 """In the folder of the run's sockets, which is in memory and goes with the run; one for each scheduler, so that none
@@ -33,10 +33,18 @@ class Snapshot:
     def write(self) -> None:
         """Write what has changed; nothing is flushed, as no machine's end is outlived. Errors: RunFolderError, once
         for each time that something changed."""
-        content = to_json({name: part() for name, part in self.parts.items()}).encode()
+        content = _json({name: part() for name, part in self.parts.items()}).encode()
         if content != self._written:
             self._written = content
             write_atomically(self.folder / FILE.format(self.number), lambda file: file.write(content), flush=False)
+
+
+def _json(parts: Mapping[str, Any]) -> str:
+    """As `to_json`, which walks through all that there is; nearly always it is plain already."""
+    try:
+        return json.dumps(parts, default=plain, allow_nan=False, ensure_ascii=False)
+    except ValueError:  # a number that JSON does not know
+        return to_json(parts)
 
 
 def read(folder: Path) -> Mapping[str, Any]:

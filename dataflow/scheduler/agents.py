@@ -11,12 +11,26 @@ from typing import Any
 from dataflow.agent.digest import other_program, other_versions, versions
 from dataflow.agent.forkserver_client import Event
 from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Pause, Spawn, Stay
-from dataflow.agent.messages import Begin, Built, Bye, Failed, FromAgent, HandOver, Join, Paused, Refused, ToAgent
+from dataflow.agent.messages import (
+    Begin,
+    Built,
+    Bye,
+    Failed,
+    FromAgent,
+    HandOver,
+    Join,
+    Pace,
+    Paused,
+    Refused,
+    Said,
+    ToAgent,
+)
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
 from dataflow.scheduler.host_agent import HostAgent
+from dataflow.scheduler.words import Words
 from dataflow.system.security import RunKeys
 
 _LIVES_S = 0.5
@@ -55,6 +69,7 @@ class Agents:
         self._asked: dict[str, Spawn] = {}
         """By worker, the process that was asked for last."""
         self._events: list[Event] = []
+        self.words = Words()
         self._begin: Begin | None = None
         self._built: Built | None = None
         self._stay: Stay | None = None
@@ -144,6 +159,8 @@ class Agents:
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """As `ForkserverClient.spawn`, on the host that the settings name."""
         self._asked[name] = message = Spawn(name, settings, heavy, keeps)
+        if self.words.sits(name, settings["host"]):
+            self._to_all(Pace(self.words.beat_s))
         self._send(self._hosts[settings["host"]], message)
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
@@ -151,6 +168,11 @@ class Agents:
         for host, agent in self._hosts.items():
             if name in agent.handed or (name in self._asked and _host(self._asked[name]) == host):
                 self._send(agent, Kill(name, int(number)))
+
+    def flush(self) -> None:
+        """What was said to workers leaves, in one message to each host."""
+        for host, tell in self.words.tells():
+            self._send(self._hosts[host], tell)
 
     def pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on; returns when they do, as this process may be stopped next."""
@@ -263,6 +285,7 @@ class Agents:
             self._send(agent, HandOver(whereabouts=self._begin.whereabouts))
         else:
             self._send(agent, self._begin)
+        self._send(agent, Pace(self.words.beat_s))
         if self._stay is not None:
             self._send(agent, self._stay)
 
@@ -284,6 +307,9 @@ class Agents:
                 agent.is_paused = message.is_paused
             case Alive():
                 self._events.append({"event": "heard", "name": name})
+            case Said():
+                self._events.append({"event": "heard", "name": name})
+                self.words.take(message)
             case Notice():
                 self._events.append(vars(message) | {"host": name})
                 if agent.is_clearing and message.event == "exited":
@@ -291,6 +317,7 @@ class Agents:
                     self._clear(agent)
             case Handed():
                 agent.handed[message.name] = message
+                self.words.sits(message.name, name)
             case AllHanded():
                 agent.all_handed = message
                 self._joined(name, agent)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import zmq
 
+from dataflow.agent import relay
 from dataflow.agent.forkserver import Main
 from dataflow.agent.forkserver_client import Event, ForkserverClient, TakenOverForkserver
 from dataflow.errors import RunError
@@ -21,7 +22,7 @@ from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.requests import REPLIES, REQUESTS, Refused, Reply, Request
 from dataflow.system.messages import MESSAGE_BYTES, MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint, reachable
-from dataflow.worker.messages import DECIDE_NOTHING, TO_SCHEDULER, TO_WORKER, FromWorker, ToWorker
+from dataflow.worker.messages import DECIDE_NOTHING, TO_SCHEDULER, TO_WORKER, FromWorker, Heard, ToWorker
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class Client:
     """Somebody who makes requests, at a socket of their own."""
 
     identity: bytes
+    remote: bool = False
+    """Whether they are on another host."""
 
 
 Message: TypeAlias = tuple[str, FromWorker]
@@ -97,11 +100,14 @@ class ControlServer:
         if self._guard is not None:
             self._guard.protect(self._router)
         self._requests = _router(self._zmq)
+        self._remote: zmq.Socket[bytes] | None = None
+        self.remote = ""
+        """Where requests are taken from other hosts, of holders of the run's keys; empty: nowhere."""
         self._refused: set[str] = set()
         self.requests = at.commands
         """Where requests are taken."""
         self._requests.bind(self.requests)
-        self.address = self._listen(at.control)
+        self.address = self._bound(self._router, at.control)
         """Where workers speak."""
         self.whereabouts = dataclasses.replace(at, control=self.address)
         self.whereabouts.write(folder)
@@ -122,14 +128,15 @@ class ControlServer:
             self.ahead()
         while self._outgoing:
             self._outgoing.popleft()()
+        self._flush()
         self._poller.poll(int(wait_s * 1000))
         self.check()
-        messages: list[Message] = []
-        while self._router.poll(0):
-            messages += self._receive()
+        messages = list(self._heard())
         requests: list[tuple[Client, Request]] = []
         while self._requests.poll(0):
-            requests += self._requested()
+            requests += self._requested(self._requests)
+        while self._remote is not None and self._remote.poll(0):
+            requests += self._requested(self._remote)
         events, self._events = self._events, []
         return messages, requests, events
 
@@ -142,20 +149,21 @@ class ControlServer:
         """What workers send until nobody sends anything for `pause_s`, or for `wait_s`."""
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and self._router.poll(int(pause_s * 1000)):
-            yield from self._receive()
+            yield from self._heard()
 
     def send(self, to: str, message: ToWorker) -> None:
         """Send a message to a worker; nobody hears it where he is not there."""
-        frames = [to.encode(), TO_WORKER.encode(message)]
+        word = TO_WORKER.encode(message)
         if isinstance(message, DECIDE_NOTHING):
-            self._router.send_multipart(frames)
+            self._say(to, word)
         else:
-            self._outgoing.append(lambda: self._router.send_multipart(frames))
+            self._outgoing.append(lambda: self._say(to, word))
 
     def reply(self, to: Client, reply: Reply) -> None:
         """Answer a request."""
         frames = [to.identity, REPLIES.encode(reply)]
-        self._outgoing.append(lambda: self._requests.send_multipart(frames))
+        socket = self._remote if to.remote and self._remote is not None else self._requests
+        self._outgoing.append(lambda: socket.send_multipart(frames))
 
     def place(self, host: str) -> dict[str, str]:
         """What is particular in the settings of a worker on a host."""
@@ -197,38 +205,48 @@ class ControlServer:
         self._let_go()
 
     def _let_go(self) -> None:
-        self._router.close(0)
-        self._requests.close(0)
+        for socket in (self._router, self._requests, self._remote):
+            if socket is not None:
+                socket.close(0)
         if self._guard is not None:
             self._guard.close()
         self._zmq.term()
 
-    def _listen(self, address: str) -> str:
+    def _bound(self, socket: "zmq.Socket[bytes]", address: str) -> str:
         try:
-            self._router.bind(address)
+            socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
             raise RunError(
                 f"the scheduler cannot listen at {address}: {error.strerror}; give an address of this machine"
             ) from None
-        endpoint = self._router.last_endpoint
+        endpoint = socket.last_endpoint
         assert isinstance(endpoint, bytes), "what ZeroMQ says of a bound socket"
         return reachable(endpoint.decode())
 
-    def _receive(self) -> list[Message]:
-        """What a worker sent; nothing where it is no message."""
-        frames = self._router.recv_multipart()
-        name = frames[0].decode(errors="backslashreplace")
+    def _say(self, to: str, word: bytes) -> None:
+        self._router.send_multipart([to.encode(), word])
+
+    def _flush(self) -> None:
+        """What was said leaves."""
+
+    def _heard(self) -> Iterator[Message]:
+        """What workers have sent."""
+        while self._router.poll(0):
+            identity, *frames = self._router.recv_multipart()
+            yield from self._read(identity.decode(errors="backslashreplace"), b"".join(frames))
+
+    def _read(self, name: str, word: bytes) -> Iterator[Message]:
+        """What a worker said; nothing where it is no message."""
         try:
-            return [(name, TO_SCHEDULER.decode(b"".join(frames[1:])))]
+            yield name, TO_SCHEDULER.decode(word)
         except MessageError as error:
             self.refuse(f"'{name}'", str(error))
-            return []
 
-    def _requested(self) -> list[tuple[Client, Request]]:
+    def _requested(self, socket: "zmq.Socket[bytes]") -> list[tuple[Client, Request]]:
         """What a client asks for; one who asks for nothing that there is, is told."""
-        frames = self._requests.recv_multipart()
-        client = Client(frames[0])
+        frames = socket.recv_multipart()
+        client = Client(frames[0], remote=socket is self._remote)
         try:
             return [(client, REQUESTS.decode(b"".join(frames[1:])))]
         except MessageError as error:
@@ -253,8 +271,13 @@ class HostsControlServer(ControlServer):
         asked. holds: raises Replaced once somebody else holds the run."""
         self._agents, self.number, self._holds = agents, agents.number, holds
         at = socket_folder.make()
-        where = Whereabouts(control=endpoint(agents.host), commands=f"ipc://{at}/commands", ledger=ledger)
+        where = Whereabouts(control=f"ipc://{at}/control", commands=f"ipc://{at}/commands", ledger=ledger)
         self._open(at, agents, where, agents.keys)
+        assert self._guard is not None, "it has keys"
+        self._remote = _router(self._guard.context)
+        self._guard.protect(self._remote)
+        self.remote = self._bound(self._remote, endpoint(agents.host))
+        self._poller.register(self._remote, zmq.POLLIN)
         self.left = folder / _LEFT
         self.left.mkdir(exist_ok=True)
 
@@ -279,7 +302,27 @@ class HostsControlServer(ControlServer):
 
     def place(self, host: str) -> dict[str, str]:
         """As `ControlServer.place`."""
-        return {"control": self.address, "ledger": self.whereabouts.ledger, **self._agents.place(host)}
+        place = self._agents.place(host)
+        return {"control": relay.address(place["sockets"]), "ledger": self.whereabouts.ledger, **place}
+
+    def send(self, to: str, message: ToWorker) -> None:
+        """As `ControlServer.send`; heartbeats are answered by the agents."""
+        if not isinstance(message, Heard):
+            super().send(to, message)
+
+    def last_words(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
+        """As `ControlServer.last_words`; an agent tells of an end after what it has heard before."""
+        yield from self._heard()
+
+    def _say(self, to: str, word: bytes) -> None:
+        self._agents.words.say(to, word)
+
+    def _flush(self) -> None:
+        self._agents.flush()
+
+    def _heard(self) -> Iterator[Message]:
+        for name, word in self._agents.words.heard():
+            yield from self._read(name, word)
 
     def close(self) -> None:
         """As `ControlServer.close`."""

@@ -25,7 +25,7 @@ from dataflow.scheduler.control_server import ControlServer, TakenOverControlSer
 from dataflow.scheduler.inline import InlineRun
 from dataflow.scheduler.progress import Watch
 from dataflow.scheduler.state_machine import RunStateMachine
-from dataflow.system.clocks import RunClock
+from dataflow.system.clocks import RunClock, Seldom
 from dataflow.system.optional_files import Extras, warn
 from dataflow.worker.host import Settings
 
@@ -144,22 +144,23 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, notices: l
 
     def look() -> None:
         watch.note(scheduler.table.run, scheduler.heartbeats)
-        scheduler.check()
         times.look(watch)
         view.update(watch.snapshot())
         for texts in (scheduler.notices, watch.notices, notices):
             while texts:
                 view.message(texts.pop(0))
 
+    seldom = Seldom()
     try:
         with showing(sys.stdout, quiet=run.quiet) as view, _interrupts(scheduler, view), _suspends(scheduler, clock):
-            asked_at = {"address": scheduler.address, "pid": os.getpid()}
+            asked_at = {"address": scheduler.address, "remote": scheduler.remote, "pid": os.getpid()}
             socket_folder.mark(scheduler.folder, folder)
             folder.write_json(socket_folder.CONTROL, asked_at)
             scheduler.start(progress=lambda late: view.update(watch.starting(late)))
             while not scheduler.table.run.over:
                 scheduler.turn(0.1)
-                look()
+                scheduler.check()
+                seldom(look)
             look()
     finally:
         scheduler.close()

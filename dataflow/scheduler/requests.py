@@ -12,10 +12,12 @@ from typing import Any, TypeAlias, TypeVar
 
 import zmq
 
+from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import DataflowError, DeadlineError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
 from dataflow.system.messages import Codec, MessageError, Natural, Plain
+from dataflow.system.security import RunKeys, present
 
 ANSWER_S = 10.0
 R = TypeVar("R")
@@ -122,17 +124,19 @@ def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
 
 def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: float) -> R:
     """Make one request and wait for its reply, unless nobody is there to give one. Raises as `ask_to_scale`."""
-    address = _address(folder)
+    address, keys = _address(folder)
     deadline = time.monotonic() + timeout_s
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.set(zmq.IDENTITY, f"client-{secrets.token_hex(8)}".encode())
     dealer.set(zmq.LINGER, 0)
+    if keys is not None:
+        present(dealer, keys.senders)
     try:
         dealer.connect(address)
         dealer.send(REQUESTS.encode(request))
         while not dealer.poll(min(_LOOK_MS, int(timeout_s * 1000))):
-            if not listens(Path(_address(folder).removeprefix("ipc://"))):
+            if keys is None and not listens(Path(_address(folder)[0].removeprefix("ipc://"))):
                 raise RunError(
                     f"the scheduler of '{folder.path.name}' has died; dataflow resume takes over the workers that it "
                     f"left; without that they finish their step, write a checkpoint and end within a minute or two"
@@ -165,11 +169,21 @@ def listens(path: Path) -> bool:
     return False
 
 
-def _address(folder: RunFolder) -> str:
-    address = str(folder.read_json(CONTROL).get("address", ""))
-    if not address.startswith("ipc://") or not Path(address.removeprefix("ipc://")).exists():
+def _address(folder: RunFolder) -> tuple[str, RunKeys | None]:
+    """Where the scheduler takes requests: on this host, or with the run's keys on another one. Errors: RunError."""
+    known = folder.read_json(CONTROL)
+    address, remote = str(known.get("address", "")), str(known.get("remote", ""))
+    if address.startswith("ipc://") and Path(address.removeprefix("ipc://")).exists():
+        return address, None
+    if not remote:
         raise RunError(
             f"'{folder.path.name}' takes no commands: it is over, or it runs in one process; "
             f"name the folder of a run that is under way, such as runs/latest"
         )
-    return address
+    keys = Rendezvous.keys(folder.path)
+    if keys is None:
+        raise RunError(
+            f"'{folder.path.name}' is led from another host, at {remote}, and takes commands of those who can read "
+            f"'{KEYS_FILE}' in its folder; this user cannot: ask as the user that started it"
+        )
+    return remote, keys

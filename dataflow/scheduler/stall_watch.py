@@ -20,6 +20,8 @@ from dataflow.worker.host import Settings
 from dataflow.worker.messages import AskStacks
 
 LOOK_S = 0.5
+_NOTED_PER_S = 1000
+"""Workers of which it notes how they stand, at most: of very many it looks more seldom."""
 _STACKS_S = 1.0
 """For the workers to tell their stacks before a report is written."""
 
@@ -58,7 +60,8 @@ class StallWatch:
     def look(self) -> list[str]:
         """Sentences for the user. Raises DeadlineError, its report written, when the run has stalled."""
         now = self._clock()
-        if not self._settings.folder or now - self._looked < LOOK_S:
+        every_s = max(LOOK_S, len(self._table.workers) / _NOTED_PER_S)
+        if not self._settings.folder or now - self._looked < every_s:
             return []
         self._looked = now
         self._note(now)
@@ -124,10 +127,11 @@ class StallWatch:
 
 
 def _plain(record: WorkerRecord, now: float) -> dict[str, Any]:
-    """What is known of a worker, for the doctor."""
+    """What is known of a worker, for the doctor; the process of one on another host is nobody's here."""
     told_at, threads = record.stacks or (now, [])
     return {
-        "nodes": list(record.nodes), "pid": record.pid, "state": record.state, "cause": record.cause,
+        "nodes": list(record.nodes), "pid": 0 if record.host else record.pid, "state": record.state,
+        "cause": record.cause,
         "restarts": record.attempt, "silent_s": now - record.heard_at, "heartbeat": dict(record.told),
         "threads": threads, "threads_s": now - told_at,
     }  # fmt: skip
