@@ -1,7 +1,6 @@
 """The agents of a run in the hands of its scheduler: what `ForkserverClient` is to one machine, for several hosts."""
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -29,7 +28,7 @@ from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
-from dataflow.scheduler.host_agent import HostAgent
+from dataflow.scheduler.host_agent import HostAgent, natural
 from dataflow.scheduler.words import Words
 from dataflow.system.security import RunKeys
 
@@ -90,7 +89,7 @@ class Agents:
     @property
     def hosts(self) -> list[Host]:
         """Those that are there, by name."""
-        return [self._hosts[name].host for name in sorted(self._hosts, key=_natural) if not self._hosts[name].has_left]
+        return [self._hosts[name].host for name in sorted(self._hosts, key=natural) if not self._hosts[name].has_left]
 
     def place(self, host: str) -> dict[str, str]:
         """What is particular in the settings of a worker there."""
@@ -222,6 +221,7 @@ class Agents:
         """Should there be an agent of a host that was given up, have it say which workers it has."""
         agent, now = self._hosts.get(host), time.monotonic()
         if agent is not None and not agent.has_left and not agent.is_clearing and now - agent.asked_at > _LOOK_S:
+            self._forget(host)
             self._go_on(agent)
 
     def leave(self) -> None:
@@ -305,11 +305,10 @@ class Agents:
                 self._left(name, agent, "has ended its agent")
             case Paused():
                 agent.is_paused = message.is_paused
-            case Alive():
+            case Alive() | Said():
                 self._events.append({"event": "heard", "name": name})
-            case Said():
-                self._events.append({"event": "heard", "name": name})
-                self.words.take(message)
+                if isinstance(message, Said):
+                    self.words.take(message)
             case Notice():
                 self._events.append(vars(message) | {"host": name})
                 if agent.is_clearing and message.event == "exited":
@@ -341,8 +340,12 @@ class Agents:
         if agent.has_left:
             return
         agent.has_left, agent.is_clearing = True, False
-        self._asked = {worker: each for worker, each in self._asked.items() if _host(each) != name}
+        self._forget(name)
         self._events.append({"event": "lost", "name": name, "cause": cause})
+
+    def _forget(self, host: str) -> None:
+        """What was asked of a host is nobody's wish any more."""
+        self._asked = {worker: each for worker, each in self._asked.items() if _host(each) != host}
 
     # Words
 
@@ -395,8 +398,3 @@ class Agents:
 
 def _host(spawn: Spawn) -> str:
     return str(spawn.settings["host"])
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """A key by which h2 comes before h10."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]

@@ -31,7 +31,7 @@ NAME = "scheduler"
 """In faults.jsonl."""
 _LAST_WORDS_S = 1.0
 """For what a worker sent before it ended to arrive, whatever the others send meanwhile."""
-_FEW, _LOOKED_AT_PER_S = 256, 20_000
+_FEW, _LOOKED_AT_A_SECOND = 256, 20_000
 """Of workers above so many, the deadlines of so many are looked at in a second."""
 
 
@@ -144,7 +144,7 @@ class Scheduler:
     def _pass_time(self) -> None:
         """What follows from time alone; of many workers not in every turn."""
         now, many = self._clock(), len(self.table.workers) - _FEW
-        if 0 <= now - self._ticked < many / _LOOKED_AT_PER_S:
+        if 0 <= now - self._ticked < many / _LOOKED_AT_A_SECOND:
             return
         self._ticked = now
         self._apply(events.Tick())

@@ -1,5 +1,6 @@
 """What a scheduler knows of the agent of one host."""
 
+import re
 from dataclasses import dataclass, field
 
 from dataflow.agent.forkserver_messages import AllHanded, Handed
@@ -34,3 +35,8 @@ class HostAgent:
             name=join.name, cpus=join.cpus, gpus=join.gpus, memory_bytes=join.memory_bytes,
             gpu_memory_bytes=join.gpu_memory_bytes, kind=join.kind,
         )  # fmt: skip
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """A key by which h2 comes before h10."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dataflow.agent.messages import Said, Tell
 
-_PER_S = 1024
+_A_SECOND = 1024
 """Heartbeats that a scheduler takes in, at most, so that they cost it a fraction of a core."""
 _SLOWER = 1.25
 """So much longer than before is worth a word to all agents."""
@@ -29,7 +29,7 @@ class Words:
     def sits(self, name: str, host: str) -> bool:
         """A worker is started on a host; whether workers have become so many that they are to be heard less often."""
         self._host[name] = host
-        wanted = len(self._host) / _PER_S
+        wanted = len(self._host) / _A_SECOND
         if wanted > self.beat_s * _SLOWER:
             self.beat_s = wanted
             return True
