@@ -4,7 +4,8 @@ import argparse
 import time
 
 from dataflow import Graph, Model, scorer
-from dataflow.planning.plan import Devices, plan
+from dataflow.planning.hosts import Devices
+from dataflow.planning.plan import plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 

@@ -84,8 +84,8 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "gpus": (
         str,
         "",
-        "accelerators by node, as in generator=6,trainer=2; with generator=8,trainer=generator they take turns; "
-        "shared: all nodes take turns on all accelerators, or in main memory",
+        "accelerators by node, over all hosts, as in generator=6,trainer=2; with generator=8,trainer=generator they "
+        "take turns; shared: all nodes take turns on all accelerators, or in main memory",
     ),
     "replicas": (str, "", "copies of a node on the CPU, as in generator=2"),
     "ranks": (str, "", "processes that share out a trainer's model on the CPU, as in trainer=2"),

@@ -8,7 +8,7 @@
         │   └── Unusable           what the user's functions or data give cannot be used, however often it is tried
         ├── WorkerDied             a worker process ended or stopped answering
         ├── DeadlineError          a wait reached its deadline; names who waited for whom
-        └── Replaced               this scheduler leads its run no more: another one took its place
+        └── Replaced               this scheduler, or attempt of a worker, was replaced: another one is in its place
 
 Messages have three parts: what is wrong, what was found, what to do.
 """
@@ -87,7 +87,7 @@ class DeadlineError(RunError, TimeoutError):
 
 
 class Replaced(RunError):
-    """A scheduler finds that another one has taken its place; it must touch nothing of the run any more."""
+    """A scheduler, or a worker, finds that another one is in its place; it must touch nothing of the run any more."""
 
 
 @contextlib.contextmanager

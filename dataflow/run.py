@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import os
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -224,7 +225,7 @@ def run(
     with contextlib.ExitStack() as open_:
         server, holder = None, 0
         if isinstance(on, Launcher):
-            folder = before or RunFolder.create(runs, graph.name)
+            folder = before or open_.enter_context(_made_for_hosts(runs, graph.name))
             hold, service = _held_over_hosts(folder, limits or Limits(), open_)
             holder = hold.number
             made = open_.enter_context(hosted(on, Request(
@@ -277,6 +278,18 @@ def run(
         folder=folder.path, seconds=outcome.seconds, steps=outcome.steps, verdict=verdict,
         busy_seconds=outcome.busy_seconds,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _made_for_hosts(runs: str | Path, name: str) -> Iterator[RunFolder]:
+    """A new run folder, in which hosts are gathered before there is a plan; it goes where that is refused."""
+    folder = RunFolder.create(runs, name)
+    try:
+        yield folder
+    except GraphError:
+        if not folder.ledger.exists():
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
 
 
 def _held_over_hosts(

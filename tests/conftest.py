@@ -18,7 +18,7 @@ from rigs.forked import finish, forked, fresh, prepare
 from rigs.machine import folders_made, nothing_left_behind
 from rigs.policy import tiny_policy
 
-from dataflow.planning.plan import Devices
+from dataflow.planning.hosts import Devices
 from dataflow.worker import worker
 
 sqlite3.connect = connections.connect

@@ -4,6 +4,7 @@ python -m dataflow.agent
 """
 
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -32,7 +33,11 @@ def main() -> int:
     except DataflowError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    return Agent(told, keys, host, address, socket_folder.make()).run()
+    agent = Agent(told, keys, host, address, socket_folder.make())
+    for number in (signal.SIGINT, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_IGN)  # a terminal's: the scheduler says what it means
+    signal.signal(signal.SIGTERM, lambda number, frame: agent.end())
+    return agent.run()
 
 
 def host_here(told: AgentEnvironment) -> Host:

@@ -3,7 +3,6 @@
 import os
 import secrets
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -77,9 +76,6 @@ class Agent:
 
     def run(self) -> int:
         """Be the host's agent until the run ends; the exit status."""
-        for number in (signal.SIGINT, signal.SIGTSTP):
-            signal.signal(number, signal.SIG_IGN)  # a terminal's: the scheduler says what it means
-        signal.signal(signal.SIGTERM, lambda number, frame: self.end())
         self._join()
         try:
             while not self._ends:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataflow.system.files import RunFolderError, disk
+from dataflow.system.files import RunFolderError, append_line, disk
 
 Place = Callable[[Path, Path, Path | None], None]
 """As `put`."""
@@ -37,6 +37,8 @@ class Placing:
     """In the names of what has no place yet: no two processes that may write the same have one; empty where one can
     not go on when another was started in its place."""
     place: Place = put
+    append: Callable[[Path, str], None] = append_line
+    """To a file in which several processes write lines."""
 
     def aside(self, path: Path) -> Path:
         """Where a file is written that is to be at a path: there, or beside it."""

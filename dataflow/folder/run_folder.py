@@ -153,7 +153,7 @@ class RunFolder:
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl in one write; NaN becomes null."""
-        self.extras.append(self.metrics, to_json(line))
+        self.extras.attempt(self.metrics, lambda: self.placing.append(self.metrics, to_json(line)))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """What metrics.jsonl says, in order: the last line of each step, none that a crash tore."""

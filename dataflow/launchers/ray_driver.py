@@ -124,7 +124,7 @@ class Driver:
             del actor
 
     def _end(self) -> None:
-        """Let go of group and actors; their agents were asked to end before. Should this process be killed, Ray does it."""
+        """Let go of group and actors, whose agents were asked to end; if this process is killed, Ray does it."""
         with contextlib.suppress(Exception):
             watches = list(self._watches)
             _, late = ray.wait(watches, num_returns=len(watches), timeout=_END_S) if watches else ([], [])

@@ -145,7 +145,7 @@ def weight_paths(
                 WeightPath(
                     trainer=trainer.node, trainer_ranks=trainer.ranks, reader=reader.node, replica=replica,
                     ranks=reader.ranks, executor=executor, refresh=feedback.refresh, nbytes=nbytes,
-                    link_bytes_per_s=_slow(devices.link_bytes_per_s) if is_link else None,
+                    link_bytes_per_s=slow(devices.link_bytes_per_s) if is_link else None,
                 )
             )  # fmt: skip
     return tuple(found)
@@ -172,7 +172,7 @@ def deltas(paths: list[WeightPath]) -> str:
     return f", as deltas where these are shorter, over links of {min(slow) / 1e6:g} MB/s" if slow else ""
 
 
-def _slow(link_bytes_per_s: float | None) -> float | None:
+def slow(link_bytes_per_s: float | None) -> float | None:
     """The rate of a link on which finding what changed takes less time than sending what did not."""
     return link_bytes_per_s if link_bytes_per_s is not None and link_bytes_per_s < SCAN_BYTES_PER_S else None
 

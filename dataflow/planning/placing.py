@@ -62,15 +62,14 @@ def placed(
     check_pins(pins, {node: part.replicas for node, part in parts.items()})
     workers = workers_of(graph)
     rooms = rooms_of(devices)
-    heavy = {node: part for node, part in parts.items() if part.gpus or not graph.operators[node].light}
+    heavy = {node: part for node, part in parts.items() if not graph.operators[node].light}
     places = _seated(heavy, rooms, turns, pins)
     for worker, others in neighbours.items():
         nodes = [node for node in graph.operators if workers[node] == worker]
-        if new := [node for node in nodes if node not in places]:
-            pin = pin_of(nodes, pins, "they share a worker, as light operators in a row do")
-            hosts = [[room.host.name for room, _ in places[other]] for other in others]
-            name = host_beside(hosts, rooms) if pin is None else pin
-            places |= {node: [(room, ())] for node in new for room in rooms if room.host.name == name}
+        pin = pin_of(nodes, pins, "they share a worker, as light operators in a row do")
+        hosts = [[room.host.name for room, _ in places[other]] for other in others]
+        name = host_beside(hosts, rooms) if pin is None else pin
+        places |= {node: [(room, ())] for node in nodes for room in rooms if room.host.name == name}
     threads = _threads(graph, heavy, places, rooms, turns)
     return {
         node: _placement(graph, node, workers[node], parts[node], places[node], threads, bool(devices.hosts))
@@ -168,7 +167,7 @@ def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Found]:
         row = room.row(party.unit)
         if row is None:
             raise GraphError(
-                f"{_told(party)} needs {party.unit}, and is to be on host '{room.host.name}', but "
+                f"{_told(party)} needs {party.unit} on host '{room.host.name}', where place puts it, but "
                 f"{room.told(party.unit)}; name another host, or ask for less"
             )
         room.take(party.unit, row)
@@ -187,7 +186,7 @@ def _too_large(party: _Party, found: int, rooms: Sequence[Room]) -> str:
 
 def _told(party: _Party) -> str:
     if len(party.nodes) > 1:
-        return f"{' and '.join(map(repr, party.nodes))} take turns on devices, which"
+        return f"the group of {', '.join(map(repr, party.nodes[:-1]))} and '{party.nodes[-1]}', which take turns,"
     return f"each replica of '{party.nodes[0]}'" if party.count > 1 else f"'{party.nodes[0]}'"
 
 

@@ -10,7 +10,7 @@ from dataflow.draw.picture import Frame
 from dataflow.errors import GraphError, nearest
 from dataflow.group_bytes import MESSAGE_BYTES, message_fault
 from dataflow.node import Generate, Learn, Source
-from dataflow.planning.executors import WeightPath, executor_between, explain, summary, weight_paths
+from dataflow.planning.executors import COLLECTIVE, WeightPath, executor_between, explain, slow, summary, weight_paths
 from dataflow.planning.host_lines import host_lines
 from dataflow.planning.hosts import Devices, named
 from dataflow.planning.inputs import Place, digest
@@ -84,7 +84,11 @@ class Plan:
         return {(path.trainer, path.reader, path.replica): path.executor for path in self.weight_paths}
 
     def link(self, trainer: str, executor: str) -> float | None:
-        """Bytes per second of the slow links by which an executor carries a trainer's weights; None: of fast ones."""
+        """Bytes per second of the slow links by which an executor carries a trainer's weights; None: of fast ones.
+
+        Over hosts all links between two are such, whoever is on which of them now."""
+        if self.devices.hosts and executor in COLLECTIVE:
+            return slow(self.devices.link_bytes_per_s)
         rates = [
             path.link_bytes_per_s for path in self.weight_paths
             if (path.trainer, path.executor) == (trainer, executor) and path.link_bytes_per_s is not None
@@ -271,6 +275,8 @@ def _parts(
     """How often each node runs, as how many ranks, and what each needs."""
     parts: dict[str, Part] = {}
     for name, operator in graph.operators.items():
+        if operator.light and name in gpus:
+            raise GraphError(f"'{name}' is given {gpus[name]} GPUs, but it uses no device; leave it out")
         model = operator.uses
         each = ranks_of(operator, gpus.get(name, 0), ranks.get(name), one_process)
         count = gpus[name] // each if name in gpus else replicas.get(name, 1)

@@ -8,8 +8,9 @@ import pyarrow as pa
 import pytest
 
 from dataflow import Graph, GraphError, Model, join, scorer
+from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.plan import Devices, plan
+from dataflow.planning.plan import plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.traits import Traits
 

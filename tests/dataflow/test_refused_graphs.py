@@ -10,7 +10,8 @@ import pytest
 from dataflow import Graph, GraphError, Model, Stream, join, scorer
 from dataflow.check import faults
 from dataflow.node import Transform
-from dataflow.planning.plan import Devices, plan
+from dataflow.planning.hosts import Devices
+from dataflow.planning.plan import plan
 from dataflow.records import Array
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from operators import Generator, Logprobs, RewardModel, Values

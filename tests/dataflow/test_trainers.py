@@ -11,7 +11,8 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import verify
 from dataflow.node import Transform
-from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.planning.hosts import Devices
+from dataflow.planning.plan import Plan, plan
 from dataflow.planning.wiring import bounds_at, context_facts, edges
 from dataflow.records import Columns
 from dataflow.scheduler.state_machine import RunStateMachine

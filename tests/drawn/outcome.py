@@ -10,7 +10,7 @@ from refused.page import PAGE, rows
 
 from dataflow import GraphError, inline, run
 from dataflow.folder.run_folder import RunFolder
-from dataflow.planning.plan import Devices
+from dataflow.planning.hosts import Devices
 from dataflow.run import Result, make_plan
 
 from .draw import STEPS, Computes, Drawn

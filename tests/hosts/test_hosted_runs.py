@@ -25,6 +25,6 @@ def test_a_graph_runs_over_three_hosts_and_leaves_nothing(cluster: Cluster, shar
     except NoHosts as error:
         pytest.skip(str(error))
     assert verdict.clean, verdict.line
-    assert {path for path, hosts in watch.writers().items() if len(hosts) > 1 and "ledger.db" not in path} == set()
+    assert {path for path, hosts in watch.writers().items() if len(hosts) > 1} == set()
     assert {host for path, hosts in watch.writers().items() for host in hosts} == {"a", "b", "c"}
     wait_until(lambda: [host.processes() for host in cluster.hosts] == before, what="the end of all processes")

@@ -154,20 +154,20 @@ def test_a_host_whose_agent_is_killed_is_noticed_at_once_and_the_run_goes_on_els
 def test_a_scheduler_that_is_killed_is_followed_by_another_that_takes_the_workers_as_they_are(start: Start) -> None:
     first = start("--on", "local:2", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02", "--steps", "400")
     first.further()
-    family = descendants(first.process.pid)
+    family = {pid for agent in first.agents().values() for pid in (agent, *descendants(agent))}
     first.process.kill()
     first.process.wait(10)
     assert "has died; dataflow resume takes over the workers" in ask(first, "stop")
     second = start("resume", str(first.folder.path), command=("-m", "dataflow"))
     wait_until(lambda: [fault["worker"] for fault in second.faults()] == ["scheduler"], WAIT_S, "the second scheduler")
-    assert set(alive(family)) == set(family)
+    assert set(alive(family)) == family
     second.process.wait(120)
     assert second.process.returncode == 0, second.said()
     second.is_clean()
     assert second.steps() == 400
     with contextlib.closing(Ledger.open(second.folder.ledger)) as ledger:
         assert ledger.counts("trainer").trained == 400 * 8
-    wait_until(lambda: not alive(set(family)), 10.0, "the end of all processes")
+    wait_until(lambda: not alive(family), 10.0, "the end of all processes")
 
 
 @pytest.mark.slow
@@ -224,3 +224,15 @@ def test_a_program_that_cannot_be_built_on_a_host_ends_the_run_with_its_reason(s
     run = start("--on", "local:1", "--quiet", command=(str(flawed),))
     assert run.process.wait(60) == 1
     assert "host 'h1'" in run.said() and "did not get to its run: ValueError: no such data here" in run.said()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_plan_that_is_refused_ends_the_agents_and_leaves_no_folder(start: Start, tmp_path: Path) -> None:
+    run = start("--on", "local:1", "--quiet", "--place", "generator=h7")
+    family: set[int] = set()
+    wait_until(lambda: family.update(descendants(run.process.pid)) or len(family) > 1, WAIT_S, "the agent")
+    assert run.process.wait(60) == 1
+    assert "h7" in run.said() and "GraphError" in run.said()
+    assert not [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    wait_until(lambda: not alive(family), 10.0, "the end of the agent")

@@ -1,5 +1,6 @@
 """All laws, by the part of the design that has them."""
 
+from .hosts import HOSTS
 from .language import LANGUAGE, STRUCTURE
 from .planes import DATA_PLANE, WEIGHT_PLANE
 from .records import RECORDS
@@ -14,6 +15,7 @@ ROOMS = {
     "The weight plane": WEIGHT_PLANE,
     "Security": SECURITY,
     "The scheduler": SCHEDULER,
+    "Hosts": HOSTS,
     "Shared devices": TURNS,
     "Staleness": STALENESS,
     "The ledger, resume": LEDGER,

@@ -8,7 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PARTS = {
     "Graphs": ("dataflow/check.py", "dataflow/graph.py", "dataflow/group_bytes.py"),
-    "Devices, ranks and replicas": ("dataflow/planning/*.py",),
+    "Devices, hosts, ranks and replicas": (
+        "dataflow/planning/*.py", "dataflow/launchers/hosts.py", "dataflow/agent/digest.py",
+    ),
     "Models": ("dataflow/model.py", "dataflow/model_files.py", "operators/models/*.py"),
     "Generators": (
         "operators/engine/knobs.py", "operators/engine/build.py", "operators/engine/kv_cache.py",

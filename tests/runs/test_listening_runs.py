@@ -14,7 +14,7 @@ from rigs import stranger
 from rigs.graphs import fake_graph
 
 from dataflow import Graph, GraphError, inline, plan, run, scorer, verify
-from dataflow.planning.plan import Devices
+from dataflow.planning.hosts import Devices
 from dataflow.run import make_plan
 from dataflow.scheduler import control
 from dataflow.system.security import RunKeys

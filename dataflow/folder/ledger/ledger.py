@@ -76,11 +76,15 @@ class Ledger(BaseLedger):
         flushed by SQLite. The database itself is not opened here: closing it would end the locks that SQLite has on it
         in this process.
         """
-        self._check_owner()
-        with disk("flushing", self._wal):
-            with contextlib.suppress(FileNotFoundError):
-                flush_to_disk(self._wal)
+        self.flush_log()
+        with disk("flushing", self.path.parent):
             flush_to_disk(self.path.parent)
+
+    def flush_log(self) -> None:
+        """The same for one who has flushed since the ledger was opened: the log is where it was. Errors: as flush()."""
+        self._check_owner()
+        with disk("flushing", self._wal), contextlib.suppress(FileNotFoundError):
+            flush_to_disk(self._wal)
 
     @property
     def wal_bytes(self) -> int:

@@ -16,6 +16,7 @@ from dataflow.folder.ledger.questions import AnyRead
 from dataflow.folder.ledger.writers import Token
 from dataflow.folder.ledger_service.line import Line
 from dataflow.folder.ledger_service.messages import (
+    AppendLine,
     Ask,
     AskWalBytes,
     Behind,
@@ -98,7 +99,8 @@ class LedgerClient(BaseLedger):
     @property
     def placing(self) -> Placing:
         """How what this process wrote in the run folder gets its name: the service gives it, in its turn."""
-        return Placing(f"{self._token.holder}-{self._token.attempt}-{self._token.session:x}", self._place)
+        token = self._token
+        return Placing(f"{token.holder}-{token.attempt}-{token.session:x}", self._place, self._append)
 
     def do(self, call: Call[T]) -> T:
         """Have it done. Errors: LedgerError; Replaced; DeadlineError."""
@@ -140,8 +142,16 @@ class LedgerClient(BaseLedger):
 
     def _place(self, path: Path, at: Path, aside: Path | None = None) -> None:
         """As `placing.put`, from any thread. Errors: RunFolderError; Replaced."""
-        names = [None if each is None else str(each.relative_to(self.path.parent)) for each in (path, at, aside)]
-        self._ask_from_any_thread(PutInPlace(names[0] or "", names[1] or "", names[2]))
+        named = None if aside is None else self._name(aside)
+        self._ask_from_any_thread(PutInPlace(self._name(path), self._name(at), named))
+
+    def _append(self, path: Path, line: str) -> None:
+        """As `append_line`, from any thread. Errors: RunFolderError; Replaced."""
+        self._ask_from_any_thread(AppendLine(self._name(path), line))
+
+    def _name(self, path: Path) -> str:
+        """In the run folder, wherever that is for the service."""
+        return str(path.relative_to(self.path.parent))
 
     def _send(self, call: AnyWrite) -> int:
         """Send a write; its number."""
@@ -213,7 +223,7 @@ class LedgerClient(BaseLedger):
         for record in self._unheard:
             self._line.say(record)
 
-    def _ask_from_any_thread(self, what: Flush | AskWalBytes | PutInPlace) -> Any:
+    def _ask_from_any_thread(self, what: Flush | AskWalBytes | PutInPlace | AppendLine) -> Any:
         """What changes no row of the ledger: on a line of its own where the thread is not the owner's, so that nobody
         waits for the disk who need not."""
         if threading.get_ident() == self._thread:
@@ -268,6 +278,8 @@ def _doing(what: Any) -> str:
             return "look at the log"
         case PutInPlace():
             return f"put '{what.at}' in place"
+        case AppendLine():
+            return f"add to '{what.path}'"
     return str(what.doing)
 
 

@@ -12,6 +12,7 @@ from dataflow.folder.ledger.calls import Call, Said
 from dataflow.folder.ledger.writers import FLOOR, Admit, ListWriters, NotMade, Numbered, Prepare, Token, Writer
 from dataflow.folder.ledger_service.messages import (
     Answer,
+    AppendLine,
     Ask,
     Asked,
     AskWalBytes,
@@ -24,7 +25,7 @@ from dataflow.folder.ledger_service.messages import (
     Refused,
     Told,
 )
-from dataflow.system.files import RunFolderError
+from dataflow.system.files import RunFolderError, append_line
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Desk:
         LedgerError."""
         self._ledger, self._folder, self._holds = ledger, ledger.path.parent, holds
         ledger.do(Prepare(floor))
+        ledger.flush()
         self._writers = ledger.do(ListWriters())
         self._floor = self._writers[FLOOR].token.holder if FLOOR in self._writers else 0
 
@@ -70,7 +72,7 @@ class Desk:
 
     def flush(self) -> None:
         """Bring all that was made to the disk itself. Errors: RunFolderError when the disk refuses."""
-        self._ledger.flush()
+        self._ledger.flush_log()
 
     def _recorded(self, message: Record) -> Answer:
         writer, number = self._admitted(message.token), message.number
@@ -109,6 +111,9 @@ class Desk:
             case PutInPlace():
                 aside = None if what.aside is None else self._inside(what.aside)
                 placing.put(self._inside(what.path), self._inside(what.at), aside)
+                return Told(message.ticket, Said(None))
+            case AppendLine():
+                append_line(self._inside(what.path), what.line)
                 return Told(message.ticket, Said(None))
             case _:
                 return Told(message.ticket, what.travels_as(self._ledger.do(cast("Call[Any]", what))))

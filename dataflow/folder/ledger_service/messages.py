@@ -36,6 +36,14 @@ class PutInPlace:
 
 
 @dataclass(frozen=True)
+class AppendLine:
+    """Append a line to a file that several hosts have something to say in; twice is as good as once."""
+
+    path: str
+    line: str
+
+
+@dataclass(frozen=True)
 class Ask:
     """A question, or something that may be done twice."""
 
@@ -43,7 +51,7 @@ class Ask:
     ticket: Natural
     after: Natural
     """The last write that is to be made before."""
-    what: AnyRead | Join | Flush | AskWalBytes | PutInPlace
+    what: AnyRead | Join | Flush | AskWalBytes | PutInPlace | AppendLine
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger_service.desk import Desk
-from dataflow.folder.ledger_service.service import LedgerService, stop_on_signals
+from dataflow.folder.ledger_service.service import STOP, LedgerService
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked, end, fork
 from dataflow.system.files import RunFolderError
@@ -113,8 +113,7 @@ class LedgerProcess:
     def close(self) -> None:
         """End it; what was committed stays."""
         self._channel.close()
-        self._process.signal(signal.SIGTERM)
-        end(self._process, STOP_S)
+        end(self._process, 2 * STOP_S)
 
     def __enter__(self) -> "LedgerProcess":
         return self
@@ -129,7 +128,9 @@ class _Supervisor:
     consumes: what is to be served; the end of the service
     produces: the service, started again when it falls; a counter that is raised
     waits for: either, for a moment
-    unblocked by: SIGTERM; the end of the scheduler, with which the kernel ends it
+    unblocked by: the scheduler, which closes the channel; its end, with which the kernel ends this process
+
+    Signals to all processes of a job, a terminal or a run are for the scheduler, which still needs the ledger then.
     """
 
     def __init__(self, holds: Holds, log: Path | None) -> None:
@@ -139,24 +140,21 @@ class _Supervisor:
 
     def run(self, theirs: socket.socket) -> int:
         """The exit status."""
-        asked: list[int] = []
-        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTSTP):
+            signal.signal(number, signal.SIG_IGN)
         if self._log is not None:
             log_to(self._log)
         channel = Channel(theirs, _CODEC, START_S)
         try:
-            while not asked:
+            while True:
                 self._turn(channel)
         except Replaced as error:
             print(error, flush=True)
             return _REPLACED
         except EOFError:
-            pass
+            return 0
         finally:
             self._stop()
-        return 0
 
     def _turn(self, channel: Channel[_Said]) -> None:
         with contextlib.suppress(RunFolderError):  # the disk does not say; the service asks before it does anything
@@ -192,7 +190,7 @@ class _Supervisor:
 
     def _stop(self) -> None:
         if self._child is not None:
-            self._child.signal(signal.SIGTERM)
+            self._child.signal(STOP)
             end(self._child, STOP_S)
         self._child = self._wanted = None
 
@@ -212,7 +210,7 @@ def _serve(wanted: Serve, holds: Holds, ends: socket.socket) -> int:
             told.send(CannotStart(str(error)))
             return 1
         open_.callback(service.close)
-        stop_on_signals(service)
+        signal.signal(STOP, lambda number, frame: service.stop())
         told.send(Listening(service.address))
         told.close()
         try:

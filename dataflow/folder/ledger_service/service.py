@@ -17,6 +17,9 @@ from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answ
 from dataflow.system.messages import MessageError
 from dataflow.system.security import Guard, RunKeys, reachable
 
+STOP = signal.SIGUSR1
+"""Ends its process."""
+
 log = logging.getLogger(__name__)
 
 _REFUSALS = 20
@@ -132,10 +135,3 @@ class LedgerService:
 
     def _say(self, client: bytes, answer: Answer) -> None:
         self._router.send_multipart([client, FROM_LEDGER.encode(answer)])
-
-
-def stop_on_signals(service: LedgerService) -> None:
-    """SIGTERM ends it; Ctrl-C and Ctrl-Z are for the scheduler."""
-    signal.signal(signal.SIGTERM, lambda number, frame: service.stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTSTP, signal.SIG_IGN)

@@ -1,21 +1,30 @@
 """An agent that hears nobody; what hosts compare; which address others reach."""
 
+import re
 import socket
+import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from rigs.graphs import fake_graph
+from rigs.machine import wait_until
 
 from dataflow import scorer
+from dataflow.agent.agent import Agent
 from dataflow.agent.digest import built, other_program, program_files, versions
-from dataflow.agent.forkserver_messages import Stay
+from dataflow.agent.environment import AgentEnvironment
+from dataflow.agent.forkserver_messages import End, Stay
 from dataflow.agent.line import Line
+from dataflow.agent.messages import Join
+from dataflow.agent.rendezvous import Rendezvous
 from dataflow.agent.silence import UNBEGUN_S, over
 from dataflow.errors import RunError
 from dataflow.history.launch import Launch
 from dataflow.planning.hosts import Devices, Host
 from dataflow.run import make_plan
+from dataflow.scheduler.agents_socket import AgentsSocket
 from dataflow.system.addresses import own_address
 from dataflow.system.security import RunKeys
 
@@ -83,3 +92,62 @@ def test_a_line_that_nobody_answers_says_so() -> None:
         line = Line(f"tcp://127.0.0.1:{taken.getsockname()[1]}", RunKeys.make(), "h1/1")
         assert line.heard() == [] and line.trouble == "nobody answers there"
         line.close()
+
+
+class FastClock:
+    """A minute for each hundred looks, in steps that no process is away for."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.6
+        return self.now
+
+
+def agent(address: str, keys: RunKeys, folder: Path) -> Agent:
+    sockets = folder / "sockets"
+    sockets.mkdir()
+    told = AgentEnvironment(scheduler=address, keys="", folder=str(folder))
+    return Agent(told, keys, HOSTS[0], "127.0.0.1", sockets, FastClock())
+
+
+@pytest.mark.parametrize(("is_there", "said"), [
+    (False, r"the scheduler at tcp://.* has not answered for 3\d s: nobody answers there; host 'h1' ends"),
+    (True, r"has not answered for 3\d s: .* other keys than this"),
+])  # fmt: skip
+def test_an_agent_that_cannot_join_ends_with_what_is_wrong_and_removes_its_folder(
+    is_there: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler = AgentsSocket("127.0.0.1", RunKeys.make())
+    address = scheduler.address
+    if not is_there:
+        scheduler.close()
+    joins = agent(address, RunKeys.make(), tmp_path)
+    try:
+        assert joins.run() == 1
+    finally:
+        if is_there:
+            scheduler.close()
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "sockets").exists()
+
+
+def test_an_agent_turns_to_the_scheduler_that_leads_the_run_now(tmp_path: Path) -> None:
+    keys = RunKeys.make()
+    before, after = AgentsSocket("127.0.0.1", keys), AgentsSocket("127.0.0.1", keys)
+    before.close()
+    Rendezvous(address=after.address, number=1, hosts=()).write(tmp_path, keys)
+    joins = agent(before.address, keys, tmp_path)
+    thread = threading.Thread(target=joins.run)
+    thread.start()
+    try:
+        found: list[Any] = []
+        wait_until(lambda: found.extend(after.received(print)) or found, 20.0, "the agent")
+        assert isinstance(found[0][1], Join) and found[0][1].name == "h1"
+        after.send(found[0][0], End())
+        thread.join(20)
+        assert not thread.is_alive()
+    finally:
+        joins.end()
+        thread.join(20)
+        after.close()

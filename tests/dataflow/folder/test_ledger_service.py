@@ -120,29 +120,22 @@ def test_a_client_is_of_one_process_and_one_thread_but_for_flushes(path: Path, s
 
 
 def test_what_is_written_while_the_service_falls_is_made_once(path: Path, service: LedgerProcess) -> None:
-    """Killed again and again in the midst of commits; a process between it and the scheduler starts it again."""
+    """Killed about when a commit comes, sooner or later each time; who is between it and the scheduler starts it."""
     trainer = client(path, service)
     trainer.issue("prompts", [(group, str(group)) for group in range(400)])
-    supervisor = service._process.pid
-    over = threading.Event()
 
     def kill() -> None:
-        while not over.wait(0.15):
-            for pid in children(supervisor):
-                os.kill(pid, signal.SIGKILL)
+        for pid in children(service._process.pid):
+            os.kill(pid, signal.SIGKILL)
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        for number in range(1, 9):
-            step(trainer, number, [number])
-            trainer.advance("prompts", [number + 100], "generated")
-            time.sleep(0.02)
-    finally:
-        over.set()
+    for number in range(1, 6):
+        killer = threading.Timer(0.001 * number, kill)
+        killer.start()
+        step(trainer, number, [number])
+        trainer.advance("prompts", [number + 100], "generated")
         killer.join()
-    assert [each.trained for each in trainer.steps("trainer")] == [(number,) for number in range(1, 9)]
-    assert trainer.counts("trainer").in_flight["generated"] == 8
+    assert [each.trained for each in trainer.steps("trainer")] == [(number,) for number in range(1, 6)]
+    assert trainer.counts("trainer").in_flight["generated"] == 5
     service.check()
 
 
@@ -187,6 +180,19 @@ def test_who_has_no_key_gets_no_answer(path: Path, service: LedgerProcess) -> No
 def test_an_address_that_is_taken_is_told_of_at_the_start(path: Path, service: LedgerProcess) -> None:
     with LedgerProcess() as made, pytest.raises(RunError, match="cannot listen at .*: Address already in use"):
         made.serve(path, service.address, KEYS)
+
+
+def test_a_signal_to_all_processes_of_a_run_is_for_the_scheduler(path: Path) -> None:
+    """It ends its workers first, which still write."""
+    with LedgerProcess() as service:
+        trainer = client(path, service, keys=None) if service.serve(path, "tcp://127.0.0.1:*") else None
+        pids = [service._process.pid, *children(service._process.pid)]
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTSTP):
+            for pid in pids:
+                os.kill(pid, number)
+        assert trainer is not None and trainer.last_step("trainer") == 0
+        service.check()
+    assert not any(alive(pid) for pid in pids)
 
 
 def test_the_service_ends_with_the_scheduler(path: Path) -> None:

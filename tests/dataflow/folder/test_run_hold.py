@@ -4,6 +4,8 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.examples import examples
 
+from dataflow import Graph, inline, run
 from dataflow.errors import Replaced
 from dataflow.folder.ledger import Ledger, renewal
 from dataflow.folder.ledger.renewal import renew
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import RAISE_S, STILL_S, RunHold, Taking, held, is_over_hosts
 from dataflow.folder.run_lock import UnderWay
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 
 class Clock:
@@ -101,8 +105,9 @@ def test_two_that_saw_the_counter_stand_still_at_once_do_not_both_take_it(tmp_pa
     clock.now += STILL_S
     first = both[0].look()
     assert first is not None
-    with pytest.raises(UnderWay):
-        both[1].look()
+    for late in (both[1].look, partial(both[1]._take, 1)):  # it looked before, or after
+        with pytest.raises(UnderWay, match=f"process {os.getpid()} on host"):
+            late()
     first.check()
 
 
@@ -169,6 +174,30 @@ def test_a_run_is_held_for_a_block_and_let_go_of(tmp_path: Path) -> None:
             assert hold.number == number
             hold.check()
     assert is_over_hosts(folder)
+
+
+def test_a_run_that_another_host_may_hold_is_not_resumed_on_one_machine_while_it_lives(
+    tmp_path: Path,
+) -> None:
+    g = Graph("tiny")
+    FakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts())))
+    folder = RunFolder.open(run(g, on=inline(), steps=2, runs=tmp_path, quiet=True).folder)
+    over = threading.Event()
+    with held(folder) as hold:
+
+        def live() -> None:
+            while not over.wait(0.05):
+                hold.check()
+
+        living = threading.Thread(target=live)
+        living.start()
+        try:
+            with pytest.raises(UnderWay, match="on host"):
+                run(g, on=inline(), steps=4, resume=folder.path, quiet=True)
+        finally:
+            over.set()
+            living.join()
+    assert run(g, on=inline(), steps=4, resume=folder.path, quiet=True).steps == 4
 
 
 # The ledger's file

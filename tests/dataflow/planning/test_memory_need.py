@@ -9,9 +9,10 @@ import pytest
 from dataflow import Graph, GraphError, Model
 from dataflow.model import LoRA
 from dataflow.model_files import start_fault
+from dataflow.planning.hosts import Devices
 from dataflow.planning.memory_need import Need, check_fit
 from dataflow.planning.model_size import ModelSize, measure_models
-from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.planning.plan import Plan, plan
 from dataflow.system.gpu_memory import gpu_memory
 from operators import Generator, Logprobs, Prompts, Trainer
 

@@ -197,16 +197,17 @@ def test_pinned_replicas_take_their_hosts_in_turn_before_anybody_else_is_seated(
         ({"ranks": {"trainer": 5}}, r"'trainer' needs 5 cores on one host, but 'a' has 4 cores, 'b' has 4 cores"),
         (
             {"gpus": {"trainer": 2, "generator": 1}, "place": {"trainer": "b", "generator": "b"}},
-            r"'generator' needs 1 GPU, and is to be on host 'b', but 'b' has 0 of 2 GPUs free; name another host",
+            r"'generator' needs 1 GPU on host 'b', where place puts it, but 'b' has 0 of 2 GPUs free; name another",
         ),
         (
             {"gpus": {"generator": 3, "trainer": "generator"}},
-            r"'generator' and 'trainer' take turns on devices, which needs 3 GPUs",
+            r"'generator' and 'trainer', which take turns, needs 3 GPUs in a row on one host, but 'a' has 2 of 2",
         ),
         (
             {"gpus": {"generator": 2, "trainer": "generator"}, "place": {"generator": "a", "trainer": "b"}},
             r"place puts 'generator' on a, 'trainer' on b, but they take turns on the same devices; name one host",
         ),
+        ({"gpus": {"reward": 1}}, r"'reward' is given 1 GPUs, but it uses no device; leave it out"),
         ({"weights": "shared_memory"}, r"cannot be forced to go by shared_memory in a run over hosts.*gloo"),
         ({"one_process": True}, r"a run in one process has one machine, but is to be planned over 2 hosts"),
     ],

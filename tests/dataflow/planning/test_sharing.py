@@ -7,8 +7,9 @@ from rigs.graphs import fake_graph, reward
 
 from dataflow import Graph, GraphError, Model
 from dataflow.app import main
+from dataflow.planning.hosts import Devices
 from dataflow.planning.memory_need import Need
-from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.planning.plan import Plan, plan
 from dataflow.planning.sharing import at_once, awake_at_once, read_wishes
 from dataflow.scheduler import scaling
 from dataflow.scheduler.table import Table

@@ -1,5 +1,7 @@
 """The plan says where weights travel as deltas: over links that are known to be slow, and never within a machine."""
 
+import dataclasses
+
 import pytest
 
 from dataflow import Devices, Graph, GraphError, Model, plan
@@ -55,6 +57,8 @@ def test_between_hosts_the_link_counts_unasked() -> None:
     assert made(SLOW).executors() == {("trainer", "generator"): "shared_memory x1, gloo x1"}
     assert made(SLOW).link("trainer", "gloo") == SLOW and made(SLOW).link("trainer", "shared_memory") is None
     assert made(None).link("trainer", "gloo") is None
+    together = dataclasses.replace(made(SLOW), weight_paths=made(SLOW).weight_paths[:1])
+    assert together.link("trainer", "gloo") == SLOW, "one that is beside the trainer may be moved"
 
 
 def test_a_rate_is_given_in_gigabits_and_is_above_nothing() -> None:

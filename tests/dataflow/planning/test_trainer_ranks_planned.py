@@ -9,8 +9,9 @@ import pytest
 
 from dataflow import Graph, GraphError, Model
 from dataflow.app import main
+from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.planning.plan import Plan, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.traits import Traits
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 from dataflow import Graph, Model
-from dataflow.planning.plan import Devices, plan
+from dataflow.planning.hosts import Devices
+from dataflow.planning.plan import plan
 from dataflow.scheduler.table import Table
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 

@@ -15,7 +15,8 @@ from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.folder.faults import FILE
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Patience
-from dataflow.planning.plan import Devices, plan
+from dataflow.planning.hosts import Devices
+from dataflow.planning.plan import plan
 from dataflow.scheduler import control
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.control_server import Client

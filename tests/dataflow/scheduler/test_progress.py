@@ -9,7 +9,8 @@ import pytest
 
 from dataflow import Graph, Model
 from dataflow.folder.run_folder import RunFolder
-from dataflow.planning.plan import Devices, plan
+from dataflow.planning.hosts import Devices
+from dataflow.planning.plan import plan
 from dataflow.scheduler.progress import Watch
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer

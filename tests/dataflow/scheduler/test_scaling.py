@@ -13,7 +13,8 @@ import pytest
 from dataflow import Graph, GraphError, Model, scorer
 from dataflow.limits import Limits, Patience
 from dataflow.node import Transform
-from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.planning.hosts import Devices
+from dataflow.planning.plan import Plan, plan
 from dataflow.planning.rooms import spare
 from dataflow.scheduler import scaling
 from dataflow.scheduler.events import (

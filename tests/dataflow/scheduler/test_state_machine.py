@@ -6,7 +6,8 @@ import random
 import pytest
 
 from dataflow import Graph, Model, scorer
-from dataflow.planning.plan import Devices, plan
+from dataflow.planning.hosts import Devices
+from dataflow.planning.plan import plan
 from dataflow.scheduler.state_machine import NodeCommand, RunStateMachine
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 

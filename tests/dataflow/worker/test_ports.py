@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from dataflow import Graph, Model
-from dataflow.planning.plan import Devices, Plan, plan
+from dataflow.planning.hosts import Devices
+from dataflow.planning.plan import Plan, plan
 from dataflow.planning.wiring import edges
 from dataflow.records import schema
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer

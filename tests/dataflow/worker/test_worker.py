@@ -8,7 +8,8 @@ import pytest
 from dataflow import Graph, Model
 from dataflow.errors import DeadlineError
 from dataflow.limits import Limits, Patience
-from dataflow.planning.plan import Devices, plan
+from dataflow.planning.hosts import Devices
+from dataflow.planning.plan import plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import Moved, NodeCommand, RetireReceivers, Start, Stop, ToWorker, WeightLine, Wire

@@ -6,6 +6,8 @@ from dataflow import Graph, Model, main, scorer
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 MODEL = Model("fake-policy")
+NO_BOUND = 1_000_000
+"""Staleness: the fake trainer makes no versions."""
 
 
 @scorer(name="reward")
@@ -16,11 +18,11 @@ def patient(completion: str) -> float:
 
 
 def build() -> Graph:
-    """Fakes on three hosts, if there are three."""
+    """Fakes."""
     g = Graph("launched")
     generator, trainer = FakeGenerator(model=MODEL), FakeTrainer(model=MODEL, prompts_per_step=4)
     trainer(patient(generator(g.source(FakePrompts(size=None)))))
-    g.feedback(trainer.weights, generator, max_staleness=2)
+    g.feedback(trainer.weights, generator, max_staleness=NO_BOUND)
     return g
 
 

@@ -52,12 +52,7 @@ def ray_cluster(nodes: int = 3, cores: int = 1) -> Iterator[RayCluster]:
         pytest.skip("Ray is not installed: pip install 'dataflow-rl[ray]'")
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets have to have short names
     root = str(Path(__file__).parents[3])
-    quiet = {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONPATH": root,
-        "RAY_TMPDIR": folder,
-        "RAY_raylet_start_wait_time_s": "60",
-    }
+    quiet = {**ENVIRONMENT, "PYTHONPATH": root, "RAY_TMPDIR": folder}
     with (Path(folder) / "cluster.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, __file__, str(nodes), str(cores)], env={**os.environ, **quiet}, text=True,

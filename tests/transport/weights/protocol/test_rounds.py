@@ -580,7 +580,6 @@ def test_ranks_tell_each_other_over_the_line_where_they_are_once_it_is_known_and
     assert says(second, Put(epoch=epoch, key="k", value=b"at")) == [(first, told), (b"source1", told)]
     assert says(second, Ask(epoch=epoch, key="k")) == [(second, told)]
     says(first, Ask(epoch=epoch, key="never put"))
-    world.act(second, [world.ranks[second].leaving()])
     world.start("one", 1)
     world.calm()
     (again, _), after = world.peers("one"), world.ranks[first].epoch

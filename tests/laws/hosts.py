@@ -1,0 +1,49 @@
+"""The laws of a run over hosts."""
+
+from .changes import argument, returned, without
+from .law import Law
+
+HOSTS = (
+    Law(
+        "all ranks of a replica are on one host",
+        "test_ranks_stay_together_where_a_row_would_cross_hosts",
+        "dataflow.planning:Room.numbers",
+        returned("range(self.first_gpu, self.first_gpu + 2 * self.host.gpus)", "range"),
+        "the end of a host's row",
+    ),
+    Law(
+        "an accelerator has one owner",
+        "test_the_largest_unit_on_accelerators_has_its_host_first_and_others_fill_what_is_left",
+        "dataflow.planning:Room.take",
+        without("update"),
+        "what is taken",
+    ),
+    Law(
+        "who takes turns on devices has them back together when a host is lost",
+        "test_nobody_gets_between_those_who_take_turns_while_some_of_them_are_away",
+        "dataflow.planning:_block",
+        returned("seated.gpus", "range"),
+        "the place that is kept for the others",
+    ),
+    Law(
+        "no host is given more processes than its cores are worth",
+        "test_on_the_cpu_the_workers_of_a_lost_host_go_where_there_are_fewest_per_core",
+        "dataflow.planning:_spread.weighed",
+        returned("(False, 0.0, at)", "processes"),
+        "the load of each host",
+    ),
+    Law(
+        "a scorer is beside those that it exchanges rows with",
+        "test_a_light_worker_sits_where_most_of_its_neighbours_are",
+        "dataflow.planning:host_beside",
+        returned("rooms[0].host.name", "max"),
+        "the count of neighbours",
+    ),
+    Law(
+        "equal plans have one digest on all hosts",
+        "test_a_digest_does_not_hang_on_the_order_in_which_a_mapping_was_filled",
+        "dataflow.planning:digest",
+        argument("dumps", "sort_keys", "False"),
+        "the order of what it is made from",
+    ),
+)
