@@ -297,7 +297,7 @@ def _held_over_hosts(
 ) -> tuple[run_hold.RunHold, LedgerProcess]:
     """The run in the hands of this process until `open_` ends, and the process that keeps it there, which can serve the
     ledger to other hosts. Errors: as `run_hold.held`."""
-    hold = open_.enter_context(run_hold.held(folder, still_s=limits.hang_s))
+    hold = open_.enter_context(run_hold.held(folder, still_s=max(limits.hang_s, run_hold.LEAST_STILL_S)))
     return hold, open_.enter_context(LedgerProcess(hold.check, folder.logs / "ledger.log"))
 
 

@@ -26,6 +26,7 @@ from dataflow.agent.forkserver_messages import (
     Pause,
     Spawn,
     Stay,
+    TakenAway,
 )
 from dataflow.errors import Replaced, RunError
 from dataflow.system.channel import Channel
@@ -117,7 +118,7 @@ class ForkserverClient:
             except (EOFError, OSError, MessageError):
                 return [{"event": "gone", "name": "forkserver", "pid": self.pid, "status": None}]
             found = [vars(message) for message in messages if isinstance(message, Notice)]
-            self._is_replaced = len(found) < len(messages)
+            self._is_replaced = any(isinstance(message, TakenAway) for message in messages)
         if not self._is_replaced:
             return found
         raise Replaced(

@@ -55,8 +55,9 @@ def _all_told(said: Said, since_s: float) -> bool:
 
 def _scheduler(folder: RunFolder, error: RunError) -> str:
     """What is known of a scheduler that does not answer."""
-    pid = folder.read_json(CONTROL, {"pid": int}).get("pid")
-    if pid is None:
+    control = folder.read_json(CONTROL, {"pid": int, "machine": str})
+    pid, here = control.get("pid"), processes.machine()
+    if pid is None or control.get("machine", here) != here:
         return "" if not isinstance(error, DeadlineError) else str(error)
     found = processes.look([int(pid)], 0.0)[int(pid)]
     if not found.state:

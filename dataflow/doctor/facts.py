@@ -18,6 +18,8 @@ class Worker:
     nodes: tuple[str, ...] = ()
     state: str = "ready"
     """forked | starting | ready | dying | down | stopping | left | gone, as the scheduler says."""
+    host: str = ""
+    """Where it runs; empty: this machine, where there is no other."""
     cause: str = ""
     """Why it is dying, or was started again."""
     silent_s: float = 0.0
@@ -28,6 +30,7 @@ class Worker:
     """How long it has been in that slice."""
     restarts: int = 0
     process: Process | None = None
+    """None: it has none, or on another machine."""
     ranks: tuple[Process, ...] = ()
     """Processes that it has started: other ranks, scorers."""
     threads: tuple[Thread, ...] = ()

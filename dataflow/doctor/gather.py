@@ -40,7 +40,12 @@ def gather(folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5,
 
 def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: bool) -> list[Worker]:
     told: Mapping[str, Mapping[str, Any]] = said.get("workers", {})
-    pids = {name: int(worker["pid"]) for name, worker in told.items() if worker["pid"]}
+    here = processes.machine()
+    pids = {
+        name: int(worker["pid"])
+        for name, worker in told.items()
+        if worker["pid"] and worker.get("machine", here) == here
+    }
     below = {name: processes.below(pid) for name, pid in pids.items()}
     seen = processes.look([*pids.values(), *(pid for each in below.values() for pid in each)], during_s)
     ours = set(processes.below(int(said["pid"]))) if said.get("pid") else set()
@@ -56,6 +61,7 @@ def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: 
                 name=name,
                 nodes=tuple(worker["nodes"]),
                 state=worker["state"],
+                host=worker.get("host", ""),
                 cause=worker.get("cause", ""),
                 silent_s=silent_s,
                 at=heartbeat.get("at", "") if worker["state"] in ("starting", "ready") else "",

@@ -111,15 +111,30 @@ def _edges(facts: Facts) -> list[str]:
 
 
 def _workers(facts: Facts) -> list[str]:
-    rows = [["worker", "state", "pid", "/proc", "memory", "cores", "restarts", "last word", "at", "nodes"]]
+    has_hosts = any(worker.host for worker in facts.workers.values())
+    rows = [
+        [
+            "worker",
+            *["host"] * has_hosts,
+            "state",
+            "pid",
+            "/proc",
+            "memory",
+            "cores",
+            "restarts",
+            "last word",
+            "at",
+            "nodes",
+        ]
+    ]
     for worker in facts.workers.values():
         at = f"{worker.at} for {seconds(worker.at_s)}" if worker.at else "rest"
         heard = f"{seconds(worker.silent_s)} ago"
         rows.append([
-            worker.name, worker.state, *_process(worker.process), str(worker.restarts), heard, at,
-            ", ".join(worker.nodes),
+            worker.name, *[worker.host] * has_hosts, worker.state, *_process(worker.process), str(worker.restarts),
+            heard, at, ", ".join(worker.nodes),
         ])  # fmt: skip
-        rows += [["", "below it", *_process(rank), "", "", "", ""] for rank in worker.ranks]
+        rows += [["", *[""] * has_hosts, "below it", *_process(rank), "", "", "", ""] for rank in worker.ranks]
     return table(rows)
 
 

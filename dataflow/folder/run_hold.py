@@ -25,6 +25,8 @@ RAISE_S = 1.0
 """Between two raises of the counter."""
 STILL_S = 15.0
 """A counter that stands still for so long is nobody's: as long as a worker counts as hanging without a heartbeat."""
+LEAST_STILL_S = 5 * RAISE_S
+"""A shorter time could pass between two raises of one that lives."""
 LOOK_S = 0.2
 """Between two looks of a holder whether it still is."""
 _RELEASED = b"released"

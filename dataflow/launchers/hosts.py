@@ -19,7 +19,6 @@ from dataflow.limits import Limits
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.inputs import PlanInputs
 from dataflow.planning.plan import Plan
-from dataflow.scheduler import orphans
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control_server import HostsControlServer
 from dataflow.scheduler.execute import Taken
@@ -131,7 +130,6 @@ def _left(request: Request) -> Hosted | None:
         ours = built(request.graph, plan, request.launch).digest
         if came and request.may_take(plan) and agents.digests <= {ours}:
             taken = Taken(server=server, left=read(server.left))
-            orphans.remove(request.folder)
             return Hosted(plan=plan, server=server, taken=taken)
     server.close()
     return None

@@ -95,7 +95,7 @@ class OnRay:
         if self._driver is None or self._channel is None:
             return []
         try:
-            return [_said(message) for message in self._channel.arrived()]
+            return [_words(message) for message in self._channel.arrived()]
         except (EOFError, OSError, MessageError):
             how, last = in_words(end(self._driver, _END_S)), self._last_line()
             self.stop()
@@ -151,8 +151,8 @@ class OnRay:
         if isinstance(message, Connected):
             return message
         self.stop()
-        raise RunError(_said(message))
+        raise RunError(_words(message))
 
 
-def _said(message: Ended | Wrong) -> str:
+def _words(message: Ended | Wrong) -> str:
     return message.why if isinstance(message, Ended) else message.error

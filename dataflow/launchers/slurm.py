@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dataflow.errors import GraphError, RunError
 from dataflow.launchers.launcher import Joining
+from dataflow.system.addresses import resolved
 from dataflow.system.files import tail
 
 _ASK_S = 30.0
@@ -49,7 +50,8 @@ class Slurm:
     def listen(self) -> str:
         """The first host's, as Slurm itself reaches it; the batch script runs there."""
         first = _asked("scontrol", "--oneliner", "show", "node", self._names[0])
-        return dict(part.partition("=")[::2] for part in first.split()).get("NodeAddr", self._names[0])
+        facts = dict(part.partition("=")[::2] for part in first.split())
+        return resolved(facts.get("NodeAddr", self._names[0]), f"Slurm's NodeAddr of {self._names[0]}")
 
     def start(self, join: Joining) -> None:
         """Start the step. Errors: RunError without srun."""
@@ -63,8 +65,8 @@ class Slurm:
     def command(self, log: Path) -> Sequence[str]:
         """One task per host with all that the job has there, which ends when any of them fails."""
         return (
-            "srun", "--kill-on-bad-exit=1", f"--nodes={self.hosts}", f"--ntasks={self.hosts}", "--ntasks-per-node=1",
-            "--whole", "--overlap", "--cpu-bind=none", "--mpi=none", "--label", "--open-mode=append",
+            "srun", "--export=ALL", "--kill-on-bad-exit=1", f"--nodes={self.hosts}", f"--ntasks={self.hosts}",
+            "--ntasks-per-node=1", "--whole", "--overlap", "--cpu-bind=none", "--mpi=none", "--label", "--open-mode=append",
             f"--output={log}", "sh", "-c", _AGENT, sys.executable,
         )  # fmt: skip
 

@@ -12,6 +12,7 @@ from dataflow.errors import GraphError
 from dataflow.launchers.bootstrap import SECRET, Desk, ask, secret_keys
 from dataflow.launchers.launcher import Joining
 from dataflow.launchers.local import Local, Slot
+from dataflow.system.addresses import resolved
 from dataflow.system.security import endpoint
 
 
@@ -74,14 +75,8 @@ class Torchrun:
 
     @functools.cached_property
     def listen(self) -> str:
-        """As `Launcher.listen`: MASTER_ADDR, since a socket is bound to no name. Errors: GraphError."""
-        name = self._ranks.master
-        try:
-            return str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
-        except OSError as error:
-            raise GraphError(
-                f"MASTER_ADDR is '{name}', which is the address of no host ({error}); give the one of rank 0's host"
-            ) from error
+        """As `Launcher.listen`: MASTER_ADDR. Errors: GraphError."""
+        return resolved(self._ranks.master, "MASTER_ADDR")
 
     def start(self, join: Joining) -> None:
         """As `Launcher.start`. Errors: GraphError without a secret, RunError where the port is taken."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from dataflow.scheduler.events import Command, Send
 from dataflow.scheduler.table import Membership, Table, WorkerRecord
-from dataflow.structure import line_of, refresh_of, refreshes_of
+from dataflow.structure import line_of, refreshes_of
 from dataflow.worker.messages import Hello, Moved, WeightLine
 
 
@@ -31,8 +31,12 @@ def told_again(table: Table, record: WorkerRecord) -> list[Command]:
 
 def read_by(table: Table, reader: WorkerRecord) -> dict[str, WeightLine]:
     """The weight lines that a worker reads, where they are now."""
-    wanted = _lines_read(table, reader)
-    return {name: line for record in table for name, line in record.lines.items() if name in wanted}
+    found: dict[str, WeightLine] = {}
+    for name, trainer in _lines_read(table, reader).items():
+        record = table.workers.get(f"{table.plan.placements[trainer].worker}-0")
+        if record is not None and name in record.lines:
+            found[name] = record.lines[name]
+    return found
 
 
 def lines_of(table: Table, nodes: Iterable[str]) -> set[str]:
@@ -59,9 +63,8 @@ def _tell(
     return commands
 
 
-def _lines_read(table: Table, record: WorkerRecord) -> set[str]:
-    graph = table.graph
-    return {
-        line_of(graph, feedback.weights.trainer.name, refresh_of(graph, feedback.reader.name))
-        for feedback in graph.feedbacks if feedback.reader.name in record.nodes
-    }  # fmt: skip
+def _lines_read(table: Table, record: WorkerRecord) -> dict[str, str]:
+    """By name, the trainer of each."""
+    read = [each for each in table.graph.feedbacks if each.reader.name in record.nodes]
+    trainers = [(each.weights.trainer.name, each.refresh) for each in read]
+    return {line_of(table.graph, trainer, refresh): trainer for trainer, refresh in trainers}

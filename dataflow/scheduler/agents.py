@@ -28,10 +28,12 @@ from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
-from dataflow.scheduler.host_agent import HostAgent, natural
+from dataflow.scheduler.host_agent import HostAgent, natural, too_few, too_late
 from dataflow.scheduler.words import Words
 from dataflow.system.security import RunKeys
 
+_LIVE_S = 3.0
+"""An agent that was heard within so long is there: it gives signs of life more often."""
 _LIVES_S = 0.5
 """Between two signs of life for the agents."""
 _CLOSED_S = 1.5
@@ -111,15 +113,10 @@ class Agents:
     def assemble(self, count: int, within_s: float) -> None:
         """Wait for so many hosts. Errors: RunError for one that cannot take part; DeadlineError with who came."""
 
-        def late() -> str:
-            came = ", ".join(host.name for host in self.hosts) or "none"
-            return (
-                f"the run waited {within_s:.0f} s for {count} hosts at {self.address}, and these came: {came}; see "
-                f"that the others reach that address, and the logs of their agents in {self._folder}/logs, or raise "
-                f"Limits.start_s"
-            )
-
-        self._await(lambda: len(self.hosts) >= count, within_s, late)
+        self._await(
+            lambda: len(self.hosts) >= count, within_s,
+            lambda: too_few(self.hosts, count, self.address, within_s, self._folder),
+        )  # fmt: skip
 
     def build(self, begin: Begin, ours: Built, within_s: float) -> None:
         """Have every host build the program's graph, and see that it is the same as here. Errors: RunError for one that
@@ -131,13 +128,7 @@ class Agents:
         def missing() -> list[str]:
             return [name for name, agent in self._hosts.items() if agent.built is None]
 
-        def late() -> str:
-            return (
-                f"the scheduler waited {within_s:.0f} s for hosts {missing()} to build the graph; see the logs of "
-                f"their agents in {self._folder}/logs, or raise Limits.start_s"
-            )
-
-        self._await(lambda: not missing(), within_s, late)
+        self._await(lambda: not missing(), within_s, lambda: too_late(missing(), within_s, self._folder))
         self._events.clear()  # the plan knows these hosts
 
     def take_over(self, whereabouts: Mapping[str, str], hosts: Collection[str], within_s: float) -> bool:
@@ -251,6 +242,7 @@ class Agents:
             if isinstance(message, Join):
                 self._join(name, identity, message)
             elif (agent := self._hosts.get(name)) is not None and agent.identity == identity:
+                agent.heard_at = time.monotonic()
                 self._take_in(name, agent, message)
 
     def _join(self, name: str, identity: bytes, join: Join) -> None:
@@ -261,7 +253,9 @@ class Agents:
         if agent is not None and agent.identity == identity:
             self._go_on(agent)
             return
-        if agent is not None and not agent.has_left and agent.closed_since is None:
+        if agent is not None and self._lives(agent):
+            if self._begin is not None:
+                return  # it asks again; the one before it may have just ended
             self._turn_away(identity, (
                 f"two hosts of the run are called '{name}', at {agent.join.address} and {join.address}; give each a "
                 f"name of its own (DATAFLOW_AGENT_HOST)"
@@ -272,7 +266,7 @@ class Agents:
             return
         if agent is not None:
             self._left(name, agent, "has another agent")
-        self._hosts[name] = agent = HostAgent(join, identity)
+        self._hosts[name] = agent = HostAgent(join, identity, heard_at=time.monotonic())
         self._go_on(agent)
 
     def _go_on(self, agent: HostAgent) -> None:
@@ -280,7 +274,9 @@ class Agents:
         agent.has_left, agent.closed_since = False, None
         if self._begin is None:
             return
-        if agent.join.digest or agent.built is not None:
+        if not agent.join.digest and not self._begin.launch:
+            self._send(agent, End())  # it has nothing that could be taken over
+        elif agent.join.digest or agent.built is not None:
             agent.handed, agent.all_handed, agent.asked_at = {}, None, time.monotonic()
             self._send(agent, HandOver(whereabouts=self._begin.whereabouts))
         else:
@@ -364,6 +360,10 @@ class Agents:
     def _to_all(self, message: ToAgent) -> None:
         for agent in self._hosts.values():
             self._send(agent, message)
+
+    def _lives(self, agent: HostAgent) -> bool:
+        """Whether an agent is there, as far as is known."""
+        return not agent.has_left and agent.closed_since is None and time.monotonic() - agent.heard_at < _LIVE_S
 
     def _may_answer(self, agent: HostAgent) -> bool:
         return not agent.has_left and agent.closed_since is None

@@ -10,7 +10,7 @@ from dataflow.errors import RunError
 from dataflow.system.messages import MESSAGE_BYTES, MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint
 
-_AT_ONCE = 256
+_AT_ONCE = 64
 """Messages, between two looks at what else is to be done."""
 
 

@@ -87,11 +87,6 @@ class Scheduler:
         return self._server.requests
 
     @property
-    def remote(self) -> str:
-        """Where they are taken from other hosts; empty: nowhere."""
-        return self._server.remote
-
-    @property
     def folder(self) -> Path:
         """That of this process's sockets."""
         return self._server.folder

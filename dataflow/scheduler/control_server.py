@@ -32,8 +32,6 @@ class Client:
     """Somebody who makes requests, at a socket of their own."""
 
     identity: bytes
-    remote: bool = False
-    """Whether they are on another host."""
 
 
 Message: TypeAlias = tuple[str, FromWorker]
@@ -95,21 +93,14 @@ class ControlServer:
         self.keys = keys
         """Of the run, where it listens at an address."""
         self._guard = None if keys is None else Guard(keys.receivers)
-        self._router = _router(self._zmq if self._guard is None else self._guard.context)
+        self._router, self._requests = self._router_at(at.control), self._router_at(at.commands)
         self._router.set(zmq.ROUTER_HANDOVER, 1)  # an attempt takes the name over from the one before it
-        if self._guard is not None:
-            self._guard.protect(self._router)
-        self._requests = _router(self._zmq)
-        self._remote: zmq.Socket[bytes] | None = None
-        self.remote = ""
-        """Where requests are taken from other hosts, of holders of the run's keys; empty: nowhere."""
         self._refused: set[str] = set()
-        self.requests = at.commands
+        self.requests = self._listen(self._requests, at.commands)
         """Where requests are taken."""
-        self._requests.bind(self.requests)
-        self.address = self._bound(self._router, at.control)
+        self.address = self._listen(self._router, at.control)
         """Where workers speak."""
-        self.whereabouts = dataclasses.replace(at, control=self.address)
+        self.whereabouts = dataclasses.replace(at, control=self.address, commands=self.requests)
         self.whereabouts.write(folder)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
@@ -134,9 +125,7 @@ class ControlServer:
         messages = list(self._heard())
         requests: list[tuple[Client, Request]] = []
         while self._requests.poll(0):
-            requests += self._requested(self._requests)
-        while self._remote is not None and self._remote.poll(0):
-            requests += self._requested(self._remote)
+            requests += self._requested()
         events, self._events = self._events, []
         return messages, requests, events
 
@@ -162,8 +151,7 @@ class ControlServer:
     def reply(self, to: Client, reply: Reply) -> None:
         """Answer a request."""
         frames = [to.identity, REPLIES.encode(reply)]
-        socket = self._remote if to.remote and self._remote is not None else self._requests
-        self._outgoing.append(lambda: socket.send_multipart(frames))
+        self._outgoing.append(lambda: self._requests.send_multipart(frames))
 
     def place(self, host: str) -> dict[str, str]:
         """What is particular in the settings of a worker on a host."""
@@ -205,22 +193,29 @@ class ControlServer:
         self._let_go()
 
     def _let_go(self) -> None:
-        for socket in (self._router, self._requests, self._remote):
-            if socket is not None:
-                socket.close(0)
+        self._router.close(0)
+        self._requests.close(0)
         if self._guard is not None:
             self._guard.close()
         self._zmq.term()
 
-    def _bound(self, socket: "zmq.Socket[bytes]", address: str) -> str:
+    def _router_at(self, address: str) -> "zmq.Socket[bytes]":
+        """One for holders of the run's keys, where others than this user could connect."""
+        if self._guard is None or address.startswith("ipc:"):
+            return _router(self._zmq)
+        made = _router(self._guard.context)
+        self._guard.protect(made)
+        return made
+
+    def _listen(self, router: "zmq.Socket[bytes]", address: str) -> str:
         try:
-            socket.bind(address)
+            router.bind(address)
         except zmq.ZMQError as error:
             self.close()
             raise RunError(
                 f"the scheduler cannot listen at {address}: {error.strerror}; give an address of this machine"
             ) from None
-        endpoint = socket.last_endpoint
+        endpoint = router.last_endpoint
         assert isinstance(endpoint, bytes), "what ZeroMQ says of a bound socket"
         return reachable(endpoint.decode())
 
@@ -243,10 +238,10 @@ class ControlServer:
         except MessageError as error:
             self.refuse(f"'{name}'", str(error))
 
-    def _requested(self, socket: "zmq.Socket[bytes]") -> list[tuple[Client, Request]]:
+    def _requested(self) -> list[tuple[Client, Request]]:
         """What a client asks for; one who asks for nothing that there is, is told."""
-        frames = socket.recv_multipart()
-        client = Client(frames[0], remote=socket is self._remote)
+        frames = self._requests.recv_multipart()
+        client = Client(frames[0])
         try:
             return [(client, REQUESTS.decode(b"".join(frames[1:])))]
         except MessageError as error:
@@ -270,16 +265,10 @@ class HostsControlServer(ControlServer):
         """Speak to the workers of these agents. folder: of the run, which all hosts see. ledger: where its service is
         asked. holds: raises Replaced once somebody else holds the run."""
         self._agents, self.number, self._holds = agents, agents.number, holds
-        at = socket_folder.make()
-        where = Whereabouts(control=f"ipc://{at}/control", commands=f"ipc://{at}/commands", ledger=ledger)
-        self._open(at, agents, where, agents.keys)
-        assert self._guard is not None, "it has keys"
-        self._remote = _router(self._guard.context)
-        self._guard.protect(self._remote)
-        self.remote = self._bound(self._remote, endpoint(agents.host))
-        self._poller.register(self._remote, zmq.POLLIN)
-        self.left = folder / _LEFT
-        self.left.mkdir(exist_ok=True)
+        agents.told = lambda text: self.told(text)
+        left, anywhere = folder / _LEFT, endpoint(agents.host)
+        left.mkdir(exist_ok=True)
+        self._open(left, agents, Whereabouts(control=anywhere, commands=anywhere, ledger=ledger), agents.keys)
 
     def check(self) -> None:
         """As `ControlServer.check`."""
@@ -323,11 +312,6 @@ class HostsControlServer(ControlServer):
     def _heard(self) -> Iterator[Message]:
         for name, word in self._agents.words.heard():
             yield from self._read(name, word)
-
-    def close(self) -> None:
-        """As `ControlServer.close`."""
-        super().close()
-        shutil.rmtree(self.left, ignore_errors=True)
 
 
 class TakenOverControlServer(ControlServer):

@@ -27,6 +27,7 @@ from dataflow.scheduler.progress import Watch
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.system.clocks import RunClock, Seldom
 from dataflow.system.optional_files import Extras, warn
+from dataflow.system.processes import machine
 from dataflow.worker.host import Settings
 
 TIMES_S = 5.0
@@ -153,7 +154,7 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, notices: l
     seldom = Seldom()
     try:
         with showing(sys.stdout, quiet=run.quiet) as view, _interrupts(scheduler, view), _suspends(scheduler, clock):
-            asked_at = {"address": scheduler.address, "remote": scheduler.remote, "pid": os.getpid()}
+            asked_at = {"address": scheduler.address, "pid": os.getpid(), "machine": machine()}
             socket_folder.mark(scheduler.folder, folder)
             folder.write_json(socket_folder.CONTROL, asked_at)
             scheduler.start(progress=lambda late: view.update(watch.starting(late)))

@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 
-from dataflow.agent.rendezvous import Rendezvous
 from dataflow.folder import socket_folder
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_lock import nobody_in
@@ -13,10 +12,8 @@ from dataflow.scheduler.requests import listens
 def clear(folder: RunFolder) -> bool:
     """Remove the sockets and the shared memory of a run if no process of it is left; whether there were any.
 
-    A run that lives is never touched, nor one whose workers wait for another scheduler: those on hosts hold no lock.
+    A run that lives is never touched, nor one whose workers wait for another scheduler.
     """
-    if Rendezvous.read(folder.path) is not None:
-        return False
     with nobody_in(folder) as nobody:
         return nobody and remove(folder)
 

@@ -66,7 +66,7 @@ def restart(table: Table, now: float) -> list[WorkerRecord]:
     """The workers whose next attempt begins now; none of them is given twice, and none while the run ends."""
     if table.is_ending or table.hopeless is not None:
         return []
-    due = [record for record in table if record.is_due(now) and seating.seat(table, record)]
+    due = seating.seat(table, (record for record in table if record.is_due(now)))
     for record in due:
         record.attempt, record.restart_at = record.attempt + 1, None
     return due

@@ -125,7 +125,7 @@ def _received(table: Table, name: str, message: messages.FromWorker, now: float)
         return commands
     match message:
         case messages.Hello():
-            record.pid, record.life = message.pid, Life.STARTING
+            record.pid, record.machine, record.life = message.pid, message.machine, Life.STARTING
             commands += addresses.listens(table, record, message)
             commands += scaling.hello(table, record) if table.begun else _wire_all(table)
         case messages.Ready():

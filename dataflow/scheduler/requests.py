@@ -124,7 +124,7 @@ def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
 
 def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: float) -> R:
     """Make one request and wait for its reply, unless nobody is there to give one. Raises as `ask_to_scale`."""
-    address, keys = _address(folder)
+    address, keys = _address(folder), _keys(folder)
     deadline = time.monotonic() + timeout_s
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -136,7 +136,7 @@ def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: f
         dealer.connect(address)
         dealer.send(REQUESTS.encode(request))
         while not dealer.poll(min(_LOOK_MS, int(timeout_s * 1000))):
-            if keys is None and not listens(Path(_address(folder)[0].removeprefix("ipc://"))):
+            if not _is_there(_address(folder)):
                 raise RunError(
                     f"the scheduler of '{folder.path.name}' has died; dataflow resume takes over the workers that it "
                     f"left; without that they finish their step, write a checkpoint and end within a minute or two"
@@ -169,21 +169,37 @@ def listens(path: Path) -> bool:
     return False
 
 
-def _address(folder: RunFolder) -> tuple[str, RunKeys | None]:
-    """Where the scheduler takes requests: on this host, or with the run's keys on another one. Errors: RunError."""
-    known = folder.read_json(CONTROL)
-    address, remote = str(known.get("address", "")), str(known.get("remote", ""))
-    if address.startswith("ipc://") and Path(address.removeprefix("ipc://")).exists():
-        return address, None
-    if not remote:
+def _is_there(address: str) -> bool:
+    """Whether some process may be asked there; of one on another host that does not answer, nobody knows."""
+    if address.startswith("ipc:"):
+        return listens(Path(address.removeprefix("ipc://")))
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _LOOK_MS / 1000).close()
+    except OSError as error:
+        return error.errno != errno.ECONNREFUSED
+    return True
+
+
+def _keys(folder: RunFolder) -> RunKeys | None:
+    """Of a run over hosts; None: its commands are taken at a socket that only this user's processes can open."""
+    if not _address(folder).startswith("tcp:"):
+        return None
+    keys = Rendezvous.keys(folder.path)
+    if keys is None:
+        raise RunError(
+            f"'{folder.path.name}' runs over hosts and takes commands of those who have its keys alone, but "
+            f"{KEYS_FILE} in its folder is missing or not yours to read; ask as the user who has started it"
+        )
+    return keys
+
+
+def _address(folder: RunFolder) -> str:
+    address = str(folder.read_json(CONTROL).get("address", ""))
+    is_there = address.startswith("ipc://") and Path(address.removeprefix("ipc://")).exists()
+    if not is_there and not address.startswith("tcp://"):
         raise RunError(
             f"'{folder.path.name}' takes no commands: it is over, or it runs in one process; "
             f"name the folder of a run that is under way, such as runs/latest"
         )
-    keys = Rendezvous.keys(folder.path)
-    if keys is None:
-        raise RunError(
-            f"'{folder.path.name}' is led from another host, at {remote}, and takes commands of those who can read "
-            f"'{KEYS_FILE}' in its folder; this user cannot: ask as the user that started it"
-        )
-    return remote, keys
+    return address

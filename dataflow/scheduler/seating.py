@@ -3,7 +3,7 @@
 A run that names no hosts has one, this machine, whose name is empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from dataflow.planning.hosts import Devices, Host
@@ -15,16 +15,23 @@ Place: TypeAlias = tuple[str, tuple[int, ...]]
 """A host, and numbers of accelerators over all hosts."""
 
 
-def seat(table: Table, record: WorkerRecord) -> bool:
-    """Give a worker a place for its next attempt: where it was while that host lives; False: it has to wait."""
-    host = table.host_of(record)
-    if host is None or host.is_alive:
-        return host is None or host.is_met
-    found = room_for(table, record.worker, record.replica)
-    if found is None:
-        return False
-    record.host, record.gpus = found
-    return True
+def seat(table: Table, records: Iterable[WorkerRecord]) -> list[WorkerRecord]:
+    """Those of some workers that have a place for their next attempt: where they were while that host lives, else where
+    they are put now. The others have to wait."""
+    seated: list[WorkerRecord] = []
+    full: set[str] = set()
+    for record in records:
+        host = table.host_of(record)
+        if host is None or host.is_alive:
+            seated += [record] if host is None or host.is_met else []
+        elif record.worker not in full:  # where one replica has no room, no other has
+            found = room_for(table, record.worker, record.replica)
+            if found is None:
+                full.add(record.worker)
+            else:
+                record.host, record.gpus = found
+                seated.append(record)
+    return seated
 
 
 def homeless(table: Table, now: float) -> list[WorkerRecord]:
@@ -32,7 +39,9 @@ def homeless(table: Table, now: float) -> list[WorkerRecord]:
     if not table.hosts or table.is_ending:
         return []
     waiting = [record for record in table if record.is_due(now) and not table.hosts[record.host].is_alive]
-    return [record for record in waiting if room_for(table, record.worker, record.replica) is None]
+    one_each = {record.worker: record for record in waiting}
+    full = {worker for worker, record in one_each.items() if room_for(table, worker, record.replica) is None}
+    return [record for record in waiting if record.worker in full]
 
 
 def room_for(table: Table, worker: str, replica: int | None = None) -> Place | None:
@@ -77,7 +86,8 @@ def size(host: Host) -> str:
 
 def _devices(table: Table) -> Devices:
     """The hosts, lost ones included; those that joined later last."""
-    return Devices.of([record.facts for record in table.hosts.values()]) if table.hosts else table.plan.devices
+    hosts, planned = tuple(record.facts for record in table.hosts.values()), table.plan.devices
+    return planned if hosts == planned.hosts else Devices.of(hosts)
 
 
 def _open(table: Table) -> set[str]:

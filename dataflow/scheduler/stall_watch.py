@@ -127,11 +127,11 @@ class StallWatch:
 
 
 def _plain(record: WorkerRecord, now: float) -> dict[str, Any]:
-    """What is known of a worker, for the doctor; the process of one on another host is nobody's here."""
+    """What is known of a worker, for the doctor."""
     told_at, threads = record.stacks or (now, [])
     return {
-        "nodes": list(record.nodes), "pid": 0 if record.host else record.pid, "state": record.state,
-        "cause": record.cause,
+        "nodes": list(record.nodes), "pid": record.pid, "host": record.host, "machine": record.machine,
+        "state": record.state, "cause": record.cause,
         "restarts": record.attempt, "silent_s": now - record.heard_at, "heartbeat": dict(record.told),
         "threads": threads, "threads_s": now - told_at,
     }  # fmt: skip

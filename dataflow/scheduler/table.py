@@ -63,6 +63,8 @@ class WorkerRecord:
     has_process: bool = False
     pid: int = 0
     """0: it has not said hello."""
+    machine: str = ""
+    """On which that is its number."""
     forked_at: float = 0.0
     heard_at: float = 0.0
     """When it last said anything."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from dataflow.errors import RunError
+from dataflow.errors import GraphError, RunError
 
 
 def own_address(wanted: str, towards: str) -> str:
@@ -17,6 +17,17 @@ def own_address(wanted: str, towards: str) -> str:
     if wanted in interfaces:
         return _of(wanted, interfaces[wanted])
     return wanted or _route(towards)
+
+
+def resolved(name: str, whose: str) -> str:
+    """The address that a name stands for, as a socket is bound to no name. whose: of what it is said to be the address.
+    Errors: GraphError where it stands for none."""
+    try:
+        return str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise GraphError(
+            f"{whose} is '{name}', which is the address of no host ({error}); give one that all hosts reach"
+        ) from error
 
 
 def _of(name: str, addresses: Sequence[Any]) -> str:

@@ -17,6 +17,7 @@ _LETTERS = {
     psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_ZOMBIE: "Z", psutil.STATUS_DEAD: "Z",
 }  # fmt: skip
 _DUMP_S = 1.0
+_BOOT, _NUMBERS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,13 @@ class Process:
     rss_bytes: int = 0
     cpu: float | None = None
     """Cores used during the look; None: not known."""
+
+
+def machine() -> str:
+    """Where numbers of processes mean the same: the system that was booted, and the namespace of processes in it."""
+    with contextlib.suppress(OSError):
+        return f"{_BOOT.read_text().strip()} {_NUMBERS.readlink()}"
+    return ""
 
 
 def look(pids: Iterable[int], during_s: float) -> dict[int, Process]:

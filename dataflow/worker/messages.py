@@ -37,6 +37,8 @@ class Hello:
     attempt: int
     pid: int
     addresses: Mapping[str, str]
+    machine: str = ""
+    """On which `pid` is its number, as `processes.machine` says."""
     """By edge that ends there."""
     lines: Mapping[str, WeightLine] = field(default_factory=dict)
     """Weight lines of its trainers, by name."""

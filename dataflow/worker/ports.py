@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dataflow.graph import Graph
@@ -278,7 +278,8 @@ class _WriterOpener:
     """OpensWriter."""
 
     opened: Callable[[Mapping[str, Any], Callable[[Any], object] | None], WeightsOut]
-    sites: Sequence[Mapping[str, Any]]
+    sites: Sequence[Mapping[str, Any]] = field(repr=False)
+    """Keys of the run may stand there, as in a reader's."""
 
     def __call__(self, tensors: Mapping[str, Any], largest: Callable[[Any], object] | None = None) -> WeightsOut:
         return self.opened(tensors, largest)
@@ -289,7 +290,7 @@ class _Opener:
     """OpensWeights."""
 
     opened: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], WeightsIn]
-    site: Mapping[str, Any] | None
+    site: Mapping[str, Any] | None = field(repr=False)
 
     def __call__(self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)) -> WeightsIn:
         return self.opened(tensors, slices)

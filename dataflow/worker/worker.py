@@ -25,6 +25,7 @@ from dataflow.node import Operator
 from dataflow.planning.plan import Plan
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.log import log_to
+from dataflow.system.processes import machine
 from dataflow.system.security import RunKeys
 from dataflow.worker import messages
 from dataflow.worker.cpu_watchdog import CpuWatchdog
@@ -52,8 +53,6 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         print(f"---- {name}, attempt {settings.attempt} ----")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    if settings.device != "cpu":
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(settings.listen if settings.host else '')}"
     left_alone, clock = threading.Event(), AwakeClock()
     link = Link(
         settings.control, name, settings.attempt, orphaned=left_alone.set, found=left_alone.clear,
@@ -121,9 +120,14 @@ class Worker:
     def run(self) -> None:
         """Start up, work, wind down."""
         _set_threads(self._threads)
+        if self._settings.device != "cpu":  # NCCL takes one interface for all groups of a process
+            host = self._settings.listen if self._settings.host else ""
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(host)}"
         log = structlog.get_logger(worker=self._name)
         inlets = self._ports.open_inlets(self._host)
-        hello = messages.Hello(attempt=self._attempt, pid=os.getpid(), addresses=inlets, lines=self._ports.lines)
+        hello = messages.Hello(
+            attempt=self._attempt, pid=os.getpid(), addresses=inlets, lines=self._ports.lines, machine=machine()
+        )
         self._link.send(hello)
         wire = self._wait_for(messages.Wire)
         self._ports.read_from(wire.lines)

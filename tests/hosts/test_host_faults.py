@@ -10,7 +10,7 @@ from rigs.hosts import Host
 from rigs.hosts.cluster import Cluster
 from rigs.machine import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PLACE = {"generator": ("b", "c"), "trainer": "a"}
 HANG_S = 6.0
@@ -24,7 +24,7 @@ def cluster(make_cluster: Callable[..., Cluster], policy: Path) -> Cluster:
 def start(cluster: Cluster, policy: Path, steps: int, place: object = PLACE) -> None:
     cluster.start(
         "tiny", {"policy": str(policy)}, steps=steps, place=place, replicas={"generator": 2},
-        limits={"hang_s": HANG_S, "host_s": 60.0},
+        limits={"hang_s": HANG_S, "host_s": 60.0, "adopt_s": 90.0},
     )  # fmt: skip
     cluster.wait_for_step(3)
 
@@ -70,7 +70,7 @@ def test_a_cut_shorter_than_the_limit_changes_nothing(cluster: Cluster, policy: 
 
 def test_a_host_that_is_cut_off_comes_back_and_does_nothing_twice(cluster: Cluster, policy: Path) -> None:
     b = cluster.hosts[1]
-    start(cluster, policy, steps=100)
+    start(cluster, policy, steps=400)
     b.cut()
     wait_until(lambda: "host 'b' was not heard" in cluster.said(), HANG_S + 5.0, "the loss of the host")
     b.mend()
@@ -90,3 +90,22 @@ def test_a_trainer_that_is_cut_off_alone_commits_nothing_more(cluster: Cluster, 
     c.mend()
     clean(cluster)
     assert [fault["worker"] for fault in lost(cluster, c)] == ["trainer-0"]
+
+
+def test_a_scheduler_whose_host_dies_is_followed_by_one_on_another_host(cluster: Cluster, policy: Path) -> None:
+    a, b, c = cluster.hosts
+    place = {"generator": ("b", "c"), "trainer": "c", "prompts": "b", "reward": "b", "advantage": "b"}
+    start(cluster, policy, steps=400, place=place)
+    workers = {host.name: set(host.processes()) for host in (b, c)}
+    a.cut()
+    a.kill()
+    cluster.agents.pop("a")
+    before = cluster.steps()
+    cluster.launch(
+        "tiny", {"policy": str(policy)}, on=b, place=place, replicas={"generator": 2}, resume=str(cluster.run_folder),
+        limits={"hang_s": HANG_S, "host_s": 60.0, "adopt_s": 90.0},
+    )  # fmt: skip
+    cluster.wait_for_step(before + 20)
+    print({name: len(there) for name, there in workers.items()}, before, cluster.steps())
+    clean(cluster)
+    a.boot()

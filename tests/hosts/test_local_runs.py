@@ -144,6 +144,8 @@ def test_a_host_whose_agent_is_killed_is_noticed_at_once_and_the_run_goes_on_els
     wait_until(lambda: not alive({pid, *workers}), 10.0, "the end of the workers of the host")
     wait_until(lambda: any(fault["worker"] == "generator-0" for fault in run.faults()), 30.0, "the loss of the host")
     run.further(10)
+    said = ask(run, "doctor")
+    assert "generator-0  h3    ready" in said or "generator-0  h2    ready" in said, said
     assert "ends after the step under way" in ask(run, "stop")
     run.process.wait(60)
     run.is_clean()
@@ -152,13 +154,15 @@ def test_a_host_whose_agent_is_killed_is_noticed_at_once_and_the_run_goes_on_els
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_scheduler_that_is_killed_is_followed_by_another_that_takes_the_workers_as_they_are(start: Start) -> None:
-    first = start("--on", "local:2", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02", "--steps", "400")
+    first = start(
+        "--on", "local:2", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02", "--steps", "400", hang_s=3.0
+    )
     first.further()
     family = {pid for agent in first.agents().values() for pid in (agent, *descendants(agent))}
     first.process.kill()
     first.process.wait(10)
     assert "has died; dataflow resume takes over the workers" in ask(first, "stop")
-    second = start("resume", str(first.folder.path), command=("-m", "dataflow"))
+    second = start("resume", str(first.folder.path), command=("-m", "dataflow"), hang_s=3.0)
     wait_until(lambda: [fault["worker"] for fault in second.faults()] == ["scheduler"], WAIT_S, "the second scheduler")
     assert set(alive(family)) == family
     second.process.wait(120)

@@ -79,6 +79,27 @@ SCHEDULER = (
         "the patience",
     ),
     Law(
+        "a host with another version of the program takes no part in a run",
+        "test_a_host_with_another_program_is_refused_and_both_are_named",
+        "dataflow.scheduler:Agents._take_in",
+        never("other_program"),
+        "the comparison of digests",
+    ),
+    Law(
+        "a host with other versions of Python, torch or the engine takes no part in a run",
+        "test_a_host_with_another_version_is_refused_and_both_are_named",
+        "dataflow.scheduler:Agents._join",
+        never("other_versions"),
+        "the comparison of versions",
+    ),
+    Law(
+        "an agent without a scheduler turns to the one that leads the run now",
+        "test_an_agent_turns_to_the_scheduler_that_leads_the_run_now",
+        "dataflow.agent:Agent._seek",
+        without("turn_to"),
+        "the turn",
+    ),
+    Law(
         "a scheduler that is stopped is replaced by its standby",
         "test_a_scheduler_that_is_stopped_is_replaced_where_there_is_a_successor_and_so_is_that_one",
         "dataflow:Forkserver._listen",
@@ -89,7 +110,7 @@ SCHEDULER = (
         "whoever was replaced can do nothing any more",
         "test_a_scheduler_that_was_replaced_hears_of_nothing_else_any_more",
         "dataflow:ForkserverClient.events",
-        without("_is_replaced", "<"),
+        without("_is_replaced", "TakenAway"),
         "what its forkserver says",
     ),
     Law(

@@ -13,7 +13,7 @@ import zmq
 from dataflow.errors import RunError
 from dataflow.folder.ledger.calls import Advance
 from dataflow.folder.ledger_service.desk import Desk, Later
-from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, Record, Recorded
+from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, Asked, Join, Record
 from dataflow.system.messages import MessageError
 from dataflow.system.security import Guard, RunKeys, reachable
 
@@ -95,9 +95,7 @@ class LedgerService:
                 self._refuse(error)
                 continue
             answer = self._desk.hear(message)
-            is_to_flush |= isinstance(answer, Recorded) and not (
-                isinstance(message, Record) and isinstance(message.call, Advance)
-            )
+            is_to_flush |= _must_last(message)
             if isinstance(answer, Later):
                 self._aside.submit(self._finish, client, answer.answer)
             else:
@@ -135,3 +133,10 @@ class LedgerService:
 
     def _say(self, client: bytes, answer: Answer) -> None:
         self._router.send_multipart([client, FROM_LEDGER.encode(answer)])
+
+
+def _must_last(message: Asked) -> bool:
+    """Whether who hears the answer relies on what was done: on all but marks of groups under way."""
+    if isinstance(message, Record):
+        return not isinstance(message.call, Advance)
+    return isinstance(message.what, Join)

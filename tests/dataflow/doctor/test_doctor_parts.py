@@ -1,6 +1,7 @@
 """The doctor's pieces: states from heartbeats, stacks, errors of a log, processes, and the report itself."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from dataflow.scheduler.requests import ask_for_facts
 from dataflow.scheduler.stall_watch import StallWatch
 from dataflow.scheduler.table import Life
 from dataflow.system import processes, stacks
+from dataflow.system.processes import machine
 from dataflow.system.stacks import Frame, Thread
 from dataflow.worker.host import Settings
 
@@ -291,7 +293,7 @@ class Watched:
         for node in ("prompts", "trainer"):
             self.workers[f"{node}-0"] = SimpleNamespace(
                 name=f"{node}-0", nodes=[node], pid=0, life=Life.READY, state="ready", cause="", attempt=0,
-                heard_at=0.0, told=beat(node), stacks=None,
+                heard_at=0.0, told=beat(node), stacks=None, host="", machine=machine(),
             )  # fmt: skip
         table: Any = self
         return StallWatch(table, lambda name, _: self.asked.append((name, self.clock.now)), settings, self.clock)
@@ -370,6 +372,19 @@ def test_a_wish_asks_for_stacks_and_then_writes_a_report_with_them(folder: RunFo
     assert watched.asked == [("prompts-0", 0.5), ("trainer-0", 0.5)] and watched.clock.now == 1.5
     path = next(folder.path.glob("doctor-*.txt"))
     assert heard[0].startswith(f"wrote {path}: ") and "a/b.py:7 work" in path.read_text()
+
+
+def test_a_number_of_a_process_on_another_machine_is_not_looked_up_here(folder: RunFolder) -> None:
+    watched = Watched(folder)
+    watch = watched.stall_watch()
+    for name, where in (("prompts-0", "another machine"), ("trainer-0", machine())):
+        watched.workers[name].pid, watched.workers[name].machine = os.getpid(), where
+        watched.workers[name].host = "h1"
+    facts = gather(folder, watch.answer(), during_s=0.0)
+    assert facts.workers["prompts-0"].process is None
+    assert facts.workers["trainer-0"].process is not None
+    lines = report(folder, facts).splitlines()
+    assert any(line.split()[:5] == ["prompts-0", "h1", "ready", "-", "-"] for line in lines)
 
 
 def test_an_answer_is_plain_values_that_facts_are_made_of(folder: RunFolder) -> None:

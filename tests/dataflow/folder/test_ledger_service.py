@@ -358,6 +358,8 @@ def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(desk: Desk, tmp
         turn(Ask(token(), 1, 1, LastStep("trainer")))
         turn(Record(token(), 2, 1, Advance("prompts", [1], "scored")))
         assert answered == [False], "nobody waits for these"
+        turn(Ask(token(attempt=1, session=9), 1, 0, Join()))
+        assert answered == [False, False]
 
 
 def test_a_service_whose_run_was_taken_over_ends_and_the_scheduler_is_told(path: Path) -> None:

@@ -1,5 +1,7 @@
 """What `--on` names, and what it refuses before anything starts."""
 
+from pathlib import Path
+
 import pytest
 
 from dataflow.errors import GraphError, RunError
@@ -47,6 +49,25 @@ def test_slurm_outside_of_a_job_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     with pytest.raises(GraphError, match="SLURM_JOB_NODELIST is not set"):
         _ = Slurm().hosts
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "nowhere.invalid"])
+def test_the_first_host_of_a_slurm_job_listens_at_an_address_whatever_slurm_calls_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    fake = tmp_path / "scontrol"
+    node = f'echo "NodeName=$4 NodeAddr={address} X=1"'
+    fake.write_text(f'#!/bin/sh\nif [ "$2" = hostnames ]; then echo n1; echo n2; else {node}; fi\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    found = Slurm()
+    assert found.hosts == 2
+    if address == "nowhere.invalid":
+        with pytest.raises(GraphError, match="Slurm's NodeAddr of n1 is 'nowhere.invalid'"):
+            _ = found.listen
+    else:
+        assert found.listen in ("127.0.0.1", "::1")
 
 
 def test_slurm_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from dataflow.errors import RunError
 from dataflow.history.verify import verify
 from dataflow.launchers.ray_hosts import OnRay, ray
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
 
 
@@ -90,9 +91,14 @@ def test_a_placement_that_cannot_be_had_ends_with_what_was_asked_and_what_there_
     assert said.count("with 1 CPU (1 CPU free)") == 3
 
 
-def test_an_agent_that_cannot_join_is_told_with_its_own_words(environment: dict[str, str]) -> None:
-    """The run folder of JOIN is nowhere."""
-    said = first_said(ray(hosts=1, wait_s=60.0))
+@pytest.mark.parametrize("outside", [False, True])
+def test_an_agent_that_cannot_join_is_told_with_its_own_words(
+    environment: dict[str, str], cluster: RayCluster, outside: bool
+) -> None:
+    """The run folder of JOIN is nowhere; the driver is a part of the cluster, or a client of it."""
+    launcher = ray(cluster.client if outside else "auto", hosts=1, wait_s=90.0)
+    assert launcher.listen == "127.0.0.1"
+    said = first_said(launcher)
     assert "ended with status 2" in said and "does not see the run folder '/run'" in said
 
 
@@ -102,3 +108,41 @@ def test_a_cluster_that_is_not_there_is_told(environment: dict[str, str]) -> Non
     with pytest.raises(RunError, match=r"the Ray cluster at '127.0.0.1:1'|no Ray cluster at '127.0.0.1:1'"):
         _ = launcher.hosts
     assert time.monotonic() - began < 30
+
+
+def test_a_node_that_joins_gets_an_agent_in_place_of_one_that_died(
+    environment: dict[str, str], cluster: RayCluster, tmp_path: Path
+) -> None:
+    command = [sys.executable, launched.__file__, "--steps", "1000000", "--quiet", "--on", "ray"]
+    run = tmp_path / "runs" / "latest"
+
+    def steps() -> int:
+        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+
+    def agents() -> int:
+        return len(list((run / "logs").glob("agent-*.log")))
+
+    with (tmp_path / "said").open("wb") as said:
+        program = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=said, stderr=said)
+    try:
+        until(lambda: steps() >= 5, program, tmp_path / "said")
+        assert agents() == 3
+        cluster.lose()
+        cluster.gain()
+        until(lambda: agents() == 4, program, tmp_path / "said")
+        made = steps()
+        until(lambda: steps() >= made + 5, program, tmp_path / "said")
+        program.send_signal(signal.SIGINT)
+        assert program.wait(60) == 0, (tmp_path / "said").read_text()
+    finally:
+        program.kill()
+        program.wait()
+    assert verify(run).clean
+
+
+def until(is_so: Callable[[], bool], program: "subprocess.Popen[bytes]", said: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert program.poll() is None and time.monotonic() < deadline, said.read_text()
+        time.sleep(0.2)

@@ -172,6 +172,29 @@ def test_two_hosts_of_one_name_are_refused(agents: Agents) -> None:
         agents.assemble(2, DEADLINE_S)
 
 
+def test_an_agent_that_was_started_anew_takes_the_place_of_one_that_is_silent(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with begun(agents, "h1"):
+        again = PlayedAgent(agents, "h1")
+        until(agents, lambda: time.sleep(0.1) or True)
+        assert not again.heard(object)
+        monkeypatch.setattr(sys.modules[Agents.__module__], "_LIVE_S", 0.0)
+        again.say(again.join)
+        until(agents, lambda: again.heard(Begin))
+        again.say(BUILT)
+        found = told_of(agents, "joined")
+        assert [each["processes"] for each in found if each["event"] == "joined"] == [{}]
+        again.line.close()
+
+
+def test_an_agent_that_has_built_nothing_is_not_taken_over(agents: Agents) -> None:
+    agent = PlayedAgent(agents, "h1")
+    assert not agents.take_over({}, ["h1"], 0.5)
+    until(agents, lambda: agent.heard(End))
+    agent.line.close()
+
+
 def test_an_agent_without_the_runs_keys_hears_nothing_and_is_told_why(agents: Agents) -> None:
     agent = PlayedAgent(agents, "h1", keys=RunKeys.make())
     until(agents, lambda: agent.heard(object) or "keys" in agent.line.trouble)

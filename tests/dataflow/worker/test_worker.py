@@ -1,5 +1,7 @@
 """A worker hears every message of the scheduler, also those that come while it waits for another."""
 
+import dataclasses
+import os
 from typing import Any
 
 import msgpack
@@ -102,3 +104,20 @@ def test_a_receiver_that_moves_while_it_retires_has_gone_only_when_it_owes_nothi
 def test_what_a_worker_is_told_of_limits_reaches_it_over_the_wire() -> None:
     settings = Settings(folder="", limits=Limits(start_s=900.0, patience=Patience(of_one=2)))
     assert Settings.from_plain(msgpack.unpackb(msgpack.packb(settings.to_plain()))) == settings
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "listen"), [("cuda:0", "a", "127.0.0.2"), ("cuda:0", "", ""), ("cpu", "a", "127.0.0.2")]
+)
+def test_nccl_of_a_worker_on_a_gpu_takes_the_interface_of_its_hosts_address_or_loopback(
+    monkeypatch: pytest.MonkeyPatch, device: str, host: str, listen: str
+) -> None:
+    made = worker(FakeLink([Stop()]))
+    made._link.send = lambda message: None  # type: ignore[method-assign]
+    made._settings = dataclasses.replace(made._settings, device=device, host=host, listen=listen)
+    monkeypatch.setattr("dataflow.worker.worker.interface_of", lambda address: f"of {address}" if address else "lo")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "a user's")
+    with pytest.raises(SystemExit):
+        made.run()
+    expected = {("cuda:0", "a"): "=of 127.0.0.2", ("cuda:0", ""): "=lo", ("cpu", "a"): "a user's"}
+    assert os.environ["NCCL_SOCKET_IFNAME"] == expected[device, host]

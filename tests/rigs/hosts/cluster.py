@@ -17,7 +17,7 @@ from .by_hand import told
 from .host import Command, Host
 
 PROGRAM = Path(__file__).parent / "program.py"
-START_S = 60.0
+START_S = 120.0
 
 
 @dataclass
@@ -33,10 +33,10 @@ class Cluster:
 
     def launch(
         self, graph: str, knobs: Mapping[str, Any] | None = None, *, limits: Mapping[str, float] | None = None,
-        listen: str = "", **run: Any,
+        listen: str = "", on: Host | None = None, **run: Any,
     ) -> None:  # fmt: skip
-        """Start the scheduler alone. listen: where it hears agents; run: more of `run`."""
-        first = self.hosts[0]
+        """Start the scheduler alone. listen: where it hears agents; on: its host, or the first; run: of `run`."""
+        first = on or self.hosts[0]
         given = {
             "graph": graph, "knobs": knobs or {}, "hosts": len(self.hosts), "listen": listen or first.address,
             "folder": str(self.folder), "limits": limits or {}, "run": run,
@@ -99,7 +99,7 @@ class Cluster:
         latest = self.folder / "runs/latest"
         return sum("loss" in line for line in RunFolder.open(latest).read_metrics()) if latest.exists() else 0
 
-    def wait_for_step(self, step: int, deadline_s: float = 90.0) -> None:
+    def wait_for_step(self, step: int, deadline_s: float = 200.0) -> None:
         def made() -> bool:
             self.check_alive()
             return self.steps() >= step
@@ -109,7 +109,7 @@ class Cluster:
     def faults(self) -> list[dict[str, Any]]:
         return read_faults(self.run_folder)
 
-    def ended(self, deadline_s: float = 120.0) -> Verdict:
+    def ended(self, deadline_s: float = 200.0) -> Verdict:
         """What `verify` says of the run once all its processes have ended. AssertionError where one failed."""
         assert self.scheduler
         status = self.scheduler.wait(deadline_s)

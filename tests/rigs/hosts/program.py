@@ -1,7 +1,7 @@
 """A program that runs a graph over hosts, whose agents a test starts: python program.py JSON.
 
-JSON: {"graph": a name of `GRAPHS`, "knobs": of it, "hosts": how many, "listen": address of this one, "folder": shared,
-"limits": of `Limits`, "run": what else `run` is to get}.
+JSON: {"graph": a name of `GRAPHS`, "knobs": of it, "hosts": how many, 1: this one alone, without an agent, "listen":
+address of this one, "folder": shared, "limits": of `Limits`, "run": what else `run` is to get}.
 """
 
 import json
@@ -46,7 +46,7 @@ GRAPHS: Mapping[str, Callable[..., Graph]] = {"fakes": fakes, "tiny": tiny, "sor
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    on = ByHand(given["hosts"], given["listen"], given["folder"])
+    on = ByHand(given["hosts"], given["listen"], given["folder"]) if given["hosts"] > 1 else None
     try:
         result = run(
             GRAPHS[given["graph"]](**given["knobs"]), on=on, runs=Path(given["folder"], "runs"),

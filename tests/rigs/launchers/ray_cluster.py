@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,8 @@ class RayCluster:
     """What is said to it."""
 
     address: str
+    client: str
+    """For drivers outside of it."""
     dashboard: str
     _words: IO[str]
     _answers: IO[str]
@@ -83,7 +86,7 @@ def main(count: int, cores: int) -> None:
     os.dup2(2, 1)  # what Ray says is no answer
     head = {
         "node_ip_address": "127.0.0.1", "num_cpus": 0, "include_dashboard": True, "dashboard_host": "127.0.0.1",
-        "dashboard_port": 0,
+        "dashboard_port": 0, "ray_client_server_port": (port := _free_port()),
     }  # fmt: skip
     cluster = Cluster(initialize_head=True, head_node_args=head)
 
@@ -91,9 +94,10 @@ def main(count: int, cores: int) -> None:
         return cluster.add_node(num_cpus=cores, node_ip_address="127.0.0.1")
 
     nodes = [gain() for _ in range(count)]
-    print(
-        json.dumps({"address": cluster.address, "dashboard": f"http://{cluster.webui_url}"}), file=answers, flush=True
-    )
+    told = {
+        "address": cluster.address, "client": f"ray://127.0.0.1:{port}", "dashboard": f"http://{cluster.webui_url}",
+    }  # fmt: skip
+    print(json.dumps(told), file=answers, flush=True)
     for word in map(str.strip, sys.stdin):
         if word == "lose":
             cluster.remove_node(nodes.pop(), allow_graceful=False)
@@ -101,6 +105,12 @@ def main(count: int, cores: int) -> None:
             nodes.append(gain())
         print(word, file=answers, flush=True)
     cluster.shutdown()
+
+
+def _free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
 
 
 if __name__ == "__main__":
