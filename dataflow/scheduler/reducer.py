@@ -168,8 +168,14 @@ def _wire_all(table: Table) -> list[events.Command]:
     for record in table:
         for edge, address in record.addresses.items():
             found.setdefault(edge, []).append(address)
-    wires = {each.name: messages.Wire(addresses=found, lines=addresses.read_by(table, each)) for each in table}
-    return [events.Send(name, wire) for name, wire in wires.items()]
+    begin = {worker: [name for name, producer, _ in table.edges if producer == worker] for worker in table.plan.workers}
+    lines = {worker: addresses.read_by(table, own[0]) for worker, own in table.by_worker().items()}
+    return [
+        events.Send(record.name, messages.Wire(
+            addresses={edge: found[edge] for edge in begin[record.worker] if edge in found}, lines=lines[record.worker],
+        ))
+        for record in table
+    ]  # fmt: skip
 
 
 def _heartbeat(table: Table, record: WorkerRecord, message: messages.Heartbeat) -> list[events.Command]:
