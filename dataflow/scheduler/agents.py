@@ -28,7 +28,7 @@ from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
-from dataflow.scheduler.host_agent import HostAgent, natural, too_few, too_late
+from dataflow.scheduler.host_agent import HostAgent, host_of, natural, too_few, too_late
 from dataflow.scheduler.words import Words
 from dataflow.system.security import RunKeys
 
@@ -156,7 +156,7 @@ class Agents:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker."""
         for host, agent in self._hosts.items():
-            if name in agent.handed or (name in self._asked and _host(self._asked[name]) == host):
+            if name in agent.handed or (name in self._asked and host_of(self._asked[name]) == host):
                 self._send(agent, Kill(name, int(number)))
 
     def flush(self) -> None:
@@ -318,7 +318,7 @@ class Agents:
                 agent.all_handed = message
                 self._joined(name, agent)
                 for asked in self._asked.values():
-                    if _host(asked) == name and asked.name not in agent.handed:
+                    if host_of(asked) == name and asked.name not in agent.handed:
                         self._send(agent, asked)  # it was lost on its way
 
     def _clear(self, agent: HostAgent) -> None:
@@ -342,7 +342,7 @@ class Agents:
 
     def _forget(self, host: str) -> None:
         """What was asked of a host is nobody's wish any more."""
-        self._asked = {worker: each for worker, each in self._asked.items() if _host(each) != host}
+        self._asked = {worker: each for worker, each in self._asked.items() if host_of(each) != host}
 
     # Words
 
@@ -395,7 +395,3 @@ class Agents:
                 f"this scheduler (process {os.getpid()}) was not heard for too long, and another one, at "
                 f"{found.address}, has taken the run over; it ends without touching it"
             )
-
-
-def _host(spawn: Spawn) -> str:
-    return str(spawn.settings["host"])

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dataflow.agent.forkserver_messages import AllHanded, Handed
+from dataflow.agent.forkserver_messages import AllHanded, Handed, Spawn
 from dataflow.agent.messages import Built, Join
 from dataflow.planning.hosts import Host
 
@@ -38,6 +38,11 @@ class HostAgent:
             name=join.name, cpus=join.cpus, gpus=join.gpus, memory_bytes=join.memory_bytes,
             gpu_memory_bytes=join.gpu_memory_bytes, kind=join.kind,
         )  # fmt: skip
+
+
+def host_of(spawn: Spawn) -> str:
+    """Where a process was asked for."""
+    return str(spawn.settings["host"])
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:
