@@ -57,6 +57,10 @@ class Codec(Generic[M]):
             self._too_large(len(packed))
         return packed
 
+    def is_a(self, kind: type[M], data: bytes) -> bool:
+        """Whether these bytes begin as a message of this kind does; nothing else of them is read."""
+        return data.startswith(self._lower[kind][0])
+
     def decode(self, data: Any) -> M:
         """The message that `encode` made bytes of. Raises MessageError for anything else."""
         if len(data) > self.max_bytes:

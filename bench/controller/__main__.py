@@ -32,7 +32,7 @@ from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control import Scheduler
 from dataflow.scheduler.control_server import HostsControlServer
 from dataflow.scheduler.progress import Watch
-from dataflow.system.clocks import RunClock
+from dataflow.system.clocks import RunClock, Seldom
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 
@@ -91,11 +91,17 @@ def _measured(
     closing = open_.enter_context(contextlib.ExitStack())
     closing.callback(scheduler.close)
 
+    seldom = Seldom()
+
+    def look() -> None:
+        watch.note(scheduler.table.run, scheduler.heartbeats)
+        watch.snapshot()
+
     def turn() -> None:
         """As `execute` does."""
         scheduler.turn(0.1)
-        watch.note(scheduler.table.run, scheduler.heartbeats)
-        watch.snapshot()
+        scheduler.check()
+        seldom(look)
 
     began, busy = time.monotonic(), time.process_time()
     scheduler.start()

@@ -17,7 +17,7 @@ import zmq
 from bench.controller.cast import EDGES, Call
 from dataflow.agent.digest import versions
 from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Spawn
-from dataflow.agent.messages import FROM_AGENT, TO_AGENT, Begin, Built, Bye, HandOver, Join
+from dataflow.agent.messages import FROM_AGENT, TO_AGENT, Begin, Built, Bye, HandOver, Join, Pace, Said, Tell
 from dataflow.system.security import RunKeys, present
 from dataflow.worker.messages import (
     TO_SCHEDULER,
@@ -37,12 +37,12 @@ from dataflow.worker.messages import (
 )
 
 ALIVE_S = 0.5
-HEARTBEAT_S = 0.2
 ASK_S = 0.25
 """Between two heartbeats of the trainer from which something follows."""
 
 
 def dealer(context: Any, address: str, keys: RunKeys, name: str) -> Any:
+    """A socket that shows the run's key."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, name.encode())
     socket.setsockopt(zmq.LINGER, 500)
@@ -84,9 +84,11 @@ class Delays:
     seconds: list[float] = field(default_factory=list)
 
     def ask(self, number: int) -> None:
+        """The trainer has said so many."""
         self.asked[number] = time.monotonic()
 
     def heard(self, number: int) -> None:
+        """The source has heard so many."""
         if number in self.asked:
             self.seconds.append(time.monotonic() - self.asked.pop(number))
 
@@ -97,7 +99,8 @@ class PlayedHost:
     def __init__(self, name: str, call: Call, keys: RunKeys, context: Any, delays: Delays) -> None:
         self.name, self._call, self._keys, self._context, self._delays = name, call, keys, context, delays
         self.workers: dict[str, Worker] = {}
-        self.lines: dict[str, Any] = {}
+        self._words: list[tuple[str, bytes]] = []
+        self._beat_s = 0.2
         self.line = dealer(context, call.address, keys, f"{name}/{os.getpid()}")
         self.ends = False
         self._spoke = self._beaten = 0.0
@@ -108,19 +111,17 @@ class PlayedHost:
         ))  # fmt: skip
 
     def say(self, message: Any) -> None:
+        """To the scheduler."""
         self.line.send(FROM_AGENT.encode(message))
 
     def turn(self, now: float) -> None:
         """Take in what has come; say what is due."""
         while self.line.poll(0):
             self.take(TO_AGENT.decode(self.line.recv()))
-        for name, line in list(self.lines.items()):
-            while name in self.lines and line.poll(0):
-                self.hear(name, TO_WORKER.decode(line.recv()))
         if now - self._spoke >= ALIVE_S:
             self._spoke = now
             self.say(Alive())
-        if now - self._beaten >= HEARTBEAT_S:
+        if now - self._beaten >= self._beat_s:
             self._beaten = now
             for name, worker in self.workers.items():
                 if worker.runs:
@@ -130,8 +131,10 @@ class PlayedHost:
             self._asked, trainer.dropped = now, trainer.dropped + 1
             self._delays.ask(trainer.dropped)
             self.word(trainer.name, trainer.beat())
+        self._pass_on()
 
     def take(self, message: Any) -> None:
+        """Do what the scheduler asks of the agent."""
         match message:
             case Begin():
                 self.say(Built(**self._call.built))
@@ -143,36 +146,47 @@ class PlayedHost:
                 self.spawn(message)
             case Kill():
                 self.exits(message.name, -9)
+            case Tell():
+                for name, word in zip(message.names, message.words, strict=True):
+                    if name in self.workers:
+                        self.hear(name, TO_WORKER.decode(word))
+            case Pace():
+                self._beat_s = message.beat_s
             case End():
                 self.ends = True
                 self.say(Bye())
 
     def spawn(self, message: Spawn) -> None:
+        """A worker starts, and says hello."""
         settings = message.settings
         worker = Worker(message.name, settings["attempt"], settings["worker"])
         self.workers[message.name] = worker
         self.say(Notice("started", message.name, 1, None))
-        self.open(message.name, settings)
         addresses = {EDGES[worker.node]: f"tcp://127.0.0.1:{1024 + len(self.workers)}"} if worker.node in EDGES else {}
         self.send(message.name, Hello(attempt=worker.attempt, pid=1, addresses=addresses))
 
-    def open(self, name: str, settings: Any) -> None:
-        """A line of its own to the scheduler."""
-        self.lines[name] = dealer(self._context, settings["control"], self._keys, name)
-
     def exits(self, name: str, status: int) -> None:
+        """A worker ends."""
         if self.workers.pop(name, None) is not None:
-            if name in self.lines:
-                self.lines.pop(name).close()
+            self._pass_on()
             self.say(Notice("exited", name, 1, status))
 
     def send(self, name: str, message: FromWorker) -> None:
+        """A worker says something."""
         self.word(name, TO_SCHEDULER.encode(message))
 
     def word(self, name: str, word: bytes) -> None:
-        self.lines[name].send(word)
+        """As a worker says it; its agent passes it on."""
+        self._words.append((name, word))
+
+    def _pass_on(self) -> None:
+        """As `dataflow.agent.relay` does."""
+        if self._words:
+            words, self._words = self._words, []
+            self.say(Said(names=[name for name, _ in words], words=[word for _, word in words]))
 
     def hear(self, name: str, message: Any) -> None:
+        """A worker hears something."""
         worker = self.workers[name]
         match message:
             case Wire():

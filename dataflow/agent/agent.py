@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Pause, Spawn, Stay
 from dataflow.agent.host_forkserver import HostForkserver
 from dataflow.agent.line import Line
-from dataflow.agent.messages import Begin, Built, Bye, Failed, HandOver, Join, Paused, Refused, ToAgent
+from dataflow.agent.messages import Begin, Built, Bye, Failed, HandOver, Join, Pace, Paused, Refused, Tell, ToAgent
+from dataflow.agent.relay import Relay, address
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.agent.silence import SEEK_S, over
 from dataflow.errors import RunError
@@ -29,7 +30,7 @@ from dataflow.system.security import RunKeys
 
 ALIVE_S = 0.5
 """Between two signs of life."""
-_TURN_MS = 50
+_TURN_MS, _PROMPT_MS = 50, 10
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Agent:
         self._line = Line(told.scheduler, keys, f"{host.name}/{secrets.token_hex(8)}")
         self._clock = AwakeClock(clock)
         self._log = structlog.get_logger(host=host.name)
+        self._relay = Relay(sockets)
         self._forkserver: HostForkserver | None = None
         self._workers: dict[str, _Worker] = {}
         self._built: Built | None = None
@@ -94,15 +96,17 @@ class Agent:
     def _turn(self) -> None:
         poller = zmq.Poller()
         poller.register(self._line.socket, zmq.POLLIN)
+        poller.register(self._relay.socket, zmq.POLLIN)
         if self._forkserver is not None:
             poller.register(self._forkserver.fileno(), zmq.POLLIN)
-        poller.poll(_TURN_MS)
+        poller.poll(_PROMPT_MS if self._relay.waits else _TURN_MS)
         for message in self._line.heard():
             now = self._clock()
             if now - self._heard > SEEK_S:
                 self._alone_s = now - self._heard
             self._heard, self._has_scheduler = now, True
             self._apply(message)
+        self._pass_words()
         if self._forkserver is not None:
             self._look_at(self._forkserver)
         if self._clock() - self._spoke >= ALIVE_S:
@@ -110,8 +114,22 @@ class Agent:
             self._line.say(Alive())
         self._seek()
 
+    def _pass_words(self, *, last: bool = False) -> None:
+        """What workers say; without a scheduler it waits for the next one."""
+        now = self._clock()
+        is_heard = now - self._heard < SEEK_S
+        self._relay.hear(answers=is_heard)
+        said = self._relay.due(now, last=last) if is_heard else None
+        if said is not None:
+            self._spoke = now
+            self._line.say(said)
+
     def _apply(self, message: ToAgent) -> None:
         match message:
+            case Tell():
+                self._relay.say(message.names, message.words)
+            case Pace():
+                self._relay.beat_s = message.beat_s
             case Begin():
                 if self._forkserver is None:
                     self._show_workers(message.whereabouts)
@@ -164,6 +182,8 @@ class Agent:
             worker = self._workers[event["name"]]
             worker.pid, worker.status = event["pid"], event["status"]
             worker.has_ended = event["event"] == "exited"
+            if worker.has_ended:
+                self._pass_words(last=True)
             self._line.say(Notice(**event))
 
     def _join(self) -> None:
@@ -203,7 +223,7 @@ class Agent:
 
     def _show_workers(self, whereabouts: Mapping[str, str]) -> None:
         """Where the scheduler is now: workers that hear nothing look there."""
-        Whereabouts(**whereabouts).write(self._sockets)
+        replace(Whereabouts(**whereabouts), control=address(str(self._sockets))).write(self._sockets)
 
     def _close(self) -> None:
         if self._forkserver is not None:
@@ -211,6 +231,7 @@ class Agent:
         shutil.rmtree(self._sockets, ignore_errors=True)
         self._line.say(Bye())
         self._line.close()
+        self._relay.close()
 
 
 def log_name(host: str) -> str:

@@ -1,6 +1,6 @@
 """What a scheduler and the agent of a host say to each other; what concerns a forkserver is passed on as it is."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -75,6 +75,15 @@ class Bye:
     """All workers have ended, and it ends."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What workers have said, in order: messages of `dataflow.worker.messages` as they sent them."""
+
+    names: Sequence[str]
+    """Who, one for each word."""
+    words: Sequence[bytes]
+
+
 # To an agent
 
 
@@ -97,6 +106,21 @@ class HandOver:
     whereabouts: Mapping[str, str]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tell:
+    """Words for workers, in order, as `Said` has those of workers."""
+
+    names: Sequence[str]
+    words: Sequence[bytes]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often what workers say of themselves is to be passed on."""
+
+    beat_s: float
+
+
 @dataclass(frozen=True)
 class Refused:
     """The scheduler does not want this agent: why."""
@@ -104,14 +128,14 @@ class Refused:
     error: str
 
 
-FromAgent: TypeAlias = Join | Built | Failed | Paused | Bye | Alive | Notice | Handed | AllHanded
-ToAgent: TypeAlias = Begin | HandOver | Refused | Spawn | Kill | Pause | Stay | Alive | End
+FromAgent: TypeAlias = Join | Built | Failed | Paused | Bye | Alive | Said | Notice | Handed | AllHanded
+ToAgent: TypeAlias = Begin | HandOver | Refused | Tell | Pace | Spawn | Kill | Pause | Stay | Alive | End
 
 FROM_AGENT: Codec[FromAgent] = Codec(
-    "dataflow.from-agent", 1, Join, Built, Failed, Paused, Bye, Alive, Notice, Handed, AllHanded
+    "dataflow.from-agent", 1, Join, Built, Failed, Paused, Bye, Alive, Said, Notice, Handed, AllHanded
 )  # fmt: skip
 TO_AGENT: Codec[ToAgent] = Codec(
-    "dataflow.to-agent", 1, Begin, HandOver, Refused, Spawn, Kill, Pause, Stay, Alive, End
+    "dataflow.to-agent", 1, Begin, HandOver, Refused, Tell, Pace, Spawn, Kill, Pause, Stay, Alive, End
 )  # fmt: skip
 
 FORKSERVER: Codec[Any] = Codec(

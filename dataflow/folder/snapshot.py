@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import RunError
-from dataflow.system.files import to_json, write_atomically
+from dataflow.system.files import plain, to_json, write_atomically
 
 FILE = "scheduler-{}.json"
 """In the folder of the run's sockets, which is in memory and goes with the run; one for each scheduler, so that none
@@ -37,10 +37,18 @@ class Snapshot:
         """Write what has changed; nothing is flushed, as no machine's end is outlived. Errors: RunFolderError, once
         for each time that something changed."""
         parts = {name: part() for name, part in self.parts.items()}
-        if (changed := to_json(parts)) != self._written:
+        if (changed := _json(parts)) != self._written:
             self._written = changed
-            content = to_json({**parts, "at": self.clock()}).encode()
+            content = _json({**parts, "at": self.clock()}).encode()
             write_atomically(self.folder / FILE.format(self.number), lambda file: file.write(content), flush=False)
+
+
+def _json(parts: Mapping[str, Any]) -> str:
+    """As `to_json`, which walks through all that there is; nearly always it is plain already."""
+    try:
+        return json.dumps(parts, default=plain, allow_nan=False, ensure_ascii=False)
+    except ValueError:  # a number that JSON does not know
+        return to_json(parts)
 
 
 def read(folder: Path) -> Mapping[str, Any]:

@@ -1,7 +1,6 @@
 """The agents of a run in the hands of its scheduler: what `ForkserverClient` is to one machine, for several hosts."""
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -11,12 +10,26 @@ from typing import Any
 from dataflow.agent.digest import other_program, other_versions, versions
 from dataflow.agent.forkserver_client import Event
 from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Pause, Spawn, Stay
-from dataflow.agent.messages import Begin, Built, Bye, Failed, FromAgent, HandOver, Join, Paused, Refused, ToAgent
+from dataflow.agent.messages import (
+    Begin,
+    Built,
+    Bye,
+    Failed,
+    FromAgent,
+    HandOver,
+    Join,
+    Pace,
+    Paused,
+    Refused,
+    Said,
+    ToAgent,
+)
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
-from dataflow.scheduler.host_agent import HostAgent
+from dataflow.scheduler.host_agent import HostAgent, host_of, natural, too_few, too_late
+from dataflow.scheduler.words import Words
 from dataflow.system.security import RunKeys
 
 _LIVE_S = 3.0
@@ -57,6 +70,7 @@ class Agents:
         self._asked: dict[str, Spawn] = {}
         """By worker, the process that was asked for last."""
         self._events: list[Event] = []
+        self.words = Words()
         self._begin: Begin | None = None
         self._built: Built | None = None
         self._stay: Stay | None = None
@@ -77,7 +91,7 @@ class Agents:
     @property
     def hosts(self) -> list[Host]:
         """Those that are there, by name."""
-        return [self._hosts[name].host for name in sorted(self._hosts, key=_natural) if not self._hosts[name].has_left]
+        return [self._hosts[name].host for name in sorted(self._hosts, key=natural) if not self._hosts[name].has_left]
 
     def place(self, host: str) -> dict[str, str]:
         """What is particular in the settings of a worker there."""
@@ -99,15 +113,10 @@ class Agents:
     def assemble(self, count: int, within_s: float) -> None:
         """Wait for so many hosts. Errors: RunError for one that cannot take part; DeadlineError with who came."""
 
-        def late() -> str:
-            came = ", ".join(host.name for host in self.hosts) or "none"
-            return (
-                f"the run waited {within_s:.0f} s for {count} hosts at {self.address}, and these came: {came}; see "
-                f"that the others reach that address, and the logs of their agents in {self._folder}/logs, or raise "
-                f"Limits.start_s"
-            )
-
-        self._await(lambda: len(self.hosts) >= count, within_s, late)
+        self._await(
+            lambda: len(self.hosts) >= count, within_s,
+            lambda: too_few(self.hosts, count, self.address, within_s, self._folder),
+        )  # fmt: skip
 
     def build(self, begin: Begin, ours: Built, within_s: float) -> None:
         """Have every host build the program's graph, and see that it is the same as here. Errors: RunError for one that
@@ -119,13 +128,7 @@ class Agents:
         def missing() -> list[str]:
             return [name for name, agent in self._hosts.items() if agent.built is None]
 
-        def late() -> str:
-            return (
-                f"the scheduler waited {within_s:.0f} s for hosts {missing()} to build the graph; see the logs of "
-                f"their agents in {self._folder}/logs, or raise Limits.start_s"
-            )
-
-        self._await(lambda: not missing(), within_s, late)
+        self._await(lambda: not missing(), within_s, lambda: too_late(missing(), within_s, self._folder))
         self._events.clear()  # the plan knows these hosts
 
     def take_over(self, whereabouts: Mapping[str, str], hosts: Collection[str], within_s: float) -> bool:
@@ -146,13 +149,20 @@ class Agents:
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """As `ForkserverClient.spawn`, on the host that the settings name."""
         self._asked[name] = message = Spawn(name, settings, heavy, keeps)
+        if self.words.sits(name, settings["host"]):
+            self._to_all(Pace(self.words.beat_s))
         self._send(self._hosts[settings["host"]], message)
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker."""
         for host, agent in self._hosts.items():
-            if name in agent.handed or (name in self._asked and _host(self._asked[name]) == host):
+            if name in agent.handed or (name in self._asked and host_of(self._asked[name]) == host):
                 self._send(agent, Kill(name, int(number)))
+
+    def flush(self) -> None:
+        """What was said to workers leaves, in one message to each host."""
+        for host, tell in self.words.tells():
+            self._send(self._hosts[host], tell)
 
     def pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on; returns when they do, as this process may be stopped next."""
@@ -202,6 +212,7 @@ class Agents:
         """Should there be an agent of a host that was given up, have it say which workers it has."""
         agent, now = self._hosts.get(host), time.monotonic()
         if agent is not None and not agent.has_left and not agent.is_clearing and now - agent.asked_at > _LOOK_S:
+            self._forget(host)
             self._go_on(agent)
 
     def leave(self) -> None:
@@ -270,6 +281,7 @@ class Agents:
             self._send(agent, HandOver(whereabouts=self._begin.whereabouts))
         else:
             self._send(agent, self._begin)
+        self._send(agent, Pace(self.words.beat_s))
         if self._stay is not None:
             self._send(agent, self._stay)
 
@@ -289,8 +301,10 @@ class Agents:
                 self._left(name, agent, "has ended its agent")
             case Paused():
                 agent.is_paused = message.is_paused
-            case Alive():
+            case Alive() | Said():
                 self._events.append({"event": "heard", "name": name})
+                if isinstance(message, Said):
+                    self.words.take(message)
             case Notice():
                 self._events.append(vars(message) | {"host": name})
                 if message.event == "exited":
@@ -299,11 +313,12 @@ class Agents:
                         self._clear(agent)
             case Handed():
                 agent.handed[message.name] = message
+                self.words.sits(message.name, name)
             case AllHanded():
                 agent.all_handed = message
                 self._joined(name, agent)
                 for asked in self._asked.values():
-                    if _host(asked) == name and asked.name not in agent.handed:
+                    if host_of(asked) == name and asked.name not in agent.handed:
                         self._send(agent, asked)  # it was lost on its way
 
     def _clear(self, agent: HostAgent) -> None:
@@ -322,8 +337,12 @@ class Agents:
         if agent.has_left:
             return
         agent.has_left, agent.is_clearing = True, False
-        self._asked = {worker: each for worker, each in self._asked.items() if _host(each) != name}
+        self._forget(name)
         self._events.append({"event": "lost", "name": name, "cause": cause})
+
+    def _forget(self, host: str) -> None:
+        """What was asked of a host is nobody's wish any more."""
+        self._asked = {worker: each for worker, each in self._asked.items() if host_of(each) != host}
 
     # Words
 
@@ -376,12 +395,3 @@ class Agents:
                 f"this scheduler (process {os.getpid()}) was not heard for too long, and another one, at "
                 f"{found.address}, has taken the run over; it ends without touching it"
             )
-
-
-def _host(spawn: Spawn) -> str:
-    return str(spawn.settings["host"])
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """A key by which h2 comes before h10."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]

@@ -10,6 +10,9 @@ from dataflow.errors import RunError
 from dataflow.system.messages import MESSAGE_BYTES, MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint
 
+_AT_ONCE = 64
+"""Messages, between two looks at what else is to be done."""
+
 
 class AgentsSocket:
     """For holders of the run's keys alone.
@@ -53,9 +56,10 @@ class AgentsSocket:
         return True
 
     def received(self, refused: Callable[[str, str], object]) -> list[tuple[bytes, FromAgent]]:
-        """What has come. refused: told who sent what is no message, and why it is none."""
+        """What has come, and no more at once than can be done soon. refused: told who sent what is no message, and why
+        it is none."""
         found: list[tuple[bytes, FromAgent]] = []
-        while self.socket.poll(0):
+        while len(found) < _AT_ONCE and self.socket.poll(0):
             identity, *frames = self.socket.recv_multipart()
             try:
                 found.append((identity, FROM_AGENT.decode(b"".join(frames))))

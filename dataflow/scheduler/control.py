@@ -31,6 +31,8 @@ NAME = "scheduler"
 """In faults.jsonl."""
 _LAST_WORDS_S = 1.0
 """For what a worker sent before it ended to arrive, whatever the others send meanwhile."""
+_FEW, _LOOKED_AT_A_SECOND = 256, 20_000
+"""Of workers above so many, the deadlines of so many are looked at in a second."""
 
 
 class Scheduler:
@@ -58,6 +60,7 @@ class Scheduler:
         """What the user may want to read, oldest first; whoever shows it takes it out."""
         self._faults = Faults(settings.folder, clock, self.notices)
         self._wish = False
+        self._ticked = float("-inf")
         keys: Mapping[str, bytes] = {}
         if server is None:
             made = RunKeys.make() if settings.listen else None
@@ -130,11 +133,19 @@ class Scheduler:
             self._note(event)
         if self._wish and not self.table.run.draining:
             self._apply(events.Drain())
+        self._pass_time()
+        self.notices += self.stall_watch.look()
+
+    def _pass_time(self) -> None:
+        """What follows from time alone; of many workers not in every turn."""
+        now, many = self._clock(), len(self.table.workers) - _FEW
+        if 0 <= now - self._ticked < many / _LOOKED_AT_A_SECOND:
+            return
+        self._ticked = now
         self._apply(events.Tick())
         for host in self.table.hosts.values():
             if not host.is_alive:
                 self._server.seek(host.facts.name)
-        self.notices += self.stall_watch.look()
 
     def wish_drain(self) -> None:
         """Ask to finish the step under way, write a checkpoint and end; may be called from a signal handler."""

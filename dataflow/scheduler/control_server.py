@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import zmq
 
+from dataflow.agent import relay
 from dataflow.agent.forkserver import Main
 from dataflow.agent.forkserver_client import Event, ForkserverClient, TakenOverForkserver
 from dataflow.errors import RunError
@@ -21,7 +22,7 @@ from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.requests import REPLIES, REQUESTS, Refused, Reply, Request
 from dataflow.system.messages import MESSAGE_BYTES, MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint, reachable
-from dataflow.worker.messages import DECIDE_NOTHING, TO_SCHEDULER, TO_WORKER, FromWorker, ToWorker
+from dataflow.worker.messages import DECIDE_NOTHING, TO_SCHEDULER, TO_WORKER, FromWorker, Heard, ToWorker
 
 log = logging.getLogger(__name__)
 
@@ -118,11 +119,10 @@ class ControlServer:
             self.ahead()
         while self._outgoing:
             self._outgoing.popleft()()
+        self._flush()
         self._poller.poll(int(wait_s * 1000))
         self.check()
-        messages: list[Message] = []
-        while self._router.poll(0):
-            messages += self._receive()
+        messages = list(self._heard())
         requests: list[tuple[Client, Request]] = []
         while self._requests.poll(0):
             requests += self._requested()
@@ -138,15 +138,15 @@ class ControlServer:
         """What workers send until nobody sends anything for `pause_s`, or for `wait_s`."""
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and self._router.poll(int(pause_s * 1000)):
-            yield from self._receive()
+            yield from self._heard()
 
     def send(self, to: str, message: ToWorker) -> None:
         """Send a message to a worker; nobody hears it where he is not there."""
-        frames = [to.encode(), TO_WORKER.encode(message)]
+        word = TO_WORKER.encode(message)
         if isinstance(message, DECIDE_NOTHING):
-            self._router.send_multipart(frames)
+            self._say(to, word)
         else:
-            self._outgoing.append(lambda: self._router.send_multipart(frames))
+            self._outgoing.append(lambda: self._say(to, word))
 
     def reply(self, to: Client, reply: Reply) -> None:
         """Answer a request."""
@@ -219,15 +219,24 @@ class ControlServer:
         assert isinstance(endpoint, bytes), "what ZeroMQ says of a bound socket"
         return reachable(endpoint.decode())
 
-    def _receive(self) -> list[Message]:
-        """What a worker sent; nothing where it is no message."""
-        frames = self._router.recv_multipart()
-        name = frames[0].decode(errors="backslashreplace")
+    def _say(self, to: str, word: bytes) -> None:
+        self._router.send_multipart([to.encode(), word])
+
+    def _flush(self) -> None:
+        """What was said leaves."""
+
+    def _heard(self) -> Iterator[Message]:
+        """What workers have sent."""
+        while self._router.poll(0):
+            identity, *frames = self._router.recv_multipart()
+            yield from self._read(identity.decode(errors="backslashreplace"), b"".join(frames))
+
+    def _read(self, name: str, word: bytes) -> Iterator[Message]:
+        """What a worker said; nothing where it is no message."""
         try:
-            return [(name, TO_SCHEDULER.decode(b"".join(frames[1:])))]
+            yield name, TO_SCHEDULER.decode(word)
         except MessageError as error:
             self.refuse(f"'{name}'", str(error))
-            return []
 
     def _requested(self) -> list[tuple[Client, Request]]:
         """What a client asks for; one who asks for nothing that there is, is told."""
@@ -282,7 +291,27 @@ class HostsControlServer(ControlServer):
 
     def place(self, host: str) -> dict[str, str]:
         """As `ControlServer.place`."""
-        return {"control": self.address, "ledger": self.whereabouts.ledger, **self._agents.place(host)}
+        place = self._agents.place(host)
+        return {"control": relay.address(place["sockets"]), "ledger": self.whereabouts.ledger, **place}
+
+    def send(self, to: str, message: ToWorker) -> None:
+        """As `ControlServer.send`; heartbeats are answered by the agents."""
+        if not isinstance(message, Heard):
+            super().send(to, message)
+
+    def last_words(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
+        """As `ControlServer.last_words`; an agent tells of an end after what it has heard before."""
+        yield from self._heard()
+
+    def _say(self, to: str, word: bytes) -> None:
+        self._agents.words.say(to, word)
+
+    def _flush(self) -> None:
+        self._agents.flush()
+
+    def _heard(self) -> Iterator[Message]:
+        for name, word in self._agents.words.heard():
+            yield from self._read(name, word)
 
 
 class TakenOverControlServer(ControlServer):

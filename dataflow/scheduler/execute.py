@@ -25,7 +25,7 @@ from dataflow.scheduler.control_server import ControlServer, HostsControlServer,
 from dataflow.scheduler.inline import InlineRun
 from dataflow.scheduler.progress import Watch
 from dataflow.scheduler.state_machine import RunStateMachine
-from dataflow.system.clocks import RunClock
+from dataflow.system.clocks import RunClock, Seldom
 from dataflow.system.optional_files import Extras, warn
 from dataflow.system.processes import machine
 from dataflow.worker.host import Settings
@@ -153,13 +153,13 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, notices: l
 
     def look() -> None:
         watch.note(scheduler.table.run, scheduler.heartbeats)
-        scheduler.check()
         times.look(watch)
         view.update(watch.snapshot())
         for texts in (scheduler.notices, watch.notices, notices):
             while texts:
                 view.message(texts.pop(0))
 
+    seldom = Seldom()
     try:
         with showing(sys.stdout, quiet=run.quiet) as view, _interrupts(scheduler, view), _suspends(scheduler, clock):
             asked_at = {"address": scheduler.address, "pid": os.getpid(), "machine": machine()}
@@ -168,7 +168,8 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, notices: l
             scheduler.start(progress=lambda late: view.update(watch.starting(late)))
             while not scheduler.table.run.over:
                 scheduler.turn(0.1)
-                look()
+                scheduler.check()
+                seldom(look)
             look()
     finally:
         scheduler.close()

@@ -1,8 +1,11 @@
 """What a scheduler knows of the agent of one host."""
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from dataflow.agent.forkserver_messages import AllHanded, Handed
+from dataflow.agent.forkserver_messages import AllHanded, Handed, Spawn
 from dataflow.agent.messages import Built, Join
 from dataflow.planning.hosts import Host
 
@@ -35,3 +38,31 @@ class HostAgent:
             name=join.name, cpus=join.cpus, gpus=join.gpus, memory_bytes=join.memory_bytes,
             gpu_memory_bytes=join.gpu_memory_bytes, kind=join.kind,
         )  # fmt: skip
+
+
+def host_of(spawn: Spawn) -> str:
+    """Where a process was asked for."""
+    return str(spawn.settings["host"])
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """A key by which h2 comes before h10."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
+
+
+def too_few(hosts: Collection[Host], count: int, address: str, within_s: float, folder: Path) -> str:
+    """Of a run whose hosts are not all there."""
+    came = ", ".join(host.name for host in hosts) or "none"
+    return (
+        f"the run waited {within_s:.0f} s for {count} hosts at {address}, and these came: {came}; see "
+        f"that the others reach that address, and the logs of their agents in {folder}/logs, or raise "
+        f"Limits.start_s"
+    )
+
+
+def too_late(missing: Collection[str], within_s: float, folder: Path) -> str:
+    """Of hosts that have not built the graph."""
+    return (
+        f"the scheduler waited {within_s:.0f} s for hosts {missing} to build the graph; see the logs of "
+        f"their agents in {folder}/logs, or raise Limits.start_s"
+    )

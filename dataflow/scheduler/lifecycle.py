@@ -3,6 +3,7 @@
 import signal
 
 from dataflow.errors import RunError, WorkerDied
+from dataflow.folder.faults import STOPPED
 from dataflow.scheduler import recovery, scaling
 from dataflow.scheduler.events import Command, End, FaultNoticed, FaultRecovered, Send, Signal
 from dataflow.scheduler.table import Life, Table, WorkerRecord
@@ -66,3 +67,13 @@ def go_on(table: Table, record: WorkerRecord, now: float) -> list[Command]:
     commands += scaling.ready(table, record)
     recovery.recovered(record, now)
     return [*commands, FaultRecovered(record.name)]
+
+
+def wake(table: Table, record: WorkerRecord, now: float) -> list[Command]:
+    """Nobody knows whether whoever stopped a worker will ever come back, and the run waits for it meanwhile."""
+    since = record.stopped_since
+    if since is None or now - since <= table.limits.stopped_s:
+        return []
+    record.stopped_since = None
+    noticed = [FaultNoticed(record.name, STOPPED, record.attempt, since)] if record.life is Life.READY else []
+    return [*noticed, Signal(record.name, signal.SIGCONT)]

@@ -25,8 +25,6 @@ Before all were READY once the first fault ends the run. What is sent to a worke
 `Wire` will tell it; what is sent to one that has not found this scheduler waits until it speaks.
 """
 
-import signal
-
 from dataflow.errors import DeadlineError, GraphError, RunError, WorkerDied
 from dataflow.folder.faults import STOPPED
 from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
@@ -168,8 +166,14 @@ def _wire_all(table: Table) -> list[events.Command]:
     for record in table:
         for edge, address in record.addresses.items():
             found.setdefault(edge, []).append(address)
-    wires = {each.name: messages.Wire(addresses=found, lines=addresses.read_by(table, each)) for each in table}
-    return [events.Send(name, wire) for name, wire in wires.items()]
+    begin = {worker: [name for name, producer, _ in table.edges if producer == worker] for worker in table.plan.workers}
+    lines = {worker: addresses.read_by(table, own[0]) for worker, own in table.by_worker().items()}
+    return [
+        events.Send(record.name, messages.Wire(
+            addresses={edge: found[edge] for edge in begin[record.worker] if edge in found}, lines=lines[record.worker],
+        ))
+        for record in table
+    ]  # fmt: skip
 
 
 def _heartbeat(table: Table, record: WorkerRecord, message: messages.Heartbeat) -> list[events.Command]:
@@ -254,7 +258,7 @@ def _watch(table: Table, now: float) -> list[events.Command]:
     for record in table:
         if was_stopped:
             record.heard_at = now
-        commands += _let_go_on(table, record, now)
+        commands += lifecycle.wake(table, record, now)
         cause = recovery.overdue(table, record, now)
         if cause is not None:
             commands += lifecycle.kill(table, record, cause, now)
@@ -268,13 +272,3 @@ def _watch(table: Table, now: float) -> list[events.Command]:
     if newcomer is not None and now > table.joins_until:
         error = joins_too_long(table.limits, table.folder, newcomer.name, scaling.missing(table, newcomer))
     return commands if error is None else [*commands, events.End(error)]
-
-
-def _let_go_on(table: Table, record: WorkerRecord, now: float) -> list[events.Command]:
-    """Nobody knows whether whoever stopped a worker will ever come back, and the run waits for it meanwhile."""
-    since = record.stopped_since
-    if since is None or now - since <= table.limits.stopped_s:
-        return []
-    record.stopped_since = None
-    noticed = [events.FaultNoticed(record.name, STOPPED, record.attempt, since)] if record.life is Life.READY else []
-    return [*noticed, events.Signal(record.name, signal.SIGCONT)]

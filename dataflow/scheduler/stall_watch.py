@@ -20,6 +20,8 @@ from dataflow.worker.host import Settings
 from dataflow.worker.messages import AskStacks
 
 LOOK_S = 0.5
+_NOTED_A_SECOND = 1000
+"""Workers of which it notes how they stand, at most: of very many it looks more seldom."""
 _STACKS_S = 1.0
 """For the workers to tell their stacks before a report is written."""
 
@@ -58,7 +60,8 @@ class StallWatch:
     def look(self) -> list[str]:
         """Sentences for the user. Raises DeadlineError, its report written, when the run has stalled."""
         now = self._clock()
-        if not self._settings.folder or now - self._looked < LOOK_S:
+        every_s = max(LOOK_S, len(self._table.workers) / _NOTED_A_SECOND)
+        if not self._settings.folder or now - self._looked < every_s:
             return []
         self._looked = now
         self._note(now)

@@ -296,12 +296,10 @@ class Table:
                 name=f"{name}-{replica}", worker=name, replica=replica, nodes=tuple(nodes),
                 host=placement.host(replica), gpus=placement.gpus_of(replica),
             ))  # fmt: skip
-        of_worker: dict[str, list[str]] = {}
-        for record in self:
-            of_worker.setdefault(record.worker, []).append(record.name)
+        replicas = self.by_worker()
         senders = {
-            consumer: {name for _, producer, to in self.edges if to == consumer for name in of_worker[producer]}
-            for consumer in of_worker
+            consumer: {each.name for _, producer, to in self.edges if to == consumer for each in replicas[producer]}
+            for consumer in replicas
         }  # fmt: skip
         for record in self:
             record.senders = set(senders[record.worker])
@@ -312,6 +310,13 @@ class Table:
     def add(self, record: WorkerRecord) -> None:
         """One worker more."""
         self.workers[record.name] = record
+
+    def by_worker(self) -> dict[str, list[WorkerRecord]]:
+        """The replicas of each of the plan's workers."""
+        found: dict[str, list[WorkerRecord]] = {}
+        for record in self:
+            found.setdefault(record.worker, []).append(record)
+        return found
 
     def host_of(self, record: WorkerRecord) -> HostRecord | None:
         """Where a worker runs; None: on this machine, where there is no other."""

@@ -72,3 +72,19 @@ class Countdown:
     def is_over(self) -> bool:
         """Whether nothing is left."""
         return self._clock() >= self._ends
+
+
+class Seldom:
+    """Does something as often as it is asked to, but for what takes long: that has a small share of the time."""
+
+    def __init__(self, share: float = 0.05) -> None:
+        self._share, self._next = share, 0.0
+
+    def __call__(self, action: Callable[[], None]) -> None:
+        """Do it, unless it was done a moment ago."""
+        began = time.monotonic()
+        if began < self._next:
+            return
+        busy = time.thread_time()
+        action()
+        self._next = began + (time.thread_time() - busy) / self._share

@@ -110,7 +110,7 @@ class Link:
         dealer.setsockopt(zmq.LINGER, 1000)
         dealer.setsockopt(zmq.SNDHWM, _UNSENT)
         dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
-        if self._keys is not None:
+        if self._keys is not None and self._address.startswith("tcp://"):
             present(dealer, self._keys.senders)
         dealer.connect(self._address)
         heard = sent = sought = self._clock()

@@ -151,7 +151,7 @@ SCHEDULER = (
     Law(
         "a worker that somebody stopped is let go on",
         "test_a_stopped_worker_is_let_go_on_once_when_the_limit_has_passed",
-        "dataflow:_let_go_on",
+        "dataflow:wake",
         always("stopped_s"),
         "the limit",
     ),

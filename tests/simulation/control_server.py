@@ -10,12 +10,11 @@ from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.requests import Reply, Scale
 from dataflow.worker.messages import TO_WORKER, FromWorker, Heard, ToWorker
 
-from .agents import Agents
 from .clock import Clock
 from .exchange import Exchange
-from .forks import Event, Forks
+from .forks import Agents, Event, Forks
 from .laws import Broken
-from .machines import SCHEDULER, Machines
+from .network import SCHEDULER, Machines
 from .process import Crash, Process
 
 Message = tuple[str, FromWorker]

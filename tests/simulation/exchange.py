@@ -11,8 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .machines import SCHEDULER
-from .network import Pipe, SimulatedNetwork
+from .network import SCHEDULER, Pipe, SimulatedNetwork
 
 RETURN_S = 0.2
 """Within which a worker finds the next scheduler."""

@@ -1,13 +1,18 @@
-"""The forkserver of a simulated world: it starts workers, tells of their ends, and outlives schedulers."""
+"""The forkserver of a simulated world, and the agents of its hosts: they start workers, tell of their ends, and outlive
+schedulers. As with the product's, an agent takes its workers with it, and says which it has when it joins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from dataflow.agent.forkserver_messages import Handed
+from dataflow.planning.hosts import Host
+
 from .clock import Clock
+from .network import SCHEDULER, Pipe, SimulatedNetwork
 
 Event = dict[str, Any]
 KILLED = -9
@@ -74,3 +79,168 @@ class Forks:
     def _tell(self, name: str, child: _Child) -> None:
         if not child.is_told:
             self.note({"event": "exited", "name": name, "pid": 1, "status": KILLED})
+
+
+BEAT_S, SEEK_S = 1.0, 2.0
+
+
+@dataclass
+class _HostChild:
+    """The last process of one worker on one host."""
+
+    settings: Mapping[str, Any]
+    has_ended: bool = False
+
+
+@dataclass
+class _Agent:
+    """One incarnation."""
+
+    up: Pipe
+    down: Pipe
+    children: dict[str, _HostChild] = field(default_factory=dict)
+    alive: bool = True
+    clears: bool = False
+    """Whether it ends all that it has, to join anew."""
+
+
+class Agents:
+    """All of them, and the end that the scheduler has of their lines; in the place of `Forks`."""
+
+    def __init__(
+        self, clock: Clock, random: Random, network: SimulatedNetwork, hosts: Mapping[str, Host],
+        fork: Callable[[str, Mapping[str, Any]], None], kill: Callable[[str, str], None],
+    ) -> None:  # fmt: skip
+        """fork: a process begins. kill: one ends, by name and host."""
+        self._clock, self._random, self._network, self._fork, self._kill = clock, random, network, fork, kill
+        self._hosts = hosts
+        self._agents: dict[str, _Agent] = {}
+        self.attempts: dict[str, int] = {}
+        """By worker, the newest."""
+        self._handed: dict[str, dict[str, int]] = {}
+        """By host, the attempts that its agent has last said it has."""
+        self._sought: dict[str, float] = {}
+        self.note: Callable[[Event], None] = lambda event: None
+        """Tells the scheduler of the moment."""
+        self.stays = self.closed = False
+        for host in hosts:
+            self._agents[host] = self._made(host)
+
+    # For the scheduler
+
+    def spawn(self, name: str, settings: Mapping[str, Any]) -> None:
+        """A scheduler asks for a process."""
+        host = settings["host"]
+        self.attempts[name] = settings["attempt"]
+        self._agents[host].down.send(lambda agent: self._start(host, agent, name, settings))
+
+    def kill(self, name: str, host: str) -> None:
+        """A scheduler kills a worker."""
+        self._agents[host].down.send(lambda agent: self._end(host, agent, name))
+
+    def clear(self, host: str) -> None:
+        """A scheduler wants all to end that a host has."""
+        told = self._handed.get(host, {})
+        self._agents[host].down.send(lambda agent: self._clear(host, agent, told))
+
+    def seek(self, host: str) -> None:
+        """A scheduler looks for a host that it gave up."""
+        if self._sought.get(host, 0.0) + SEEK_S < self._clock.now:
+            self._sought[host] = self._clock.now
+            self._agents[host].down.send(lambda agent: self._join(host, agent))
+
+    # For the world
+
+    def ended(self, name: str, host: str) -> None:
+        """A process has ended; its agent tells it soon."""
+        agent = self._agents[host]
+        if not agent.alive:
+            return
+        child = agent.children[name]
+        event = {"event": "exited", "name": name, "pid": 1, "status": KILLED, "host": host}
+        self._clock.after(0.1 * self._random.random(), lambda: self._tell(host, agent, child, event))
+
+    def die(self, host: str, back_s: float, *, is_told: bool) -> None:
+        """A host dies with all that it has; another agent is there so much later. is_told: the scheduler's end sees
+        that the connection is closed."""
+        agent = self._agents[host]
+        if not agent.alive:
+            return
+        agent.alive = False
+        for name in [name for name, child in agent.children.items() if not child.has_ended]:
+            self._kill(name, host)
+        agent.up.cut()
+        agent.down.cut()
+        if is_told:
+            event = {"event": "lost", "name": host, "cause": "has ended its agent"}
+            self._clock.after(0.1 * self._random.random(), lambda: self._heard(host, agent, event))
+        self._clock.after(back_s, lambda: self._come(host))
+
+    @property
+    def names(self) -> list[str]:
+        """Of all hosts."""
+        return list(self._hosts)
+
+    def _come(self, host: str) -> None:
+        """A new agent of a host asks to join."""
+        if self.closed:
+            return
+        agent = self._agents[host] = self._made(host)
+        agent.up.send({"event": "lost", "name": host, "cause": "has another agent"})
+        self._join(host, agent)
+
+    def _made(self, host: str) -> _Agent:
+        def hear(order: Callable[[_Agent], None]) -> None:
+            if agent.alive and not self.closed:
+                order(agent)
+
+        up = Pipe(self._network, lambda event: self._heard(host, agent, event), host, SCHEDULER)
+        agent = _Agent(up=up, down=Pipe(self._network, hear, SCHEDULER, host))
+        self._clock.after(BEAT_S * self._random.random(), lambda: self._beat(host, agent))
+        return agent
+
+    def _beat(self, host: str, agent: _Agent) -> None:
+        if agent.alive and not self.closed:
+            agent.up.send({"event": "heard", "name": host})
+            self._clock.after(BEAT_S, lambda: self._beat(host, agent))
+
+    def _start(self, host: str, agent: _Agent, name: str, settings: Mapping[str, Any]) -> None:
+        agent.children[name] = _HostChild(settings)
+        agent.up.send({"event": "started", "name": name, "pid": 1, "status": None, "host": host})
+        self._fork(name, settings)
+
+    def _end(self, host: str, agent: _Agent, name: str) -> None:
+        if name in agent.children and not agent.children[name].has_ended:
+            self._kill(name, host)
+
+    def _clear(self, host: str, agent: _Agent, told: Mapping[str, int]) -> None:
+        """told: the attempts that it has said it has; others were started since."""
+        agent.clears = True
+        for name, child in list(agent.children.items()):
+            if told.get(name) == child.settings["attempt"]:
+                self._end(host, agent, name)
+        self._cleared(host, agent)
+
+    def _tell(self, host: str, agent: _Agent, child: _HostChild, event: Event) -> None:
+        child.has_ended = True
+        agent.up.send(event)
+        self._cleared(host, agent)
+
+    def _cleared(self, host: str, agent: _Agent) -> None:
+        if agent.clears and all(child.has_ended for child in agent.children.values()):
+            agent.clears, agent.children = False, {}
+            self._join(host, agent)
+
+    def _join(self, host: str, agent: _Agent) -> None:
+        kept = {
+            name: Handed(name, 1, child.settings, KILLED if child.has_ended else None, not child.has_ended)
+            for name, child in agent.children.items()
+        }
+        agent.up.send({"event": "joined", "name": host, "host": self._hosts[host], "processes": kept})
+
+    def _heard(self, host: str, agent: _Agent, event: Event) -> None:
+        """What arrives at the scheduler's end; of an agent that was replaced nothing does."""
+        if not self.closed and agent is self._agents[host]:
+            if event["event"] == "joined":
+                self._handed[host] = {each.name: each.settings["attempt"] for each in event["processes"].values()}
+            self.note(event)

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from .agents import Agents
 from .clock import Clock
-from .machines import SCHEDULER
-from .network import SimulatedNetwork
+from .forks import Agents
+from .network import SCHEDULER, SimulatedNetwork
 from .process import Process
 
 MOST_SCHEDULERS = 4

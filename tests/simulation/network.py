@@ -19,11 +19,12 @@ from transport.data.messages import Data, Message
 from transport.errors import AddressError, FrameError
 
 from .clock import Clock
-from .machines import Machines
 from .process import Process
 
 RETRY_S = 1.0
 """Within which a connection sends again what a cut link has held up."""
+SCHEDULER = ""
+"""Where the scheduler sits, and the ledger's service beside it: no host of workers."""
 DAMAGED = "the bytes are not those that were sent"
 
 
@@ -39,6 +40,39 @@ class Weather:
     """About as long as it takes to see that a connection broke."""
     damage: float = 0.01
     """Share of batches that arrive damaged; none does so twice in a row."""
+
+
+class Machines:
+    """Who reaches whom."""
+
+    def __init__(self, clock: Clock, random: Random) -> None:
+        self._clock, self._random = clock, random
+        self._cut: dict[tuple[str, str], float] = {}
+        """By link, from and to: until when nothing passes."""
+        self._slow: dict[str, float] = {}
+        """By host: how many times as long its messages take."""
+        self.on_cut: list[Callable[[], None]] = []
+        """Called when a link was cut: long connections may break."""
+
+    def cut(self, from_: str, to: str, until: float) -> None:
+        """Nothing passes from one to the other until then."""
+        self._cut[from_, to] = max(until, self._cut.get((from_, to), 0.0))
+
+    def slow(self, host: str, times: float) -> None:
+        """Whatever this host says or hears takes so many times as long."""
+        self._slow[host] = times
+
+    def opens(self, from_: str, to: str) -> float:
+        """When something can pass from one to the other; now, where nothing is cut."""
+        return max(self._clock.now, self._cut.get((from_, to), 0.0)) if from_ != to else self._clock.now
+
+    def apart(self, one: str, other: str) -> float:
+        """Seconds until both can speak to each other again; 0 where they can."""
+        return max(self.opens(one, other), self.opens(other, one)) - self._clock.now
+
+    def times(self, one: str, other: str) -> float:
+        """How many times as long a message takes between two."""
+        return max(self._slow.get(one, 1.0), self._slow.get(other, 1.0)) if one != other else 1.0
 
 
 class Pipe:

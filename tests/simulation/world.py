@@ -25,11 +25,10 @@ from dataflow.worker.host import Settings
 from dataflow.worker.messages import NodeCommand, ToWorker
 from operators.sources import prompt_runtime
 
-from .agents import Agents
 from .clock import Clock
 from .control_server import Room, SimulatedControlServer
 from .exchange import Exchange
-from .forks import Forks
+from .forks import Agents, Forks
 from .guests import Guests
 from .laws import check
 from .nemesis import Blackouts, HostTrouble, Nemesis, SchedulerDeaths, Trouble
