@@ -223,7 +223,10 @@ class Agent:
 
     def _show_workers(self, whereabouts: Mapping[str, str]) -> None:
         """Where the scheduler is now: workers that hear nothing look there."""
-        replace(Whereabouts(**whereabouts), control=address(str(self._sockets))).write(self._sockets)
+        try:
+            replace(Whereabouts(**whereabouts), control=address(str(self._sockets))).write(self._sockets)
+        except RunError as error:
+            raise RunError(f"host '{self._host.name}': {error}") from error
 
     def _close(self) -> None:
         if self._forkserver is not None:

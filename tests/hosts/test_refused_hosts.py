@@ -78,14 +78,6 @@ def test_an_agent_with_other_keys_is_not_let_in(cluster: Cluster) -> None:
     assert "key" in refused(cluster, b)
 
 
-def test_a_scheduler_that_nobody_reaches_is_not_waited_for_without_end(cluster: Cluster) -> None:
-    a, b = cluster.hosts
-    cluster.start("fakes", agents=[a], limits={"start_s": 8.0})
-    cluster.join(b, {"DATAFLOW_AGENT_SCHEDULER": "tcp://10.77.0.200:4321"})
-    assert "waited 8 s" in ended(cluster)
-    assert "the scheduler at tcp://10.77.0.200:4321 has not answered" in refused(cluster, b)
-
-
 def test_an_address_that_is_no_address_of_the_host_is_refused(cluster: Cluster) -> None:
     a, b = cluster.hosts
     cluster.start("fakes", agents=[a], limits={"start_s": 8.0})
@@ -115,5 +107,5 @@ def test_a_host_whose_disk_is_full_says_so(cluster: Cluster) -> None:
     for place in ("/tmp/full", "/dev/shm/full"):
         b.run(["dd", "if=/dev/zero", f"of={place}", "bs=1M"])
     cluster.start("fakes", limits={"start_s": 30.0})
-    assert "No space left" in ended(cluster, 60)
+    assert "host 'b': " in (said := ended(cluster)) and "No space left" in said
     b.run(["rm", "/tmp/full", "/dev/shm/full"])
