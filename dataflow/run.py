@@ -231,7 +231,7 @@ def run(
             made = open_.enter_context(hosted(on, Request(
                 graph=graph, inputs=inputs, make_plan=lambda inputs: make_plan(graph, **inputs.arguments),
                 hold=hold, ledger=service, launch=program_of(launch), folder=folder, listen=listen or on.listen,
-                limits=limits or Limits(), may_take=may_take,
+                limits=limits or Limits(), may_take=may_take, told=_unheard if quiet else _print,
             )))  # fmt: skip
             planned, taken, server = made.plan, made.taken, made.server
         else:
@@ -299,6 +299,15 @@ def _held_over_hosts(
     ledger to other hosts. Errors: as `run_hold.held`."""
     hold = open_.enter_context(run_hold.held(folder, still_s=max(limits.hang_s, run_hold.LEAST_STILL_S)))
     return hold, open_.enter_context(LedgerProcess(hold.check, folder.logs / "ledger.log"))
+
+
+def _unheard(text: str) -> None:
+    """What nobody wants to read."""
+
+
+def _print(text: str) -> None:
+    """On a terminal that perhaps nobody reads."""
+    for_a_while(lambda: print(text, flush=True))
 
 
 def _check_files(graph: Graph) -> None:

@@ -1,7 +1,7 @@
 """The hosts of a run: gathered by a launcher, or found with the workers of a scheduler that has died."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dataflow.agent.digest import built
@@ -26,6 +26,8 @@ from dataflow.system.security import RunKeys, endpoint
 
 FOUND_S = 6.0
 """For the agents of a scheduler that has died to come to this one: they look for it every two seconds."""
+_SHOWN = 8
+"""Names of hosts."""
 _ANYWHERE = ("0.0.0.0", "::", "*")
 
 
@@ -59,6 +61,8 @@ class Request:
     """To serve the run's ledger to all hosts."""
     may_take: Callable[[Plan], bool]
     """Whether workers that were left may go on as this plan has them."""
+    told: Callable[[str], object]
+    """Hears what the run waits for."""
 
     def server(self, agents: Agents, floor: int | None) -> HostsControlServer:
         """That of a scheduler whose workers are theirs. floor: as `Desk` has it. Errors: RunError."""
@@ -114,6 +118,11 @@ def hosted(launcher: Launcher, request: Request) -> Iterator[Hosted]:
         yield _gathered(launcher, request, open_)
 
 
+def _named(hosts: Sequence[str]) -> str:
+    """Some names, of very many the first and the last."""
+    return ", ".join(hosts) if len(hosts) <= _SHOWN else f"{hosts[0]} to {hosts[-1]} ({len(hosts)} hosts)"
+
+
 def _left(request: Request) -> Hosted | None:
     """With the workers that a scheduler has left; None: there are none, or those were ended, as they may not go on."""
     folder = request.folder.path
@@ -152,9 +161,12 @@ def _gathered(launcher: Launcher, request: Request, open_: contextlib.ExitStack)
         folder=str(folder),
     ))  # fmt: skip
     agents.watch = launcher.ended
-    agents.assemble(launcher.hosts, request.limits.start_s)
+    count = launcher.hosts
+    request.told(f"waiting for {count} host{'s' if count > 1 else ''} at {agents.address}")
+    agents.assemble(count, request.limits.start_s)
     hosts = tuple(agents.hosts)
     plan, inputs = request.plan(hosts)
+    request.told(f"{_named([host.name for host in hosts])} came; each builds the graph")
     agents.announce(hosts)
     server = request.server(agents, request.hold.number)
     open_.callback(server.close)
