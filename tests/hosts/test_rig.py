@@ -152,7 +152,7 @@ def test_the_repository_and_the_interpreter_are_there_to_read_only(pair: list[Ho
     assert found == str(Path(__file__).parents[2] / "dataflow/__init__.py")
     for place in (Path(__file__).parent, Path(sys.prefix), Path("/etc")):
         assert "Read-only" in pair[0].run(["touch", place / "x"]).stderr
-    assert pair[0].run(["ls", "/root/.ssh", Path.home() / ".ssh"]).returncode != 0
+    assert pair[0].run(["ls", Path.home() / ".ssh"]).returncode != 0
 
 
 def test_processes_of_a_host_see_none_of_another(pair: list[Host]) -> None:
