@@ -114,7 +114,7 @@ def rayjob(job: Job, cluster: Cluster) -> Sequence[Manifest]:
 
 
 def to_yaml(objects: Sequence[Manifest]) -> str:
-    """As one stream of documents."""
+    """As one stream of documents; written here, as a library for YAML also makes objects of what it reads."""
     return "".join(f"---\n{_block(each, 0)}" for each in objects)
 
 
