@@ -74,7 +74,7 @@ def _measured(
         (folder / below).mkdir()
     made, keys = graph(), RunKeys.make()
     limits = Limits()
-    agents = Agents(LISTEN, keys, folder)
+    agents = Agents(LISTEN, keys, folder, hang_s=limits.hang_s)
     ours = Built(digest="same")
     names = [host.name for host in hosts(workers)]
     call = Call(address=agents.address, keys=keys.to_bytes().hex(), hosts=names, built=vars(ours), folder=str(folder))

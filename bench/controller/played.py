@@ -17,7 +17,18 @@ import zmq
 from bench.controller.cast import EDGES, Call
 from dataflow.agent.digest import versions
 from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Spawn
-from dataflow.agent.messages import FROM_AGENT, TO_AGENT, Begin, Built, Bye, HandOver, Join, Pace, Said, Tell
+from dataflow.agent.messages import (
+    FROM_AGENT,
+    TO_AGENT,
+    Begin,
+    Built,
+    Bye,
+    FromWorkers,
+    HandOver,
+    Join,
+    Pace,
+    ToWorkers,
+)
 from dataflow.system.security import RunKeys, present
 from dataflow.worker.messages import (
     TO_SCHEDULER,
@@ -99,7 +110,7 @@ class PlayedHost:
     def __init__(self, name: str, call: Call, keys: RunKeys, context: Any, delays: Delays) -> None:
         self.name, self._call, self._keys, self._context, self._delays = name, call, keys, context, delays
         self.workers: dict[str, Worker] = {}
-        self._words: list[tuple[str, bytes]] = []
+        self._messages: list[tuple[str, bytes]] = []
         self._beat_s = 0.2
         self.line = dealer(context, call.address, keys, f"{name}/{os.getpid()}")
         self.ends = False
@@ -125,12 +136,12 @@ class PlayedHost:
             self._beaten = now
             for name, worker in self.workers.items():
                 if worker.runs:
-                    self.word(name, worker.beat())
+                    self.message(name, worker.beat())
         trainer = self.workers.get("trainer-0")
         if trainer is not None and trainer.runs and now - self._asked >= ASK_S:
             self._asked, trainer.dropped = now, trainer.dropped + 1
             self._delays.ask(trainer.dropped)
-            self.word(trainer.name, trainer.beat())
+            self.message(trainer.name, trainer.beat())
         self._pass_on()
 
     def take(self, message: Any) -> None:
@@ -146,10 +157,10 @@ class PlayedHost:
                 self.spawn(message)
             case Kill():
                 self.exits(message.name, -9)
-            case Tell():
-                for name, word in zip(message.names, message.words, strict=True):
+            case ToWorkers():
+                for name, encoded in zip(message.names, message.messages, strict=True):
                     if name in self.workers:
-                        self.hear(name, TO_WORKER.decode(word))
+                        self.hear(name, TO_WORKER.decode(encoded))
             case Pace():
                 self._beat_s = message.beat_s
             case End():
@@ -173,17 +184,17 @@ class PlayedHost:
 
     def send(self, name: str, message: FromWorker) -> None:
         """A worker says something."""
-        self.word(name, TO_SCHEDULER.encode(message))
+        self.message(name, TO_SCHEDULER.encode(message))
 
-    def word(self, name: str, word: bytes) -> None:
+    def message(self, name: str, message: bytes) -> None:
         """As a worker says it; its agent passes it on."""
-        self._words.append((name, word))
+        self._messages.append((name, message))
 
     def _pass_on(self) -> None:
         """As `dataflow.agent.relay` does."""
-        if self._words:
-            words, self._words = self._words, []
-            self.say(Said(names=[name for name, _ in words], words=[word for _, word in words]))
+        if self._messages:
+            messages, self._messages = self._messages, []
+            self.say(FromWorkers(names=[name for name, _ in messages], messages=[message for _, message in messages]))
 
     def hear(self, name: str, message: Any) -> None:
         """A worker hears something."""

@@ -18,7 +18,7 @@ from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Pause, Spawn, Stay
 from dataflow.agent.host_forkserver import HostForkserver
 from dataflow.agent.line import Line
-from dataflow.agent.messages import Begin, Built, Bye, Failed, HandOver, Join, Pace, Paused, Refused, Tell, ToAgent
+from dataflow.agent.messages import Begin, Built, Bye, Failed, HandOver, Join, Pace, Paused, Refused, ToAgent, ToWorkers
 from dataflow.agent.relay import Relay, address
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.agent.silence import SEEK_S, over
@@ -106,7 +106,7 @@ class Agent:
                 self._alone_s = now - self._heard
             self._heard, self._has_scheduler = now, True
             self._apply(message)
-        self._pass_words()
+        self._pass_messages()
         if self._forkserver is not None:
             self._look_at(self._forkserver)
         if self._clock() - self._spoke >= ALIVE_S:
@@ -114,7 +114,7 @@ class Agent:
             self._line.say(Alive())
         self._seek()
 
-    def _pass_words(self, *, last: bool = False) -> None:
+    def _pass_messages(self, *, last: bool = False) -> None:
         """What workers say; without a scheduler it waits for the next one."""
         now = self._clock()
         is_heard = now - self._heard < SEEK_S
@@ -126,8 +126,8 @@ class Agent:
 
     def _apply(self, message: ToAgent) -> None:
         match message:
-            case Tell():
-                self._relay.say(message.names, message.words)
+            case ToWorkers():
+                self._relay.say(message.names, message.messages)
             case Pace():
                 self._relay.beat_s = message.beat_s
             case Begin():
@@ -183,7 +183,7 @@ class Agent:
             worker.pid, worker.status = event["pid"], event["status"]
             worker.has_ended = event["event"] == "exited"
             if worker.has_ended:
-                self._pass_words(last=True)
+                self._pass_messages(last=True)
             self._line.say(Notice(**event))
 
     def _join(self) -> None:

@@ -76,12 +76,12 @@ class Bye:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class FromWorkers:
     """What workers have said, in order: messages of `dataflow.worker.messages` as they sent them."""
 
     names: Sequence[str]
-    """Who, one for each word."""
-    words: Sequence[bytes]
+    """Who, one for each message."""
+    messages: Sequence[bytes]
 
 
 # To an agent
@@ -107,11 +107,11 @@ class HandOver:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tell:
-    """Words for workers, in order, as `Said` has those of workers."""
+class ToWorkers:
+    """Messages for workers, in order, as `FromWorkers` has those of workers."""
 
     names: Sequence[str]
-    words: Sequence[bytes]
+    messages: Sequence[bytes]
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,14 @@ class Refused:
     error: str
 
 
-FromAgent: TypeAlias = Join | Built | Failed | Paused | Bye | Alive | Said | Notice | Handed | AllHanded
-ToAgent: TypeAlias = Begin | HandOver | Refused | Tell | Pace | Spawn | Kill | Pause | Stay | Alive | End
+FromAgent: TypeAlias = Join | Built | Failed | Paused | Bye | Alive | FromWorkers | Notice | Handed | AllHanded
+ToAgent: TypeAlias = Begin | HandOver | Refused | ToWorkers | Pace | Spawn | Kill | Pause | Stay | Alive | End
 
 FROM_AGENT: Codec[FromAgent] = Codec(
-    "dataflow.from-agent", 1, Join, Built, Failed, Paused, Bye, Alive, Said, Notice, Handed, AllHanded
+    "dataflow.from-agent", 1, Join, Built, Failed, Paused, Bye, Alive, FromWorkers, Notice, Handed, AllHanded
 )  # fmt: skip
 TO_AGENT: Codec[ToAgent] = Codec(
-    "dataflow.to-agent", 1, Begin, HandOver, Refused, Tell, Pace, Spawn, Kill, Pause, Stay, Alive, End
+    "dataflow.to-agent", 1, Begin, HandOver, Refused, ToWorkers, Pace, Spawn, Kill, Pause, Stay, Alive, End
 )  # fmt: skip
 
 FORKSERVER: Codec[Any] = Codec(

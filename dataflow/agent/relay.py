@@ -1,4 +1,4 @@
-"""Where the workers of one host speak: their agent passes on what they say, many words in one message of its own.
+"""Where the workers of one host speak: their agent passes on what they say, many messages in one message of its own.
 
 So a scheduler has one connection for each host. Of the heartbeats that a worker gives between two messages only the
 last is passed on; everything else is, in order.
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import zmq
 
-from dataflow.agent.messages import Said
+from dataflow.agent.messages import FromWorkers
 from dataflow.system.messages import MESSAGE_BYTES
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Heard, Heartbeat
 
@@ -17,7 +17,7 @@ _FILE = "control"
 """In the host's folder of sockets."""
 _HEARD = TO_WORKER.encode(Heard())
 PROMPT_S = 0.02
-"""Within which words are passed on that are no heartbeats."""
+"""Within which messages are passed on that are no heartbeats."""
 
 
 def address(sockets: str) -> str:
@@ -40,7 +40,7 @@ class Relay:
         for option, value in ((zmq.LINGER, 0), (zmq.MAXMSGSIZE, MESSAGE_BYTES), (zmq.ROUTER_HANDOVER, 1)):
             self.socket.setsockopt(option, value)
         self.socket.bind(address(str(sockets)))
-        self._words: list[tuple[str, bytes]] = []
+        self._messages: list[tuple[str, bytes]] = []
         self._beats: dict[str, bytes] = {}
         """By worker, its last heartbeat."""
         self.beat_s = 0.2
@@ -51,21 +51,21 @@ class Relay:
         """Take in what workers say. answers: whether the scheduler is there."""
         while self.socket.poll(0):
             identity, *frames = self.socket.recv_multipart()
-            word, name = b"".join(frames), identity.decode(errors="backslashreplace")
-            if not TO_SCHEDULER.is_a(Heartbeat, word):
+            message, name = b"".join(frames), identity.decode(errors="backslashreplace")
+            if not TO_SCHEDULER.is_a(Heartbeat, message):
                 self._flush(name)
-                self._words.append((name, word))
+                self._messages.append((name, message))
                 continue
-            self._beats[name] = word
+            self._beats[name] = message
             if answers:
                 self.socket.send_multipart([identity, _HEARD])
 
     @property
     def waits(self) -> bool:
-        """Whether there are words that are soon due."""
-        return bool(self._words)
+        """Whether there are messages that are soon due."""
+        return bool(self._messages)
 
-    def due(self, now: float, *, last: bool = False) -> Said | None:
+    def due(self, now: float, *, last: bool = False) -> FromWorkers | None:
         """What is to be passed on now; None: nothing. last: all that there is, as a worker has ended."""
         if last or now - self._beaten >= self.beat_s:
             self._beaten = now
@@ -73,15 +73,15 @@ class Relay:
                 self._flush(name)
         elif now - self._said < PROMPT_S:
             return None
-        if not self._words:
+        if not self._messages:
             return None
-        words, self._words, self._said = self._words, [], now
-        return Said(names=[name for name, _ in words], words=[word for _, word in words])
+        messages, self._messages, self._said = self._messages, [], now
+        return FromWorkers(names=[name for name, _ in messages], messages=[message for _, message in messages])
 
-    def say(self, names: Iterable[str], words: Iterable[bytes]) -> None:
+    def say(self, names: Iterable[str], messages: Iterable[bytes]) -> None:
         """Pass on to workers; nobody hears it where one is not there."""
-        for name, word in zip(names, words, strict=True):
-            self.socket.send_multipart([name.encode(), word])
+        for name, message in zip(names, messages, strict=True):
+            self.socket.send_multipart([name.encode(), message])
 
     def close(self) -> None:
         """Let go of the socket."""
@@ -90,6 +90,6 @@ class Relay:
 
     def _flush(self, name: str) -> None:
         """The heartbeat that a worker gave before what it says next."""
-        word = self._beats.pop(name, None)
-        if word is not None:
-            self._words.append((name, word))
+        message = self._beats.pop(name, None)
+        if message is not None:
+            self._messages.append((name, message))

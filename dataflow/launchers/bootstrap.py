@@ -65,7 +65,7 @@ def secret_keys(environ: Mapping[str, str]) -> RunKeys:
     return keys
 
 
-class Desk:
+class BootstrapServer:
     """Tells all hosts that have the secret which run they are to join.
 
     consumes: questions
@@ -111,7 +111,7 @@ class Desk:
 
 
 def ask(address: str, keys: RunKeys, rank: int, within_s: float) -> Told:
-    """What the desk at an address says. Errors: DeadlineError when nobody who has the secret answers."""
+    """What the server at an address says. Errors: DeadlineError when nobody who has the secret answers."""
     deadline = time.monotonic() + within_s
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)

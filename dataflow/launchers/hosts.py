@@ -65,7 +65,7 @@ class Request:
     """Hears what the run waits for."""
 
     def server(self, agents: Agents, floor: int | None) -> HostsControlServer:
-        """That of a scheduler whose workers are theirs. floor: as `Desk` has it. Errors: RunError."""
+        """That of a scheduler whose workers are theirs. floor: as `RequestHandler` has it. Errors: RunError."""
         address = self.ledger.serve(self.folder.ledger, endpoint(agents.host), agents.keys, floor)
         return HostsControlServer(agents, self.folder.path, address, self.check)
 
@@ -130,7 +130,7 @@ def _left(request: Request) -> Hosted | None:
     if at is None or keys is None or not at.hosts:
         return None
     hosts = tuple(map(Host.from_plain, at.hosts))
-    agents = Agents(request.listen, keys, folder, at.number + 1)
+    agents = Agents(request.listen, keys, folder, at.number + 1, hang_s=request.limits.hang_s)
     server = request.server(agents, None)
     agents.announce(hosts)
     with contextlib.suppress(GraphError, RunError):
@@ -147,7 +147,7 @@ def _left(request: Request) -> Hosted | None:
 def _gathered(launcher: Launcher, request: Request, open_: contextlib.ExitStack) -> Hosted:
     """With as many hosts as the launcher starts; what was started ends with `open_`."""
     keys, folder = RunKeys.make(), request.folder.path
-    agents = Agents(request.listen, keys, folder)
+    agents = Agents(request.listen, keys, folder, hang_s=request.limits.hang_s)
 
     def stop(kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or not issubclass(kind, Replaced):

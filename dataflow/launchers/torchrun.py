@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.errors import GraphError
-from dataflow.launchers.bootstrap import SECRET, Desk, ask, secret_keys
+from dataflow.launchers.bootstrap import SECRET, BootstrapServer, ask, secret_keys
 from dataflow.launchers.launcher import Joining
 from dataflow.launchers.local import Local, Slot
 from dataflow.system.addresses import resolved
@@ -61,7 +61,7 @@ class Torchrun:
     """Rank 0 of such a launch, a Launcher: tells the others which run they join, and starts its own host's agent."""
 
     def __init__(self) -> None:
-        self._desk: Desk | None = None
+        self._server: BootstrapServer | None = None
         self._agent: Local | None = None
 
     @functools.cached_property
@@ -82,7 +82,7 @@ class Torchrun:
         """As `Launcher.start`. Errors: GraphError without a secret, RunError where the port is taken."""
         keys = secret_keys(os.environ)
         os.environ.pop(SECRET, None)
-        self._desk = Desk(endpoint(self.listen, str(self._ranks.port)), keys, join)
+        self._server = BootstrapServer(endpoint(self.listen, str(self._ranks.port)), keys, join)
         host, address = (os.environ.get(f"DATAFLOW_AGENT_{name}") for name in ("HOST", "ADDRESS"))
         slot = Slot(host=host or socket.gethostname(), address=address or self.listen)
         self._agent = Local([slot], self.listen)
@@ -90,17 +90,17 @@ class Torchrun:
 
     def ended(self) -> list[str]:
         """As `Launcher.ended`; of the agent on this host: those elsewhere the scheduler hears itself."""
-        if self._desk is not None:
-            self._desk.answer()
+        if self._server is not None:
+            self._server.answer()
         return self._agent.ended() if self._agent is not None else []
 
     def stop(self) -> None:
         """As `Launcher.stop`; the other agents belong to whoever started their processes, and end with the run."""
-        if self._desk is not None:
-            self._desk.close()
+        if self._server is not None:
+            self._server.close()
         if self._agent is not None:
             self._agent.stop()
-        self._desk = self._agent = None
+        self._server = self._agent = None
 
 
 def become_agent(environ: MutableMapping[str, str], within_s: float) -> None:

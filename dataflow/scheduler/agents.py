@@ -16,12 +16,12 @@ from dataflow.agent.messages import (
     Bye,
     Failed,
     FromAgent,
+    FromWorkers,
     HandOver,
     Join,
     Pace,
     Paused,
     Refused,
-    Said,
     ToAgent,
 )
 from dataflow.agent.rendezvous import Rendezvous
@@ -29,7 +29,7 @@ from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
 from dataflow.scheduler.host_agent import HostAgent, host_of, natural, too_few, too_late
-from dataflow.scheduler.words import Words
+from dataflow.scheduler.host_messages import HostMessages
 from dataflow.system.security import RunKeys
 
 _LIVE_S = 3.0
@@ -55,12 +55,12 @@ class Agents:
     unblocked by: their messages; the end of one of them, which ends the first three
     """
 
-    def __init__(
-        self, listen: str, keys: RunKeys, folder: Path, number: int = 0, watch: Callable[[], list[str]] = list
-    ) -> None:
+    def __init__(self, listen: str, keys: RunKeys, folder: Path, number: int = 0, *, hang_s: float) -> None:
         """listen: an address of this machine that the hosts reach. folder: of the run. number: how many schedulers
-        there were before. watch: sentences about agents that ended. Errors: RunError where it cannot listen there."""
-        self.keys, self.number, self.watch = keys, number, watch
+        there were before. hang_s: as `Limits` has it. Errors: RunError where it cannot listen there."""
+        self.keys, self.number = keys, number
+        self.watch: Callable[[], list[str]] = list
+        """Sentences about agents that have ended."""
         self.told: Callable[[str], object] = lambda text: None
         """Hears what a user should know."""
         self.alone_s = 0.0
@@ -70,7 +70,7 @@ class Agents:
         self._asked: dict[str, Spawn] = {}
         """By worker, the process that was asked for last."""
         self._events: list[Event] = []
-        self.words = Words()
+        self.messages = HostMessages(hang_s)
         self._begin: Begin | None = None
         self._built: Built | None = None
         self._stay: Stay | None = None
@@ -149,8 +149,8 @@ class Agents:
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """As `ForkserverClient.spawn`, on the host that the settings name."""
         self._asked[name] = message = Spawn(name, settings, heavy, keeps)
-        if self.words.sits(name, settings["host"]):
-            self._to_all(Pace(self.words.beat_s))
+        if self.messages.sits(name, settings["host"]):
+            self._to_all(Pace(self.messages.beat_s))
         self._send(self._hosts[settings["host"]], message)
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
@@ -161,7 +161,7 @@ class Agents:
 
     def flush(self) -> None:
         """What was said to workers leaves, in one message to each host."""
-        for host, tell in self.words.tells():
+        for host, tell in self.messages.tells():
             self._send(self._hosts[host], tell)
 
     def pause(self, is_paused: bool) -> None:
@@ -281,7 +281,7 @@ class Agents:
             self._send(agent, HandOver(whereabouts=self._begin.whereabouts))
         else:
             self._send(agent, self._begin)
-        self._send(agent, Pace(self.words.beat_s))
+        self._send(agent, Pace(self.messages.beat_s))
         if self._stay is not None:
             self._send(agent, self._stay)
 
@@ -301,10 +301,10 @@ class Agents:
                 self._left(name, agent, "has ended its agent")
             case Paused():
                 agent.is_paused = message.is_paused
-            case Alive() | Said():
+            case Alive() | FromWorkers():
                 self._events.append({"event": "heard", "name": name})
-                if isinstance(message, Said):
-                    self.words.take(message)
+                if isinstance(message, FromWorkers):
+                    self.messages.take(message)
             case Notice():
                 self._events.append(vars(message) | {"host": name})
                 if message.event == "exited":
@@ -313,7 +313,7 @@ class Agents:
                         self._clear(agent)
             case Handed():
                 agent.handed[message.name] = message
-                self.words.sits(message.name, name)
+                self.messages.sits(message.name, name)
             case AllHanded():
                 agent.all_handed = message
                 self._joined(name, agent)
@@ -344,7 +344,7 @@ class Agents:
         """What was asked of a host is nobody's wish any more."""
         self._asked = {worker: each for worker, each in self._asked.items() if host_of(each) != host}
 
-    # Words
+    # Messages
 
     def _turn_away(self, identity: bytes, why: str) -> None:
         """Of an agent that the run cannot have; without it, it does not begin."""

@@ -98,8 +98,8 @@ class ControlServer:
         self._refused: set[str] = set()
         self.requests = self._listen(self._requests, at.commands)
         """Where requests are taken."""
-        self.address = self._listen(self._router, at.control)
-        """Where workers speak."""
+        self.address = self._listen(self._router, at.control) if at.control else ""
+        """Where workers speak; empty: to the agents of their hosts."""
         self.whereabouts = dataclasses.replace(at, control=self.address, commands=self.requests)
         self.whereabouts.write(folder)
         self._poller = zmq.Poller()
@@ -142,11 +142,11 @@ class ControlServer:
 
     def send(self, to: str, message: ToWorker) -> None:
         """Send a message to a worker; nobody hears it where he is not there."""
-        word = TO_WORKER.encode(message)
+        encoded = TO_WORKER.encode(message)
         if isinstance(message, DECIDE_NOTHING):
-            self._say(to, word)
+            self._say(to, encoded)
         else:
-            self._outgoing.append(lambda: self._say(to, word))
+            self._outgoing.append(lambda: self._say(to, encoded))
 
     def reply(self, to: Client, reply: Reply) -> None:
         """Answer a request."""
@@ -219,8 +219,8 @@ class ControlServer:
         assert isinstance(endpoint, bytes), "what ZeroMQ says of a bound socket"
         return reachable(endpoint.decode())
 
-    def _say(self, to: str, word: bytes) -> None:
-        self._router.send_multipart([to.encode(), word])
+    def _say(self, to: str, encoded: bytes) -> None:
+        self._router.send_multipart([to.encode(), encoded])
 
     def _flush(self) -> None:
         """What was said leaves."""
@@ -231,10 +231,10 @@ class ControlServer:
             identity, *frames = self._router.recv_multipart()
             yield from self._read(identity.decode(errors="backslashreplace"), b"".join(frames))
 
-    def _read(self, name: str, word: bytes) -> Iterator[Message]:
+    def _read(self, name: str, encoded: bytes) -> Iterator[Message]:
         """What a worker said; nothing where it is no message."""
         try:
-            yield name, TO_SCHEDULER.decode(word)
+            yield name, TO_SCHEDULER.decode(encoded)
         except MessageError as error:
             self.refuse(f"'{name}'", str(error))
 
@@ -268,7 +268,7 @@ class HostsControlServer(ControlServer):
         agents.told = lambda text: self.told(text)
         left, anywhere = folder / _LEFT, endpoint(agents.host)
         left.mkdir(exist_ok=True)
-        self._open(left, agents, Whereabouts(control=anywhere, commands=anywhere, ledger=ledger), agents.keys)
+        self._open(left, agents, Whereabouts(control="", commands=anywhere, ledger=ledger), agents.keys)
 
     def check(self) -> None:
         """As `ControlServer.check`."""
@@ -303,15 +303,15 @@ class HostsControlServer(ControlServer):
         """As `ControlServer.last_words`; an agent tells of an end after what it has heard before."""
         yield from self._heard()
 
-    def _say(self, to: str, word: bytes) -> None:
-        self._agents.words.say(to, word)
+    def _say(self, to: str, encoded: bytes) -> None:
+        self._agents.messages.say(to, encoded)
 
     def _flush(self) -> None:
         self._agents.flush()
 
     def _heard(self) -> Iterator[Message]:
-        for name, word in self._agents.words.heard():
-            yield from self._read(name, word)
+        for name, encoded in self._agents.messages.heard():
+            yield from self._read(name, encoded)
 
 
 class TakenOverControlServer(ControlServer):

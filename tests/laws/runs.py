@@ -363,7 +363,7 @@ LEDGER = (
     Law(
         "an older attempt commits nothing",
         "test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked",
-        "dataflow:Desk._admitted",
+        "dataflow:RequestHandler._admitted",
         never("known", "token", "_floor"),
         "the comparison with the newest attempt",
     ),
@@ -377,7 +377,7 @@ LEDGER = (
     Law(
         "a write is made once, though it is asked for twice",
         "test_a_write_that_is_asked_for_again_is_made_once_and_is_no_conflict",
-        "dataflow:Desk._recorded",
+        "dataflow:RequestHandler._recorded",
         always("number", "writer", ">", "!max"),
         "the look at the writes that were made",
     ),

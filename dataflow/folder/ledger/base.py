@@ -1,6 +1,7 @@
 """The calls of a ledger, whoever answers them: the process itself, or the one that has the file open for all."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -14,7 +15,7 @@ from dataflow.system.files import to_json
 T = TypeVar("T")
 
 
-class BaseLedger:
+class BaseLedger(ABC):
     """What became of every prompt group; for the process that opened it alone, and there for one thread, but `flush`
     and `wal_bytes`.
 
@@ -32,9 +33,9 @@ class BaseLedger:
         """Where the file is."""
         self._owner = os.getpid()
 
+    @abstractmethod
     def do(self, call: calls.Call[T]) -> T:
         """Have it done, all or nothing."""
-        raise NotImplementedError
 
     def _post(self, call: calls.Write) -> None:
         """Have it done in its turn, before whatever is asked next; its error may come with that."""
@@ -182,22 +183,22 @@ class BaseLedger:
         found = self.counts(node)
         return f"{'clean' if found.missing == 0 else 'BROKEN'}: {found}"
 
+    @abstractmethod
     def flush(self) -> None:
         """Bring all that was committed to the disk itself; from any thread, and whoever reads meanwhile.
 
         Called before a checkpoint is marked, so that no power cut leaves one whose step the ledger forgot.
         Errors: RunFolderError when the disk refuses.
         """
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def wal_bytes(self) -> int:
         """Size of the database's log: bounded, unless somebody reads in a transaction that does not end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """End the connection; what was committed stays."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

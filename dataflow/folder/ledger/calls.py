@@ -1,6 +1,7 @@
 """What can be done to a ledger, a class each: done here in a transaction, or sent to the process that has it open."""
 
 import sqlite3
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
@@ -11,24 +12,24 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Said:
+class Value:
     """An answer of numbers, text, and lists and maps of them."""
 
     value: Any
 
 
-class Call(Generic[T]):
+class Call(ABC, Generic[T]):
     """One call of a ledger, all or nothing."""
 
     writes: ClassVar[bool] = False
-    travels_as: ClassVar[type[Any]] = Said
+    travels_as: ClassVar[type[Any]] = Value
     """How its answer travels."""
     doing: str
     """For an error."""
 
+    @abstractmethod
     def run(self, db: sqlite3.Connection, now: float) -> T:
         """Do it, in a transaction that the caller has begun. now: seconds since 1970. Errors: LedgerError."""
-        raise NotImplementedError
 
 
 class Write(Call[None]):

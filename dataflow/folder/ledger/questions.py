@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from dataflow.folder.ledger import reads, writes
-from dataflow.folder.ledger.calls import Call, Said
+from dataflow.folder.ledger.calls import Call, Value
 from dataflow.folder.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
 
 
@@ -45,7 +45,7 @@ class Counted:
     value: Counts
 
 
-Result: TypeAlias = Said | Groups | Planned | Made | Fates | Counted
+Result: TypeAlias = Value | Groups | Planned | Made | Fates | Counted
 
 
 @dataclass(frozen=True)

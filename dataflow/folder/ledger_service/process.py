@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger_service.desk import Desk
+from dataflow.folder.ledger_service.handler import RequestHandler
 from dataflow.folder.ledger_service.service import STOP, LedgerService
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked, end, fork
@@ -44,7 +44,7 @@ class Serve:
     """tcp://HOST:* or with a port; ipc://PATH."""
     keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     floor: int | None = None
-    """As `Desk` has it."""
+    """As `RequestHandler` has it."""
 
 
 @dataclass(frozen=True)
@@ -200,12 +200,12 @@ def _serve(wanted: Serve, holds: Holds, ends: socket.socket) -> int:
     told = Channel(ends, _CODEC, START_S)
     with contextlib.ExitStack() as open_:
 
-        def desk() -> Desk:
+        def handler() -> RequestHandler:
             ledger = open_.enter_context(Ledger.open(wanted.ledger))
-            return Desk(ledger, floor=wanted.floor, holds=holds)
+            return RequestHandler(ledger, floor=wanted.floor, holds=holds)
 
         try:
-            service = LedgerService(desk, wanted.address, RunKeys.from_plain(wanted.keys))
+            service = LedgerService(handler, wanted.address, RunKeys.from_plain(wanted.keys))
         except RunError as error:
             told.send(CannotStart(str(error)))
             return 1

@@ -1,4 +1,4 @@
-"""The process that has a run's ledger open: a socket, and the desk behind it."""
+"""The process that has a run's ledger open: a socket, and the handler behind it."""
 
 import logging
 import signal
@@ -12,7 +12,7 @@ import zmq
 
 from dataflow.errors import RunError
 from dataflow.folder.ledger.calls import Advance
-from dataflow.folder.ledger_service.desk import Desk, Later
+from dataflow.folder.ledger_service.handler import Deferred, RequestHandler
 from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, Asked, Join, Record
 from dataflow.system.messages import MessageError
 from dataflow.system.security import Guard, RunKeys, reachable
@@ -38,11 +38,11 @@ class LedgerService:
     unblocked by: either; `stop`, from a signal handler
     """
 
-    def __init__(self, desk: Callable[[], Desk], address: str, keys: RunKeys | None) -> None:
-        """desk: opened when somebody asks for the first time. address: tcp://HOST:PORT, with the run's keys, or
+    def __init__(self, handler: Callable[[], RequestHandler], address: str, keys: RunKeys | None) -> None:
+        """handler: opened when somebody asks for the first time. address: tcp://HOST:PORT, with the run's keys, or
         ipc://PATH. Errors: RunError when it cannot be had."""
-        self._open = desk
-        self._opened: Desk | None = None
+        self._open = handler
+        self._opened: RequestHandler | None = None
         self._aside = ThreadPoolExecutor(1, "flush")
         self._done: deque[tuple[bytes, Answer]] = deque()
         self._woken, self._wake = socket.socketpair()
@@ -94,14 +94,14 @@ class LedgerService:
             except MessageError as error:
                 self._refuse(error)
                 continue
-            answer = self._desk.hear(message)
+            answer = self._handler.hear(message)
             is_to_flush |= _must_last(message)
-            if isinstance(answer, Later):
+            if isinstance(answer, Deferred):
                 self._aside.submit(self._finish, client, answer.answer)
             else:
                 answers.append((client, answer))
         if is_to_flush:
-            self._desk.flush()
+            self._handler.flush()
         for client, answer in answers:
             self._say(client, answer)
 
@@ -122,7 +122,7 @@ class LedgerService:
             log.warning("refused a message at the ledger's socket: %s", error)
 
     @property
-    def _desk(self) -> Desk:
+    def _handler(self) -> RequestHandler:
         if self._opened is None:
             self._opened = self._open()
         return self._opened

@@ -1,4 +1,4 @@
-"""What an agent passes on for the workers of its host: all words in order, of heartbeats the last of each worker."""
+"""What an agent passes on for the workers of its host: all messages in order, of heartbeats the last of each worker."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dataflow.agent.messages import Said
+from dataflow.agent.messages import FromWorkers
 from dataflow.agent.relay import Relay, address
-from dataflow.scheduler.words import Words
+from dataflow.scheduler.host_messages import HostMessages
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Bye, FromWorker, Heard, Heartbeat, Ready, Start
 
 
@@ -32,16 +32,16 @@ def beat(rss: int) -> Heartbeat:
     return Heartbeat(attempt=0, nodes={}, rss_bytes=rss)
 
 
-def say(relay: Relay, worker: "zmq.Socket[bytes]", *words: FromWorker, answers: bool = True) -> None:
-    for word in words:
-        worker.send(TO_SCHEDULER.encode(word))
+def say(relay: Relay, worker: "zmq.Socket[bytes]", *messages: FromWorker, answers: bool = True) -> None:
+    for message in messages:
+        worker.send(TO_SCHEDULER.encode(message))
         assert relay.socket.poll(5000)
         relay.hear(answers=answers)
 
 
-def read(said: Said | None) -> list[FromWorker]:
+def read(said: FromWorkers | None) -> list[FromWorker]:
     assert said is not None and set(said.names) == {"w-0"}
-    return [TO_SCHEDULER.decode(word) for word in said.words]
+    return [TO_SCHEDULER.decode(message) for message in said.messages]
 
 
 def test_words_are_passed_on_soon_and_in_order_and_of_heartbeats_the_last_at_each_beat(
@@ -69,13 +69,20 @@ def test_a_heartbeat_is_answered_only_while_the_scheduler_is_there(relay: Relay,
 
 
 def test_a_scheduler_speaks_to_each_host_in_one_message_and_hears_very_many_workers_less_often() -> None:
-    words = Words()
-    changed = [number for number in range(4096) if words.sits(f"w-{number}", f"h{number // 8}")]
-    assert 0 < len(changed) < 20 and 3.0 < words.beat_s <= 4.0
+    messages = HostMessages(hang_s=15.0)
+    changed = [number for number in range(4096) if messages.sits(f"w-{number}", f"h{number // 8}")]
+    assert 0 < len(changed) < 20 and 3.0 < messages.beat_s <= 4.0
     for name in ("w-0", "w-1", "w-8", "nobody"):
-        words.say(name, name.encode())
-    assert {host: list(tell.names) for host, tell in words.tells()} == {"h0": ["w-0", "w-1"], "h1": ["w-8"]}
-    assert not list(words.tells())
-    words.sits("w-0", "h9")
-    words.say("w-0", b"")
-    assert [host for host, _ in words.tells()] == ["h9"], "where it was started last"
+        messages.say(name, name.encode())
+    assert {host: list(tell.names) for host, tell in messages.tells()} == {"h0": ["w-0", "w-1"], "h1": ["w-8"]}
+    assert not list(messages.tells())
+    messages.sits("w-0", "h9")
+    messages.say("w-0", b"")
+    assert [host for host, _ in messages.tells()] == ["h9"], "where it was started last"
+
+
+def test_however_many_workers_there_are_none_is_silent_for_so_long_that_it_seems_to_hang() -> None:
+    messages = HostMessages(hang_s=3.0)
+    for number in range(8192):
+        messages.sits(f"w-{number}", "h")
+    assert messages.beat_s == 1.0

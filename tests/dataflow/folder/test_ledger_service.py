@@ -17,11 +17,11 @@ from rigs.ending import at_end
 from dataflow import Graph, verify
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.ledger.calls import Advance, CommitStep, Issue, Said
+from dataflow.folder.ledger.calls import Advance, CommitStep, Issue, Value
 from dataflow.folder.ledger.questions import LastStep
 from dataflow.folder.ledger.writers import Token
 from dataflow.folder.ledger_service.client import LedgerClient
-from dataflow.folder.ledger_service.desk import Desk
+from dataflow.folder.ledger_service.handler import RequestHandler
 from dataflow.folder.ledger_service.messages import (
     TO_LEDGER,
     Ask,
@@ -222,7 +222,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-# The desk alone
+# The handler alone
 
 
 def token(attempt: int = 0, session: int = 1, holder: int = 0, worker: str = "trainer-0") -> Token:
@@ -230,9 +230,9 @@ def token(attempt: int = 0, session: int = 1, holder: int = 0, worker: str = "tr
 
 
 @pytest.fixture
-def desk(path: Path) -> Iterator[Desk]:
+def handler(path: Path) -> Iterator[RequestHandler]:
     with Ledger.open(path) as ledger:
-        made = Desk(ledger)
+        made = RequestHandler(ledger)
         for each in (token(worker="prompts-0"), token()):
             made.hear(Ask(each, 1, 0, Join()))
         made.hear(Record(token(worker="prompts-0"), 1, 0, Issue("prompts", [(g, str(g)) for g in range(8)])))
@@ -243,58 +243,60 @@ def commit(number: int, trained: list[int]) -> CommitStep:
     return CommitStep("trainer", number, number, "prompts", trained, {}, "{}", None)
 
 
-def last(desk: Desk, who: Token) -> object:
-    said = desk.hear(Ask(who, 5, 0, LastStep("trainer")))
+def last(handler: RequestHandler, who: Token) -> object:
+    said = handler.hear(Ask(who, 5, 0, LastStep("trainer")))
     return said.result.value if isinstance(said, Told) else said
 
 
-def test_a_write_that_is_asked_for_again_is_made_once_and_is_no_conflict(desk: Desk) -> None:
+def test_a_write_that_is_asked_for_again_is_made_once_and_is_no_conflict(handler: RequestHandler) -> None:
     record = Record(token(), 1, 0, commit(1, [0, 1]))
-    assert [desk.hear(record) for _ in range(3)] == [Recorded(1)] * 3
-    assert desk.hear(Record(token(), 2, 1, commit(2, [2]))) == Recorded(2)
-    assert desk.hear(record) == Recorded(2)
-    assert last(desk, token()) == 2
+    assert [handler.hear(record) for _ in range(3)] == [Recorded(1)] * 3
+    assert handler.hear(Record(token(), 2, 1, commit(2, [2]))) == Recorded(2)
+    assert handler.hear(record) == Recorded(2)
+    assert last(handler, token()) == 2
 
 
-def test_a_write_that_was_made_before_the_service_fell_is_not_made_by_the_next_one(desk: Desk, path: Path) -> None:
+def test_a_write_that_was_made_before_the_service_fell_is_not_made_by_the_next_one(
+    handler: RequestHandler, path: Path
+) -> None:
     record = Record(token(), 1, 0, commit(1, [0, 1]))
-    desk.hear(record)
+    handler.hear(record)
     with Ledger.open(path) as again:
-        assert Desk(again).hear(record) == Recorded(1)
+        assert RequestHandler(again).hear(record) == Recorded(1)
         assert again.last_step("trainer") == 1
 
 
-def test_a_refusal_that_was_not_heard_is_told_again_though_it_would_be_made_now(desk: Desk) -> None:
+def test_a_refusal_that_was_not_heard_is_told_again_though_it_would_be_made_now(handler: RequestHandler) -> None:
     too_early = Record(token(), 1, 0, commit(2, [0]))
-    refused = desk.hear(too_early)
+    refused = handler.hear(too_early)
     assert isinstance(refused, Refused) and "commit step 1" in refused.message
-    assert desk.hear(too_early) == refused
-    assert desk.hear(Record(token(), 2, 1, commit(1, [1]))) == Recorded(2)
-    assert desk.hear(too_early) == Recorded(2), "its client has gone on, and hears nothing any more"
-    assert last(desk, token()) == 1
+    assert handler.hear(too_early) == refused
+    assert handler.hear(Record(token(), 2, 1, commit(1, [1]))) == Recorded(2)
+    assert handler.hear(too_early) == Recorded(2), "its client has gone on, and hears nothing any more"
+    assert last(handler, token()) == 1
 
 
-def test_what_is_said_again_of_an_earlier_write_hides_no_refusal_of_a_later_one(desk: Desk) -> None:
+def test_what_is_said_again_of_an_earlier_write_hides_no_refusal_of_a_later_one(handler: RequestHandler) -> None:
     first, refused = Record(token(), 1, 0, commit(1, [0])), Record(token(), 2, 0, commit(9, [1]))
     for _ in range(2):
-        assert desk.hear(first) == Recorded(1)
-        assert isinstance(desk.hear(refused), Refused)
+        assert handler.hear(first) == Recorded(1)
+        assert isinstance(handler.hear(refused), Refused)
 
 
-def test_writes_are_made_in_their_order_though_some_get_lost(desk: Desk) -> None:
-    assert desk.hear(Record(token(), 2, 0, commit(2, [1]))) == Behind(1)
-    assert desk.hear(Ask(token(), 9, 1, LastStep("trainer"))) == Behind(1)
-    assert desk.hear(Record(token(), 1, 0, commit(1, [0]))) == Recorded(1)
-    assert desk.hear(Record(token(), 2, 0, commit(2, [1]))) == Recorded(2)
+def test_writes_are_made_in_their_order_though_some_get_lost(handler: RequestHandler) -> None:
+    assert handler.hear(Record(token(), 2, 0, commit(2, [1]))) == Behind(1)
+    assert handler.hear(Ask(token(), 9, 1, LastStep("trainer"))) == Behind(1)
+    assert handler.hear(Record(token(), 1, 0, commit(1, [0]))) == Recorded(1)
+    assert handler.hear(Record(token(), 2, 0, commit(2, [1]))) == Recorded(2)
 
 
-def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(desk: Desk, path: Path) -> None:
-    assert desk.hear(Record(token(), 1, 0, commit(1, [0]))) == Recorded(1)
+def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(handler: RequestHandler, path: Path) -> None:
+    assert handler.hear(Record(token(), 1, 0, commit(1, [0]))) == Recorded(1)
     newer = token(attempt=1, session=2)
-    desk.hear(Ask(newer, 1, 0, Join()))
-    assert last(desk, newer) == 1
+    handler.hear(Ask(newer, 1, 0, Join()))
+    assert last(handler, newer) == 1
     with Ledger.open(path) as again:
-        for each in (desk, Desk(again)):
+        for each in (handler, RequestHandler(again)):
             for late in (
                 Record(token(), 2, 1, commit(2, [1])), Record(token(), 1, 0, commit(1, [0])),
                 Ask(token(), 3, 0, Join()), Ask(token(), 4, 0, LastStep("trainer")),
@@ -303,24 +305,24 @@ def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(desk: Desk
                 assert isinstance(said, Refused) and said.error == "Replaced", late
                 assert "attempt 0 of 'trainer-0'" in said.message and "found attempt 1" in said.message
         assert again.last_step("trainer") == 1
-    assert desk.hear(Record(newer, 1, 0, commit(2, [1]))) == Recorded(1)
+    assert handler.hear(Record(newer, 1, 0, commit(2, [1]))) == Recorded(1)
 
 
 @pytest.mark.parametrize("newer", [token(session=2), token(holder=1), token(attempt=1)])
-def test_of_a_worker_one_process_writes(desk: Desk, newer: Token) -> None:
-    desk.hear(Ask(newer, 1, 0, Join()))
-    said = desk.hear(Record(token(), 1, 0, commit(1, [0])))
+def test_of_a_worker_one_process_writes(handler: RequestHandler, newer: Token) -> None:
+    handler.hear(Ask(newer, 1, 0, Join()))
+    said = handler.hear(Record(token(), 1, 0, commit(1, [0])))
     assert isinstance(said, Refused) and said.error == "Replaced"
 
 
-def test_workers_of_an_earlier_start_write_nothing_whatever_their_names(desk: Desk, path: Path) -> None:
+def test_workers_of_an_earlier_start_write_nothing_whatever_their_names(handler: RequestHandler, path: Path) -> None:
     with Ledger.open(path) as again:
-        Desk(again, floor=1)
-        resumed = Desk(again)
+        RequestHandler(again, floor=1)
+        resumed = RequestHandler(again)
         for late in (Record(token(), 1, 0, commit(1, [0])), Ask(token(attempt=9), 1, 0, Join())):
             said = resumed.hear(late)
             assert isinstance(said, Refused) and said.error == "Replaced"
-        assert resumed.hear(Ask(token(holder=1), 1, 0, Join())) == Told(1, Said(None))
+        assert resumed.hear(Ask(token(holder=1), 1, 0, Join())) == Told(1, Value(None))
 
 
 def test_a_service_whose_run_is_held_by_another_does_nothing(path: Path) -> None:
@@ -331,16 +333,16 @@ def test_a_service_whose_run_is_held_by_another_does_nothing(path: Path) -> None
             raise Replaced("another one holds it")
 
     with Ledger.open(path) as ledger:
-        desk = Desk(ledger, holds=holds)
-        desk.hear(Ask(token(), 1, 0, Join()))
+        handler = RequestHandler(ledger, holds=holds)
+        handler.hear(Ask(token(), 1, 0, Join()))
         held[0] = False
         with pytest.raises(Replaced):
-            desk.hear(Record(token(), 1, 0, Issue("prompts", [(0, "a")])))
+            handler.hear(Record(token(), 1, 0, Issue("prompts", [(0, "a")])))
         assert ledger.next_group_id("prompts") == 0
 
 
-def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(desk: Desk, tmp_path: Path) -> None:
-    service = LedgerService(lambda: desk, f"ipc://{tmp_path}/socket", None)
+def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(handler: RequestHandler, tmp_path: Path) -> None:
+    service = LedgerService(lambda: handler, f"ipc://{tmp_path}/socket", None)
     at_end(service.close)
     answered: list[bool] = []
 
@@ -352,7 +354,7 @@ def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(desk: Desk, tmp
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking, pytest.MonkeyPatch.context() as patch:
         asking.connect(service.address)
-        patch.setattr(desk, "flush", lambda: answered.append(bool(asking.poll(50))))
+        patch.setattr(handler, "flush", lambda: answered.append(bool(asking.poll(50))))
         turn(Record(token(), 1, 0, commit(1, [0])))
         assert answered == [False]
         turn(Ask(token(), 1, 1, LastStep("trainer")))

@@ -16,7 +16,7 @@ from dataflow.errors import Replaced
 from dataflow.folder.ledger import BaseLedger, Ledger, LedgerError
 from dataflow.folder.ledger.schema import STATES
 from dataflow.folder.ledger_service import client as clients
-from dataflow.folder.ledger_service.desk import Desk, Later
+from dataflow.folder.ledger_service.handler import Deferred, RequestHandler
 from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, Asked
 
 WORKERS = ("prompts-0", "trainer-0")
@@ -26,10 +26,10 @@ CHANCE = st.lists(st.integers(0, 4), max_size=3)
 
 
 class Wires:
-    """What is between clients and the desk: loses, repeats and keeps back what it carries, as `chance` has it."""
+    """What is between clients and the handler: loses, repeats and keeps back what it carries, as `chance` has it."""
 
-    def __init__(self, desk: Callable[[], Desk]) -> None:
-        self.desk, self.now = desk, 0.0
+    def __init__(self, handler: Callable[[], RequestHandler]) -> None:
+        self.handler, self.now = handler, 0.0
         self.chance: deque[int] = deque()
         self.late: deque[bytes] = deque()
         """Sent long ago, by a connection that is no more; it arrives when nobody thinks of it."""
@@ -47,9 +47,9 @@ class Wires:
         return [] if what == 4 else answers
 
     def deliver(self, data: bytes) -> Answer:
-        """The desk's answer, as it travels."""
-        answer = self.desk().hear(TO_LEDGER.decode(data))
-        if isinstance(answer, Later):
+        """The handler's answer, as it travels."""
+        answer = self.handler().hear(TO_LEDGER.decode(data))
+        if isinstance(answer, Deferred):
             answer = answer.answer()
         return FROM_LEDGER.decode(FROM_LEDGER.encode(answer))
 
@@ -95,12 +95,12 @@ class Histories(RuleBasedStateMachine):
         Ledger.create(self.folder / "served.db", {"trainer": ["prompts"]}).close()
         self.file = Ledger.create(self.folder / "file.db", {"trainer": ["prompts"]})
         self.open()
-        self.wires = Wires(lambda: self.desk)
+        self.wires = Wires(lambda: self.handler)
         self.clients = {worker: self.client(worker) for worker in WORKERS}
 
     def open(self) -> None:
         self.ledgers.append(Ledger.open(self.folder / "served.db"))
-        self.desk = Desk(self.ledgers[-1])
+        self.handler = RequestHandler(self.ledgers[-1])
 
     def client(self, worker: str) -> clients.LedgerClient:
         with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ import pytest
 from rigs.launchers.joining import JOIN
 
 from dataflow.errors import DeadlineError, GraphError, RunError
-from dataflow.launchers.bootstrap import SECRET, SECRET_FILE, Desk, ask, secret_keys
+from dataflow.launchers.bootstrap import SECRET, SECRET_FILE, BootstrapServer, ask, secret_keys
 from dataflow.launchers.torchrun import Ranks
 from dataflow.system.security import RunKeys
 
@@ -25,9 +25,9 @@ def address() -> str:
 
 
 @pytest.fixture
-def desk(address: str) -> Iterator[Desk]:
+def server(address: str) -> Iterator[BootstrapServer]:
     """One that is looked after until the test ends."""
-    made, over = Desk(address, ONE, JOIN), threading.Event()
+    made, over = BootstrapServer(address, ONE, JOIN), threading.Event()
 
     def tend() -> None:
         while not over.wait(0.01):
@@ -41,17 +41,17 @@ def desk(address: str) -> Iterator[Desk]:
     made.close()
 
 
-def test_who_has_the_secret_is_told_which_run_it_joins(address: str, desk: Desk) -> None:
+def test_who_has_the_secret_is_told_which_run_it_joins(address: str, server: BootstrapServer) -> None:
     told = ask(address, ONE, 3, 10.0)
     assert (told.scheduler, told.folder, told.keys) == (JOIN.address, JOIN.folder, JOIN.keys)
-    assert desk.asked == {3}
+    assert server.asked == {3}
 
 
 def test_a_host_may_ask_before_somebody_is_there_who_answers(address: str) -> None:
     found: list[object] = []
     asking = threading.Thread(target=lambda: found.append(ask(address, ONE, 1, 20.0)))
     asking.start()
-    made = Desk(address, ONE, JOIN)
+    made = BootstrapServer(address, ONE, JOIN)
     while asking.is_alive():
         made.answer()
         asking.join(0.01)
@@ -59,15 +59,15 @@ def test_a_host_may_ask_before_somebody_is_there_who_answers(address: str) -> No
     assert found
 
 
-def test_who_has_another_secret_is_told_nothing(address: str, desk: Desk) -> None:
+def test_who_has_another_secret_is_told_nothing(address: str, server: BootstrapServer) -> None:
     with pytest.raises(DeadlineError, match=r"rank 1 waited 1 s for rank 0 .* the same secret"):
         ask(address, OTHER, 1, 0.6)
-    assert not desk.asked
+    assert not server.asked
 
 
-def test_a_port_that_is_taken_is_told(address: str, desk: Desk) -> None:
+def test_a_port_that_is_taken_is_told(address: str, server: BootstrapServer) -> None:
     with pytest.raises(RunError, match=f"learn at {address} which run they join, but .*MASTER_PORT"):
-        Desk(address, ONE, JOIN)
+        BootstrapServer(address, ONE, JOIN)
 
 
 def test_the_same_secret_gives_the_same_keys_from_a_variable_and_from_a_file(tmp_path: Path) -> None:

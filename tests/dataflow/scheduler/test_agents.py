@@ -49,7 +49,7 @@ class PlayedAgent:
 
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[Agents]:
-    made = Agents("127.0.0.1", KEYS, tmp_path)
+    made = Agents("127.0.0.1", KEYS, tmp_path, hang_s=15.0)
     yield made
     made.close(0.0)
 
@@ -205,7 +205,7 @@ def test_an_agent_without_the_runs_keys_hears_nothing_and_is_told_why(agents: Ag
 def test_a_port_that_is_taken_is_named(agents: Agents, tmp_path: Path) -> None:
     taken = agents.address.removeprefix("tcp://")
     with pytest.raises(RunError, match=rf"cannot listen for agents at {taken}: Address already in use"):
-        Agents(taken, KEYS, tmp_path)
+        Agents(taken, KEYS, tmp_path, hang_s=15.0)
 
 
 def test_a_host_whose_agent_is_gone_is_lost_soon_and_once(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:

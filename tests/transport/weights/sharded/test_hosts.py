@@ -207,24 +207,6 @@ def test_a_value_is_asked_for_once_and_again_only_when_no_answer_has_come():
     assert store.check(["1"]) and store.get("1") == b"there"
 
 
-def test_a_rank_whose_others_never_come_is_sent_home_at_once(keys):
-    meeting, ended = Meeting(host=HERE, line=LineStore(1, lambda _: None)), []
-
-    def meet():
-        try:
-            ProcessGroup("gloo", meeting, 0, 2, connect_s=60.0)
-        except RuntimeError as error:
-            ended.append(str(error))
-
-    thread = threading.Thread(target=meet)
-    thread.start()
-    time.sleep(0.1)
-    assert thread.is_alive()
-    meeting.over.set()
-    thread.join(20)
-    assert not thread.is_alive() and "have not come" in ended[0]
-
-
 def test_keys_stand_in_no_repr(keys):
     host = Host(HERE, keys)
     secrets = (keys.receivers.secret, keys.senders.secret)

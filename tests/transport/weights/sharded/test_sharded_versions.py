@@ -15,7 +15,7 @@ from transport.weights.protocol.ranks import Transfer, TransferOutcome
 from transport.weights.sharded.epoch_thread import EpochThread
 from transport.weights.sharded.process_group import ProcessGroup
 from transport.weights.sharded.put import Arrival, Deposit
-from transport.weights.sharded.rendezvous import Meeting
+from transport.weights.sharded.rendezvous import LineStore, Meeting
 from transport.weights.sharded.steps import Step
 
 from ..sharded_rig import (
@@ -375,8 +375,11 @@ def test_no_thread_of_a_transfer_outlives_the_ends_that_began_it(address, monkey
     assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("weights")]
 
 
-def test_a_process_group_whose_peers_never_come_is_given_up_at_once(tmp_path):
-    meeting, ended = Meeting(str(tmp_path / "store")), []
+@pytest.mark.parametrize("over", ["one host", "hosts"])
+def test_a_process_group_whose_peers_never_come_is_given_up_at_once(tmp_path, over):
+    line = LineStore(1, lambda _: None)
+    meeting = Meeting(str(tmp_path / "store")) if over == "one host" else Meeting(host="127.0.0.2", line=line)
+    ended = []
 
     def meet():
         try:

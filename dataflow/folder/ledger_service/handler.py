@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 from dataflow.errors import Replaced, RunError
 from dataflow.folder import placing
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.ledger.calls import Call, Said
+from dataflow.folder.ledger.calls import Call, Value
 from dataflow.folder.ledger.writers import FLOOR, Admit, ListWriters, NotMade, Numbered, Prepare, Token, Writer
 from dataflow.folder.ledger_service.messages import (
     Answer,
@@ -29,13 +29,13 @@ from dataflow.system.files import RunFolderError, append_line
 
 
 @dataclass(frozen=True)
-class Later:
+class Deferred:
     """An answer that waits for the disk: to be had in another thread."""
 
     answer: Callable[[], Answer]
 
 
-class Desk:
+class RequestHandler:
     """The ledger of a run in the hands of one process.
 
     consumes: what clients ask and have recorded
@@ -58,7 +58,7 @@ class Desk:
         self._writers = ledger.do(ListWriters())
         self._floor = self._writers[FLOOR].token.holder if FLOOR in self._writers else 0
 
-    def hear(self, message: Asked) -> Answer | Later:
+    def hear(self, message: Asked) -> Answer | Deferred:
         """Do what is said, or say why not. Errors: Replaced, once somebody else holds the run: nothing was done."""
         ticket, number = (0, message.number) if isinstance(message, Record) else (message.ticket, 0)
         try:
@@ -95,26 +95,26 @@ class Desk:
         self._writers[worker] = made = Writer(message.token, message.number, refusal)
         return made
 
-    def _answered(self, message: Ask) -> Answer | Later:
+    def _answered(self, message: Ask) -> Answer | Deferred:
         token, what = message.token, message.what
         if isinstance(what, Join):
             self._admit(token)
-            return Told(message.ticket, Said(None))
+            return Told(message.ticket, Value(None))
         writer = self._admitted(token)
         if writer.number < message.after:
             return Behind(writer.number + 1)
         match what:
             case Flush():
-                return Later(lambda: self._flushed(message))
+                return Deferred(lambda: self._flushed(message))
             case AskWalBytes():
-                return Told(message.ticket, Said(self._ledger.wal_bytes))
+                return Told(message.ticket, Value(self._ledger.wal_bytes))
             case PutInPlace():
                 aside = None if what.aside is None else self._inside(what.aside)
                 placing.put(self._inside(what.path), self._inside(what.at), aside)
-                return Told(message.ticket, Said(None))
+                return Told(message.ticket, Value(None))
             case AppendLine():
                 append_line(self._inside(what.path), what.line)
-                return Told(message.ticket, Said(None))
+                return Told(message.ticket, Value(None))
             case _:
                 return Told(message.ticket, what.travels_as(self._ledger.do(cast("Call[Any]", what))))
 
@@ -123,7 +123,7 @@ class Desk:
             self._ledger.flush()
         except RunFolderError as error:
             return Refused(message.ticket, 0, "RunFolderError", str(error))
-        return Told(message.ticket, Said(None))
+        return Told(message.ticket, Value(None))
 
     def _admit(self, token: Token) -> None:
         known = self._writers.get(token.worker)
