@@ -125,4 +125,4 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch, machine: None) -> None:
     """For runs of fakes in processes: the forkserver imports no torch."""
-    monkeypatch.setattr(worker, "preload", lambda operators: None)
+    monkeypatch.setattr(worker, "preload", lambda graph: None)

@@ -24,5 +24,5 @@ class Workload:
         threads = max((placement.threads for placement in plan.placements.values()), default=1)
         return cls(
             main=lambda plain: worker.main(graph, plan, plain), environment=worker.environment(threads),
-            preload=lambda: worker.preload(graph.operators.values()),
+            preload=lambda: worker.preload(graph),
         )  # fmt: skip

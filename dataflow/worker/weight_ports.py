@@ -194,3 +194,15 @@ def segments_at(place: Mapping[str, Any], device: str) -> Any:
 def adoption(device: str) -> Literal["view", "copy"]:
     """On a GPU an engine's captured graphs keep pointers to its parameters, which must not move."""
     return "view" if device == "cpu" else "copy"
+
+
+def preload() -> None:
+    """Import what writers and readers of weights need, in the process that workers are forked from."""
+    import transport.weights.deltas.ends
+    import transport.weights.encoding
+    import transport.weights.executors.interface
+    import transport.weights.layout.from_torch
+    import transport.weights.rank_reader
+    import transport.weights.shard_encoder
+    import transport.weights.sharded.control
+    import transport.weights.sharded.writer  # noqa: F401

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,18 +21,16 @@ import zmq
 from dataflow.errors import DataflowError, DeadlineError
 from dataflow.folder.whereabouts import Whereabouts
 from dataflow.graph import Graph
-from dataflow.node import Operator
 from dataflow.planning.plan import Plan
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.log import log_to
 from dataflow.system.processes import machine
 from dataflow.system.security import RunKeys
-from dataflow.worker import messages
+from dataflow.worker import messages, weight_ports
 from dataflow.worker.cpu_watchdog import CpuWatchdog
 from dataflow.worker.host import Host, Settings
 from dataflow.worker.link import Link
 from dataflow.worker.ports import Ports
-from dataflow.worker.weight_ports import interface_of
 
 M = TypeVar("M", messages.Wire, messages.Start)
 
@@ -122,7 +120,7 @@ class Worker:
         _set_threads(self._threads)
         if self._settings.device != "cpu":  # NCCL takes one interface for all groups of a process
             host = self._settings.listen if self._settings.host else ""
-            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(host)}"
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={weight_ports.interface_of(host)}"
         log = structlog.get_logger(worker=self._name)
         inlets = self._ports.open_inlets(self._host)
         hello = messages.Hello(
@@ -289,15 +287,15 @@ def _seek(settings: Settings) -> str:
     return found.control if found else ""
 
 
-def preload(operators: Iterable[Operator]) -> None:
+def preload(graph: Graph) -> None:
     """What the forkserver imports once, so that heavy workers start in milliseconds."""
     import torch
 
     torch.set_num_threads(1)
-    for operator in operators:
-        if not operator.light:
-            with contextlib.suppress(Exception):  # `build` meets it again, in a worker that has a log
-                operator.preload()
+    wanted = [operator.preload for operator in graph.operators.values() if not operator.light]
+    for load in [*wanted, weight_ports.preload] if graph.feedbacks else wanted:
+        with contextlib.suppress(Exception):  # `build` meets it again, in a worker that has a log
+            load()
 
 
 def environment(threads: int) -> dict[str, str]:

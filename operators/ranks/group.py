@@ -76,9 +76,14 @@ def leave() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        _forget_meshes()
 
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-        planned = getattr(_redistribute, "_gen_transform_infos", None)  # private: another torch may not have it
-        getattr(planned, "cache_clear", lambda: None)()
+
+def _forget_meshes() -> None:
+    """As torch.distributed.tensor.debug does, whose import takes half a second; private: torch may rename it."""
+    from torch.distributed.tensor import DTensor, _redistribute
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for cached in (propagator.propagate_op_sharding, getattr(_redistribute, "_gen_transform_infos", None)):
+        getattr(cached, "cache_clear", lambda: None)()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()

@@ -48,6 +48,7 @@ def test_trl_makes_the_same_step(tmp_path):
     assert rows["trl"]["gradient_gap"] < 1e-5 and rows["trl"]["over_trl"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_padded_step_does_not_depend_on_the_size_of_its_micro_batches(tmp_path):
     found = {}
     for rows in ("8", "3"):

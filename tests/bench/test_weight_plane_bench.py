@@ -32,6 +32,7 @@ def lines(path: Path) -> dict[str, dict]:
     return {line["system"]: line for line in map(json.loads, path.read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_systems_are_measured_in_real_processes_and_leave_nothing_behind(tmp_path, capsys):
     before = left_in_shared_memory()
     path = tmp_path / "lines.jsonl"

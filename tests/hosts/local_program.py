@@ -19,7 +19,7 @@ from dataflow.limits import Limits  # noqa: E402
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer  # noqa: E402
 from dataflow.worker import worker  # noqa: E402
 
-worker.preload = lambda operators: None
+worker.preload = lambda graph: None
 
 
 def build(*, size: int = 64, seconds: float = 0.0) -> Graph:

@@ -3,27 +3,39 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from dataflow import Graph
 from dataflow.node import Operator
 from dataflow.worker import worker
 
 IN_A_FRESH_PROCESS = """
 import sys
+from types import SimpleNamespace
 from dataflow import Model
 from dataflow.worker import worker
 from operators import Generator, Trainer
 from operators.losses import aipo
+from operators.ranks.group import leave
 
 model = Model(sys.argv[1])
-worker.preload([Generator(model), Trainer(model, loss=aipo)])
+operators = {"generator": Generator(model), "trainer": Trainer(model, loss=aipo)}
+worker.preload(SimpleNamespace(operators=operators, feedbacks=["the trainer's weights"]))
 known = set(sys.modules)
 from operators.engine.decode import Engine
 from operators.models.loading import load_model
 from operators.training.learner.build import make_learner
+from dataflow.worker import weight_ports
+from transport.weights.deltas.ends import DeltaReader, DeltaWriter
+from transport.weights.sharded.process_group import abort_gloo
 load_model(model)
-print(*sorted(name for name in set(sys.modules) - known if name.startswith(("torch.", "operators.", "transformers."))))
+import torch.distributed.tensor
+leave()
+packages = ("torch.", "operators.", "transformers.", "transport.")
+print(*sorted(name for name in set(sys.modules) - known if name.startswith(packages)))
 """
 
 
@@ -49,5 +61,6 @@ class Light(Stumbling):
 
 def test_what_cannot_be_imported_before_the_fork_is_left_for_the_worker_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stumbling, "calls", 0)
-    worker.preload([Stumbling(), Light(), Stumbling()])
+    graph = SimpleNamespace(operators={"a": Stumbling(), "b": Light(), "c": Stumbling()}, feedbacks=[])
+    worker.preload(cast("Graph", graph))
     assert Stumbling.calls == 2, "light ones are not asked"

@@ -66,7 +66,7 @@ def late(folder: Path) -> Graph:
 def loading(folder: Path) -> Graph:
     """A forkserver that takes long to load what it is to load."""
 
-    def preload(operators: object) -> None:
+    def preload(graph: object) -> None:
         (folder / "building").touch()
         time.sleep(60)
 
@@ -84,8 +84,8 @@ def ranks(folder: Path) -> Graph:
     second rank of the trainer is slow, and in exchanges of weights, since both send late."""
     preload = worker.preload
 
-    def dawdle(operators: object) -> None:
-        preload(operators)  # type: ignore[arg-type]
+    def dawdle(graph: object) -> None:
+        preload(graph)  # type: ignore[arg-type]
         import torch.distributed as dist
 
         from operators.training.learner.learner import Learner
@@ -117,7 +117,7 @@ def main() -> None:
     """Run on one core; the folders made for sockets stand in the file `made`."""
     kind, folder = sys.argv[1], Path(sys.argv[2])
     if kind not in ("learning", "ranks"):
-        worker.preload = lambda operators: None
+        worker.preload = lambda graph: None
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with (folder / "made").open("a", buffering=1) as made:
         tempfile.mkdtemp = folders_made(lambda path: made.write(f"{path}\n"))

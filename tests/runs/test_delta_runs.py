@@ -22,7 +22,7 @@ def generated(result: Result) -> list[object]:
     return [table.column(name).to_pylist() for table in rows for name in ("tokens", "logprobs", "versions")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_generator_behind_a_slow_link_has_the_same_weights_from_fewer_bytes(
     policy: Path, tmp_path: Path, ranks: int
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_killed_worker_is_started_again_and_every_group_is_trained_once(
     goes_on_to_its_end(graph, worker, "died (SIGKILL)", tmp_path / "runs", QUICK)
 
 
+@pytest.mark.slow
 def test_a_worker_that_stopped_answering_is_killed_and_started_again(light: None, tmp_path: Path) -> None:
     graph = victim("generator", signal.SIGSTOP, Once(tmp_path / "struck"))
     limits = dataclasses.replace(QUICK, hang_s=3.0, stopped_s=math.inf)
@@ -260,6 +261,7 @@ def test_a_model_that_is_not_there_is_named_before_anything_starts(on: Any, mach
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_gets_ready_is_named_when_the_start_is_overdue(light: None, tmp_path: Path) -> None:
     generator = built_by(FakeGenerator(model=MODEL), lambda context: time.sleep(600))  # type: ignore[arg-type, return-value]
     graph = fake_graph(generator=generator, trainer=FakeTrainer(model=MODEL))

@@ -79,6 +79,7 @@ def actor_and_critic(policy: Path, parallel: int) -> Graph:
     return g
 
 
+@pytest.mark.slow
 def test_ranks_that_are_fed_and_refreshed_give_the_numbers_of_one(policy: Path, tmp_path: Path, machine: None) -> None:
     """From trainers of two ranks each, one of which sends to two replicas; tokens, columns and losses are alike."""
     torch.set_num_threads(1)

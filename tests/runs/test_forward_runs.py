@@ -25,7 +25,7 @@ STEPS = 3
 Runner = Callable[..., Result]
 
 
-@pytest.fixture(params=["inline", "processes"])
+@pytest.fixture(params=["inline", pytest.param("processes", marks=pytest.mark.slow)])
 def runs(request: pytest.FixtureRequest, tmp_path: Path, machine: None) -> Runner:
     torch.set_num_threads(1)
 

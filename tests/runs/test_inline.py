@@ -86,6 +86,7 @@ def test_another_seed_gives_other_losses(asynchronous: Result, policy: Path, fol
     assert all(a != b for a, b in zip(losses(asynchronous), losses(other), strict=True))
 
 
+@pytest.mark.slow
 def test_the_timing_of_scorers_leaves_no_trace(policy: Path, folder: Path) -> None:
     """Scorer processes that answer in another order and at other times give the same run."""
 

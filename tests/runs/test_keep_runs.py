@@ -28,7 +28,7 @@ def halved(reward: float, group_id: int) -> float:
     return reward / 2
 
 
-@pytest.fixture(params=["processes", "inline"])
+@pytest.fixture(params=[pytest.param("processes", marks=pytest.mark.slow), "inline"])
 def runs(request: pytest.FixtureRequest, tmp_path: Path, machine: None) -> Callable[..., Result]:
     on = inline() if request.param == "inline" else None
     return lambda graph, **how: run(graph, on=on, runs=tmp_path, quiet=True, **how)

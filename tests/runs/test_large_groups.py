@@ -88,7 +88,9 @@ def test_groups_above_the_cap_are_trained_in_a_run_in_one_process(tmp_path: Path
     check_whole(run(graph_with(), on=inline(), runs=tmp_path, quiet=True, message_bytes=LEAST_MESSAGE_BYTES))
 
 
-@pytest.mark.parametrize("killed", ["", "generator", "trainer"])
+@pytest.mark.parametrize(
+    "killed", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("", "generator")), "trainer"]
+)
 def test_groups_above_the_cap_are_trained_once_and_whole_whoever_dies(killed: str, light: None, tmp_path: Path) -> None:
     mark = tmp_path / "struck"
 

@@ -63,7 +63,7 @@ def drawn(result: Any, step: int) -> dict[int, list[int]]:
     return dict(zip(rows.column("rollout_id").to_pylist(), rows.column("tokens").to_pylist(), strict=True))
 
 
-@pytest.mark.parametrize("weights", ["gloo", "shared_memory"])
+@pytest.mark.parametrize("weights", [pytest.param("gloo", marks=pytest.mark.slow), "shared_memory"])
 def test_each_rank_of_the_trainer_sends_each_rank_of_the_generator_what_it_needs_and_nothing_else(
     weights: str, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def norms(result: Any) -> list[float]:
         pytest.param(4, 1, {"dp_replicate": 2}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_adapters_travel_alone_from_several_ranks_to_several_as_from_one_to_one(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: int, generator: int, knobs: dict[str, int]
 ) -> None:

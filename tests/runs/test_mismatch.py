@@ -21,6 +21,7 @@ def lines_of(policy: Path, runs: Path, on: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("on", [inline(), pytest.param(None, marks=pytest.mark.slow)], ids=["inline", "processes"])
+@pytest.mark.slow
 def test_at_learning_rate_zero_the_mismatch_stays_where_it_started_over_50_versions(
     policy: Path, tmp_path: Path, on: Any
 ) -> None:

@@ -50,6 +50,7 @@ def test_stop_says_of_a_killed_run_that_it_does_not_run_and_removes_what_it_left
 
 
 @pytest.mark.parametrize("resume", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_next_run_removes_what_a_killed_one_left(program: Start, resume: bool) -> None:
     _, left = killed_with_all(program)
     second = program("endless", steps=12, resume=resume)

@@ -66,6 +66,7 @@ def slice_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tenso
         pytest.param(4, "int8", {"dp_replicate": 2}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_ranks_of_a_generator_hold_the_slices_of_what_one_trainer_rank_quantises_and_record_what_they_sample(
     policy: Path, tmp_path: Path, ranks: int, weights: str, knobs: dict[str, Any]
 ) -> None:

@@ -149,6 +149,7 @@ def test_a_run_that_goes_on_reads_with_the_versions_of_one_that_never_stopped(
 
 
 @pytest.mark.parametrize("victim", ["reference", "trainer"])
+@pytest.mark.slow
 def test_who_is_killed_between_two_versions_has_the_same_version_again(
     victim: str, policy: Path, tmp_path: Path, machine: None
 ) -> None:
@@ -190,6 +191,7 @@ def test_an_asynchronous_run_says_which_version_it_read_with(policy: Path, tmp_p
             np.testing.assert_allclose(row["ref_logprobs"], plain_logprobs(modules[version], row), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_each_rank_of_a_trainer_averages_what_it_holds(policy: Path, tmp_path: Path, machine: None) -> None:
     torch.set_num_threads(1)
     graph = refreshed(policy, every=2, decay=0.5)

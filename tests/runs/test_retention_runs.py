@@ -94,6 +94,7 @@ def test_a_killed_run_has_all_that_its_catching_up_needs(
 
 
 @pytest.mark.parametrize("dies_before", range(5))
+@pytest.mark.slow
 def test_a_kill_at_any_moment_of_the_removal_leaves_a_clean_folder(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_before: int
 ) -> None:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 Runner = Callable[..., Result]
 
 
-@pytest.fixture(params=["processes", "inline"])
+@pytest.fixture(params=["processes", pytest.param("inline", marks=pytest.mark.slow)])
 def runs(request: pytest.FixtureRequest, tmp_path: Path, light: None) -> Runner:
     """`run`, in processes and inline, into a folder of the test."""
     on = inline() if request.param == "inline" else None

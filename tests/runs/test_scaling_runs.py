@@ -188,6 +188,7 @@ def test_one_replica_becomes_three_and_one_again_and_every_group_is_trained_once
     assert len(took[1]) > 40 and len(took[2]) > 40 and max(took[1] | took[2]) < 90 * 4
 
 
+@pytest.mark.slow
 def test_who_takes_turns_is_joined_and_left_in_its_nodes_turns(runs: Runs) -> None:
     holds = {4: runs.started("generator-1", "generator-2"), 20: runs.stopped("generator-1", "generator-2")}
     generator, scale = FakeGenerator(model=MODEL, in_flight=8), {2: {"generator": 3}, 12: {"generator": 1}}
@@ -196,6 +197,7 @@ def test_who_takes_turns_is_joined_and_left_in_its_nodes_turns(runs: Runs) -> No
     assert result.verdict.clean, result.verdict.line
 
 
+@pytest.mark.slow
 def test_a_newcomer_gets_the_threads_that_the_plan_gives_each_process(runs: Runs) -> None:
     result = runs(fakes({5: runs.started("generator-1")}), scale={0: {"generator": 2}})
     assert "threads=1" in runs.folder.log("generator", 1).read_text()
@@ -346,6 +348,7 @@ class _Telling(Around):
         return made
 
 
+@pytest.mark.slow
 def test_a_leaver_waits_until_its_prompts_may_start_and_none_of_them_is_lost(
     runs: Runs, heard: Heard, tmp_path: Path
 ) -> None:
@@ -396,6 +399,7 @@ def test_a_replica_that_joins_during_an_evaluation_takes_part_in_it(runs: Runs, 
 # What goes wrong
 
 
+@pytest.mark.slow
 def test_a_newcomer_that_dies_before_it_is_ready_is_started_again_and_joins(runs: Runs, tmp_path: Path) -> None:
     fake, struck = FakeGenerator(model=MODEL), tmp_path / "struck"
 

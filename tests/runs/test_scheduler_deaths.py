@@ -116,6 +116,7 @@ def test_a_run_whose_program_is_gone_ends_in_order_when_it_is_told_to(program: S
     assert again.returncode == 2 and "takes no commands: it is over" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_there_is_no_scheduler_is_started_by_the_next_one(program: Start) -> None:
     first = program("endless", steps=STEPS)
     under_way(first)
@@ -135,6 +136,7 @@ def test_a_worker_that_dies_while_there_is_no_scheduler_is_started_by_the_next_o
     ended(second, family, 5.0)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_to_go_on_otherwise_is_not_taken_over_but_resumed(program: Start) -> None:
     first = program("endless", steps=STEPS)
     under_way(first)
@@ -147,6 +149,7 @@ def test_a_run_that_is_to_go_on_otherwise_is_not_taken_over_but_resumed(program:
     ended(second, family, 5.0)
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_killed_scheduler_in_whose_place_none_comes(program: Start) -> None:
     running = program("endless", adopt_s=1.0)
     under_way(running)

@@ -31,7 +31,7 @@ def sft_graph(policy: Path, *, epochs: int | None = None, prompts_per_step: int 
     return g
 
 
-@pytest.fixture(params=["processes", "inline"])
+@pytest.fixture(params=[pytest.param("processes", marks=pytest.mark.slow), "inline"])
 def runs(request: pytest.FixtureRequest, tmp_path: Path, machine: None) -> Callable[..., Result]:
     on = inline() if request.param == "inline" else None
     return lambda graph, **how: run(graph, on=on, runs=tmp_path, quiet=True, **how)
@@ -137,6 +137,7 @@ def test_a_run_without_steps_ends_with_its_prompts(policy: Path, runs: Callable[
     assert [(line["staleness_max"], line["by_staleness"]) for line in lines] == [(0, {})] * 4
 
 
+@pytest.mark.slow
 def test_what_is_learned_may_be_evaluated_on_prompts_of_its_own(policy: Path, tmp_path: Path, machine: None) -> None:
     """The generator of the evaluation reads the weights; the demonstrations need none."""
     g, model = Graph("sft"), Model(str(policy))

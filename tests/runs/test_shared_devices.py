@@ -75,7 +75,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "way", [way if way in ("shared memory", "two ranks") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+    "way", [way if way == "shared memory" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
 def test_a_run_in_processes_makes_the_same_steps_in_turns(
     way: str, policy: Path, machine: None, tmp_path: Path

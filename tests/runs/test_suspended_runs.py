@@ -74,6 +74,7 @@ def goes_on(each: Program, workers: set[int]) -> None:
 
 
 @pytest.mark.parametrize("go_on", [fg, pytest.param(kill_cont, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_that_is_stopped_by_control_z_goes_on_where_it_was_with_the_same_workers(
     program: Start, go_on: Callable[[Program], None]
 ) -> None:

@@ -85,4 +85,4 @@ def test_however_many_workers_there_are_none_is_silent_for_so_long_that_it_seems
     messages = HostMessages(hang_s=3.0)
     for number in range(8192):
         messages.sits(f"w-{number}", "h")
-    assert messages.beat_s == 1.0
+    assert 0.8 < messages.beat_s <= 1.0

@@ -119,6 +119,7 @@ def test_a_client_is_of_one_process_and_one_thread_but_for_flushes(path: Path, s
     assert found and found[0]
 
 
+@pytest.mark.slow
 def test_what_is_written_while_the_service_falls_is_made_once(path: Path, service: LedgerProcess) -> None:
     """Killed about when a commit comes, sooner or later each time; who is between it and the scheduler starts it."""
     trainer = client(path, service)

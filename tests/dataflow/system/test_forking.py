@@ -108,6 +108,7 @@ def test_nothing_is_collected_on_the_way_into_the_child(tmp_path: Path, monkeypa
     assert told.read_text() == str(os.getpid())
 
 
+@pytest.mark.slow
 def test_parent_and_child_both_compute_on_several_threads() -> None:
     import torch
 

@@ -146,6 +146,7 @@ def test_closing_sends_what_was_told_just_before(server: Server, link_to: Callab
     assert server.hear(Failed).message == "boom"
 
 
+@pytest.mark.slow
 def test_what_a_worker_says_last_arrives_though_its_process_ends_at_once(server: Server, address: str) -> None:
     """The message is too large to have left by chance."""
     program = (

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 HOLES = """
 import torch
 from operators.models.heap import trim_memory
@@ -23,5 +25,6 @@ assert before - resident() > 48 << 20
 """
 
 
+@pytest.mark.slow
 def test_holes_in_the_heap_are_given_back():
     subprocess.run([sys.executable, "-c", HOLES], check=True, timeout=120)

@@ -162,7 +162,7 @@ def test_merged_weights_give_the_adapted_models_logprobs_version_by_version(base
     assert merged is not None and set(merged.tensors) == set(trained(module))
     for _ in range(3):
         sent(moved(module), merged)
-        torch.testing.assert_close(logprobs(plain), logprobs(module), rtol=0, atol=1e-5)
+        torch.testing.assert_close(logprobs(plain), logprobs(module), rtol=0, atol=2e-5)
 
 
 def test_merging_leaves_no_trace_in_later_versions(base: Path) -> None:

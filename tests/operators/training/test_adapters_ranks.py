@@ -21,7 +21,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "tensor_parallel", "dtype"),
     [
-        (2, 1, "float32"),
+        pytest.param(2, 1, "float32", marks=SLOW),
         pytest.param(2, 1, "bfloat16", marks=SLOW),
         (2, 2, "float32"),
         pytest.param(2, 2, "bfloat16", marks=SLOW),

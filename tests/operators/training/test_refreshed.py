@@ -112,7 +112,13 @@ def test_a_version_that_is_copied_late_has_its_own_weights(frees):
 
 
 @pytest.mark.parametrize(
-    ("wrote", "reads"), [((1, 1, 1), (1, 2, 1)), ((1, 2, 2), (1, 1, 1)), ((2, 2, 1), (1, 2, 1))], ids=str
+    ("wrote", "reads"),
+    [
+        pytest.param((1, 1, 1), (1, 2, 1), marks=pytest.mark.slow),
+        ((1, 2, 2), (1, 1, 1)),
+        pytest.param((2, 2, 1), (1, 2, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_some_ranks_go_on_from_what_others_kept(wrote, reads, tmp_path):
     (tmp_path / "checkpoint").mkdir()

@@ -136,6 +136,7 @@ def killed_at(policy: Path, place: Path, kills: int, seed: int, within_s: float 
     ("kills", "within_s"),
     [(5, 1e-9), *(pytest.param(50, within_s, marks=pytest.mark.slow) for within_s in (1e-9, math.inf))],
 )
+@pytest.mark.slow
 def test_killed_at_random_moments_it_trains_nothing_twice_and_what_an_undisturbed_one_trains(tmp_path, kills, within_s):
     torch.set_num_threads(1)
     policy = policy_folder(tmp_path / "policy")

@@ -82,7 +82,7 @@ def compare(trainer, ranks, given=None, make=None, **heads):
     ("ranks", "knobs"),
     [
         (2, {"micro_batch_tokens": 40}),
-        (4, {"micro_batch_tokens": 40, "max_grad_norm": 0.1}),
+        pytest.param(4, {"micro_batch_tokens": 40, "max_grad_norm": 0.1}, marks=SLOW),
         (4, {"micro_batch_tokens": 40, "max_grad_norm": 0.1, "dp_replicate": 2}),
         pytest.param(2, {"dp_replicate": 2}, marks=SLOW),
         (2, {"micro_batch_tokens": 40, "loss": sequence_level, "normalize": "rollouts", "whiten": True}),
@@ -128,6 +128,7 @@ def of_heads(module, key_value_heads):
     ],
 )
 @in_a_fork
+@pytest.mark.slow
 def test_ranks_that_hold_the_same_key_value_head_make_the_steps_of_one(ranks, tensor_parallel, key_value_heads, knobs):
     trainer = tiny_trainer(tensor_parallel=tensor_parallel, eps=EPS, **knobs)
 

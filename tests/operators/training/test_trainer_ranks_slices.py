@@ -63,9 +63,9 @@ def held(learner: Learner, rank: int, ranks: int) -> int:
 @pytest.mark.parametrize(
     ("family", "head", "lora", "ranks", "tensor_parallel", "dp_replicate"),
     [
-        ("llama", "lm", None, 3, 1, 1),
+        pytest.param("llama", "lm", None, 3, 1, 1, marks=SLOW),
         ("tied qwen3", "lm", None, 2, 2, 1),
-        ("llama", "value", None, 2, 1, 1),
+        pytest.param("llama", "value", None, 2, 1, 1, marks=SLOW),
         ("llama", "lm", LoRA(3), 2, 2, 1),
         pytest.param("mixtral", "lm", None, 2, 1, 1, marks=SLOW),
         pytest.param("mixtral", "lm", None, 2, 2, 1, marks=SLOW),
@@ -161,6 +161,7 @@ def most(learner: Learner, rank: int, ranks: int) -> int:
     platform.libc_ver()[0] != "glibc" or not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc's malloc tells"
 )
 @in_a_fork
+@pytest.mark.slow
 def test_a_rank_holds_its_share_and_a_layer(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     whole, layer = large(tmp_path)

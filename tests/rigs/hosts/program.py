@@ -25,7 +25,7 @@ from rigs.operators import slow  # noqa: E402
 
 def fakes(pause_s: float = 0.0) -> Graph:
     """Without torch."""
-    worker.preload = lambda operators: None
+    worker.preload = lambda graph: None
     return fake_graph(source=slow(FakePrompts(size=None), seconds=pause_s))
 
 

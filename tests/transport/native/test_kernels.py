@@ -27,7 +27,9 @@ GCC = shutil.which("gcc")
 
 
 @pytest.mark.skipif(GCC is None or platform.machine() != "x86_64", reason="needs gcc on x86-64")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level", [level if level == "x86-64-v3" else pytest.param(level, marks=pytest.mark.slow) for level in LEVELS]
+)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_no_vector_is_wider_than_the_processors_registers(kernels, level, tmp_path):
     sources, flags = KERNELS[kernels]

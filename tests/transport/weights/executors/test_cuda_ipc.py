@@ -282,6 +282,7 @@ def train(address):
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_no_reader_in_another_process_serves_a_mixture(start, site):
     last = 20
     with closing(WeightWriter(LAYOUT, site, pace=PACE)) as writer:

@@ -107,6 +107,7 @@ def test_any_number_of_trainer_ranks_serves_any_number_of_generator_ranks(play, 
     check(*play(trainer=trainer, groups=(generator,), layers=2, **kind))
 
 
+@pytest.mark.slow
 def test_versions_nobody_took_are_skipped_and_the_newest_is_taken_by_all_ranks(play):
     case, seen = play(trainer=2, groups=(2,), in_turn=2, in_a_row=20, rests=True)
     check(case, seen)

@@ -152,6 +152,7 @@ class Link:
 
 
 @pytest.mark.parametrize("cut_s", [0.3, 1.5])
+@pytest.mark.slow
 def test_a_link_that_was_cut_for_a_while_costs_versions_and_nothing_else(keys, cut_s):
     """For less than members wait for each other, and for longer: then the epoch ends, and begins again."""
     pace = Deadlines(heartbeat_s=0.05, gone_s=0.8, form_s=5.0, ready_s=0.8, transfer_s=2.0)

@@ -124,6 +124,7 @@ def test_a_sender_that_is_late_changes_no_byte_of_what_its_reader_computes_with(
     trainer.close()
 
 
+@pytest.mark.slow
 def test_a_trainer_rank_that_was_stopped_in_a_chunk_wakes_and_changes_no_byte_of_its_successors_version(
     start, address, tmp_path
 ):
@@ -203,6 +204,7 @@ def test_a_byte_that_is_flipped_in_a_readers_buffer_is_found_and_the_next_versio
         refuses_damaged(trainer, group, monkeypatch, Arrival, flip)
 
 
+@pytest.mark.slow
 def test_shared_memory_holds_two_versions_whatever_has_failed(address, monkeypatch):
     before, most = unnamed(), 2 * sum(map(_pages, VERSION_BYTES))
     pack, failing = Deposit.pack, threading.Event()

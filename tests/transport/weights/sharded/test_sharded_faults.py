@@ -212,6 +212,7 @@ def test_a_trainer_rank_that_does_not_show_up_is_an_error_that_names_it(address)
     first.close()
 
 
+@pytest.mark.slow
 def test_fifty_groups_join_and_leave_while_versions_go_out(address, writer):
     stays = Group(WHOLE, address, "stays", deadlines=QUICK)
     version = 0
