@@ -138,6 +138,12 @@ TO_AGENT: Codec[ToAgent] = Codec(
     "dataflow.to-agent", 1, Begin, HandOver, Refused, ToWorkers, Pace, Spawn, Kill, Pause, Stay, Alive, End
 )  # fmt: skip
 
+
+def is_repeated(message: FromAgent | ToAgent) -> bool:
+    """Whether it is said again and again by itself: nothing is lost with one of them."""
+    return isinstance(message, Join | Alive)
+
+
 FORKSERVER: Codec[Any] = Codec(
     "dataflow.forkserver-of-host", 1, Begin, Built, Failed, Spawn, Kill, Pause, Stay, Alive, End, Notice, Handed,
     AllHanded, TakenAway,
