@@ -2,8 +2,8 @@
 
 Left to itself, TCP doubles the time between its tries, so that a network that was cut for t seconds is felt for up to
 2t. The kernel gives up a connection on which nothing was acknowledged for `DEAD_MS`; ZeroMQ then tries to make another,
-each time for `CONNECT_MS`. It is kernels that acknowledge: a process that is stopped, or busy, loses no connection. What
-was on its way is lost with a connection, and whoever speaks over it says it again.
+each time for `CONNECT_MS`. It is kernels that acknowledge: a process that is stopped, or busy, loses no connection.
+What was on its way is lost with a connection, and whoever speaks over it says it again.
 """
 
 from typing import Any

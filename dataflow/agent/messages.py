@@ -44,6 +44,8 @@ class Join:
     """Of Python, torch and the engine."""
     digest: str = ""
     """Of what it has built for a scheduler before this one; empty: nothing yet."""
+    door: str = ""
+    """Where other hosts find out whether they reach it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,8 @@ class Begin:
     """As `PlanInputs` has them: all that the plan is made from beside the graph."""
     whereabouts: Mapping[str, str]
     """Of the scheduler, for workers: as `Whereabouts` has it."""
+    doors: Mapping[str, str] = field(default_factory=dict)
+    """Of the hosts that are there, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
-from dataflow.scheduler.host_agent import HostAgent, has_gone, host_of, natural, too_few, too_late
+from dataflow.scheduler.host_agent import HostAgent, has_gone, host_of, natural, too_few, too_late, with_doors
 from dataflow.scheduler.host_messages import HostMessages
 from dataflow.system.security import RunKeys
 
@@ -121,7 +121,7 @@ class Agents:
         cannot, or has another; DeadlineError with who is late."""
         self._begin, self._built = begin, ours
         for agent in self._hosts.values():
-            self._send(agent, begin)
+            self._send(agent, with_doors(begin, self._hosts))
 
         def missing() -> list[str]:
             return [name for name, agent in self._hosts.items() if agent.built is None]
@@ -279,7 +279,7 @@ class Agents:
             agent.handed, agent.all_handed, agent.asked_at = {}, None, time.monotonic()
             self._send(agent, HandOver(whereabouts=self._begin.whereabouts))
         else:
-            self._send(agent, self._begin)
+            self._send(agent, with_doors(self._begin, self._hosts))
         self._send(agent, Pace(self.messages.beat_s))
         if self._stay is not None:
             self._send(agent, self._stay)
