@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -211,6 +211,7 @@ def run(
     if isinstance(on, Launcher):
         check_hosted(listen, standby=standby)
     in_one_process = isinstance(on, Inline)
+    told: Callable[[str], object] = _unheard if quiet else _print
     here = this_machine()
     inputs = PlanInputs(
         devices=dataclasses.replace(here, cpus=1) if in_one_process else here, gpus=gpus, replicas=replicas or {},
@@ -226,19 +227,19 @@ def run(
         server, holder = None, 0
         if isinstance(on, Launcher):
             folder = before or open_.enter_context(_made_for_hosts(runs, graph.name))
-            hold, service = _held_over_hosts(folder, limits or Limits(), open_)
+            hold, service = _held_over_hosts(folder, limits or Limits(), told, open_)
             holder = hold.number
             made = open_.enter_context(hosted(on, Request(
                 graph=graph, inputs=inputs, make_plan=lambda inputs: make_plan(graph, **inputs.arguments),
                 hold=hold, ledger=service, launch=program_of(launch), folder=folder, listen=listen or on.listen,
-                limits=limits or Limits(), may_take=may_take, told=_unheard if quiet else _print,
+                limits=limits or Limits(), may_take=may_take, told=told,
             )))  # fmt: skip
             planned, taken, server = made.plan, made.taken, made.server
         else:
             planned = make_plan(graph, **inputs.arguments, one_process=in_one_process)
             folder = before or RunFolder.create(runs, graph.name)
             if is_over_hosts(folder):
-                _held_over_hosts(folder, limits or Limits(), open_)
+                _held_over_hosts(folder, limits or Limits(), told, open_)
             taken = open_.enter_context(held(folder, take=lambda: take(folder, may_take(planned))))
         settings = Settings(
             folder=str(folder.path), seed=seed or 0, steps=steps, keep_steps=keep_steps, listen=listen,
@@ -293,11 +294,11 @@ def _made_for_hosts(runs: str | Path, name: str) -> Iterator[RunFolder]:
 
 
 def _held_over_hosts(
-    folder: RunFolder, limits: Limits, open_: contextlib.ExitStack
+    folder: RunFolder, limits: Limits, told: Callable[[str], object], open_: contextlib.ExitStack
 ) -> tuple[run_hold.RunHold, LedgerProcess]:
     """The run in the hands of this process until `open_` ends, and the process that keeps it there, which can serve the
     ledger to other hosts. Errors: as `run_hold.held`."""
-    hold = open_.enter_context(run_hold.held(folder, still_s=max(limits.hang_s, run_hold.LEAST_STILL_S)))
+    hold = open_.enter_context(run_hold.held(folder, still_s=max(limits.hang_s, run_hold.LEAST_STILL_S), told=told))
     return hold, open_.enter_context(LedgerProcess(hold.check, folder.logs / "ledger.log"))
 
 

@@ -28,7 +28,9 @@ from dataflow.agent.messages import (
     Join,
     Pace,
     ToWorkers,
+    is_repeated,
 )
+from dataflow.agent.numbered import Frames, Numbered
 from dataflow.system.security import RunKeys, present
 from dataflow.worker.messages import (
     TO_SCHEDULER,
@@ -113,6 +115,7 @@ class PlayedHost:
         self._messages: list[tuple[str, bytes]] = []
         self._beat_s = 0.2
         self.line = dealer(context, call.address, keys, f"{name}/{os.getpid()}")
+        self._numbered = Numbered()
         self.ends = False
         self._spoke = self._beaten = 0.0
         self._asked = 0.0
@@ -123,12 +126,21 @@ class PlayedHost:
 
     def say(self, message: Any) -> None:
         """To the scheduler."""
-        self.line.send(FROM_AGENT.encode(message))
+        self._send(
+            self._numbered.frames(FROM_AGENT.encode(message), time.monotonic(), is_kept=not is_repeated(message))
+        )
+
+    def _send(self, frames: Frames) -> None:
+        self.line.send_multipart(frames)
 
     def turn(self, now: float) -> None:
         """Take in what has come; say what is due."""
         while self.line.poll(0):
-            self.take(TO_AGENT.decode(self.line.recv()))
+            message = self._numbered.take(self.line.recv_multipart(), now)
+            if message is not None:
+                self.take(TO_AGENT.decode(message))
+        for frames in self._numbered.missing(now):
+            self._send(frames)
         if now - self._spoke >= ALIVE_S:
             self._spoke = now
             self.say(Alive())

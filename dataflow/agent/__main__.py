@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dataflow.agent.agent import Agent, log_name
 from dataflow.agent.environment import AgentEnvironment
+from dataflow.agent.last_words import leave
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DataflowError, RunError
 from dataflow.folder import socket_folder
@@ -23,17 +24,21 @@ from dataflow.system.security import check_listen
 
 def main() -> int:
     """Join the run that the environment names, and stay until it ends; the exit status."""
+    folder, name = Path(os.devnull), ""
     try:
         told = AgentEnvironment.take(os.environ)
-        host, keys = host_here(told), told.read_keys()
-        _check_folder(told, host.name)
-        log_to(Path(told.folder) / "logs" / log_name(host.name))
+        host = host_here(told)
+        folder, name = Path(told.folder), host.name
+        _check_folder(told, name)
+        keys = told.read_keys()
+        log_to(folder / "logs" / log_name(name))
         address = own_address(told.address, told.scheduler)
         check_listen(address)
+        agent = Agent(told, keys, host, address, socket_folder.make())
     except DataflowError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        leave(folder, name, f"host '{name}' does not take part: {error}")
         return 2
-    agent = Agent(told, keys, host, address, socket_folder.make())
     for number in (signal.SIGINT, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)  # a terminal's: the scheduler says what it means
     signal.signal(signal.SIGTERM, lambda number, frame: agent.end())
@@ -50,7 +55,13 @@ def host_here(told: AgentEnvironment) -> Host:
 
 
 def _check_folder(told: AgentEnvironment, name: str) -> None:
-    found = Rendezvous.read(Path(told.folder))
+    folder = Path(told.folder)
+    found = Rendezvous.read(folder)
+    if found is None and (folder / "ledger.db").exists():
+        raise RunError(
+            f"host '{name}' comes too late: the run in '{folder}' has ended, as its hosts were told; go on with it by "
+            f"dataflow resume, or start it again"
+        )
     if found is None:
         raise RunError(
             f"host '{name}' does not see the run folder '{told.folder}': {_what_is(Path(told.folder))}; all hosts of a "
@@ -59,7 +70,7 @@ def _check_folder(told: AgentEnvironment, name: str) -> None:
 
 
 def _what_is(folder: Path) -> str:
-    return "it has no agents.json of this run" if folder.is_dir() else "there is no such folder on it"
+    return "it has no agents.json of a run" if folder.is_dir() else "there is no such folder on it"
 
 
 if __name__ == "__main__":

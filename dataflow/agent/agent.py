@@ -17,8 +17,10 @@ from dataflow.agent.digest import versions
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Pause, Spawn, Stay
 from dataflow.agent.host_forkserver import HostForkserver
+from dataflow.agent.last_words import leave, take_back
 from dataflow.agent.line import Line
 from dataflow.agent.messages import Begin, Built, Bye, Failed, HandOver, Join, Pace, Paused, Refused, ToAgent, ToWorkers
+from dataflow.agent.reach import Door, check_reach
 from dataflow.agent.relay import Relay, address
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.agent.silence import SEEK_S, over
@@ -58,7 +60,9 @@ class Agent:
         self, told: AgentEnvironment, keys: RunKeys, host: Host, address: str, sockets: Path,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """address: at which the others reach this host. sockets: a private folder, which goes with the agent."""
+        """address: at which the others reach this host. sockets: a private folder, which goes with the agent. Errors:
+        RunError where it cannot listen at the address."""
+        self._door = Door(address)
         self._told, self._host, self._address, self._sockets = told, host, address, sockets
         self._line = Line(told.scheduler, keys, f"{host.name}/{secrets.token_hex(8)}")
         self._clock = AwakeClock(clock)
@@ -76,6 +80,7 @@ class Agent:
 
     def run(self) -> int:
         """Be the host's agent until the run ends; the exit status."""
+        take_back(Path(self._told.folder), self._host.name)
         self._join()
         try:
             while not self._ends:
@@ -85,6 +90,8 @@ class Agent:
             self._line.say(Failed(str(error)))
             self._log.error("ends", error=str(error))
             print(str(error), file=sys.stderr)
+            if not self._has_scheduler:
+                leave(Path(self._told.folder), self._host.name, str(error))
             return 1
         finally:
             self._close()
@@ -106,6 +113,7 @@ class Agent:
                 self._alone_s = now - self._heard
             self._heard, self._has_scheduler = now, True
             self._apply(message)
+        self._door.answer()
         self._pass_messages()
         if self._forkserver is not None:
             self._look_at(self._forkserver)
@@ -132,6 +140,7 @@ class Agent:
                 self._relay.beat_s = message.beat_s
             case Begin():
                 if self._forkserver is None:
+                    check_reach(self._host.name, message.doors)
                     self._show_workers(message.whereabouts)
                     self._forkserver = HostForkserver(message, self._sockets)
             case HandOver():
@@ -192,7 +201,7 @@ class Agent:
             name=host.name, cpus=host.cpus, gpus=host.gpus, memory_bytes=host.memory_bytes,
             gpu_memory_bytes=host.gpu_memory_bytes, kind=host.kind, address=self._address, sockets=str(self._sockets),
             folder=self._told.folder, pid=os.getpid(), versions=versions(),
-            digest=self._built.digest if self._built else "",
+            digest=self._built.digest if self._built else "", door=self._door.place,
         ))  # fmt: skip
 
     def _seek(self) -> None:
@@ -232,6 +241,7 @@ class Agent:
         if self._forkserver is not None:
             self._forkserver.close()
         shutil.rmtree(self._sockets, ignore_errors=True)
+        self._door.close()
         self._line.say(Bye())
         self._line.close()
         self._relay.close()

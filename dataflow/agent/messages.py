@@ -44,6 +44,8 @@ class Join:
     """Of Python, torch and the engine."""
     digest: str = ""
     """Of what it has built for a scheduler before this one; empty: nothing yet."""
+    door: str = ""
+    """Where other hosts find out whether they reach it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,8 @@ class Begin:
     """As `PlanInputs` has them: all that the plan is made from beside the graph."""
     whereabouts: Mapping[str, str]
     """Of the scheduler, for workers: as `Whereabouts` has it."""
+    doors: Mapping[str, str] = field(default_factory=dict)
+    """Of the hosts that are there, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +141,12 @@ FROM_AGENT: Codec[FromAgent] = Codec(
 TO_AGENT: Codec[ToAgent] = Codec(
     "dataflow.to-agent", 1, Begin, HandOver, Refused, ToWorkers, Pace, Spawn, Kill, Pause, Stay, Alive, End
 )  # fmt: skip
+
+
+def is_repeated(message: FromAgent | ToAgent) -> bool:
+    """Whether it is said again and again by itself: nothing is lost with one of them."""
+    return isinstance(message, Join | Alive)
+
 
 FORKSERVER: Codec[Any] = Codec(
     "dataflow.forkserver-of-host", 1, Begin, Built, Failed, Spawn, Kill, Pause, Stay, Alive, End, Notice, Handed,

@@ -127,13 +127,26 @@ class Taking:
                     older.unlink(missing_ok=True)
         return RunHold(path, number, who, self._holders_clock)
 
-    def _under_way(self, number: int, text: bytes) -> UnderWay:
-        who = text.partition(b"#")[0].decode(errors="replace").partition("@")
-        where = f"process {who[0]} on host '{who[2]}'" if who[2] else f"holder {number}"
-        return UnderWay(
-            f"'{self._folder.parent.name}' is under way: {where} runs it; wait until it has ended, or stop it with "
-            f"Ctrl-C there"
+    @property
+    def waits(self) -> str:
+        """What is waited for, for people."""
+        who = "who has it" if self._seen is None else _holder(*self._seen)
+        return (
+            f"'{self._folder.parent.name}' was not let go of: waiting {self._still_s:.0f} s to see whether {who} still "
+            f"runs it, which raises a counter there every {RAISE_S:.0f} s"
         )
+
+    def _under_way(self, number: int, text: bytes) -> UnderWay:
+        return UnderWay(
+            f"'{self._folder.parent.name}' is under way: {_holder(number, text)} runs it; wait until it has ended, or "
+            f"stop it with Ctrl-C there"
+        )
+
+
+def _holder(number: int, text: bytes) -> str:
+    """For people."""
+    who = text.partition(b"#")[0].decode(errors="replace").partition("@")
+    return f"process {who[0]} on host '{who[2]}'" if who[2] else f"holder {number}"
 
 
 def is_over_hosts(folder: RunFolder) -> bool:
@@ -143,16 +156,25 @@ def is_over_hosts(folder: RunFolder) -> bool:
 
 @contextlib.contextmanager
 def held(
-    folder: RunFolder, *, still_s: float = STILL_S, sleep: Callable[[float], object] = time.sleep
+    folder: RunFolder,
+    *,
+    still_s: float = STILL_S,
+    sleep: Callable[[float], object] = time.sleep,
+    told: Callable[[str], object] = lambda text: None,
 ) -> Iterator[RunHold]:
-    """Be the only scheduler in a run folder that several hosts see, for as long as the block lasts.
+    """Be the only scheduler in a run folder that several hosts see, for as long as the block lasts. told: hears what is
+    waited for, and how long.
 
     Where the one before has not let go of it, and may live, cut off from here, the ledger is put in a new file: what
     that one still writes is nobody's. Errors: UnderWay; RunFolderError; LedgerError.
     """
     taking = Taking(folder.path, still_s=still_s)
-    while (hold := taking.look()) is None:
+    hold = taking.look()
+    if hold is None:
+        told(taking.waits)
+    while hold is None:
         sleep(RAISE_S / 2)
+        hold = taking.look()
     if not taking.was_released:
         renew(folder.ledger)  # who comes next does so where this fails: it was not let go of
     try:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dataflow.agent.digest import built
+from dataflow.agent.last_words import LastWords
 from dataflow.agent.messages import Begin
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import GraphError, Replaced, RunError
@@ -118,6 +119,11 @@ def hosted(launcher: Launcher, request: Request) -> Iterator[Hosted]:
         yield _gathered(launcher, request, open_)
 
 
+def _told_once(by_launcher: list[str], by_agents: list[str]) -> list[str]:
+    """A launcher may have read what an agent has said."""
+    return by_launcher + [said for said in by_agents if not any(said in told for told in by_launcher)]
+
+
 def _named(hosts: Sequence[str]) -> str:
     """Some names, of very many the first and the last."""
     return ", ".join(hosts) if len(hosts) <= _SHOWN else f"{hosts[0]} to {hosts[-1]} ({len(hosts)} hosts)"
@@ -156,11 +162,12 @@ def _gathered(launcher: Launcher, request: Request, open_: contextlib.ExitStack)
     open_.push(stop)
     open_.callback(agents.close)
     agents.announce()
+    last_words = LastWords(folder)
     launcher.start(Joining(
         address=agents.address, keys=keys.to_bytes(), keys_file=str(folder / KEYS_FILE), launch=request.launch,
         folder=str(folder),
     ))  # fmt: skip
-    agents.watch = launcher.ended
+    agents.watch = lambda: _told_once(launcher.ended(), last_words.new())
     count = launcher.hosts
     request.told(f"waiting for {count} host{'s' if count > 1 else ''} at {agents.address}")
     agents.assemble(count, request.limits.start_s)

@@ -28,7 +28,7 @@ from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
-from dataflow.scheduler.host_agent import HostAgent, host_of, natural, too_few, too_late
+from dataflow.scheduler.host_agent import HostAgent, has_gone, host_of, natural, too_few, too_late, with_doors
 from dataflow.scheduler.host_messages import HostMessages
 from dataflow.system.security import RunKeys
 
@@ -36,8 +36,6 @@ _LIVE_S = 3.0
 """An agent that was heard within so long is there: it gives signs of life more often."""
 _LIVES_S = 0.5
 """Between two signs of life for the agents."""
-_CLOSED_S = 1.5
-"""A host whose connection is closed for so long is lost: its agent has ended, or would have come back."""
 _PAUSE_S = 2.0
 """For agents to say that their workers stand still."""
 _LOOK_S = 2.0
@@ -76,7 +74,7 @@ class Agents:
         self._stay: Stay | None = None
         self._trouble: list[str] = []
         self._lived = self._looked = float("-inf")
-        self._socket = AgentsSocket(listen, keys)
+        self._socket = AgentsSocket(listen, keys, number)
         self.address = self._socket.address
         """Where agents join."""
         self.host = listen.partition(":")[0] if listen.count(":") == 1 else listen
@@ -123,7 +121,7 @@ class Agents:
         cannot, or has another; DeadlineError with who is late."""
         self._begin, self._built = begin, ours
         for agent in self._hosts.values():
-            self._send(agent, begin)
+            self._send(agent, with_doors(begin, self._hosts))
 
         def missing() -> list[str]:
             return [name for name, agent in self._hosts.items() if agent.built is None]
@@ -190,7 +188,7 @@ class Agents:
                 agent.closed_since = None
             else:
                 agent.closed_since = agent.closed_since or now
-                if now - agent.closed_since > _CLOSED_S:
+                if has_gone(agent, now):
                     self._left(name, agent, "has lost the connection of its agent")
 
     def events(self) -> list[Event]:
@@ -266,6 +264,7 @@ class Agents:
             return
         if agent is not None:
             self._left(name, agent, "has another agent")
+            self._socket.remove(agent.identity)
         self._hosts[name] = agent = HostAgent(join, identity, heard_at=time.monotonic())
         self._go_on(agent)
 
@@ -280,7 +279,7 @@ class Agents:
             agent.handed, agent.all_handed, agent.asked_at = {}, None, time.monotonic()
             self._send(agent, HandOver(whereabouts=self._begin.whereabouts))
         else:
-            self._send(agent, self._begin)
+            self._send(agent, with_doors(self._begin, self._hosts))
         self._send(agent, Pace(self.messages.beat_s))
         if self._stay is not None:
             self._send(agent, self._stay)
@@ -342,6 +341,7 @@ class Agents:
 
     def _forget(self, host: str) -> None:
         """What was asked of a host is nobody's wish any more."""
+        self._socket.forget(self._hosts[host].identity)
         self._asked = {worker: each for worker, each in self._asked.items() if host_of(each) != host}
 
     # Messages

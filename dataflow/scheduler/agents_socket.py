@@ -1,17 +1,21 @@
 """The socket at which agents speak to a scheduler; it decides nothing."""
 
+import time
 from collections.abc import Callable
 from contextlib import closing
 
 import zmq
 
-from dataflow.agent.messages import FROM_AGENT, TO_AGENT, FromAgent, ToAgent
+from dataflow.agent.messages import FROM_AGENT, TO_AGENT, FromAgent, ToAgent, is_repeated
+from dataflow.agent.numbered import Frames, Numbered
 from dataflow.errors import RunError
 from dataflow.system.messages import MESSAGE_BYTES, MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint
 
 _AT_ONCE = 64
 """Messages, between two looks at what else is to be done."""
+_SESSIONS = 1 << 32
+"""That one scheduler may begin."""
 
 
 class AgentsSocket:
@@ -23,12 +27,18 @@ class AgentsSocket:
     unblocked by: -
     """
 
-    def __init__(self, listen: str, keys: RunKeys) -> None:
-        """listen: an address of this machine, with a port or without. Errors: RunError where it cannot listen there."""
+    def __init__(
+        self, listen: str, keys: RunKeys, number: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """listen: an address of this machine, with a port or without. number: how many schedulers there were before.
+        Errors: RunError where it cannot listen there."""
+        self._clock, self._first_session = clock, number * _SESSIONS + 1
+        self._peers: dict[bytes, Numbered] = {}
         self._guard = Guard(keys.receivers)
         self.socket: zmq.Socket[bytes] = self._guard.context.socket(zmq.ROUTER)
         for option, value in (
-            (zmq.LINGER, 0), (zmq.MAXMSGSIZE, MESSAGE_BYTES), (zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, 0),
+            (zmq.LINGER, 0), (zmq.MAXMSGSIZE, MESSAGE_BYTES), (zmq.ROUTER_MANDATORY, 1),
+            (zmq.ROUTER_HANDOVER, 1), (zmq.SNDHWM, 0),
             (zmq.IPV6, int(listen.count(":") > 1)),
         ):  # fmt: skip
             self.socket.set(option, value)
@@ -46,14 +56,19 @@ class AgentsSocket:
         self.address = bound.decode()
 
     def send(self, identity: bytes, message: ToAgent) -> bool:
-        """Whether there is a connection that it could go over."""
-        try:
-            self.socket.send_multipart([identity, TO_AGENT.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return False
-            raise
-        return True
+        """Whether there is a connection that it could go over; where there is none, it waits for the next."""
+        peer = self._peer(identity)
+        return self._send(
+            identity, peer.frames(TO_AGENT.encode(message), self._clock(), is_kept=not is_repeated(message))
+        )
+
+    def forget(self, identity: bytes) -> None:
+        """What an agent has not heard is not for it any more."""
+        self._peer(identity).begin_anew()
+
+    def remove(self, identity: bytes) -> None:
+        """An agent is followed by another one of its host."""
+        self._peers.pop(identity, None)
 
     def received(self, refused: Callable[[str, str], object]) -> list[tuple[bytes, FromAgent]]:
         """What has come, and no more at once than can be done soon. refused: told who sent what is no message, and why
@@ -61,13 +76,30 @@ class AgentsSocket:
         found: list[tuple[bytes, FromAgent]] = []
         while len(found) < _AT_ONCE and self.socket.poll(0):
             identity, *frames = self.socket.recv_multipart()
+            peer, now = self._peer(identity), self._clock()
             try:
-                found.append((identity, FROM_AGENT.decode(b"".join(frames))))
+                message = peer.take(frames, now)
+                if message is not None:
+                    found.append((identity, FROM_AGENT.decode(message)))
             except MessageError as error:
                 refused(identity.decode(errors="backslashreplace"), str(error))
+            for missing in peer.missing(now):
+                self._send(identity, missing)
         return found
 
     def close(self) -> None:
         """Let go of it."""
         with closing(self._guard):
             self.socket.close(0)
+
+    def _peer(self, identity: bytes) -> Numbered:
+        return self._peers.setdefault(identity, Numbered(self._first_session))
+
+    def _send(self, identity: bytes, frames: Frames) -> bool:
+        try:
+            self.socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True

@@ -1,13 +1,18 @@
 """What a scheduler knows of the agent of one host."""
 
 import re
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dataflow.agent.forkserver_messages import AllHanded, Handed, Spawn
-from dataflow.agent.messages import Built, Join
+from dataflow.agent.messages import Begin, Built, Join
 from dataflow.planning.hosts import Host
+
+_CLOSED_S = 1.5
+"""A host whose connection is closed for so long is lost: its agent has ended, or would have come back."""
+_SPEAKS_S = 2.0
+"""Within which an agent is heard that is not cut off: less than it takes to give a connection up."""
 
 
 @dataclass
@@ -38,6 +43,18 @@ class HostAgent:
             name=join.name, cpus=join.cpus, gpus=join.gpus, memory_bytes=join.memory_bytes,
             gpu_memory_bytes=join.gpu_memory_bytes, kind=join.kind,
         )  # fmt: skip
+
+
+def has_gone(agent: HostAgent, now: float) -> bool:
+    """Whether an agent has ended, as its connection is closed. One that was silent before has given that connection up
+    itself, because the network was cut, and makes another."""
+    closed = agent.closed_since
+    return closed is not None and now - closed > _CLOSED_S and closed - agent.heard_at < _SPEAKS_S
+
+
+def with_doors(begin: Begin, hosts: Mapping[str, HostAgent]) -> Begin:
+    """What a host is to build, and whom it has to reach."""
+    return replace(begin, doors={name: each.join.door for name, each in hosts.items() if not each.has_left})
 
 
 def host_of(spawn: Spawn) -> str:

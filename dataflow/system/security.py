@@ -4,9 +4,20 @@ import contextlib
 import socket
 
 from dataflow.errors import GraphError
+from transport.reconnecting import give_up_soon
 from transport.security import KEYS_BYTES, Guard, RunKeys, again_at, endpoint, present, reachable
 
-__all__ = ["KEYS_BYTES", "Guard", "RunKeys", "again_at", "check_listen", "endpoint", "present", "reachable"]
+__all__ = [
+    "KEYS_BYTES",
+    "Guard",
+    "RunKeys",
+    "again_at",
+    "check_listen",
+    "endpoint",
+    "give_up_soon",
+    "present",
+    "reachable",
+]
 
 
 def check_listen(host: str) -> None:

@@ -18,6 +18,7 @@ from transport.data import frames
 from transport.data.channel import Arrival, ConnectionEvent, Junk, Packed
 from transport.data.messages import Data, Message
 from transport.errors import AddressError, FrameError
+from transport.reconnecting import give_up_soon
 from transport.security import HANDSHAKE_MS, Guard, Keys, check_address, present
 
 _HEARTBEAT_MS = 2_000
@@ -241,6 +242,7 @@ def _prepare(socket: "zmq.Socket[bytes]", address: str) -> None:
     socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     socket.set(zmq.IPV6, "[" in address)
+    give_up_soon(socket, address)
 
 
 def _readable(socket: "zmq.Socket[bytes]") -> bool:

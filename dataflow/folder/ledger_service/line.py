@@ -8,7 +8,7 @@ import zmq
 
 from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, Asked
 from dataflow.system.messages import MessageError
-from dataflow.system.security import RunKeys, present
+from dataflow.system.security import RunKeys, give_up_soon, present
 
 
 class Line:
@@ -55,5 +55,6 @@ class Line:
         dealer.set(zmq.MAXMSGSIZE, FROM_LEDGER.max_bytes)
         if self._keys is not None:
             present(dealer, self._keys.senders)
+        give_up_soon(dealer, self.address)
         dealer.connect(self.address)
         return dealer

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -174,6 +175,18 @@ def test_a_run_is_held_for_a_block_and_let_go_of(tmp_path: Path) -> None:
             assert hold.number == number
             hold.check()
     assert is_over_hosts(folder)
+
+
+def test_who_waits_whether_a_run_is_held_says_for_whom_and_how_long(tmp_path: Path, clock: Clock) -> None:
+    folder = RunFolder.create(tmp_path, "t")
+    told: list[str] = []
+    with held(folder, told=told.append):
+        pass
+    take(folder.path, clock)  # and it dies
+    with held(folder, still_s=0.05, sleep=lambda seconds: time.sleep(0.02), told=told.append):
+        pass
+    (said,) = told
+    assert f"was not let go of: waiting 0 s to see whether process {os.getpid()} on host '" in said
 
 
 def test_a_run_that_another_host_may_hold_is_not_resumed_on_one_machine_while_it_lives(

@@ -19,6 +19,7 @@ from dataflow.agent.messages import Begin, Built, Bye, Failed, HandOver, Join, P
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.scheduler.agents import Agents
+from dataflow.scheduler.host_agent import HostAgent, has_gone
 from dataflow.system.security import RunKeys
 
 KEYS = RunKeys.make()
@@ -209,13 +210,22 @@ def test_a_port_that_is_taken_is_named(agents: Agents, tmp_path: Path) -> None:
 
 
 def test_a_host_whose_agent_is_gone_is_lost_soon_and_once(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_LIVES_S", "_CLOSED_S"):
-        monkeypatch.setattr(sys.modules[Agents.__module__], name, 0.1)
+    for module, name in ((Agents.__module__, "_LIVES_S"), (has_gone.__module__, "_CLOSED_S")):
+        monkeypatch.setattr(sys.modules[module], name, 0.1)
     with begun(agents, "h1", "h2") as (first, _):
         first.line.close()
         found = told_of(agents, "lost")
         lost = [each for each in found if each["event"] == "lost"]
         assert [(each["name"], each["cause"]) for each in lost] == [("h1", "has lost the connection of its agent")]
+
+
+def test_an_agent_that_gave_its_connection_up_after_a_silence_is_awaited() -> None:
+    """It closes a connection that a cut has made useless; one that ends was heard just before."""
+    agent = HostAgent(JOIN, b"h1/1", heard_at=100.0)
+    agent.closed_since = 100.5
+    assert not has_gone(agent, 101.0) and has_gone(agent, 102.5)
+    agent.closed_since = 103.0
+    assert not has_gone(agent, 110.0)
 
 
 def test_a_host_that_comes_later_builds_too_and_is_told_once_it_has(agents: Agents) -> None:

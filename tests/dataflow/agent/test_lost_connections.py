@@ -1,0 +1,113 @@
+"""A connection of an agent to its scheduler that swallows what it is given, and is then replaced: nothing is lost."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from rigs.machine import wait_until
+
+from dataflow.agent import numbered
+from dataflow.agent.forkserver_messages import Alive, Kill
+from dataflow.agent.line import Line
+from dataflow.agent.messages import Failed
+from dataflow.scheduler.agents_socket import AgentsSocket
+from dataflow.system.security import RunKeys
+
+
+class Cable:
+    """Between whoever connects to it and a server."""
+
+    def __init__(self, server: str) -> None:
+        host, _, port = server.removeprefix("tcp://").rpartition(":")
+        self._server = (host, int(port))
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._door.getsockname()[1]}"
+        self.is_cut = False
+        """Whether it swallows everything."""
+        self._near: list[socket.socket] = []
+        self._far: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._door.accept()
+                far = socket.create_connection(self._server)
+                self._near.append(near)
+                self._far.append(far)
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.is_cut:
+                    sink.sendall(data)
+
+    def replace(self) -> None:
+        """Who connected finds the connection closed; the server does not, as after a cut."""
+        self.is_cut = False
+        for each in self._near:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for each in (self._door, *self._near, *self._far):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AgentsSocket, Cable, Line]]:
+    monkeypatch.setattr(numbered, "AGAIN_S", 0.1)
+    keys = RunKeys.make()
+    scheduler = AgentsSocket("127.0.0.1", keys)
+    cable = Cable(scheduler.address)
+    line = Line(cable.address, keys, "h1/1")
+    yield scheduler, cable, line
+    line.close()
+    cable.close()
+    scheduler.close()
+
+
+def test_nothing_is_lost_or_said_twice_when_a_connection_is_replaced(
+    ends: tuple[AgentsSocket, Cable, Line],
+) -> None:
+    scheduler, cable, line = ends
+    by_agent: list[str] = []
+    by_scheduler: list[int] = []
+
+    def turn() -> None:
+        line.say(Alive())
+        found = line.heard()
+        by_scheduler.extend(each.number for each in found if isinstance(each, Kill))
+        messages = scheduler.received(print)
+        by_agent.extend(message.error for _, message in messages if isinstance(message, Failed))
+        scheduler.send(b"h1/1", Alive())
+
+    def exchange(numbers: range) -> None:
+        for number in numbers:
+            line.say(Failed(str(number)))
+            scheduler.send(b"h1/1", Kill("a-0", number))
+
+    def have(count: int) -> bool:
+        turn()
+        return len(by_agent) >= count and len(by_scheduler) >= count
+
+    wait_until(lambda: turn() or scheduler.send(b"h1/1", Alive()), 10.0, "the connection")
+    exchange(range(3))
+    wait_until(lambda: have(3), 10.0, "what was said before the cut")
+    cable.is_cut = True
+    exchange(range(3, 6))
+    for _ in range(20):
+        turn()
+        line.socket.poll(10)
+    assert len(by_agent) == 3
+    cable.replace()
+    wait_until(lambda: have(6), 10.0, "what was said during the cut")
+    exchange(range(6, 9))
+    wait_until(lambda: have(9), 10.0, "what was said after the cut")
+    assert by_agent == [str(number) for number in range(9)] and by_scheduler == list(range(9))
