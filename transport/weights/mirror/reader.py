@@ -139,7 +139,9 @@ class MirroredReader(WeightReader):
             return ""
 
 
-def travelling(encoding: Encoding, tensors: Mapping[str, torch.Tensor], slices: Sequence[Mapping[str, RankSlice]]) -> Layout:
+def travelling(
+    encoding: Encoding, tensors: Mapping[str, torch.Tensor], slices: Sequence[Mapping[str, RankSlice]]
+) -> Layout:
     """Of one rank that holds all that a trainer sends for these tensors, of which `slices` (by rank) may be parts."""
     flat, cut = FlatLayout.of(tensors), slices[0] if slices else {}
     full = {}

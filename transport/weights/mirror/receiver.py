@@ -135,5 +135,3 @@ class MirrorReceiver(DeltaReader):
 def _segment(buffer: Buffer) -> WriterSegment:
     assert isinstance(buffer, SegmentBuffer)
     return buffer.segment
-
-

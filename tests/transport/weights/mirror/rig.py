@@ -41,7 +41,14 @@ def place_of(folder: Path, name: str, order: int) -> MirrorPlace:
 
 
 def neighbour(
-    keys: RunKeys, address: str, folder: Path, number: int, *, attempt: int = 0, order: int | None = None, **knobs: object
+    keys: RunKeys,
+    address: str,
+    folder: Path,
+    number: int,
+    *,
+    attempt: int = 0,
+    order: int | None = None,
+    **knobs: object,
 ) -> tuple[MirroredReader, dict[str, torch.nn.Parameter]]:
     """The reader of a replica on the second host, with what it holds."""
     name, pace = f"generator-{number}", knobs.pop("deadlines", FAST)

@@ -103,7 +103,9 @@ def test_a_mirror_that_was_stopped_holds_nobody_up_and_follows_when_it_goes_on(k
         until(lambda: {each.version for each in readers} == {3}, *readers)
         assert [each.leads for each in readers] == [False, True, False]
         assert all(holds(each, 3) for each in mine)
-        assert not list(folder.glob(f"{readers[0]._place.at(readers[0]._place.own).place.prefix}*")), "it has left nothing"
+        assert not list(folder.glob(f"{readers[0]._place.at(readers[0]._place.own).place.prefix}*")), (
+            "it has left nothing"
+        )
 
 
 def test_a_reader_that_is_started_again_under_its_name_joins_its_neighbours(keys, folder):
@@ -121,7 +123,10 @@ def test_a_reader_that_is_started_again_under_its_name_joins_its_neighbours(keys
 
 def test_what_a_trainer_that_was_started_again_offers_is_taken_whatever_its_number(keys, folder):
     now = {"at": ""}
-    with offered(keys) as (trainer, address), neighbours(keys, address, folder, seek=lambda: now["at"]) as (readers, mine):
+    with (
+        offered(keys) as (trainer, address),
+        neighbours(keys, address, folder, seek=lambda: now["at"]) as (readers, mine),
+    ):
         trainer.publish(7)
         until(lambda: {each.version for each in readers} == {7}, *readers)
         trainer.close()
