@@ -61,6 +61,26 @@ class WeightPath:
     link_bytes_per_s: float | None = None
     """Of a link so slow that what changed is sent in place of everything, where that is less; None: of a faster one, or
     unknown."""
+    whole_bytes: int | None = None
+    """Of a version, all of it; None: unknown."""
+    host: str = ""
+    """Of the replica; empty: this machine."""
+    is_apart: bool = False
+    """Whether the trainer is on another host."""
+    is_forced: bool = False
+    """Whether the user has named the executor."""
+    mirror: str = ""
+    """The reader of this host that takes each version in, for itself and for others there; empty: each takes its own."""
+
+    @property
+    def name(self) -> str:
+        """Of the replica."""
+        return f"{self.reader}-{self.replica}"
+
+    @property
+    def way(self) -> str:
+        """For people: how versions get to it."""
+        return "handed on" if self.mirror and self.mirror != self.name else self.executor
 
 
 def choose(sources: Sequence[Seat], destinations: Sequence[Seat]) -> str:
@@ -128,8 +148,9 @@ def weight_paths(
             )
         model = graph.operators[trainer.node].uses
         size = sizes.get(model.source) if model else None
-        nbytes = None
+        nbytes = whole_bytes = None
         if size and model:
+            whole_bytes = size.sent_bytes(model.dtype, model.lora)
             has_ends = not isinstance(feedback.reader, Generate)
             nbytes = size.sent_bytes(model.dtype, model.lora, reader.ranks, has_ends=has_ends)
         sources = [_seat(trainer, 0, rank, one_process=one_process) for rank in range(trainer.ranks)]
@@ -140,12 +161,14 @@ def weight_paths(
             if forced is not None:
                 _check_forced(forced, executor, trainer.node, sources, reader.node, destinations)
                 executor = forced
-            is_link = executor in COLLECTIVE and (forced or sources[0].machine != destinations[0].machine)
+            is_apart = sources[0].machine != destinations[0].machine
+            is_link = executor in COLLECTIVE and (forced or is_apart)
             found.append(
                 WeightPath(
                     trainer=trainer.node, trainer_ranks=trainer.ranks, reader=reader.node, replica=replica,
                     ranks=reader.ranks, executor=executor, refresh=feedback.refresh, nbytes=nbytes,
-                    link_bytes_per_s=slow(devices.link_bytes_per_s) if is_link else None,
+                    link_bytes_per_s=slow(devices.link_bytes_per_s) if is_link else None, whole_bytes=whole_bytes,
+                    host=destinations[0].machine, is_apart=is_apart, is_forced=forced is not None,
                 )
             )  # fmt: skip
     return tuple(found)
@@ -179,7 +202,7 @@ def slow(link_bytes_per_s: float | None) -> float | None:
 
 def summary(paths: list[WeightPath]) -> str:
     """The executors of some replicas: one name, or several with the number of replicas of each."""
-    counts = collections.Counter(path.executor for path in paths)
+    counts = collections.Counter(path.way for path in paths)
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{name} x{n}" for name, n in counts.items())
 
 

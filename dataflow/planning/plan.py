@@ -15,6 +15,7 @@ from dataflow.planning.host_lines import host_lines
 from dataflow.planning.hosts import Devices, named
 from dataflow.planning.inputs import Place, digest
 from dataflow.planning.memory_need import Need, Spot, amount, check_fit, need_of
+from dataflow.planning.mirrors import mirror_lines, mirrored, readers_beside
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import read_place
 from dataflow.planning.placement import Placement
@@ -31,6 +32,7 @@ from dataflow.planning.sharing import (
 from dataflow.planning.sharing import explain as explain_turns
 from dataflow.staleness import Bound, capacity
 from dataflow.structure import Structure, sinks_of, sources_of
+from dataflow.weight_ends import Refresh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,11 @@ class Plan:
             if (path.trainer, path.executor) == (trainer, executor) and path.link_bytes_per_s is not None
         ]  # fmt: skip
         return min(rates, default=None)
+
+    def readers_beside(self, trainer: str, refresh: Refresh | None, host: str) -> tuple[str, ...]:
+        """The readers of a host that share one way of a trainer's weights over the network, the one that takes them in
+        first; none where each has its own."""
+        return readers_beside(self.weight_paths, trainer, refresh, host)
 
     def executors(self) -> dict[tuple[str, str], str]:
         """By (trainer, reader): how weights get from one to the other."""
@@ -165,7 +172,8 @@ class Plan:
         lines.append(f"a message on a data edge has at most {amount(self.message_bytes)}; a larger group goes in parts")
         lines += [f"each process of '{each.node}' needs at least {each.need}" for each in self.placements.values()
                   if each.need is not None]  # fmt: skip
-        lines += [*explain(self.weight_paths), *explain_turns(self.turns, self.placements)]
+        lines += [*explain(self.weight_paths), *mirror_lines(self.weight_paths)]
+        lines += [*explain_turns(self.turns, self.placements)]
         if self.devices.hosts:
             lines.append(
                 "edges and control go over tcp between hosts, encrypted, for holders of this run's keys alone; weights "
@@ -251,10 +259,10 @@ def plan(
     placements = placed(graph, parts, devices, turns, read_place(place, devices), neighbours)
     made = Plan(
         placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
-        scale=scale, weights=weights, weight_paths=weight_paths(
+        scale=scale, weights=weights, weight_paths=mirrored(weight_paths(
             graph, placements, sizes, forced=weights, one_process=one_process,
             devices=devices,
-        ),
+        )),
         message_bytes=message_bytes, turns=turns, neighbours=neighbours,
     )  # fmt: skip
     for fault in too_large_groups(graph, {name: placement.replicas for name, placement in placements.items()}):

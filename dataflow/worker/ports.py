@@ -12,7 +12,7 @@ from dataflow.group_bytes import CAPACITY_BYTES
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, edges, narrow_format
 from dataflow.records import schema
-from dataflow.structure import readers_of
+from dataflow.structure import readers_of, refresh_of
 from dataflow.system.security import RunKeys, again_at, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut, leave
 from dataflow.worker.fan_out import FanOut
@@ -23,6 +23,7 @@ from dataflow.worker.weight_ports import (
     ROUNDS,
     SEGMENTS,
     adoption,
+    mirrored_reader,
     offer_beside,
     segments_at,
     shards_reader,
@@ -174,7 +175,14 @@ class Ports:
         site = self._lines.site_of(trainer, reader)
 
         def open_reader(tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> WeightsIn:
-            end: WeightsIn = self._reader(site, tensors, slices)
+            end: WeightsIn
+            if "from" in site:
+                encoding = self._encoding(trainer, refresh_of(self._graph, reader))
+                limits, attempt = self._settings.limits, self._settings.attempt
+                device = self._settings.device
+                end = mirrored_reader(site, device, tensors, slices, encoding, limits=limits, attempt=attempt)
+            else:
+                end = self._reader(site, tensors, slices)
             self._weights.append(end)
             return end
 

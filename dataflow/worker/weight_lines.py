@@ -85,7 +85,12 @@ class WeightLines:
         file = Path(self._settings.sockets) / f"{who}.{name}.{executor}"
         self._followed[file] = _Followed(name, executor, lambda: self._way(name, trainer, reader))
         _note(file, self._read[name].at[executor])
-        return self._site(trainer, executor, self._read[name].at[executor], who) | {"where": str(file)}
+        site = self._site(trainer, executor, self._read[name].at[executor], who) | {"where": str(file)}
+        there = self._plan.readers_beside(trainer, refresh_of(self._graph, reader), self._settings.host)
+        if not there or executor != "gloo":
+            return site
+        order = there.index(who) if who in there else len(there) + self._settings.replica
+        return self._mirrored(site, f"ipc://{self._settings.sockets}/m.{name}", order)
 
     def close(self) -> None:
         """Let go of the addresses that no end has taken."""
@@ -121,6 +126,13 @@ class WeightLines:
         }  # fmt: skip
         is_link = self._has_hosts and executor in COLLECTIVE
         return site | ({"host": self._settings.listen, "keys": dict(self._settings.keys)} if is_link else {})
+
+    def _mirrored(self, site: dict[str, Any], line: str, order: int) -> dict[str, Any]:
+        """Of a reader with neighbours, one of which takes versions from that site for all of them."""
+        return {
+            "protocol": SEGMENTS, "executor": "shared_memory", "folder": self._settings.sockets, "address": line,
+            "name": site["name"], "link_bytes_per_s": None, "family": line, "order": order, "from": site,
+        }  # fmt: skip
 
     def _executors(self, trainer: str, refresh: Refresh | None) -> list[str]:
         """Those that some reader of this line needs, or may come to need."""

@@ -105,7 +105,7 @@ def step_metrics(
 def weights_sent(ends: Sequence[WeightsOut]) -> dict[str, dict[str, Any]]:
     """By reader to whose ranks ranks send: the newest version that it has whole, its bytes, how long the transfer took
     and at most held one of the reader's ranks (s), and the bytes from each rank of the trainer to each of the reader's,
-    [from][to], up to `MOST_PAIRS`."""
+    [from][to], up to `MOST_PAIRS`. Of one that hands versions on: to which readers, and which each of them holds."""
     told: dict[str, dict[str, Any]] = {}
     for reader, sent in (each for end in ends for each in end.sent.items()):
         rows = [list(row) for row in sent.pair_bytes]
@@ -115,6 +115,8 @@ def weights_sent(ends: Sequence[WeightsOut]) -> dict[str, dict[str, Any]]:
             "seconds": sent.seconds,
             "held_seconds": sent.held_s,
         }
+        if behind := getattr(sent, "behind", None):
+            told[reader]["handed_on"] = dict(behind)
         if sum(map(len, rows)) <= MOST_PAIRS:
             told[reader]["pair_bytes"] = rows
     return told

@@ -44,6 +44,8 @@ class Membership(ABC):
         """Why this rank does not fit; then it stays out, too."""
         self.note: Note = {}
         """The writer's newest note."""
+        self.behind: dict[str, int] = {}
+        """Readers that take versions from this one, with what each of them holds."""
         self.heard = float("-inf")
         """When the writer was last heard, in seconds."""
         self._writer = 0
@@ -83,7 +85,8 @@ class Membership(ABC):
         self._sent = now
         if self.epoch:
             held = self.version if self.join.writer == self._writer else -1
-            return [ReaderHeartbeat(epoch=self.epoch, version=held, verified=self._verified)]
+            beat = ReaderHeartbeat(epoch=self.epoch, version=held, verified=self._verified, behind=self.behind)
+            return [beat]
         self._asked = now
         return [self.join]
 

@@ -70,6 +70,8 @@ class ReaderHeartbeat:
     """The version of this writer that it computes with, -1 for none."""
     verified: int = -1
     """The version of a round that it could adopt, -1 for none."""
+    behind: dict[str, int] = field(default_factory=dict)
+    """Readers that take from its memory what it takes in, with the version that each of them holds."""
 
 
 @dataclass(frozen=True, kw_only=True)

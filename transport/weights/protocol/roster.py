@@ -118,6 +118,8 @@ class Group:
     """By which ranks find each other in this epoch."""
     asking: dict[str, set[bytes]] = field(default_factory=dict)
     """Peers that wait for one of them."""
+    behind: Mapping[str, int] = field(default_factory=dict)
+    """Readers that take versions from its memory, with what each of them holds."""
 
     def enter(self, phase: Phase, waiting: set[bytes], deadline: float = float("inf")) -> None:
         """Go on to the next phase, which ends when all of `waiting` have answered."""
@@ -190,6 +192,8 @@ class Roster(ABC):
         seat.heard, seat.unanswered = now, 0
         if isinstance(message, Committed | ReaderHeartbeat):
             group.hold(seat, message.version)
+        if isinstance(message, ReaderHeartbeat):
+            group.behind = message.behind
         return self._receive(group, peer, message, now)
 
     def tell(self, note: Note) -> None:

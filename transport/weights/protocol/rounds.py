@@ -65,6 +65,8 @@ class Sent:
     """From the start of the transfer until every rank of the group had its part, verified."""
     held_s: float = 0.0
     """The longest that a rank's loop was kept by taking it; 0 until one has."""
+    behind: Mapping[str, int] = field(default_factory=dict)
+    """Readers that take it from this group's memory, with the version that each of them holds by now."""
 
 
 class Coordinator(Roster):
@@ -92,7 +94,8 @@ class Coordinator(Roster):
         """Which source rank is missing, and why; empty when all are there or may still come."""
         self._sent: dict[str, Sent] = {}
         self.traffic = (0, 0)
-        """Bytes of weights that all source ranks have sent to all groups, and what these would be without deltas."""
+        """Bytes of weights that all source ranks have sent to all groups, and what these would be without deltas, and
+        without readers that hand on what they take."""
         self._ranks, self._key, self._trainer, self._store = ranks, key, dict(layout), store
         self._backend, self._bucket_bytes, self._deltas = backend, bucket_bytes, deltas
         self._sources: dict[int, _Source] = {}
@@ -103,7 +106,8 @@ class Coordinator(Roster):
     @property
     def sent(self) -> dict[str, Sent]:
         """By reader group that is known, of the newest version that it has had whole."""
-        return {name: sent for name, sent in self._sent.items() if name in self._groups}
+        known = {name: sent for name, sent in self._sent.items() if name in self._groups}
+        return {name: replace(sent, behind=self._groups[name].behind) for name, sent in known.items()}
 
     @property
     def newest(self) -> int:
@@ -294,7 +298,8 @@ class Coordinator(Roster):
             return self._fence(group)
         if source := self._source(peer):
             group.sent[source.rank] = message.sent
-            self.traffic = (self.traffic[0] + sum(message.sent), self.traffic[1] + message.whole_bytes)
+            whole = message.whole_bytes * (1 + len(group.behind))
+            self.traffic = (self.traffic[0] + sum(message.sent), self.traffic[1] + whole)
         if message.state == DAMAGED:
             group.damage = group.damage or message.fault
         if not group.answered(peer):
