@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dataflow.errors import GraphError, nearest
-from dataflow.node import Generate
 from dataflow.planning.hosts import Devices
 from dataflow.planning.memory_need import amount
 from dataflow.planning.model_size import ModelSize
@@ -165,8 +164,7 @@ def weight_paths(
         size = sizes.get(model.source) if model else None
         nbytes = None
         if size and model:
-            has_ends = not isinstance(feedback.reader, Generate)
-            nbytes = size.sent_bytes(model.dtype, model.lora, reader.ranks, has_ends=has_ends)
+            nbytes = size.sent_bytes(model.dtype, model.lora, reader.ranks)
         sources = [_seat(trainer, 0, rank, one_process=one_process) for rank in range(trainer.ranks)]
         _check_alike(graph, feedback, sizes)
         for replica in range(reader.replicas):

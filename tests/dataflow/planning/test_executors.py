@@ -139,7 +139,8 @@ def test_pairs_that_differ_are_counted() -> None:
     paths = plan(build(), Devices(cpus=2), replicas={"generator": 2}).weight_paths
     other = [type(path)(**{**_fields(path), "executor": "gloo", "replica": 2}) for path in paths[:1]]
     assert explain((*paths, *other)) == [
-        "weights trainer -> generator: shared_memory x2, gloo x1 (1 trainer rank -> 3 readers, from copies of the weights)"
+        "weights trainer -> generator: shared_memory x2, gloo x1 (1 trainer rank -> 3 readers, from copies of the "
+        "weights)"
     ]
 
 
