@@ -73,6 +73,12 @@ class Limits:
         return cls(**{**plain, "patience": Patience(**plain["patience"])})
 
     @property
+    def settle_s(self) -> float:
+        """For an update to wait until readers have taken the weights that it changes, where these are sent themselves;
+        in an exchange between ranks."""
+        return min(self.transfer_s, self.exchange_s / 2)
+
+    @property
     def return_s(self) -> float:
         """For a worker that is started again until the scheduler gives it up."""
         return max(self.patience.of_one_s, self.patience.of_one * (self.start_s + self.patience.most_s))

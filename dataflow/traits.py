@@ -40,6 +40,9 @@ class Traits:
 
     queue_prompts: int | None = None
     """Most prompts that a trainer holds beside those of its step; None: as many as the feedback allows."""
+    copies_weights: bool | None = None
+    """Whether a trainer's ranks send versions from copies of its weights, so that no update waits for a reader; None:
+    as its plan has it."""
     micro_batch_tokens: int = 0
     """Tokens of one pass of a trainer; 0: not known."""
     gradient_checkpointing: bool = False

@@ -59,6 +59,10 @@ class WeightsOut(Protocol):
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """Offer a version; False when it goes out later (by `poll`), because readers still hold both buffers."""
 
+    def settle(self, timeout_s: float) -> bool:
+        """The tensors are about to change: forget a version that is still to be copied, and wait until nobody reads
+        them. False when the time was up, and who reads them was given up; they may change in both cases."""
+
     def tell(self, note: dict[str, int | float | str]) -> None:
         """A small note that every reader gets; the newest wins."""
 

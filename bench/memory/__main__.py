@@ -12,7 +12,7 @@ In units of the whole model (its weights once), what a process needs:
 share           a trainer's rank 4 / ranks (weights, gradients, two moments), a generator's 2 / ranks (the current
                 version and the arriving one)
 plane           of a trainer's rank: two versions that can be sent, in segments that one rank shares with its readers;
-                of several each has its part of two by itself, and maps as much of its readers' memory
+                each of several maps its part of two of its readers' versions, to write them there
 packed          of a generator of one rank: the copy that its kernels read
 layer           of a trainer's rank among several: a layer's weights and gradients, and as much that it exchanges
 activations     of a trainer's rank: what autograd keeps of its part of the rollouts, measured on one rank
@@ -164,7 +164,7 @@ def lines(
     for name in sorted({name.split("@")[0] for name in held if name.startswith(("trainer", "generator"))}):
         if name.startswith("trainer"):
             needs = {
-                "share": 4 / trainer, "plane": (2 if trainer == 1 else 4) / trainer,
+                "share": 4 / trainer, "plane": 2 / trainer,
                 "layer": 3 * facts["layer"] / model * (trainer > 1),
                 "activations": facts["activations"] / model / trainer,
             }  # fmt: skip

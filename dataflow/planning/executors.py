@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dataflow.errors import GraphError, nearest
-from dataflow.node import Generate
 from dataflow.planning.hosts import Devices
 from dataflow.planning.memory_need import amount
 from dataflow.planning.model_size import ModelSize
@@ -20,6 +19,8 @@ COLLECTIVE = ("gloo", "nccl")
 """Those that reach other machines."""
 WITHIN = ("cuda_ipc", "shared_memory")
 """Those that never leave one."""
+ON_GPU = ("cuda_ipc", "nccl")
+"""Those that move a GPU's memory."""
 SCAN_BYTES_PER_S = 0.8e9
 """At which both ends find and apply what changed (transport/weights/deltas); a faster link carries all of it sooner."""
 
@@ -61,6 +62,9 @@ class WeightPath:
     link_bytes_per_s: float | None = None
     """Of a link so slow that what changed is sent in place of everything, where that is less; None: of a faster one, or
     unknown."""
+    lent: bool = False
+    """Whether versions are sent from the trainer's weights themselves, which then change no earlier than readers have
+    them."""
     whole_bytes: int | None = None
     """Of a version, all of it; None: unknown."""
     host: str = ""
@@ -70,7 +74,7 @@ class WeightPath:
     is_forced: bool = False
     """Whether the user has named the executor."""
     mirror: str = ""
-    """The reader of this host that takes each version in, for itself and for others there; empty: each takes its own."""
+    """The reader of this host that takes each version in, also for others there; empty: each takes its own."""
 
     @property
     def name(self) -> str:
@@ -112,6 +116,34 @@ def executor_between(trainer: Placement, reader: Placement, replica: int, *, apa
     return choose(sources, [_seat(reader, replica, rank, machine=there) for rank in range(reader.ranks)])
 
 
+def lends(trainer: Placement, executor: str, *, link_bytes_per_s: float | None, copies: bool) -> bool:
+    """Whether a trainer's ranks send versions by an executor from its weights themselves, and not from copies of them.
+
+    One rank that writes the memory in which its readers compute has copied them there. Deltas are of the version
+    before. Where weights lie in another memory than they are sent from, they are copied once for all readers."""
+    is_whole = trainer.ranks == 1 and executor not in COLLECTIVE
+    is_there = bool(trainer.gpus) == (executor in ON_GPU)
+    return not (is_whole or copies or link_bytes_per_s is not None) and is_there
+
+
+def copies_of(graph: Structure, trainer: str, turns: Sequence[Sequence[str]], link_bytes_per_s: float | None) -> bool:
+    """Whether a trainer sends versions from copies of its weights wherever it could send these. GraphError where it
+    cannot do without, and was told to.
+
+    turns: nodes that take turns on devices. link_bytes_per_s: of slow links to some reader; None: there are none."""
+    wish = graph.operators[trainer].traits.copies_weights
+    others = next((group for group in turns if trainer in group), ())
+    why = ""
+    if others:
+        readers = [name for name in others if name != trainer]
+        why = f"takes turns on its devices with {readers}, and puts its weights away before they take them"
+    elif link_bytes_per_s is not None:
+        why = f"sends what changed over links of {link_bytes_per_s / 1e6:g} MB/s, which it tells by the version before"
+    if why and wish is False:
+        raise GraphError(f"'{trainer}' has copy_weights=False, but it {why}; leave copy_weights out")
+    return bool(wish or others)
+
+
 def weight_paths(
     graph: Structure,
     placements: Mapping[str, Placement],
@@ -120,10 +152,12 @@ def weight_paths(
     forced: str | None = None,
     one_process: bool = False,
     devices: Devices,
+    turns: Sequence[Sequence[str]] = (),
 ) -> tuple[WeightPath, ...]:
     """Every replica that reads, of every feedback edge; `forced` names an executor to use instead of the best.
 
     The rate of the devices' link counts between machines, and for a forced executor as if it went between them.
+    turns: nodes that take turns on devices.
 
     Raises GraphError when the forced one is unknown, or cannot serve some pair of ranks.
     """
@@ -151,8 +185,7 @@ def weight_paths(
         nbytes = whole_bytes = None
         if size and model:
             whole_bytes = size.sent_bytes(model.dtype, model.lora)
-            has_ends = not isinstance(feedback.reader, Generate)
-            nbytes = size.sent_bytes(model.dtype, model.lora, reader.ranks, has_ends=has_ends)
+            nbytes = size.sent_bytes(model.dtype, model.lora, reader.ranks)
         sources = [_seat(trainer, 0, rank, one_process=one_process) for rank in range(trainer.ranks)]
         _check_alike(graph, feedback, sizes)
         for replica in range(reader.replicas):
@@ -163,12 +196,15 @@ def weight_paths(
                 executor = forced
             is_apart = sources[0].machine != destinations[0].machine
             is_link = executor in COLLECTIVE and (forced or is_apart)
+            link = slow(devices.link_bytes_per_s) if is_link else None
+            copies = copies_of(graph, trainer.node, turns, link)
             found.append(
                 WeightPath(
                     trainer=trainer.node, trainer_ranks=trainer.ranks, reader=reader.node, replica=replica,
                     ranks=reader.ranks, executor=executor, refresh=feedback.refresh, nbytes=nbytes,
-                    link_bytes_per_s=slow(devices.link_bytes_per_s) if is_link else None, whole_bytes=whole_bytes,
-                    host=destinations[0].machine, is_apart=is_apart, is_forced=forced is not None,
+                    link_bytes_per_s=link, whole_bytes=whole_bytes, host=destinations[0].machine, is_apart=is_apart,
+                    is_forced=forced is not None,
+                    lent=lends(trainer, executor, link_bytes_per_s=link, copies=copies),
                 )
             )  # fmt: skip
     return tuple(found)
@@ -184,7 +220,7 @@ def explain(paths: tuple[WeightPath, ...]) -> list[str]:
         text += f" of {ranks} ranks" if ranks > 1 else ""
         text += f", up to {amount(own[0].nbytes)} each" if own[0].nbytes is not None else ""
         text += f", {own[0].refresh}" if own[0].refresh is not None else ""
-        text += deltas(own)
+        text += deltas(own) or from_where(own)
         lines.append(f"weights {trainer} -> {reader}: {summary(own)} ({text})")
     return lines
 
@@ -193,6 +229,14 @@ def deltas(paths: list[WeightPath]) -> str:
     """Of some pairs: whether what changed travels in place of everything; nothing where no link is in between."""
     slow = [path.link_bytes_per_s for path in paths if path.link_bytes_per_s is not None]
     return f", as deltas where these are shorter, over links of {min(slow) / 1e6:g} MB/s" if slow else ""
+
+
+def from_where(paths: list[WeightPath]) -> str:
+    """Of some pairs: whether versions are sent from the weights or from copies; nothing where neither are sent."""
+    if any(path.lent for path in paths):
+        return ", from the weights themselves: an update waits for who is taking them"
+    copied = any(path.executor in COLLECTIVE or (path.trainer_ranks > 1 and path.executor in WITHIN) for path in paths)
+    return ", from copies of the weights" if copied else ""
 
 
 def slow(link_bytes_per_s: float | None) -> float | None:

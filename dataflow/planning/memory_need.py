@@ -46,8 +46,8 @@ def need_of(graph: Structure, operator: Operator, size: ModelSize | None, ranks:
         parts["refreshed"] = sum(size.kept_bytes(model.dtype, refresh, model.lora) for refresh in refreshes)
     shares = ranks // operator.traits.dp_replicate
     parts = {name: whole // shares for name, whole in parts.items()}
-    if not operator.trains and not isinstance(operator, Generate):
-        parts["weights"] += size.ends * bytes_of(model.dtype) * (shares - 1) // shares
+    if shares > 1 and not operator.trains and not isinstance(operator, Generate):
+        parts["embedding or head while it computes"] = size.largest_end * bytes_of(model.dtype)
     if isinstance(operator, Generate):
         parts["KV-cache"] = _cache(operator, size, bytes_of(model.dtype), ranks)
     if operator.trains:

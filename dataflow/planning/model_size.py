@@ -23,6 +23,8 @@ class ModelSize:
     """Parameters of a model."""
 
     parameters: int
+    largest_end: int = 0
+    """Of the embedding, or of the head."""
     linear: tuple[tuple[str, int, int], ...] = ()
     """(last name, outputs, inputs) of the layers that may have adapters."""
 
@@ -75,17 +77,9 @@ class ModelSize:
         count = self.parameters if lora is None else self._adapters(lora)
         return count * (4 * bool(refresh.decay) + _BYTES[dtype] * (refresh.every > 1))
 
-    def sent_bytes(self, dtype: str, lora: LoRA | None = None, ranks: int = 1, *, has_ends: bool = False) -> int:
-        """Of a version on its way to a reader, the most that one of its ranks takes; has_ends: which has the `ends`
-        whole."""
-        count, whole = (self.parameters, self.ends) if lora is None else (self._adapters(lora), 0)
-        whole = whole if has_ends else 0
-        return _BYTES[dtype] * (whole + (count - whole) // ranks)
-
-    @property
-    def ends(self) -> int:
-        """Parameters outside of linear layers: embeddings, norms and the head."""
-        return self.parameters - sum(rows * columns for _, rows, columns in self.linear)
+    def sent_bytes(self, dtype: str, lora: LoRA | None = None, ranks: int = 1) -> int:
+        """Of a version on its way to a reader, the most that one of its ranks takes."""
+        return _BYTES[dtype] * (self.parameters if lora is None else self._adapters(lora)) // ranks
 
     def _adapted(self, lora: LoRA) -> list[tuple[str, int, int]]:
         return [layer for layer in self.linear if lora.targets == ALL_LINEAR or layer[0] in lora.targets]
@@ -113,7 +107,11 @@ def _measure(folder: Path) -> ModelSize | None:
     layers = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
     inner = {path: shape for path, shape in layers.items() if not _is_outer(path)}
     linear = tuple((path.rpartition(".")[2], rows, columns) for path, (rows, columns) in inner.items())
-    return ModelSize(parameters=sum(map(math.prod, shapes.values())), linear=linear, **_shape(folder))
+    ends = [rows * columns for path, (rows, columns) in layers.items() if path not in inner]
+    return ModelSize(
+        parameters=sum(map(math.prod, shapes.values())), largest_end=max(ends, default=0), linear=linear,
+        **_shape(folder),
+    )  # fmt: skip
 
 
 def _shape(folder: Path) -> dict[str, int]:

@@ -10,7 +10,17 @@ from dataflow.draw.picture import Frame
 from dataflow.errors import GraphError, nearest
 from dataflow.group_bytes import MESSAGE_BYTES, message_fault
 from dataflow.node import Generate, Learn, Source
-from dataflow.planning.executors import COLLECTIVE, WeightPath, executor_between, explain, slow, summary, weight_paths
+from dataflow.planning.executors import (
+    COLLECTIVE,
+    WeightPath,
+    copies_of,
+    executor_between,
+    explain,
+    lends,
+    slow,
+    summary,
+    weight_paths,
+)
 from dataflow.planning.host_lines import host_lines
 from dataflow.planning.hosts import Devices, named
 from dataflow.planning.inputs import Place, digest
@@ -62,6 +72,8 @@ class Plan:
     """From which step on how many replicas a node is to have."""
     turns: tuple[Group, ...] = ()
     """Nodes that share their devices, of which one is awake at a time."""
+    copying: tuple[str, ...] = ()
+    """Trainers that send versions from copies of their weights wherever they could send these."""
     neighbours: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By worker of light operators, those that exchange rows with it, which it is to sit beside."""
     listen: str = ""
@@ -101,6 +113,13 @@ class Plan:
         """The readers of a host that share one way of a trainer's weights over the network, the one that takes them in
         first; none where each has its own."""
         return readers_beside(self.weight_paths, trainer, refresh, host)
+
+    def lent(self, trainer: str, executor: str) -> bool:
+        """Whether an executor sends a trainer's versions from its weights themselves, which wait for readers then."""
+        link = self.link(trainer, executor)
+        return lends(
+            self.placements[trainer], executor, link_bytes_per_s=link, copies=trainer in self.copying
+        )  # fmt: skip
 
     def executors(self) -> dict[tuple[str, str], str]:
         """By (trainer, reader): how weights get from one to the other."""
@@ -261,8 +280,12 @@ def plan(
         placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
         scale=scale, weights=weights, weight_paths=mirrored(weight_paths(
             graph, placements, sizes, forced=weights, one_process=one_process,
-            devices=devices,
+            devices=devices, turns=turns,
         )),
+        copying=tuple(
+            name for name in {feedback.weights.trainer.name: None for feedback in graph.feedbacks}
+            if copies_of(graph, name, turns, None)
+        ),
         message_bytes=message_bytes, turns=turns, neighbours=neighbours,
     )  # fmt: skip
     for fault in too_large_groups(graph, {name: placement.replicas for name, placement in placements.items()}):

@@ -31,6 +31,12 @@ class FanOut:
         offered = [end.publish(version, tensors) for end in self._ends]
         return all(offered)
 
+    def settle(self, timeout_s: float) -> bool:
+        """The tensors are about to change: wait until no end reads them. False where an end has given transfers up,
+        as the time was up; they may change all the same."""
+        settled = [end.settle(timeout_s) for end in self._ends]
+        return all(settled)
+
     def tell(self, note: dict[str, int | float | str]) -> None:
         """The same note on every end."""
         for end in self._ends:

@@ -96,7 +96,8 @@ def shards_writer(
     site: Mapping[str, Any], layout: "Layout", rank: int, ranks: int, device: str, *, limits: Limits, attempt: int,
     listeners: dict[str, "Listener"] | None = None,
 ) -> "ShardedWriter":  # fmt: skip
-    """The end of one rank of a trainer: it sends the shard that it has by `layout`, over a slow link what changed.
+    """The end of one rank of a trainer: it sends the shard that it has by `layout`, over a slow link what changed, from
+    copies of the tensors or, where they are lent, from these.
 
     listeners: by address, of rank 0; one that is taken is taken out."""
     from transport.weights import ShardedWriter
@@ -108,8 +109,8 @@ def shards_writer(
         writer = functools.partial(DeltaWriter, link_bytes_per_s=link)
     return writer(
         layout, rank, site["address"], ranks=ranks, backend=site["executor"], device=_memory(site, device),
-        deadlines=_deadlines(limits), attempt=attempt, clock=AwakeClock(), host=_host(site),
-        listener=(listeners or {}).pop(site["address"], None),
+        hold="until_settle" if site["lent"] else "snapshot", deadlines=_deadlines(limits), attempt=attempt,
+        clock=AwakeClock(), host=_host(site), listener=(listeners or {}).pop(site["address"], None),
     )  # fmt: skip
 
 
@@ -165,11 +166,6 @@ class ShardsOut(FanOut):
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """As `FanOut.publish`; on all ranks at once, for they may have to agree on scales."""
         return super().publish(version, self._encoder.encode(_local(tensors)))
-
-    def withdraw(self) -> None:
-        """Forget a version that an end has yet to copy: the tensors are about to change."""
-        for end in self._ends:
-            end.withdraw()  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Leave the weight plane."""

@@ -25,7 +25,8 @@ class OwnTokens:
         self.forward = forward
         self._node, self._model, self._tokenizer = node, model, tokenizer
         self._most = context_tokens
-        self._vocabulary = int(forward.module.get_input_embeddings().weight.shape[0])
+        embedding = forward.module.get_input_embeddings()
+        self._vocabulary = int(getattr(embedding, "num_embeddings", len(embedding.weight)))
 
     def ask(self, rows: pa.RecordBatch) -> Asked:
         """Those rows that are short enough. Raises OperatorError when the tokens are not this model's."""

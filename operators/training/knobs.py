@@ -74,6 +74,11 @@ class TrainerKnobs(Learn):
     """Run the layers through torch.compile."""
     offload: bool = False
     """Between steps, keep the optimiser's state and the gradients in main memory: for devices that are shared."""
+    copy_weights: bool | None = None
+    """Where ranks send versions to ranks: from copies of the weights, two at most, or, False, from the weights, so that
+    an update waits until those who are taking them have them; None: copies only where nodes take turns on devices,
+    where `offload` moves weights, and where what changed is sent. A trainer of one rank, whose readers on its machine
+    compute in memory that it writes, has no other copy."""
     checkpoint_every: int | None = None
     """Steps between checkpoints that stay; the last step is always kept."""
     recover_within_s: float = 60.0
@@ -94,6 +99,7 @@ class TrainerKnobs(Learn):
             tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate, temperature=self.temperature,
             queue_prompts=self.queue_prompts, micro_batch_tokens=self.micro_batch_tokens,
             gradient_checkpointing=self.gradient_checkpointing, sleeps=True,
+            copies_weights=self.offload or self.copy_weights,
         )  # fmt: skip
 
     @cached_property
@@ -149,6 +155,11 @@ class TrainerKnobs(Learn):
             and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         ):
             found.append(f"'{self.name}' has betas={self.betas!r}; give two numbers from 0 up to 1, as (0.9, 0.999)")
+        if self.offload and self.copy_weights is False:
+            found.append(
+                f"'{self.name}' has copy_weights=False, which sends its weights from where they are, and offload=True, "
+                f"which takes them away between steps; leave one of them out"
+            )
         if self.normalize not in NORMALIZE:
             found.append(f"'{self.name}' has normalize={self.normalize!r}, which is not known; use {list(NORMALIZE)}")
         if self.schedule not in SCHEDULES:

@@ -97,6 +97,7 @@ def step_metrics(
         "computed_tokens": outcome.nodes,
         "seconds_step": wall,
         **{f"seconds_{stage}": seconds for stage, seconds in pace.seconds.items()},
+        "seconds_settle": outcome.settle_s,
         "dropped": dict(dropped),
         "skipped_steps": skipped_steps,
     }

@@ -20,7 +20,7 @@ class Offers:
     """
 
     def __init__(self, context: Context, learner: Learner) -> None:
-        """Open every end."""
+        """Open every end; of a learner of one rank, that rank's."""
         self._learner = learner
         self._traffic = (0, 0)
         self._newest: WeightsOut | None = None
@@ -30,6 +30,8 @@ class Offers:
             (line, refresh, opens(_detached(learner.offered(line))))
             for line, (refresh, opens) in enumerate(context.refreshers.items(), 1)
         ]
+        opened = {} if self._newest is None else {0: self._newest}
+        learner.writers = opened | {line: end for line, _, end in self._refreshing} | learner.writers
 
     @property
     def ends(self) -> list[WeightsOut]:

@@ -318,6 +318,11 @@ class TrainerRuntime(Runtime):
         )
         if metrics["no_signal"] is not None:
             context.log.warning("no signal", node=context.node, step=step, **metrics["no_signal"])
+        if not outcome.settled:
+            context.log.warning(
+                "readers had not taken the last version when the weights were to change; they take a later one",
+                node=context.node, step=step, waited_s=round(outcome.settle_s, 1),
+            )  # fmt: skip
         metrics |= self._offers.sent()
         journal.commit(step, groups, self._drops.reasons, metrics)
         journal.made(making.seconds)
@@ -377,6 +382,7 @@ def _learner(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[Lea
         learner = make_learner(
             trainer, model, node=context.node, device=context.device, seed=context.seed, aside=context.aside
         )
+        learner.settle_s = context.limits.settle_s
         return learner, context
     from operators.training.parallel.launch import led
 

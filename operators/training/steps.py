@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -74,8 +75,8 @@ class StepMaker:
         self.rows = None
         if outcome.culprit is None:
             self.step += 1
-            if self.learner.refreshed:
-                self.learner.everywhere(refreshed.follow, step=self.step)
+            if self.learner.refreshed and not all(self.learner.everywhere(refreshed.follow, step=self.step)):
+                outcome = dataclasses.replace(outcome, settled=False)
         self._add("optimizer", began)
         return outcome
 

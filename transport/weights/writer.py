@@ -105,6 +105,11 @@ class WeightWriter:
             self.poll()
         return self._pending is None
 
+    def settle(self, timeout_s: float) -> bool:
+        """The tensors are about to change: forget a version that is not written yet. Never waits; True."""
+        self._pending = None
+        return True
+
     def tell(self, note: Note) -> None:
         """Replace the note that every reader, present or late, gets with its next message."""
         self._require_open()

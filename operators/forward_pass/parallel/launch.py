@@ -17,6 +17,7 @@ from operators.engine.parallel.shards import Shard, localized, plain_pieces
 from operators.engine.parallel.sliced_model import SlicedModel, sliced
 from operators.forward_pass.asked import Reading
 from operators.forward_pass.knobs import ForwardKnobs
+from operators.forward_pass.parallel.ends import cut_ends, gather_ends
 from operators.forward_pass.parallel.follow import follow
 from operators.forward_pass.parallel.lead import LedForward
 from operators.forward_pass.parallel.messages import CODEC, Join
@@ -60,7 +61,10 @@ def led(declaration: ForwardKnobs, context: Context) -> tuple[Reading, Merged | 
     def loaded(rank: int, mesh: TrainerMesh, loading: Loading) -> tuple[SlicedModel, Reading]:
         def cut_up(module: torch.nn.Module) -> dict[str, Shard]:
             cut(module, mesh, model.name)
-            return localized(module, device_of(context.device, rank))
+            ends = cut_ends(module, mesh["tp"])
+            shards = localized(module, device_of(context.device, rank))
+            gather_ends(ends, mesh["tp"])
+            return shards
 
         own = sliced(model, cut_up, loading)
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,15 +13,17 @@ import torch
 from torch import Tensor
 
 from dataflow.errors import Unusable
+from dataflow.limits import Limits
 from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, VALUES
 from dataflow.rollout_tokens import SamplingMask, gather
 from dataflow.staleness import NO_TOKEN
+from dataflow.weight_ends import WeightsOut
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.learner.loss_function import LossFunction
 from operators.training.learner.memory import Parked
 from operators.training.learner.nonfinite import NotFinite, not_finite
 from operators.training.learner.packing import Array, TokenTree, pack, split
-from operators.training.learner.refreshed import Refreshed
+from operators.training.learner.refreshed import Refreshed, settle
 from operators.training.learner.rows import StepRows, whitened
 from operators.training.learner.together import Alone, Together
 
@@ -38,6 +41,10 @@ class StepOutcome:
     """Tokens that went through the model."""
     culprit: str | None = None
     """What was not finite; then the weights were left as they were."""
+    settle_s: float = 0.0
+    """How long the update waited for readers that were taking the weights."""
+    settled: bool = True
+    """Whether they had them then; else they were given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +91,10 @@ class Learner:
     together: Together = field(default_factory=Alone)
     parked: Parked | None = None
     """Takes what it does not need off its device, where the trainer offloads; see `memory`."""
-    writers: dict[int, Any] = field(default_factory=dict)
-    """This rank's ends of the weight planes, where each rank has its own, by line as `offered` counts them."""
+    writers: dict[int, WeightsOut] = field(default_factory=dict)
+    """This rank's ends of the weight planes, by line as `offered` counts them."""
+    settle_s: float = Limits().settle_s
+    """For readers to have taken the weights that are about to change."""
     refreshed: list[Refreshed] = field(default_factory=list)
     """What it keeps for readers that get every n-th version."""
     before_change: Callable[[], None] | None = None
@@ -207,13 +216,13 @@ class Learner:
         grad_norm, most, loss, computed, *found = torch.cat(
             [norm.double().reshape(1), largest.reshape(1), sums]
         ).tolist()
-        culprit = None
+        culprit, settle_s, settled = None, 0.0, True
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.together.clip(gradients, self.max_grad_norm, norm)
             self.unread()
-            for line, writer in self.writers.items():
-                if line == 0 or self.refreshed[line - 1].offers_weights:
-                    writer.withdraw()
+            began = time.monotonic()
+            settled = settle(self, [0, *(n for n, each in enumerate(self.refreshed, 1) if each.offers_weights)])
+            settle_s = time.monotonic() - began
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
@@ -221,7 +230,7 @@ class Learner:
             culprit = str(self.findings())
         return StepOutcome(
             loss=loss, grad_norm=grad_norm, measures=self._diagnostics.measures(found, most), nodes=round(computed),
-            culprit=culprit,
+            culprit=culprit, settle_s=settle_s, settled=settled,
         )  # fmt: skip
 
     def _no_gradients(self) -> None:

@@ -7,12 +7,12 @@ was started again, also between two versions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dataflow.weight_ends import Refresh
+from dataflow.weight_ends import Refresh, WeightsOut
 from operators.training.learner.together import local
 
 
@@ -21,7 +21,8 @@ class Following(Protocol):
 
     parameters: dict[str, Tensor]
     refreshed: list[Refreshed]
-    writers: dict[int, Any]
+    writers: dict[int, WeightsOut]
+    settle_s: float
 
 
 class Refreshed:
@@ -86,13 +87,20 @@ def add(*, learner: Following, rank: int, ranks: int, every: int, decay: float, 
     learner.refreshed.append(Refreshed(refresh, learner.parameters, step, getattr(torch, dtype)))
 
 
-def follow(*, learner: Following, rank: int, ranks: int, step: int) -> None:
-    """`Refreshed.follow`, for `Learner.everywhere`. A version that is still to be copied is withdrawn before what is
-    offered changes; the next one takes its place."""
-    for line, each in enumerate(learner.refreshed, 1):
-        if line in learner.writers and each.refresh.newest(step) == step:
-            learner.writers[line].withdraw()
+def follow(*, learner: Following, rank: int, ranks: int, step: int) -> bool:
+    """`Refreshed.follow`, for `Learner.everywhere`, of what is settled before it changes: see `settle`."""
+    changing = [line for line, each in enumerate(learner.refreshed, 1) if each.refresh.newest(step) == step]
+    settled = settle(learner, changing)
+    for each in learner.refreshed:
         each.follow(step)
+    return settled
+
+
+def settle(learner: Following, lines: Iterable[int]) -> bool:
+    """Before what a learner offers on these lines changes: nobody reads it any more. False where some reader was given
+    up."""
+    settled = [learner.writers[line].settle(learner.settle_s) for line in lines if line in learner.writers]
+    return all(settled)
 
 
 def tensors_of(refreshed: Iterable[Refreshed]) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ class DirectAllGather:
         parts, rank = output_tensor.view(group.size(), -1), group.rank()
         if parts[rank].data_ptr() != input_tensor.data_ptr():
             parts[rank].copy_(input_tensor)
-        _swap(group, lambda far: input_tensor, lambda far: parts[far])
+        swap(group, lambda far: input_tensor, lambda far: parts[far])
 
 
 class DirectReduceScatter:
@@ -83,7 +83,7 @@ class DirectReduceScatter:
         for begin in range(0, output_tensor.numel(), most):
             total = output_tensor[begin : begin + most]
             mine, theirs = parts[:, begin : begin + most], came[:, : len(total)]
-            _swap(group, mine.__getitem__, theirs.__getitem__)
+            swap(group, mine.__getitem__, theirs.__getitem__)
             theirs[rank] = mine[rank]
             torch.sum(theirs, 0, out=total)
 
@@ -96,7 +96,7 @@ def exchange_directly(layer: Any, buffer: LayerBuffer) -> None:
     layer.set_modules_to_backward_prefetch([layer])
 
 
-def _swap(group: dist.ProcessGroup, give: Callable[[int], Tensor], take: Callable[[int], Tensor]) -> None:
+def swap(group: dist.ProcessGroup, give: Callable[[int], Tensor], take: Callable[[int], Tensor]) -> None:
     """Send each other rank what is given for it, and fill what it sends, both contiguous; the next rank first, so that
     not all send to the same one."""
     others = [(group.rank() + step) % group.size() for step in range(1, group.size())]

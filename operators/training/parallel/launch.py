@@ -96,6 +96,7 @@ def lead(
             watch = group.watched(limits.exchange_s)
             with named(channel, rank, os.getppid(), "making the learner", watch):
                 learner = making()
+            learner.settle_s = limits.settle_s
             watch.close()
             return learner
 
@@ -128,6 +129,7 @@ def lead(
         watch = group.watched(limits.exchange_s)
         with watch.within():
             own = making()
+    own.settle_s = limits.settle_s
     own.together = MeshTogether(mesh, team.fallen, limits.exchange_s)
     return LedLearner(own, Exchange(team, watch), mesh)
 

@@ -186,6 +186,10 @@ class _LedWriter:
             self._exchange.tell(Publish(self._line, version))
             return self._own.publish(version, tensors)
 
+    def settle(self, timeout_s: float) -> bool:
+        """Rank 0's part; each of the others settles its own, before the same update."""
+        return self._own.settle(timeout_s)
+
     @property
     def sent(self) -> Mapping[str, SentVersion]:
         """By all ranks, as the end of rank 0 hears of it."""

@@ -130,7 +130,8 @@ def test_every_replica_that_reads_is_in_the_plan_and_one_line_sums_them_up() -> 
     made = plan(build(DealtOut(model=POLICY)), GPUS, gpus={"generator": 4, "trainer": 2}, sizes=SIZES)
     assert [(p.replica, p.trainer_ranks, p.ranks) for p in made.weight_paths] == [(0, 2, 2), (1, 2, 2)]
     assert weights_line(made) == (
-        "weights trainer -> generator: cuda_ipc (2 trainer ranks -> 2 readers of 2 ranks, up to 4.1 MiB each)"
+        "weights trainer -> generator: cuda_ipc (2 trainer ranks -> 2 readers of 2 ranks, up to 4.1 MiB each, from the "
+        "weights themselves: an update waits for who is taking them)"
     )
 
 
@@ -138,7 +139,8 @@ def test_pairs_that_differ_are_counted() -> None:
     paths = plan(build(), Devices(cpus=2), replicas={"generator": 2}).weight_paths
     other = [type(path)(**{**_fields(path), "executor": "gloo", "replica": 2}) for path in paths[:1]]
     assert explain((*paths, *other)) == [
-        "weights trainer -> generator: shared_memory x2, gloo x1 (1 trainer rank -> 3 readers)"
+        "weights trainer -> generator: shared_memory x2, gloo x1 (1 trainer rank -> 3 readers, from copies of the "
+        "weights)"
     ]
 
 
@@ -202,6 +204,10 @@ class End:
 
     def publish(self, version: int, tensors: Any) -> bool:
         self.calls.append(("publish", version))
+        return self.takes
+
+    def settle(self, timeout_s: float) -> bool:
+        self.calls.append(("settle", timeout_s))
         return self.takes
 
     def tell(self, note: Any) -> None:

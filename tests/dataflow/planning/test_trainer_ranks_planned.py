@@ -165,7 +165,7 @@ def graph_of_main() -> Graph:
 def test_the_command_line_takes_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     main(graph_of_main, args=["--ranks", "trainer=2", "--explain", "--runs", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "weights trainer -> generator: shared_memory (2 trainer ranks -> 1 reader)" in said
+    assert "weights trainer -> generator: shared_memory (2 trainer ranks -> 1 reader, from the weights" in said
     with pytest.raises(SystemExit) as ended:
         main(graph_of_main, args=["--ranks", "trainer=many", "--explain", "--runs", str(tmp_path)])
     assert ended.value.code == 1

@@ -1,5 +1,8 @@
 """What a trainer keeps for readers that it refreshes: against its definition, in checkpoints, over any ranks."""
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -56,15 +59,22 @@ def test_what_the_next_step_makes_anew_is_not_kept() -> None:
 class Busy:
     """A rank's end of a weight plane whose buffers are all read: a version is copied when it is polled."""
 
+    sent: ClassVar[dict[str, Any]] = {}
+
     def __init__(self) -> None:
         self.copied: dict[int, dict[str, torch.Tensor]] = {}
         self.pending: tuple[int, dict[str, torch.Tensor]] | None = None
 
-    def publish(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
-        self.pending = version, tensors
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
+        self.pending = version, dict(tensors)
+        return False
 
-    def withdraw(self) -> None:
+    def settle(self, timeout_s: float) -> bool:
         self.pending = None
+        return True
+
+    def tell(self, note: Mapping[str, Any]) -> None:
+        pass
 
     def poll(self) -> None:
         if self.pending is not None:
@@ -73,12 +83,36 @@ class Busy:
             self.pending = None
 
 
+class Lending(Busy):
+    """One that sends a version from the tensors themselves, and reads them until they are settled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = -1
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
+        assert self.pending is None, "settled before it changed"
+        self.version = version
+        return super().publish(version, tensors)
+
+    def poll(self) -> None:
+        pending = self.pending
+        super().poll()
+        self.pending = pending
+
+    def settle(self, timeout_s: float) -> bool:
+        self.poll()
+        return super().settle(timeout_s)
+
+
+@pytest.mark.parametrize("end", [Busy, Lending])
 @pytest.mark.parametrize("frees", range(1, 6))
-def test_a_version_that_is_copied_late_has_its_own_weights(frees):
+def test_a_version_that_is_read_late_has_its_own_weights(frees: int, end: type[Busy]) -> None:
     """Readers let go of a buffer after any of the things that a rank does between two steps, where it polls."""
     refreshes = [Refresh(every=1), Refresh(every=2), Refresh(every=1, decay=0.5), Refresh(every=2, decay=0.5)]
     learner = tiny_learner(tiny_trainer(), tiny_llama())
-    ends = learner.writers = {line: Busy() for line in range(1 + len(refreshes))}
+    ends = {line: end() for line in range(1 + len(refreshes))}
+    learner.writers = {**ends}
     for refresh in refreshes:
         keep(learner, refresh, step=0)
     rows = rows_of(group(0, advantages=[1.0, -1.0, 0.5]), group(1))
@@ -89,8 +123,8 @@ def test_a_version_that_is_copied_late_has_its_own_weights(frees):
         nonlocal done
         done += 1
         if done % frees == 0:
-            for end in ends.values():
-                end.poll()
+            for each in ends.values():
+                each.poll()
 
     for number in range(1, 9):
         for part in learner.begin(rows, number - 1):
@@ -99,13 +133,13 @@ def test_a_version_that_is_copied_late_has_its_own_weights(frees):
         polled()
         refreshed.follow(learner=learner, rank=0, ranks=1, step=number)
         polled()
-        for line, end in ends.items():
+        for line, each in ends.items():
             if line == 0 or refreshes[line - 1].newest(number) == number:
                 offered = learner.offered(line)
                 expected[line, number] = {name: tensor.detach().clone() for name, tensor in offered.items()}
-                end.publish(number, offered)
+                each.publish(number, offered)
                 polled()
-    found = {(line, version): copied for line, end in ends.items() for version, copied in end.copied.items()}
+    found = {(line, version): copied for line, each in ends.items() for version, copied in each.copied.items()}
     assert {line for line, _ in found} == set(ends)
     for key, copied in found.items():
         assert all(torch.equal(copied[name], tensor) for name, tensor in expected[key].items()), key

@@ -177,16 +177,14 @@ class ShardedWriter:
         self._stage()
         return self._pending is None
 
-    def withdraw(self) -> None:
-        """Forget a version that is not copied yet: the tensors are about to change."""
-        self._pending = None
-
     def settle(self, timeout_s: float) -> bool:
-        """Wait until no transfer reads the trainer's tensors; at once where they were copied.
+        """The tensors are about to change: forget a version that is not copied yet, and wait until no transfer reads
+        them; at once where they were copied.
 
         False when the time was up: the transfers are given up, and their groups come back for a later version. In
         both cases the tensors may change now."""
         self._check()
+        self._pending = None
         if not self._borrows:
             return True
         deadline = self._clock() + timeout_s

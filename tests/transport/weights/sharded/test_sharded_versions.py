@@ -158,8 +158,8 @@ def test_a_publish_never_waits_and_the_newest_version_goes_out_when_a_buffer_is_
         assert holds(group, tensors)
 
 
-@pytest.mark.parametrize("withdraw", [(), (1,), (0, 1)], ids=str)
-def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate, backend, withdraw):
+@pytest.mark.parametrize("settle", [(), (1,), (0, 1)], ids=str)
+def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate, backend, settle):
     trainer = Trainer(SOURCE, address, backend=backend, bucket_bytes=64)
     gate.clear()
     trainer.publish(1)
@@ -171,16 +171,16 @@ def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate
     mine = [shards(SOURCE, rank, full(SOURCE, 3)) for rank in range(2)]
     assert [writer.publish(3, tensors) for writer, tensors in zip(trainer.writers, mine, strict=True)] == [False] * 2
     assert trainer.writers[0].pending == 3
-    for rank in withdraw:
-        trainer.writers[rank].withdraw()
+    for rank in settle:
+        trainer.writers[rank].settle(0.0)
         assert trainer.writers[rank].pending is None
         for tensor in mine[rank].values():
             tensor.zero_()
     gate.set()
-    if withdraw:
+    if settle:
         until(lambda: slow.versions == {1} and other.versions == {2}, slow, other, trainer)
         trainer.publish(4)
-    newest = 4 if withdraw else 3
+    newest = 4 if settle else 3
     until(lambda: slow.versions == other.versions == {newest}, slow, other, trainer)
     for group in (slow, other):
         assert holds(group, full(SOURCE, newest))
