@@ -234,7 +234,7 @@ def spread_rooms(rooms: Sequence[Room], part: Part) -> list[Room]:
 def _too_large(party: _Party, found: int, rooms: Sequence[Room], *, may_spread: bool) -> str:
     """Why units found no place."""
     found_some = f", of {party.count} that are asked for {found} found one" if found else ""
-    spread = ", or an equal part of that on each of several," if may_spread else ""
+    spread = ", or an equal part of that on each of several" if may_spread else ""
     return (
         f"{_told(party)} needs {party.unit} on one host{spread}{found_some}, but {shortage(rooms, party.unit)}; "
         f"ask for less, add hosts, or say with place= who goes where"

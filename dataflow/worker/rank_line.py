@@ -136,6 +136,8 @@ class RankLine:
         if not self._is_over:
             self._have(self._end)
             self._thread.join(_KILLED_S)
+            for each in (self._woken, self._waker):
+                each.close()
 
     def _serve(self) -> None:
         try:
