@@ -24,7 +24,7 @@ from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 if TYPE_CHECKING:
     from dataflow.folder.ledger import BaseLedger
     from dataflow.folder.run_folder import RunFolder
-    from dataflow.rank_places import RankPlaces
+    from dataflow.system.rank_places import RankPlaces
 
 
 @dataclass(frozen=True)

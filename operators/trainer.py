@@ -50,7 +50,7 @@ class Trainer(TrainerKnobs):
         return TrainerRuntime.build(self, context)
 
     def follower(self, context: Context, told: Mapping[str, Any]) -> Callable[[int, int], int]:
-        """What a rank runs on another host than rank 0's (`dataflow.rank_places.Spreads`)."""
+        """What a rank runs on another host than rank 0's (`dataflow.system.rank_places.Spreads`)."""
         from operators.training.parallel.launch import follower
 
         return follower(self, context, told)

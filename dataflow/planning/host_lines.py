@@ -53,8 +53,8 @@ def spread_line(placement: Placement) -> str:
     each = placement.ranks // len(placement.all_hosts)
     cut = " (its layers are cut across hosts, as nothing else fits)" if each % placement.tensor_parallel else ""
     return (
-        f"the ranks of '{placement.node}' are spread over {len(placement.all_hosts)} hosts, {each} on each{cut}; its "
-        f"weights go over the network, to readers on the same hosts too"
+        f"the ranks of '{placement.node}' are spread over {len(placement.all_hosts)} hosts, {each} on each{cut}, and "
+        f"its weights go over the network, to readers on the same hosts too"
     )
 
 

@@ -29,9 +29,9 @@ from dataflow.planning.sharing import (
     read_wishes,
 )
 from dataflow.planning.sharing import explain as explain_turns
-from dataflow.rank_places import Spreads
 from dataflow.staleness import Bound, capacity
 from dataflow.structure import Structure, sinks_of, sources_of
+from dataflow.system.rank_places import Spreads
 
 
 @dataclass(frozen=True, kw_only=True)

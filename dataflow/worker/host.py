@@ -23,9 +23,9 @@ from dataflow.limits import Limits
 from dataflow.node import Context, Generate, Runtime
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, context_facts, edges, marks
-from dataflow.rank_places import RankPlaces
 from dataflow.structure import readers_of, refreshes_of, sinks_of
 from dataflow.system.log import node_log
+from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 from dataflow.worker.loop import Inlet, NodeLoop, Outlet
@@ -79,7 +79,8 @@ class Settings:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Settings":
         """What `to_plain` made of one."""
-        return cls(**{**plain, "limits": Limits.from_plain(plain["limits"])})
+        ranks = {name: tuple(plain[name]) for name in ("rank_hosts", "rank_devices")}
+        return cls(**{**plain, **ranks, "limits": Limits.from_plain(plain["limits"])})
 
     def to_plain(self) -> dict[str, Any]:
         """For msgpack."""

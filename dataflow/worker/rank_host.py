@@ -23,9 +23,9 @@ from dataflow.graph import Graph
 from dataflow.node import Context
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import context_facts
-from dataflow.rank_places import RankPlaces, Spreads
 from dataflow.system.child import Forked, fork
 from dataflow.system.log import log_to, node_log
+from dataflow.system.rank_places import RankPlaces, Spreads
 from dataflow.system.security import RunKeys, present
 from dataflow.worker import rank_messages as messages
 from dataflow.worker.host import Settings

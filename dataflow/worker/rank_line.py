@@ -167,8 +167,9 @@ class RankLine:
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass
-        while not self._asked.empty():
-            self._asked.get()()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._asked.get_nowait()()
         for _ in range(_BACKLOG):
             if not self._router.poll(0):
                 break

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dataflow.errors import RunError
-from dataflow.rank_places import RankPlaces
+from dataflow.system.rank_places import RankPlaces
 from dataflow.worker.weight_ports import abort_gloo, interface_of
 from operators.ranks.watch import Watch
 

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.limits import Limits
-from dataflow.rank_places import RankPlaces
 from dataflow.system import child
 from dataflow.system.channel import Channel
 from dataflow.system.clocks import Countdown
 from dataflow.system.messages import Codec
+from dataflow.system.rank_places import RankPlaces
 from operators.ranks import group
 from operators.ranks.messages import Close, Failed
 

@@ -78,7 +78,7 @@ def test_the_user_names_the_hosts_and_rank_0_is_on_the_first() -> None:
     assert made.placements["trainer"].rank_hosts == ("c", "a") and made.host("trainer", 0) == "c"
     told = made.explain()
     assert "host a (4 cores): trainer rank 1 on 4 threads" in told
-    assert "the ranks of 'trainer' are spread over 2 hosts, 1 on each; its weights go over the network" in told
+    assert "the ranks of 'trainer' are spread over 2 hosts, 1 on each, and its weights go over the network" in told
     assert next(frame for frame in made.frames() if "trainer" in frame.nodes).where == "hosts c and a"
 
 

@@ -13,8 +13,8 @@ from test_ranks_processes import CODEC, Answer, End
 
 from dataflow.errors import WorkerDied
 from dataflow.limits import Limits
-from dataflow.rank_places import RankPlaces
 from dataflow.system.child import Forked, fork
+from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 from dataflow.worker.rank_host import RankHost
