@@ -125,7 +125,7 @@ class RankHost:
 
     def run(self) -> int:
         """Serve rank 0 until it ends; the exit status."""
-        self._say(messages.Here(self._settings.host))
+        self._say(messages.Here(self._settings.host, self._settings.attempt))
         while not self._is_over:
             self._turn()
             if not self._was_connected and time.monotonic() - self._began > self._settings.limits.start_s:

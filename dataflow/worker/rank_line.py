@@ -18,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from dataflow.errors import RunError
 from dataflow.system.child import Child
 from dataflow.system.messages import MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint
@@ -83,8 +84,10 @@ class RankLine:
     unblocked by: what comes there, or `start`, `prepare`, `close`
     """
 
-    def __init__(self, host: str, keys: RunKeys, hosts: Sequence[str]) -> None:
-        """Listen at this host's address; hosts: of each rank. TransportError where it cannot."""
+    def __init__(self, host: str, keys: RunKeys, hosts: Sequence[str], attempt: int = 0) -> None:
+        """Listen at this host's address. hosts: of each rank. attempt: of the worker; ranks of another one are not let
+        in. RunError where it cannot."""
+        self._attempt = attempt
         self._hosts = tuple(hosts)
         self._guard = Guard(keys.receivers)
         self._router: zmq.Socket[Any] = self._guard.context.socket(zmq.ROUTER)
@@ -93,7 +96,15 @@ class RankLine:
         ):  # fmt: skip
             self._router.setsockopt(option, int(value))
         self._guard.protect(self._router)
-        self._router.bind(endpoint(host))
+        try:
+            self._router.bind(endpoint(host))
+        except zmq.ZMQError as error:
+            self._router.close()
+            self._guard.close()
+            raise RunError(
+                f"the first rank cannot listen for those on other hosts at {endpoint(host)}: {error.strerror}; see "
+                f"that this host has that address"
+            ) from None
         found = self._router.last_endpoint
         assert isinstance(found, bytes), "what ZeroMQ says of a bound socket"
         self.address = found.decode()
@@ -190,7 +201,7 @@ class RankLine:
             case messages.Set() | messages.Get() | messages.Delete():
                 for whom, told in self._values.take(who, message):
                     self._send(whom, told)
-            case messages.Here() if message.host in self._hosts and message.host not in self._there:
+            case messages.Here() if self._is_awaited(message):
                 self._there[message.host] = who
                 for waiting in self._waiting.pop(message.host, []):
                     self._say(message.host, waiting)
@@ -202,6 +213,9 @@ class RankLine:
                 self._lose_host(host, 1)
             case messages.Started() | messages.Ended() | messages.Bytes() if message.rank in self._ranks:
                 self._of_rank(self._ranks[message.rank], message)
+
+    def _is_awaited(self, message: messages.Here) -> bool:
+        return message.attempt == self._attempt and message.host in self._hosts and message.host not in self._there
 
     def _of_rank(self, far: FarRank, message: messages.Started | messages.Ended | messages.Bytes) -> None:
         match message:

@@ -17,6 +17,8 @@ class Here:
     """It is there, and hears."""
 
     host: str
+    attempt: int
+    """Of its worker."""
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,7 @@ def _rank_line(settings: Settings) -> RankLine | None:
     keys = RunKeys.from_plain(settings.keys)
     if keys is None or len(set(settings.rank_hosts)) < 2:
         return None
-    return RankLine(settings.listen, keys, settings.rank_hosts)
+    return RankLine(settings.listen, keys, settings.rank_hosts, settings.attempt)
 
 
 def _seek(settings: Settings) -> str:

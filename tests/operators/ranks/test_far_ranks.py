@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from test_ranks_processes import CODEC, Answer, End
 
-from dataflow.errors import WorkerDied
+from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import Limits
-from dataflow.system.child import Forked, fork
+from dataflow.system.child import Forked, ended_within, fork
 from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
@@ -116,6 +116,24 @@ def test_when_the_process_of_a_host_ends_all_its_ranks_have_ended() -> None:
             with pytest.raises(WorkerDied, match=rf"rank {rank} .*on host 'b'"):
                 ranks.answer(rank, Answer)
         assert ranks.fallen()
+
+
+def test_the_ranks_of_an_attempt_that_has_ended_are_not_let_in() -> None:
+    line = RankLine("127.0.0.1", KEYS, HOSTS, attempt=1)
+    stale = there(line, "b")  # of attempt 0
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = line.start(theirs, 1)
+        assert not ended_within(child, 0.5) and child.pid == 0
+        child.kill()
+        assert child.wait(WAIT_S) == -signal.SIGKILL
+    line.close()
+    assert stale.wait(WAIT_S) == 0, "it ends with the line"
+
+
+def test_an_address_that_is_another_hosts_is_said() -> None:
+    with pytest.raises(RunError, match="cannot listen for those on other hosts at tcp://192.0.2.1"):
+        RankLine("192.0.2.1", KEYS, HOSTS)
 
 
 def test_ranks_of_a_host_that_never_came_can_be_ended() -> None:
