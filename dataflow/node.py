@@ -24,6 +24,7 @@ from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 if TYPE_CHECKING:
     from dataflow.folder.ledger import BaseLedger
     from dataflow.folder.run_folder import RunFolder
+    from dataflow.system.rank_places import RankPlaces
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,8 @@ class Context:
     other ranks may take versions themselves."""
     narrow: str | None = None
     """The format in which the tensors of `Operator.narrow_tensors` arrive there; None: as the others."""
+    places: "RankPlaces | None" = None
+    """Of ranks that the plan has spread over several hosts: where each is."""
 
 
 class KnobCheck(type):

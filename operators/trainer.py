@@ -1,8 +1,8 @@
 """Trainer: makes steps of a model from groups of rollouts, and offers the new weights; imports no torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dataflow.node import Context, Runtime
 from operators.training.knobs import TrainerKnobs
@@ -48,6 +48,12 @@ class Trainer(TrainerKnobs):
         from operators.training.runtime import TrainerRuntime
 
         return TrainerRuntime.build(self, context)
+
+    def follower(self, context: Context, told: Mapping[str, Any]) -> Callable[[int, int], int]:
+        """What a rank runs on another host than rank 0's (`dataflow.system.rank_places.Spreads`)."""
+        from operators.training.parallel.launch import follower
+
+        return follower(self, context, told)
 
     def replay(self, script: "Script") -> Iterator[Mapping[str, float]]:
         """Train a run's recorded steps again, for `dataflow replay`: `loss` and `grad_norm` of each."""

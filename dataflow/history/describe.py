@@ -65,7 +65,7 @@ def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
     return {
         "max_staleness": staleness, "leading": leading(graph), "plan": plan.explain().splitlines(),
         "placed": placed, "on_demand": list(plan.on_demand),
-        **({"hosts": {node: list(dict.fromkeys(place.hosts)) for node, place in plan.placements.items()}}
+        **({"hosts": {node: list(place.all_hosts) for node, place in plan.placements.items()}}
            if plan.devices.hosts else {}),
     }  # fmt: skip
 

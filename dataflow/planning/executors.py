@@ -110,7 +110,10 @@ def obstacle(executor: str, source: Seat, destination: Seat) -> str | None:
 
 
 def executor_between(trainer: Placement, reader: Placement, replica: int, *, apart: bool) -> str:
-    """What is chosen for a replica that is on the trainer's host, or apart from it, wherever they were planned."""
+    """What is chosen for a replica that is on the trainer's host, or apart from it, wherever they were planned.
+
+    The weights of a trainer whose ranks are spread go over the network to all: one executor serves every pair."""
+    apart = apart or bool(trainer.rank_hosts)
     sources = [_seat(trainer, 0, rank, machine="trainer's") for rank in range(trainer.ranks)]
     there = "another" if apart else "trainer's"
     return choose(sources, [_seat(reader, replica, rank, machine=there) for rank in range(reader.ranks)])
@@ -194,7 +197,7 @@ def weight_paths(
             if forced is not None:
                 _check_forced(forced, executor, trainer.node, sources, reader.node, destinations)
                 executor = forced
-            is_apart = sources[0].machine != destinations[0].machine
+            is_apart = len({each.machine for each in sources + destinations}) > 1
             is_link = executor in COLLECTIVE and (forced or is_apart)
             link = slow(devices.link_bytes_per_s) if is_link else None
             copies = copies_of(graph, trainer.node, turns, link)
@@ -256,7 +259,7 @@ def _seat(
     """machine: where it is; None: where it is planned to be."""
     return Seat(
         process="" if one_process else f"{placement.worker}-{replica}.{rank}", device=placement.device(replica, rank),
-        machine=placement.host(replica) if machine is None else machine,
+        machine=placement.host(replica, rank) if machine is None else machine,
     )  # fmt: skip
 
 

@@ -27,6 +27,8 @@ def host_lines(devices: Devices, placements: Iterable[Placement], light: Collect
 def _told(placement: Placement, is_light: bool) -> Mapping[str, str]:
     """By host, what it has of one node."""
     replicas: dict[str, list[int]] = {}
+    if placement.rank_hosts:
+        return {host: _ranks_told(placement, host) for host in placement.all_hosts}
     for replica, host in enumerate(placement.hosts):
         replicas.setdefault(host, []).append(replica)
     found: dict[str, str] = {}
@@ -42,6 +44,28 @@ def _told(placement: Placement, is_light: bool) -> Mapping[str, str]:
             text += f" on {placement.share_of(there[0])}"
         found[host] = text
     return found
+
+
+def spread_line(placement: Placement) -> str:
+    """Of a trainer on several hosts: where its ranks are; else nothing."""
+    if not placement.rank_hosts:
+        return ""
+    each = placement.ranks // len(placement.all_hosts)
+    cut = " (its layers are cut across hosts, as nothing else fits)" if each % placement.tensor_parallel else ""
+    return (
+        f"the ranks of '{placement.node}' are spread over {len(placement.all_hosts)} hosts, {each} on each{cut}, and "
+        f"its weights go over the network, to readers on the same hosts too"
+    )
+
+
+def _ranks_told(placement: Placement, host: str) -> str:
+    """What one host has of a trainer that is spread."""
+    ranks = [rank for rank, at in enumerate(placement.rank_hosts) if at == host]
+    text = f"{placement.node} rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+    if placement.gpus:
+        return f"{text} on gpu {ranges(int(placement.device(0, each).removeprefix('cuda:')) for each in ranks)}"
+    threads = f"{placement.threads} thread{'s' if placement.threads > 1 else ''}"
+    return f"{text} on {threads}{' each' if len(ranks) > 1 else ''}"
 
 
 def _size(host: Host) -> str:

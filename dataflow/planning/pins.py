@@ -30,14 +30,24 @@ def read_place(place: Place, devices: Devices) -> Pins:
     return pins
 
 
-def check_pins(pins: Pins, replicas: Mapping[str, int]) -> None:
-    """Refuse more hosts than replicas. GraphError."""
+def check_pins(pins: Pins, replicas: Mapping[str, int], spread: Mapping[str, int]) -> None:
+    """Refuse more hosts than replicas, and hosts that cannot have as many ranks each. GraphError.
+
+    spread: of those whose ranks may be on several hosts, how many ranks there are."""
     for node, hosts in pins.items():
-        if (count := replicas[node]) < len(hosts):
+        ranks = spread.get(node, 1)
+        if ranks > 1 and ranks % len(hosts):
+            fitting = [count for count in range(1, ranks + 1) if ranks % count == 0]
+            raise GraphError(
+                f"'{node}' is to be spread over {len(hosts)} hosts, {', '.join(hosts)}, but has {ranks} ranks, and "
+                f"each host is to have as many; name {', '.join(map(str, fitting[:-1]))} or {ranks} hosts, or give it "
+                f"other ranks"
+            )
+        if ranks == 1 and (count := replicas[node]) < len(hosts):
             raise GraphError(
                 f"'{node}' is to be on {len(hosts)} hosts, {', '.join(hosts)}, but has {count} "
-                f"replica{'s' if count > 1 else ''}, and all ranks of a replica are on one host; name {count} at most, "
-                f"or give it more replicas, where it can have more"
+                f"replica{'s' if count > 1 else ''}, and all ranks of a replica are on one host, but for those of a "
+                f"trainer; name {count} at most, or give it more replicas, where it can have more"
             )
 
 

@@ -23,9 +23,11 @@ class Placement:
     gpus: tuple[int, ...] = ()
     """Accelerators, replica by replica, numbered over all hosts; empty: CPU."""
     hosts: tuple[str, ...] = ()
-    """The host of each replica, all ranks of which are there; empty: this machine."""
+    """The host of each replica, and of all its ranks, unless `rank_hosts` says otherwise; empty: this machine."""
+    rank_hosts: tuple[str, ...] = ()
+    """Of a trainer that is spread over several hosts: that of each rank."""
     first_gpus: tuple[int, ...] = ()
-    """By replica, the number of the first accelerator of its host."""
+    """By replica, or by rank of one that is spread, the number of the first accelerator of its host."""
     threads: int = 1
     """CPU threads of each process; where hosts differ, the fewest."""
     threads_there: tuple[int, ...] = ()
@@ -71,9 +73,16 @@ class Placement:
         """The accelerators of one replica."""
         return self.gpus[replica * self.ranks : (replica + 1) * self.ranks]
 
-    def host(self, replica: int) -> str:
-        """The host of a replica; empty: this machine. One that the plan does not know yet has none here."""
+    def host(self, replica: int, rank: int = 0) -> str:
+        """The host of a rank of a replica; empty: this machine. A replica that the plan does not know yet has none."""
+        if self.rank_hosts:
+            return self.rank_hosts[rank]
         return self.hosts[replica] if self.hosts else ""
+
+    @property
+    def all_hosts(self) -> tuple[str, ...]:
+        """Of every replica and rank, each once, in their order."""
+        return tuple(dict.fromkeys(self.rank_hosts or self.hosts))
 
     def threads_of(self, replica: int) -> int:
         """CPU threads of each process of a replica, be it one that joins later."""
@@ -83,7 +92,7 @@ class Placement:
         """Torch's name of the device of one rank of a replica, on its host."""
         if not self.gpus:
             return "cpu"
-        first = self.first_gpus[replica] if self.first_gpus else 0
+        first = self.first_gpus[rank if self.rank_hosts else replica] if self.first_gpus else 0
         return f"cuda:{self.gpus[replica * self.ranks + rank] - first}"
 
 

@@ -1,9 +1,10 @@
 """Which host each replica sits on, with which of its accelerators, when a run is planned: a pure function.
 
 What must sit together is a unit: the ranks of one replica; all replicas of nodes that take turns on devices. Pinned
-units are seated first, then those on accelerators, then those on the CPU, the largest first (`rooms` says where). Light
-workers come last, each beside as many of its neighbours as there are on one host; between equals it is the host of the
-one that feeds it.
+units are seated first, then those on accelerators, then those on the CPU, the largest first (`rooms` says where). The
+ranks of a trainer that no host has room for are spread over several (`spreading`), those of others are not: each token
+would wait for the network in each layer. Light workers come last, each beside as many of its neighbours as there are on
+one host; between equals it is the host of the one that feeds it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from dataflow.planning.pins import Pins, check_pins, pin_of
 from dataflow.planning.placement import Placement
 from dataflow.planning.rooms import Room, Unit, rooms_of, settle, shortage
 from dataflow.planning.sharing import Group, threads_of
+from dataflow.planning.spreading import divisions, spread
 from dataflow.structure import Structure
 
 Found = tuple[Room, tuple[int, ...]]
@@ -34,6 +36,14 @@ class Part:
     """Of all its replicas; 0: it runs on the CPU."""
     need: Need | None = None
     """Of each rank."""
+    may_spread: bool = False
+    """Whether its ranks may be on several hosts."""
+    tensor_parallel: int = 1
+    dp_replicate: int = 1
+
+    def of_ranks(self, ranks: int) -> "Part":
+        """What so many of its ranks are, on a host."""
+        return Part(ranks=ranks, gpus=ranks if self.gpus else 0, need=self.need)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +69,11 @@ def placed(
     parts: in the order in which accelerators are numbered. neighbours: of light workers. Raises GraphError for units
     that no host has room for.
     """
-    check_pins(pins, {node: part.replicas for node, part in parts.items()})
+    in_turn = {node for group in turns for node in group}
+    check_pins(
+        pins, {node: part.replicas for node, part in parts.items()},
+        {node: part.ranks for node, part in parts.items() if part.may_spread and node not in in_turn},
+    )  # fmt: skip
     workers = workers_of(graph)
     rooms = rooms_of(devices)
     heavy = {node: part for node, part in parts.items() if not graph.operators[node].light}
@@ -134,8 +148,8 @@ def _seated(
     parties: list[_Party] = []
     for node, part in parts.items():
         if (group := next((group for group in turns if node in group), None)) is None:
-            one = Part(ranks=part.ranks, gpus=part.ranks if part.gpus else 0, need=part.need)
-            parties.append(_Party(nodes=(node,), unit=unit_of([one]), count=part.replicas, pins=pins.get(node, ())))
+            unit = unit_of([part.of_ranks(part.ranks)])
+            parties.append(_Party(nodes=(node,), unit=unit, count=part.replicas, pins=pins.get(node, ())))
         elif not any(group == party.nodes for party in parties):
             pin = pin_of(group, pins, "they take turns on the same devices")
             own = (pin,) if pin is not None else ()
@@ -144,9 +158,16 @@ def _seated(
         parties.sort(key=lambda party: (not party.pins, not party.unit.gpus, -(party.unit.gpus or party.unit.cores)))
     places: dict[str, list[Found]] = {}
     for party in parties:
+        part = parts[party.nodes[0]]
+        is_spread = part.may_spread and len(party.nodes) == 1 and part.ranks > 1
+        if is_spread and (len(party.pins) > 1 or not party.pins):
+            found = _spread(party, part, rooms)
+            if found:
+                places[party.nodes[0]] = found
+                continue
         found = _pinned(party, rooms) if party.pins else settle(rooms, party.unit, party.count)
         if len(found) < party.count:
-            raise GraphError(_too_large(party, len(found), rooms))
+            raise GraphError(_too_large(party, len(found), rooms, may_spread=is_spread and len(rooms) > 1))
         for node in party.nodes:
             places[node] = found if len(party.nodes) == 1 else _dealt(found[0], parts[node])
     return places
@@ -175,11 +196,47 @@ def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Found]:
     return found
 
 
-def _too_large(party: _Party, found: int, rooms: Sequence[Room]) -> str:
+def _spread(party: _Party, part: Part, rooms: Sequence[Room]) -> list[Found]:
+    """What each host has of the ranks of a trainer; nothing where one host has room for all, or too few have.
+    GraphError where pinned hosts have not."""
+
+    def unit(ranks: int) -> Unit:
+        return unit_of([part.of_ranks(ranks)])
+
+    chosen = [room for name in party.pins for room in rooms if room.host.name == name]
+    if not party.pins:
+        chosen = spread_rooms(rooms, part)
+    each = unit(part.ranks // max(1, len(chosen)))
+    found: list[Found] = []
+    for room in chosen:
+        row = room.row(each)
+        if row is None:
+            raise GraphError(
+                f"{_told(party)} is to be spread by place over {', '.join(party.pins)}, which needs {each} on each of "
+                f"them, but {room.told(each)}; name other hosts, or more of them, or ask for less"
+            )
+        room.take(each, row)
+        found.append((room, row))
+    return found
+
+
+def spread_rooms(rooms: Sequence[Room], part: Part) -> list[Room]:
+    """The hosts that the ranks of a trainer are spread over; none where one host has room for all, or too few have."""
+    whole = unit_of([part.of_ranks(part.ranks)])
+    if any(room.row(whole) is not None and not room.lacks_memory(whole) for room in rooms):
+        return []
+    counts = divisions(
+        part.ranks, len(rooms), tensor_parallel=part.tensor_parallel, dp_replicate=part.dp_replicate
+    )  # fmt: skip
+    return spread(rooms, part.ranks, lambda ranks: unit_of([part.of_ranks(ranks)]), counts)
+
+
+def _too_large(party: _Party, found: int, rooms: Sequence[Room], *, may_spread: bool) -> str:
     """Why units found no place."""
     found_some = f", of {party.count} that are asked for {found} found one" if found else ""
+    spread = ", or an equal part of that on each of several" if may_spread else ""
     return (
-        f"{_told(party)} needs {party.unit} on one host{found_some}, but {shortage(rooms, party.unit)}; "
+        f"{_told(party)} needs {party.unit} on one host{spread}{found_some}, but {shortage(rooms, party.unit)}; "
         f"ask for less, add hosts, or say with place= who goes where"
     )
 
@@ -203,7 +260,8 @@ def _threads(
         if not part.gpus:
             for room, _ in places[node]:
                 there = counts[room.host.name]
-                there[node] = there.get(node, (0, part.ranks))[0] + 1, part.ranks
+                ranks = part.ranks * part.replicas // len(places[node])
+                there[node] = there.get(node, (0, ranks))[0] + 1, ranks
     synchronous = all(feedback.max_staleness == 0 for feedback in graph.feedbacks)
     return {
         room.host.name: threads_of(turns, counts[room.host.name], room.host.cpus, synchronous=synchronous)
@@ -221,12 +279,15 @@ def _placement(
     named: bool,
 ) -> Placement:
     operator = graph.operators[node]
+    is_spread = len(places) > part.replicas
     each = [1 if operator.light else threads[room.host.name] for room, _ in places]
     gpus = tuple(gpu for _, row in places for gpu in row)
+    by_rank = [place for place in places for _ in range(part.ranks // len(places))] if is_spread else places
     return Placement(
         node=node, worker=worker, replicas=part.replicas, ranks=part.ranks, gpus=gpus,
-        hosts=tuple(room.host.name for room, _ in places) if named else (),
-        first_gpus=tuple(room.first_gpu for room, _ in places) if named and gpus else (),
+        hosts=tuple(room.host.name for room, _ in places[: part.replicas]) if named else (),
+        rank_hosts=tuple(room.host.name for room, _ in by_rank) if is_spread else (),
+        first_gpus=tuple(room.first_gpu for room, _ in by_rank) if named and gpus else (),
         dp_replicate=operator.traits.dp_replicate, tensor_parallel=operator.traits.tensor_parallel,
-        threads=min(each), threads_there=tuple(each) if min(each) < max(each) else (), need=part.need,
+        threads=min(each), threads_there=tuple(each) if min(each) < max(each) and not is_spread else (), need=part.need,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from dataflow.planning.executors import (
     summary,
     weight_paths,
 )
-from dataflow.planning.host_lines import host_lines
+from dataflow.planning.host_lines import host_lines, spread_line
 from dataflow.planning.hosts import Devices, named
 from dataflow.planning.inputs import Place, digest
 from dataflow.planning.memory_need import Need, Spot, amount, check_fit, need_of
@@ -42,6 +42,7 @@ from dataflow.planning.sharing import (
 from dataflow.planning.sharing import explain as explain_turns
 from dataflow.staleness import Bound, capacity
 from dataflow.structure import Structure, sinks_of, sources_of
+from dataflow.system.rank_places import Spreads
 from dataflow.weight_ends import Refresh
 
 
@@ -149,7 +150,7 @@ class Plan:
         ]
 
     def host(self, worker: str, replica: int) -> str:
-        """The host of a process, of its ranks too; empty: this machine."""
+        """The host of a process; empty: this machine."""
         return self.placements[self.workers[worker][0]].host(replica)
 
     def digest(self) -> str:
@@ -165,7 +166,7 @@ class Plan:
             label += f" · {placement.mesh}" if placement.mesh else ""
             others = [name for name in self.turns_of(node) if name != node]
             label += f" · in turn with {', '.join(others)}" if others else ""
-            hosts = dict.fromkeys(placement.hosts)
+            hosts = placement.all_hosts
             where = f"host{'s' if len(hosts) > 1 else ''} {named(hosts)}" if hosts else ""
             groups.setdefault((label, where), []).append(node)
         return [Frame(label=label, nodes=tuple(nodes), where=where) for (label, where), nodes in groups.items()]
@@ -174,7 +175,7 @@ class Plan:
         """The plan as a table."""
         head = ("node", "worker", "replicas", "ranks", "devices", "memory") + ("hosts",) * bool(self.devices.hosts)
         rows = [
-            (p.node, p.worker, str(p.replicas), str(p.ranks), p.devices, amount(p.memory_bytes), named(p.hosts))
+            (p.node, p.worker, str(p.replicas), str(p.ranks), p.devices, amount(p.memory_bytes), named(p.all_hosts))
             for p in self.placements.values()
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
@@ -188,6 +189,7 @@ class Plan:
                 f"{capacity(bound.prompts_per_step, bound.max_staleness)} prompts in flight"
             )
         lines += [f"the ranks of '{each.node}' are {each.mesh}" for each in self.placements.values() if each.mesh]
+        lines += [told for each in self.placements.values() if (told := spread_line(each))]
         lines.append(f"a message on a data edge has at most {amount(self.message_bytes)}; a larger group goes in parts")
         lines += [f"each process of '{each.node}' needs at least {each.need}" for each in self.placements.values()
                   if each.need is not None]  # fmt: skip
@@ -235,7 +237,8 @@ def plan(
     ranks: processes that share out the model of a trainer that runs on CPU (accelerators count them by themselves).
     scale: copies of a node from a step of the trainers on. weights: the executor of the weight plane; None: chosen
     for each reader. message_bytes: most bytes of one message on a data edge; a larger group goes in parts.
-    place: by node, the host of its replicas, or several that they take in turn; others are placed as `placing` says.
+    place: by node, the host of its replicas, or several that they take in turn, or that the ranks of a trainer are
+    spread over; others are placed as `placing` says.
     one_process: all operators run in one.
     Raises GraphError for unknown nodes and hosts, for more devices than there are, for ranks that cannot share a model
     out or find no host that has room for all of them, for an executor that cannot serve, and for groups that an edge
@@ -313,7 +316,10 @@ def _parts(
         count = gpus[name] // each if name in gpus else replicas.get(name, 1)
         check_replicas(operator, count)
         need = need_of(graph, operator, sizes.get(model.source) if model else None, each)
-        parts[name] = Part(replicas=count, ranks=each, gpus=gpus.get(name, 0), need=need)
+        parts[name] = Part(
+            replicas=count, ranks=each, gpus=gpus.get(name, 0), need=need, may_spread=isinstance(operator, Spreads),
+            tensor_parallel=operator.traits.tensor_parallel, dp_replicate=operator.traits.dp_replicate,
+        )  # fmt: skip
     return {name: parts[name] for name in dict.fromkeys([*gpus, *parts])}
 
 
@@ -322,7 +328,7 @@ def _needs(made: Plan) -> list[tuple[str, Spot, Need]]:
     return awake_at_once(made.turns, [
         (
             f"{each.worker}-{replica}" + (f".{rank}" if each.ranks > 1 else ""), each.node,
-            (each.host(replica), each.device(replica, rank)), each.need,
+            (each.host(replica, rank), each.device(replica, rank)), each.need,
         )
         for each in made.placements.values() if each.need is not None
         for replica in range(each.replicas) for rank in range(each.ranks)

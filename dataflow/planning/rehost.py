@@ -2,7 +2,8 @@
 
 It is the rule of the plan (`placing`), one worker at a time: ranks together, in a row of accelerators of one host that
 lives; processes on the CPU where there are fewest per core; light workers beside their neighbours. Who takes turns goes
-where one of its group is already, which has a place for all of them.
+where one of its group is already, which has a place for all of them. Only the ranks of a trainer that the plan has
+spread may be on several hosts again: who reads its weights has them over the network, as they go from several.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Protocol
 
 from dataflow.planning.hosts import Devices
 from dataflow.planning.placement import Placement
-from dataflow.planning.placing import Part, host_beside, unit_of
+from dataflow.planning.placing import Part, host_beside, spread_rooms, unit_of
 from dataflow.planning.plan import Plan
 from dataflow.planning.rooms import Room, Unit, rooms_of, settle, shortage
 from dataflow.planning.sharing import at_once
@@ -30,6 +31,10 @@ class Sits(Protocol):
     @property
     def host(self) -> str:
         """Where it sits; empty: this machine, where there is no other."""
+
+    @property
+    def rank_hosts(self) -> tuple[str, ...]:
+        """Where each of its ranks sits, where these are spread; else nothing."""
 
     @property
     def gpus(self) -> tuple[int, ...]:
@@ -56,7 +61,7 @@ def rehost(
     seated = [each for each in seated if each.host in alive]
     rooms = _rooms(plan, devices, alive, seated)
     if not rooms:
-        return f"'{worker}-{replica}' has no host left; add one"
+        return _nowhere(worker, replica)
     if worker in plan.neighbours:
         hosts = {each: [other.host for other in seated if other.worker == each] for each in plan.neighbours[worker]}
         return host_beside(hosts.values(), rooms), ()
@@ -70,6 +75,29 @@ def rehost(
         return _refusal(worker, replica, unit, rooms)
     room, row = found[0]
     return room.host.name, _share(plan, worker, replica, row[0]) if group and row else row
+
+
+def rehost_ranks(
+    plan: Plan, devices: Devices, alive: Collection[str], seated: Iterable[Sits], worker: str
+) -> tuple[tuple[str, ...], tuple[int, ...]] | str:
+    """The host and the accelerator of each rank of a trainer that the plan has spread; else what it needs and what
+    there is. All are on one host where one has room for them now. The rest is as for `rehost`."""
+    rooms = _rooms(plan, devices, alive, [each for each in seated if each.host in alive])
+    if not rooms:
+        return _nowhere(worker, 0)
+    part = _part(plan.placements[worker])
+    unit = unit_of([part])
+    found = settle(_roomy(rooms, unit), unit)
+    if found:
+        room, row = found[0]
+        return (room.host.name,) * part.ranks, row
+    chosen = spread_rooms(rooms, part)
+    if not chosen:
+        return _refusal(worker, 0, unit, rooms)
+    each = unit_of([part.of_ranks(part.ranks // len(chosen))])
+    rows = [room.row(each) or () for room in chosen]
+    hosts = [room.host.name for room in chosen for _ in range(part.ranks // len(chosen))]
+    return tuple(hosts), tuple(gpu for row in rows for gpu in row)
 
 
 def most_replicas(
@@ -91,7 +119,10 @@ def _part(placement: Placement, replicas: int | None = None) -> Part:
     """replicas: of so many; None: of all."""
     count = placement.replicas if replicas is None else replicas
     gpus = count * placement.ranks if placement.gpus else 0
-    return Part(replicas=count, ranks=placement.ranks, gpus=gpus, need=placement.need)
+    return Part(
+        replicas=count, ranks=placement.ranks, gpus=gpus, need=placement.need,
+        tensor_parallel=placement.tensor_parallel, dp_replicate=placement.dp_replicate,
+    )  # fmt: skip
 
 
 def _roomy(rooms: Iterable[Room], unit: Unit) -> list[Room]:
@@ -104,13 +135,17 @@ def _rooms(plan: Plan, devices: Devices, alive: Collection[str], seated: Sequenc
     rooms = {room.host.name: room for room in rooms_of(devices) if room.host.name in alive}
     counts: dict[str, dict[str, int]] = {}
     for each in seated:
-        if each.host in rooms and each.worker not in plan.neighbours:
-            rooms[each.host].taken.update(_block(plan, each))
-            there = counts.setdefault(each.host, {})
-            there[each.worker] = there.get(each.worker, 0) + 1
-    for host, there in counts.items():
-        placements = {worker: plan.placements[worker] for worker in there}
-        processes = {worker: count * placements[worker].ranks for worker, count in there.items()}
+        if each.worker in plan.neighbours:
+            continue
+        ranks = plan.placements[each.worker].ranks
+        for host in each.rank_hosts or (each.host,) * ranks:
+            if host in rooms:
+                there = counts.setdefault(host, {})
+                there[each.worker] = there.get(each.worker, 0) + 1
+        for host in {each.host, *each.rank_hosts}.intersection(rooms):
+            rooms[host].taken.update(set(_block(plan, each)).intersection(rooms[host].numbers))
+    for host, processes in counts.items():
+        placements = {worker: plan.placements[worker] for worker in processes}
         rooms[host].processes = at_once(plan.turns, processes)
         rooms[host].memory_bytes = at_once(plan.turns, _memory(placements, processes))
     return list(rooms.values())
@@ -160,6 +195,10 @@ def _beside_mates(
     room.taken |= {gpu for each in mates if each.worker == worker for gpu in each.gpus}
     row = room.row(Unit(gpus=placement.ranks))
     return _refusal(worker, replica, Unit(gpus=placement.ranks), [room]) if row is None else (host, row)
+
+
+def _nowhere(worker: str, replica: int) -> str:
+    return f"'{worker}-{replica}' has no host left; add one"
 
 
 def _refusal(worker: str, replica: int, unit: Unit, rooms: Sequence[Room]) -> str:

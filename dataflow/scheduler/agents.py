@@ -151,11 +151,13 @@ class Agents:
             self._to_all(Pace(self.messages.beat_s))
         self._send(self._hosts[settings["host"]], message)
 
-    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a worker."""
+    def kill(self, name: str, number: int = signal.SIGKILL, *, forget: bool = False) -> None:
+        """Send a signal to a worker. forget: it is nobody's wish any more, should its host not have heard that."""
         for host, agent in self._hosts.items():
             if name in agent.handed or (name in self._asked and host_of(self._asked[name]) == host):
                 self._send(agent, Kill(name, int(number)))
+        if forget:
+            self._asked.pop(name, None)
 
     def flush(self) -> None:
         """What was said to workers leaves, in one message to each host."""

@@ -22,7 +22,7 @@ from dataflow.scheduler.control_server import ControlServer, Message
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.requests import answer
 from dataflow.scheduler.stall_watch import StallWatch
-from dataflow.scheduler.table import Life, Table
+from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.system.files import only_told
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
@@ -223,6 +223,12 @@ class Scheduler:
         match command:
             case events.Spawn():
                 self._spawn(command)
+            case events.StartRanks():
+                self._start_ranks(command)
+            case events.EndRanks():
+                record = self.table.workers[command.name]
+                for host in dict.fromkeys(record.rank_hosts):
+                    self._server.end(_of_ranks(command.name, command.attempt, host))
             case events.Send():
                 self._server.send(command.to, command.message)
             case events.Signal():
@@ -246,17 +252,37 @@ class Scheduler:
     def _spawn(self, command: events.Spawn) -> None:
         """Ask the forkserver for a process."""
         record, graph = self.table.workers[command.name], self.table.graph
-        given: Mapping[str, Any] = self._server.place(record.host)
         settings = dataclasses.replace(
-            self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt, host=record.host,
-            device=seating.device(self.table, record), senders=command.senders or {},
-            at=record.at if record.received_at == record.host else {}, **given,
+            self._of(record, record.host), device=seating.device(self.table, record), senders=command.senders or {},
+            at=record.at if record.received_at == record.host else {},
         )  # fmt: skip
         trains = any(graph.operators[node].trains for node in record.nodes)
         self._server.spawn(record.name, settings.to_plain(), not graph.is_light(record.nodes), trains)
+
+    def _start_ranks(self, command: events.StartRanks) -> None:
+        """Ask the forkservers of its other hosts for a process of a worker's ranks."""
+        record = self.table.workers[command.name]
+        for host in dict.fromkeys(record.rank_hosts):
+            if host != record.host:
+                settings = dataclasses.replace(self._of(record, host), ranks_at=command.at)
+                self._server.spawn(_of_ranks(record.name, record.attempt, host), settings.to_plain(), True)
+
+    def _of(self, record: WorkerRecord, host: str) -> Settings:
+        """The settings of a worker, or of its ranks on another host."""
+        given: Mapping[str, Any] = self._server.place(host)
+        return dataclasses.replace(
+            self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt, host=host,
+            rank_hosts=record.rank_hosts,
+            rank_devices=seating.rank_devices(self.table, record) if record.rank_hosts else (), **given,
+        )  # fmt: skip
 
     def _leave_snapshot(self) -> None:
         """For a successor, before what was decided is sent."""
         if self.table.begun:
             with only_told(self.notices):
                 self.snapshot.write()
+
+
+def _of_ranks(name: str, attempt: int, host: str) -> str:
+    """What the process of a worker's ranks on another host is called."""
+    return f"{name}.{attempt}@{host}"

@@ -173,6 +173,10 @@ class ControlServer:
         """Send a signal to a worker."""
         self._outgoing.append(lambda: self._forkserver.kill(name, number))
 
+    def end(self, name: str) -> None:
+        """End a process of ranks on another host, and forget it."""
+        raise AssertionError("this machine is the only host")
+
     def pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on; at once, as nothing is decided by it."""
         self._forkserver.pause(is_paused)
@@ -284,6 +288,10 @@ class HostsControlServer(ControlServer):
     def clear(self, host: str) -> None:
         """As `Agents.clear`."""
         self._outgoing.append(lambda: self._agents.clear(host))
+
+    def end(self, name: str) -> None:
+        """As `ControlServer.end`."""
+        self._outgoing.append(lambda: self._agents.kill(name, forget=True))
 
     def seek(self, host: str) -> None:
         """As `Agents.seek`."""

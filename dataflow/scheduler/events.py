@@ -123,6 +123,23 @@ class Spawn:
 
 
 @dataclass(frozen=True)
+class StartRanks:
+    """Start the processes of a worker's ranks on other hosts than its own, for the attempt that its record has."""
+
+    name: str
+    at: str
+    """Where the first rank waits for them."""
+
+
+@dataclass(frozen=True)
+class EndRanks:
+    """End those of an attempt, which has ended."""
+
+    name: str
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Send:
     """Send a message to a worker."""
 
@@ -190,4 +207,7 @@ class End:
     error: RunError
 
 
-Command: TypeAlias = Spawn | Send | Signal | Clear | Outlive | Notice | FaultNoticed | FaultRecovered | Refuse | End
+Command: TypeAlias = (
+    Spawn | StartRanks | EndRanks | Send | Signal | Clear | Outlive | Notice | FaultNoticed | FaultRecovered | Refuse
+    | End
+)  # fmt: skip

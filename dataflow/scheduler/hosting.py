@@ -2,8 +2,8 @@
 
 A host is lost when its agent has ended, or was not heard for `Limits.hang_s`. All of its workers have fallen then,
 whatever they still do: no word of their attempts counts any more. They are started again where there is room
-(`seating`), or on a host that joins. A lost host that is back, as after a cut of the network, ends what it still has
-before anything is started there.
+(`seating`), or on a host that joins. A worker elsewhere that has ranks there is ended, and started again likewise. A
+lost host that is back, as after a cut of the network, ends what it still has before anything is started there.
 """
 
 from collections.abc import Mapping
@@ -59,6 +59,9 @@ def lost(table: Table, name: str, cause: str, now: float) -> list[Command]:
     for record in sorted(workers, key=lambda record: record.may_end):
         record.stopped_since = None
         commands += lifecycle.exited(table, record, f"was on host '{name}', which {cause}", now, with_host=True)
+    for record in table:
+        if name in record.rank_hosts and record.host != name and record.has_process and record.life is not Life.DYING:
+            commands += lifecycle.kill(table, record, f"had ranks on host '{name}', which {cause}", now)
     recovery.host_lost(table, host, now)
     if table.hopeless is not None:
         commands.append(End(RunError(f"{table.hopeless} ({table.folder})")))

@@ -5,21 +5,23 @@ import signal
 from dataflow.errors import RunError, WorkerDied
 from dataflow.folder.faults import STOPPED
 from dataflow.scheduler import recovery, scaling
-from dataflow.scheduler.events import Command, End, FaultNoticed, FaultRecovered, Send, Signal
+from dataflow.scheduler.events import Command, End, EndRanks, FaultNoticed, FaultRecovered, Send, Signal
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 
 
 def exited(table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False) -> list[Command]:
-    """A worker's process has ended, as it was told or not; `with_host`: as its host was lost."""
+    """A worker's process has ended, as it was told or not, and its ranks on other hosts are to end with it;
+    `with_host`: as a host of it was lost."""
     record.has_process = False
+    ranks: list[Command] = [EndRanks(record.name, record.attempt)] if record.is_spread else []
     if record.may_end and not table.is_closing:
         record.life = Life.GONE
-        return scaling.exited(table, record)
+        return [*ranks, *scaling.exited(table, record)]
     if record.life is Life.ENDING or table.is_closing:
         record.life = Life.GONE
     elif record.is_live:
-        return fell(table, record, cause, now, with_host=with_host)
-    return []
+        return [*ranks, *fell(table, record, cause, now, with_host=with_host)]
+    return ranks
 
 
 def fell(table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False) -> list[Command]:

@@ -74,7 +74,7 @@ def restart(table: Table, now: float) -> list[WorkerRecord]:
 
 def overdue(table: Table, record: WorkerRecord, now: float) -> str | None:
     """Why a worker is to be killed; None: it need not."""
-    limits, host = table.limits, table.host_of(record)
+    limits, host = table.limits, table.hosts.get(record.host)
     silent = (now if host is None else min(now, host.heard_at)) - record.heard_at  # none of a silent host can be heard
     if record.life is Life.DYING:
         return record.cause if now - record.dying_since > _END_S else None

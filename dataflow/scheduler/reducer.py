@@ -125,6 +125,8 @@ def _received(table: Table, name: str, message: messages.FromWorker, now: float)
         case messages.Hello():
             record.pid, record.machine, record.life = message.pid, message.machine, Life.STARTING
             commands += addresses.listens(table, record, message)
+            if record.is_spread:
+                commands.append(events.StartRanks(name, message.ranks_at))
             commands += scaling.hello(table, record) if table.begun else _wire_all(table)
         case messages.Ready():
             record.life = Life.READY
@@ -213,7 +215,8 @@ def _process(table: Table, event: events.ProcessEvent, now: float) -> list[event
     elif event.what == "continued" and stopped_since is None and record.life is Life.READY:
         return [events.FaultRecovered(record.name, f"worker {record.name} {STOPPED}, and was let go on")]
     elif event.what == "exited":
-        return lifecycle.exited(table, record, record.cause or how(event.status), now)
+        torn = not all(host.is_alive for host in table.hosts_of(record))
+        return lifecycle.exited(table, record, record.cause or how(event.status), now, with_host=torn)
     return []
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from dataflow.planning.hosts import Devices, Host
-from dataflow.planning.rehost import most_replicas, rehost
+from dataflow.planning.rehost import most_replicas, rehost, rehost_ranks
 from dataflow.planning.rooms import rooms_of
 from dataflow.scheduler.table import Membership, Table, WorkerRecord
 
@@ -21,16 +21,14 @@ def seat(table: Table, records: Iterable[WorkerRecord]) -> list[WorkerRecord]:
     seated: list[WorkerRecord] = []
     full: set[str] = set()
     for record in records:
-        host = table.host_of(record)
-        if host is None or host.is_alive:
-            seated += [record] if host is None or host.is_met else []
+        hosts = table.hosts_of(record)
+        if all(host.is_alive for host in hosts):
+            seated += [record] if all(host.is_met for host in hosts) else []
         elif record.worker not in full:  # where one replica has no room, no other has
-            found = room_for(table, record.worker, record.replica)
-            if found is None:
-                full.add(record.worker)
-            else:
-                record.host, record.gpus = found
+            if _move(table, record):
                 seated.append(record)
+            else:
+                full.add(record.worker)
     return seated
 
 
@@ -38,9 +36,12 @@ def homeless(table: Table, now: float) -> list[WorkerRecord]:
     """Those whose next attempt is due, and for which no host has room."""
     if not table.hosts or table.is_ending:
         return []
-    waiting = [record for record in table if record.is_due(now) and not table.hosts[record.host].is_alive]
+    waiting = [
+        record for record in table
+        if record.is_due(now) and not all(host.is_alive for host in table.hosts_of(record))
+    ]  # fmt: skip
     one_each = {record.worker: record for record in waiting}
-    full = {worker for worker, record in one_each.items() if room_for(table, worker, record.replica) is None}
+    full = {worker for worker, record in one_each.items() if not _move(table, record, only_look=True)}
     return [record for record in waiting if record.worker in full]
 
 
@@ -55,6 +56,23 @@ def room_for(table: Table, worker: str, replica: int | None = None) -> Place | N
     return None if isinstance(found, str) else found
 
 
+def _move(table: Table, record: WorkerRecord, *, only_look: bool = False) -> bool:
+    """Give a worker another place; whether there is one. only_look: it stays where it was."""
+    if not record.rank_hosts:
+        found = room_for(table, record.worker, record.replica)
+        if found is not None and not only_look:
+            record.host, record.gpus = found
+        return found is not None
+    others = [other for other in _seated(table) if other is not record]
+    spread = rehost_ranks(table.plan, _devices(table), _open(table), others, record.worker)
+    if isinstance(spread, str):
+        return False
+    if not only_look:
+        record.rank_hosts, record.gpus = spread
+        record.host = record.rank_hosts[0]
+    return True
+
+
 def most(table: Table, worker: str) -> int | None:
     """Replicas that the accelerators of all hosts have room for; None: it runs on the CPU."""
     devices = _devices(table)
@@ -63,7 +81,17 @@ def most(table: Table, worker: str) -> int | None:
 
 def device(table: Table, record: WorkerRecord) -> str:
     """Torch's name of the first device of a worker, on its host."""
-    return f"cuda:{_devices(table).number_there(record.gpus[0])}" if record.gpus else "cpu"
+    return _name(_devices(table), record.gpus[0]) if record.gpus else "cpu"
+
+
+def rank_devices(table: Table, record: WorkerRecord) -> list[str]:
+    """Of a worker whose ranks are spread, torch's name of the device of each, on its host."""
+    devices = _devices(table)
+    return [_name(devices, gpu) for gpu in record.gpus] or ["cpu"] * len(record.rank_hosts)
+
+
+def _name(devices: Devices, gpu: int) -> str:
+    return f"cuda:{devices.number_there(gpu)}"
 
 
 def wanted(table: Table, records: Sequence[WorkerRecord]) -> str:

@@ -53,6 +53,8 @@ class WorkerRecord:
     nodes: tuple[str, ...]
     host: str = ""
     """Where the attempt under way runs, or the next one; empty: this machine, where there is no other."""
+    rank_hosts: tuple[str, ...] = ()
+    """Of a trainer that is spread over several hosts: that of each of its ranks; `host` is the first one's."""
     gpus: tuple[int, ...] = ()
     life: Life = Life.FORKED
     membership: Membership = Membership.LIVE
@@ -124,6 +126,11 @@ class WorkerRecord:
         starts_again = self.attempt > 0 and self.life in (Life.FORKED, Life.STARTING)
         return self.life in (Life.DYING, Life.DOWN) or starts_again
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether it has ranks on other hosts than its own."""
+        return len(set(self.rank_hosts)) > 1
+
     def is_due(self, now: float) -> bool:
         """Whether its next attempt is to begin."""
         return self.restart_at is not None and self.restart_at <= now
@@ -173,7 +180,7 @@ class WorkerRecord:
     def to_plain(self) -> dict[str, Any]:
         """What a successor of the scheduler cannot learn from the forkserver or from heartbeats; for JSON."""
         plain = {name: getattr(self, name) for name in _REMEMBERED}
-        plain |= {name: list(plain[name]) for name in ("nodes", "gpus")}
+        plain |= {name: list(plain[name]) for name in _TUPLES}
         plain["lines"] = {name: asdict(line) for name, line in self.lines.items()}
         return plain | {"senders": sorted(self.senders), "unconfirmed": list(self.unconfirmed.items())}
 
@@ -181,8 +188,8 @@ class WorkerRecord:
     def from_plain(cls, plain: Mapping[str, Any]) -> "WorkerRecord":
         """What `to_plain` gave."""
         return cls(**{
-            **plain, "life": Life(plain["life"]), "membership": Membership(plain["membership"]),
-            "nodes": tuple(plain["nodes"]), "gpus": tuple(plain["gpus"]), "senders": set(plain["senders"]),
+            **plain, **{name: tuple(plain[name]) for name in _TUPLES}, "senders": set(plain["senders"]),
+            "life": Life(plain["life"]), "membership": Membership(plain["membership"]),
             "unconfirmed": dict(plain["unconfirmed"]),
             "lines": {name: WeightLine(**line) for name, line in plain["lines"].items()},
         })  # fmt: skip
@@ -192,6 +199,7 @@ _OF_THIS_SCHEDULER = {
     "has_process", "pid", "forked_at", "heard_at", "dying_since", "stopped_since", "heartbeat", "stacks",
     "is_reachable", "deferred",
 }  # fmt: skip
+_TUPLES = ("nodes", "gpus", "rank_hosts")
 _REMEMBERED = [each.name for each in fields(WorkerRecord) if each.name not in _OF_THIS_SCHEDULER]
 
 
@@ -294,7 +302,7 @@ class Table:
             placement = self.plan.placements[nodes[0]]
             self.add(WorkerRecord(
                 name=f"{name}-{replica}", worker=name, replica=replica, nodes=tuple(nodes),
-                host=placement.host(replica), gpus=placement.gpus_of(replica),
+                host=placement.host(replica), rank_hosts=placement.rank_hosts, gpus=placement.gpus_of(replica),
             ))  # fmt: skip
         replicas = self.by_worker()
         senders = {
@@ -318,14 +326,13 @@ class Table:
             found.setdefault(record.worker, []).append(record)
         return found
 
-    def host_of(self, record: WorkerRecord) -> HostRecord | None:
-        """Where a worker runs; None: on this machine, where there is no other."""
-        return self.hosts[record.host] if record.host else None
+    def hosts_of(self, record: WorkerRecord) -> list[HostRecord]:
+        """Where a worker and its ranks run; none: on this machine, where there is no other."""
+        return [self.hosts[name] for name in dict.fromkeys((record.host, *record.rank_hosts)) if name]
 
     def is_met(self, record: WorkerRecord) -> bool:
         """Whether this scheduler knows what became of a worker's process."""
-        host = self.host_of(record)
-        return host is None or host.is_met
+        return not record.host or self.hosts[record.host].is_met
 
     def upstream(self, record: WorkerRecord) -> set[str]:
         """The plan's workers that send to this one."""

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, context_facts, edges, marks
 from dataflow.structure import readers_of, refreshes_of, sinks_of
 from dataflow.system.log import node_log
+from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 from dataflow.worker.loop import Inlet, NodeLoop, Outlet
@@ -58,6 +59,12 @@ class Settings:
     """Name of its host; empty: the scheduler's own machine, in a run that has no other."""
     device: str = "cpu"
     """Torch's name of the first device of the process."""
+    rank_hosts: Sequence[str] = ()
+    """Of a worker whose ranks are spread over several hosts: that of each; empty: all are here."""
+    rank_devices: Sequence[str] = ()
+    """Of these ranks, torch's name of the device of each, on its host."""
+    ranks_at: str = ""
+    """For a process in which such ranks begin that are not on the host of the first: where that one listens."""
     senders: Mapping[str, int] = field(default_factory=dict)
     """By edge that ends here, how many senders to expect; where it says nothing, as many as the plan has."""
     listen: str = ""
@@ -72,7 +79,8 @@ class Settings:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Settings":
         """What `to_plain` made of one."""
-        return cls(**{**plain, "limits": Limits.from_plain(plain["limits"])})
+        ranks = {name: tuple(plain[name]) for name in ("rank_hosts", "rank_devices")}
+        return cls(**{**plain, **ranks, "limits": Limits.from_plain(plain["limits"])})
 
     def to_plain(self) -> dict[str, Any]:
         """For msgpack."""
@@ -102,10 +110,12 @@ class Host:
         writer_of: WriterOf,
         reader_of: ReaderOf,
         device: Callable[[str], str] = lambda node: "cpu",
+        places: RankPlaces | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """writer_of(trainer, refresh) and reader_of(trainer, reader) open the weight plane's ends for given tensors.
-        clock: of the operators, which stands still while the process is stopped."""
+        places: of the ranks, where these are spread. clock: of the operators, which stands still while the process is
+        stopped."""
         self.graph, self.plan, self.settings = graph, plan, settings
         self.nodes = [name for name in graph.operators if name in set(nodes)]
         self.folder = RunFolder.open(settings.folder) if settings.folder else None
@@ -122,6 +132,7 @@ class Host:
         """For the locks of a run in one process, which has no folder of sockets."""
         self._trace = Trace(f"{settings.worker}-{settings.replica}")
         self._writer_of, self._reader_of, self._device, self._clock = writer_of, reader_of, device, clock
+        self._places = places
 
     def incoming(self) -> list[Edge]:
         """Edges that end here."""
@@ -267,6 +278,7 @@ class Host:
             writer=self._writer_of(name, None) if readers_of(self.graph, name) else None,
             refreshers={each: self._writer_of(name, each) for each in refreshes_of(self.graph, name)},
             reader=self._reader_of(reads[0].weights.trainer.name, name) if reads else None,
+            places=self._places,
         )
 
     def _marker(self, name: str, sources: Iterable[str]) -> Callable[[str, list[int]], None] | None:

@@ -42,6 +42,8 @@ class Hello:
     """By edge that ends there."""
     lines: Mapping[str, WeightLine] = field(default_factory=dict)
     """Weight lines of its trainers, by name."""
+    ranks_at: str = ""
+    """Where it waits for those of its ranks that are on other hosts; empty: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,12 @@ from dataflow.system.clocks import AwakeClock
 from dataflow.system.log import log_to
 from dataflow.system.processes import machine
 from dataflow.system.security import RunKeys
-from dataflow.worker import messages, weight_ports
+from dataflow.worker import messages, rank_host, weight_ports
 from dataflow.worker.cpu_watchdog import CpuWatchdog
 from dataflow.worker.host import Host, Settings
 from dataflow.worker.link import Link
 from dataflow.worker.ports import Ports
+from dataflow.worker.rank_line import RankLine
 
 M = TypeVar("M", messages.Wire, messages.Start)
 
@@ -43,6 +44,8 @@ _LEAST_PATIENCE_S = 5.0
 def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     """Run one worker; the exit status."""
     settings = Settings.from_plain(plain)
+    if settings.ranks_at:
+        return rank_host.main(graph, plan, settings)
     name = f"{settings.worker}-{settings.replica}"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -95,10 +98,12 @@ class Worker:
         self._ends_at: float | None = None
         self._nodes = plan.workers[settings.worker]
         self._ports = Ports(graph, plan, self._nodes, settings, clock)
+        self._ranks = _rank_line(settings)
         self._host = Host(
             graph, plan, self._nodes, settings,
             writer_of=self._ports.writer_of, reader_of=self._ports.reader_of,
             device=lambda node: settings.device if plan.placements[node].gpus else "cpu", clock=clock,
+            places=rank_host.places_of(settings, starts=self._ranks, meets_at=getattr(self._ranks, "address", "")),
         )  # fmt: skip
         self._process = psutil.Process()
         self._threads = max(plan.placements[node].threads_of(settings.replica) for node in self._nodes)
@@ -124,8 +129,9 @@ class Worker:
         log = structlog.get_logger(worker=self._name)
         inlets = self._ports.open_inlets(self._host)
         hello = messages.Hello(
-            attempt=self._attempt, pid=os.getpid(), addresses=inlets, lines=self._ports.lines, machine=machine()
-        )
+            attempt=self._attempt, pid=os.getpid(), addresses=inlets, lines=self._ports.lines, machine=machine(),
+            ranks_at=self._ranks.address if self._ranks else "",
+        )  # fmt: skip
         self._link.send(hello)
         wire = self._wait_for(messages.Wire)
         self._ports.read_from(wire.lines)
@@ -148,6 +154,8 @@ class Worker:
                 self._end_alone()
         self._state = "stopping"
         self._host.close()
+        if self._ranks is not None:
+            self._ranks.close()
         self._ports.close()
         log.info("stopped")
 
@@ -279,6 +287,14 @@ class Worker:
         slept = time.monotonic() - began
         for loop in loops:
             loop.waited(slept)
+
+
+def _rank_line(settings: Settings) -> RankLine | None:
+    """Where ranks on other hosts find this one; None: there are none."""
+    keys = RunKeys.from_plain(settings.keys)
+    if keys is None or len(set(settings.rank_hosts)) < 2:
+        return None
+    return RankLine(settings.listen, keys, settings.rank_hosts, settings.attempt)
 
 
 def _seek(settings: Settings) -> str:

@@ -1,4 +1,8 @@
-"""The process group of one worker's ranks: gloo between processors, NCCL between GPUs, met through a private file."""
+"""The process group of one worker's ranks: gloo between processors, NCCL between GPUs.
+
+Within a host they meet in a private file, and gloo listens on loopback; on several hosts they meet at rank 0's line,
+where only holders of the run's keys are heard, and gloo listens at the address by which the others find each host.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +11,59 @@ import datetime
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dataflow.errors import RunError
+from dataflow.system.rank_places import RankPlaces
 from dataflow.worker.weight_ports import abort_gloo, interface_of
 from operators.ranks.watch import Watch
 
 NEVER = datetime.timedelta(days=365)
+_MEETINGS: list[Any] = []
+"""Where the groups of this process have met: torch keeps no reference to a store that is written in Python."""
 
 
-def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-    """Meet the other ranks in `folder` (mode 0700), gloo on loopback only, within `timeout_s`; then call `watched`.
+def join(
+    folder: Path, rank: int, size: int, device: torch.device, timeout_s: float, places: RankPlaces | None = None
+) -> None:
+    """Meet the other ranks in `folder` (mode 0700), or where `places` says, within `timeout_s`; then call `watched`.
 
     Raises:
         RunError: this process is in a process group already.
+        WeightError: this host has no such address as `places` says.
     """
     if dist.is_initialized():
         raise RunError(
             f"rank {rank} of {size} cannot join: this process is already in a torch.distributed process group; found "
             f"one of {dist.get_world_size()} ranks; run one operator of several ranks per process"
         )
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback = interface_of("")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)  # a worker's is its host's, as NCCL takes one for all groups
+    is_spread = places is not None and bool(places.meets_at)
+    os.environ["GLOO_SOCKET_IFNAME"] = interface = interface_of(places.address if places and is_spread else "")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)  # a worker's is its host's, as NCCL takes one for all groups
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(folder / "ranks"), size),  # type: ignore[attr-defined]
+        store=_meeting(places, timeout_s) if places and is_spread else _file(folder, size),
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+
+
+def _file(folder: Path, size: int) -> Any:
+    return dist.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]
+
+
+def _meeting(places: RankPlaces, timeout_s: float) -> Any:
+    from operators.ranks.store import LineStore
+
+    assert places.keys is not None, "a run over hosts has keys"
+    _MEETINGS.append(LineStore(places.meets_at, places.keys, timeout_s))
+    return _MEETINGS[-1]
 
 
 def watched(limit_s: float) -> Watch:
@@ -75,6 +99,8 @@ def leave() -> None:
     with contextlib.suppress(RuntimeError, ValueError, AssertionError):
         if dist.is_initialized():
             dist.destroy_process_group()
+    while _MEETINGS:
+        _MEETINGS.pop().close()
     if "torch.distributed.tensor" in sys.modules:
         _forget_meshes()
 

@@ -25,6 +25,7 @@ from dataflow.system import child
 from dataflow.system.channel import Channel
 from dataflow.system.clocks import Countdown
 from dataflow.system.messages import Codec
+from dataflow.system.rank_places import RankPlaces
 from operators.ranks import group
 from operators.ranks.messages import Close, Failed
 
@@ -66,6 +67,14 @@ def forked(main: Callable[[int, int], int], keep: Sequence[int] = ()) -> Start:
         return child.fork(body, keep=[number, *keep], ends_with_parent=signal.SIGKILL)
 
     return start
+
+
+def on_their_hosts(start: Start, places: RankPlaces | None) -> Start:
+    """`start` for the ranks of this host; those that are on other hosts begin there."""
+    if places is None or places.starts is None:
+        return start
+    far, starts = places.is_far, places.starts
+    return lambda end, rank: starts.start(end, rank) if far(rank) else start(end, rank)
 
 
 def timed_out(error: Exception) -> bool:
@@ -124,8 +133,8 @@ class Team:
             raise self._died(rank, "", f"its {name}") from None
         except TimeoutError:
             raise DeadlineError(
-                f"rank 0 of '{self.node}' waited {wait_s:.0f} s for '{name}' of rank {rank} (pid "
-                f"{self._processes[rank].pid}) and did not get it; see this worker's log, or raise Limits.start_s"
+                f"rank 0 of '{self.node}' waited {wait_s:.0f} s for '{name}' of rank {rank} ({self._who(rank)}) and "
+                f"did not get it; see this worker's log, or raise Limits.start_s"
             ) from None
         if not isinstance(message, kind):
             said = message.text if isinstance(message, Failed) else f"it said {message!r:.200}"
@@ -161,7 +170,7 @@ class Team:
             time.sleep(0.02)
         silent = sorted(self._channels.keys() - hurt.keys())
         if late and silent:
-            ranks = ", ".join(f"{rank} (pid {self._processes[rank].pid})" for rank in silent)
+            ranks = ", ".join(f"{rank} ({self._who(rank)})" for rank in silent)
             return DeadlineError(
                 f"rank 0 of '{self.node}' waited {self.limits.exchange_s:.0f} s for rank {ranks} in {doing} "
                 f"({str(error)[:200]}); see whether that process hangs, or raise Limits.exchange_s"
@@ -188,11 +197,16 @@ class Team:
             return "", ""
         return (said.kind, said.text) if isinstance(said, Failed) else ("", "")
 
+    def _who(self, rank: int) -> str:
+        process = self._processes[rank]
+        host = getattr(process, "host", "")
+        return f"pid {process.pid} on host '{host}', which has a log of its own" if host else f"pid {process.pid}"
+
     def _died(self, rank: int, said: str, doing: str) -> WorkerDied:
         process = self._processes[rank]
         child.ended_within(process, BLAME_S)
         how = "closed its channel" if process.returncode is None else child.in_words(process.returncode)
         return WorkerDied(
-            f"rank {rank} of '{self.node}' (pid {process.pid}) {how} while rank 0 waited for it in {doing}"
+            f"rank {rank} of '{self.node}' ({self._who(rank)}) {how} while rank 0 waited for it in {doing}"
             f"{': ' + said if said else ''}; see this worker's log"
         )

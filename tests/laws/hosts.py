@@ -1,11 +1,11 @@
 """The laws of a run over hosts."""
 
-from .changes import argument, returned, without
+from .changes import argument, expression, returned, without
 from .law import Law
 
 HOSTS = (
     Law(
-        "all ranks of a replica are on one host",
+        "all ranks of a replica are on one host, unless it is a trainer that none has room for",
         "test_ranks_stay_together_where_a_row_would_cross_hosts",
         "dataflow.planning:Room.numbers",
         returned("range(self.first_gpu, self.first_gpu + 2 * self.host.gpus)", "range"),
@@ -38,6 +38,27 @@ HOSTS = (
         "dataflow.planning:host_beside",
         returned("rooms[0].host.name", "max"),
         "the count of neighbours",
+    ),
+    Law(
+        "a layer is cut across hosts only where nothing else fits",
+        "test_a_layer_is_cut_across_hosts_only_where_nothing_else_fits",
+        "dataflow.planning:divisions.cost",
+        returned("(False, False, -count)", "tensor_parallel"),
+        "what ranks exchange, and how often",
+    ),
+    Law(
+        "a worker ends that has ranks on a lost host",
+        "test_it_is_killed_when_a_host_of_its_ranks_is_lost_and_starts_again_on_hosts_that_live",
+        "dataflow.scheduler:lost",
+        without("rank_hosts"),
+        "the look for ranks there",
+    ),
+    Law(
+        "ranks on other hosts end with their worker",
+        "test_its_ranks_elsewhere_end_when_its_own_host_is_lost",
+        "dataflow.scheduler.lifecycle:exited",
+        expression("False", "is_spread"),
+        "their end",
     ),
     Law(
         "equal plans have one digest on all hosts",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from operators.ranks import group
 from operators.ranks.exchange import Exchange, expected, named
 from operators.ranks.messages import Build, Load, Loaded
 from operators.ranks.process import run_rank
-from operators.ranks.team import Team, forked
+from operators.ranks.team import Team, forked, on_their_hosts
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
 from operators.training.learner.learner import Learner
@@ -37,65 +38,86 @@ if TYPE_CHECKING:
 
 def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearner, Context]:
     """The learner of several ranks that load `model`, and the context with a weight plane that all of them feed."""
-    heads = key_value_heads(load_configs(model)[0]) if trainer.tensor_parallel > 1 else 0
-
-    def make() -> Learner:
-        return make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed, aside=context.aside)
-
-    learner = lead(trainer, context, make, outlined_to_train(model), key_value_heads=heads)
+    if context.places is not None and context.places.starts is not None:
+        context.places.starts.prepare({"source": model.source, "revision": model.revision})
+    learner = lead(_making(trainer, model, context))
     writer = None if context.writer is None else learner.opener(context.writer)
     lines = enumerate(context.refreshers.items(), 1)
     refreshers = {refresh: learner.opener(opens, line) for line, (refresh, opens) in lines}
     return learner, dataclasses.replace(context, writer=writer, refreshers=refreshers)
 
 
-def lead(
-    trainer: TrainerKnobs, context: Context, make: Callable[[], Learner], found: Outline | None = None, *,
-    key_value_heads: int = 0,
-) -> LedLearner:  # fmt: skip
-    """The learner of `context.ranks` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
+def follower(trainer: TrainerKnobs, context: Context, told: Mapping[str, Any]) -> Callable[[int, int], int]:
+    """As `Spreads.follower`, for what `led` has told."""
+    return following(_making(trainer, dataclasses.replace(trainer.model, **told), context))
 
-    found: of the model, of which then each rank reads its own slices, all at once. make: where there is none, the
-    learner of the whole model, in main memory; one rank at a time holds that, until it has kept its own slices. The
-    other ranks are forks of this process, as it is now: call this before it has used a GPU. key_value_heads: of the
-    model, where its layers are shared out.
 
-    Raises:
-        ModelError: the model cannot be loaded or shared out.
-        WorkerDied, DeadlineError: a rank did not start.
-    """
-    ranks, limits = context.ranks, context.limits
+def _making(trainer: TrainerKnobs, model: Model, context: Context) -> Making:
+    def make() -> Learner:
+        return make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed, aside=context.aside)
 
-    def joined(rank: int, folder: Path) -> TrainerMesh:
-        device = device_of(context.device, rank)
+    heads = key_value_heads(load_configs(model)[0]) if trainer.tensor_parallel > 1 else 0
+    return Making(
+        trainer=trainer, context=context, make=make, found=outlined_to_train(model), key_value_heads=heads
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Making:
+    """How each of `context.ranks` ranks makes its learner; on GPUs, rank r takes the r-th after rank 0's, where the
+    context does not say the place of each."""
+
+    trainer: TrainerKnobs
+    context: Context
+    make: Callable[[], Learner]
+    """Where there is no `found`: the learner of the whole model, in main memory; one rank at a time holds that, until
+    it has kept its own slices."""
+    found: Outline | None = None
+    """Of the model, of which then each rank reads its own slices, all at once."""
+    key_value_heads: int = 0
+    """Of the model, where its layers are shared out."""
+
+    def device(self, rank: int) -> torch.device:
+        """Of a rank, on its host."""
+        places = self.context.places
+        return device_of(self.context.device, rank) if places is None else torch.device(places.devices[rank])
+
+    def joined(self, rank: int, folder: Path) -> TrainerMesh:
+        """Meet the others."""
+        trainer, context, device = self.trainer, self.context, self.device(rank)
         torch.set_num_threads(context.threads)
-        group.join(folder, rank, ranks, device, limits.exchange_s)
+        group.join(folder, rank, context.ranks, device, context.limits.exchange_s, context.places)
         return make_mesh(
-            device, ranks, tensor_parallel=trainer.tensor_parallel, dp_replicate=trainer.dp_replicate,
-            key_value_heads=key_value_heads,
+            device, context.ranks, tensor_parallel=trainer.tensor_parallel, dp_replicate=trainer.dp_replicate,
+            key_value_heads=self.key_value_heads,
         )  # fmt: skip
 
-    def loaded(rank: int, mesh: TrainerMesh) -> Callable[[], Learner]:
+    def loaded(self, rank: int, mesh: TrainerMesh) -> Callable[[], Learner]:
         """What makes the learner, in step with the other ranks, once all have read the model."""
+        trainer, context, device = self.trainer, self.context, self.device(rank)
         compute = None if trainer.model.dtype == "float32" else getattr(torch, trainer.model.dtype)
-        device = device_of(context.device, rank)
-        if found is None:
-            learner = make()
+        if self.found is None:
+            learner = self.make()
             shard(learner, mesh, compute, device, trainer.model.name)
             return lambda: learner
-        sharded = read_slices(trainer.model, found, mesh, compute, device)
+        sharded = read_slices(trainer.model, self.found, mesh, compute, device)
         return lambda: learner_of_slices(trainer, sharded, mesh, device, node=context.node, seed=context.seed)
+
+
+def following(making: Making) -> Callable[[int, int], int]:
+    """What a fork runs that is a rank behind rank 0, given the number of its socket and its rank; its exit status."""
+    context, limits, ranks = making.context, making.context.limits, making.context.ranks
 
     def follow(end: int, rank: int) -> int:
         def built(channel: Channel[Any]) -> Learner:
-            mesh = joined(rank, Path(expected(Join, channel, rank, os.getppid(), limits.exchange_s).folder))
+            mesh = making.joined(rank, Path(expected(Join, channel, rank, os.getppid(), limits.exchange_s).folder))
             expected(Load, channel, rank, os.getppid(), limits.exchange_s)
-            making = loaded(rank, mesh)
+            make = making.loaded(rank, mesh)
             channel.send(Loaded())
             expected(Build, channel, rank, os.getppid(), limits.exchange_s)
             watch = group.watched(limits.exchange_s)
             with named(channel, rank, os.getppid(), "making the learner", watch):
-                learner = making()
+                learner = make()
             learner.settle_s = limits.settle_s
             watch.close()
             return learner
@@ -103,35 +125,53 @@ def lead(
         def opened(sites: Sequence[Mapping[str, Any]], line: int, learner: Learner) -> WeightsOut:
             assert isinstance(learner.together, MeshTogether), "its model is shared out"
             tensors = placed(learner.offered(line), learner.together.mesh)
-            device = str(device_of(context.device, rank))
             largest = learner.together.largest
             return offer_beside(
-                sites, rank, ranks, device, tensors, largest=largest, limits=limits, attempt=context.attempt
-            )
+                [_here(site, context) for site in sites], rank, ranks, str(making.device(rank)), tensors,
+                largest=largest, limits=limits, attempt=context.attempt,
+            )  # fmt: skip
 
         def work(channel: Channel[Any]) -> None:
             RankFollower(built(channel), channel, rank, ranks, limits.exchange_s, opened).run()
 
         return run_rank(end, CODEC, limits.exchange_s, work)
 
-    team = Team(context.node, ranks, forked(follow, context.turn_files), limits, CODEC)
+    return follow
+
+
+def lead(making: Making) -> LedLearner:
+    """The learner of all ranks: this process is rank 0. The others on its host are forks of it, as it is now: call this
+    before it has used a GPU.
+
+    Raises:
+        ModelError: the model cannot be loaded or shared out.
+        WorkerDied, DeadlineError: a rank did not start.
+    """
+    context, limits, ranks = making.context, making.context.limits, making.context.ranks
+    start = on_their_hosts(forked(following(making), context.turn_files), context.places)
+    team = Team(context.node, ranks, start, limits, CODEC)
     with team.starting():
         team.tell(Join(str(team.folder)))
-        mesh = joined(0, team.folder)
-        if found is not None:
+        mesh = making.joined(0, team.folder)
+        if making.found is not None:
             team.tell(Load())
-        making = loaded(0, mesh)
+        make = making.loaded(0, mesh)
         for rank in range(1, ranks):
-            if found is None:
+            if making.found is None:
                 team.tell(Load(), rank)
             team.answer(rank, Loaded)
         team.tell(Build())
         watch = group.watched(limits.exchange_s)
         with watch.within():
-            own = making()
+            own = make()
     own.settle_s = limits.settle_s
     own.together = MeshTogether(mesh, team.fallen, limits.exchange_s)
     return LedLearner(own, Exchange(team, watch), mesh)
+
+
+def _here(site: Mapping[str, Any], context: Context) -> Mapping[str, Any]:
+    """A site of rank 0's, as this rank has it: others find it at the address of its own host."""
+    return {**site, "host": context.places.address} if context.places is not None and "host" in site else site
 
 
 def device_of(first: str, rank: int) -> torch.device:

@@ -27,6 +27,7 @@ class Sitting:
     replica: int
     host: str
     gpus: tuple[int, ...] = ()
+    rank_hosts: tuple[str, ...] = ()
 
 
 @scorer

@@ -22,7 +22,7 @@ from operators.trainer import Trainer
 from operators.training.learner.learner import Learner, StepOutcome
 from operators.training.learner.rows import StepRows
 from operators.training.learner.together import local
-from operators.training.parallel.launch import lead
+from operators.training.parallel.launch import Making, lead
 from operators.training.parallel.lead import LedLearner
 from operators.training.parallel.mesh import MeshTogether, placed
 from transport.weights.layout.from_torch import layout_of
@@ -85,7 +85,8 @@ def led(
     limits = Limits(start_s=90.0, exchange_s=timeout_s)
     context = Context(node="trainer", ranks=ranks, limits=limits, **facts)
     make = make or (lambda: tiny_learner(trainer, tiny_llama()))
-    learner = lead(trainer, context, make, found, key_value_heads=key_value_heads)
+    making = Making(trainer=trainer, context=context, make=make, found=found, key_value_heads=key_value_heads)
+    learner = lead(making)
     try:
         yield learner
     finally:

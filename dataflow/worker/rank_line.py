@@ -1,0 +1,295 @@
+"""Rank 0's line to the hosts of its other ranks: what it says to a rank there goes as to one here, over tcp with keys.
+
+Nobody is timed: a host that ends, or its process there, closes the connection, and one that falls silent is noticed by
+the scheduler, which ends this worker.
+"""
+
+import contextlib
+import functools
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import zmq
+
+from dataflow.errors import RunError
+from dataflow.system.child import Child
+from dataflow.system.messages import MessageError
+from dataflow.system.security import Guard, RunKeys, endpoint
+from dataflow.worker import rank_messages as messages
+from dataflow.worker.rank_values import RankValues
+
+_ALIVE_S = 0.2
+"""Between two looks whether the other hosts are connected."""
+_KILLED_S = 5.0
+"""For the end of a rank that was killed to be told."""
+_TURN_MS = 100
+_BACKLOG = 256
+
+
+class FarRank:
+    """A rank on another host, as a `Child`."""
+
+    def __init__(self, rank: int, host: str, end: socket.socket, kill: Callable[[int], None]) -> None:
+        """end: of the socket pair, not blocking; this one's from now on."""
+        self.rank, self.host, self.pid = rank, host, 0
+        self.returncode: int | None = None
+        self.end: socket.socket | None = end
+        self.out = bytearray()
+        """What it said, and nobody here has read."""
+        self.status: int | None = None
+        """It has ended so; told when all that it said is read."""
+        self.hears = True
+        """Whether something may still be said to it."""
+        self._kill, self._over = kill, threading.Event()
+
+    def poll(self) -> int | None:
+        """The exit status, if it has ended."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds; None: what has been killed is
+        taken to have ended after some, whether its host can say so or not."""
+        if not self._over.wait(_KILLED_S if timeout is None else timeout):
+            if timeout is not None:
+                raise subprocess.TimeoutExpired(f"rank {self.rank}", timeout)
+            self.over(-signal.SIGKILL)
+        assert self.returncode is not None, "it is over"
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL, unless its end has been seen."""
+        if self.returncode is None:
+            self._kill(self.rank)
+
+    def over(self, status: int) -> None:
+        """It has ended."""
+        if self.returncode is None:
+            self.returncode = status
+            self._over.set()
+
+
+class RankLine:
+    """In the worker that is rank 0: a thread that serves until `close`.
+
+    consumes: what rank 0 says to ranks on other hosts, over socket pairs; what these say; values that ranks put
+    produces: the same, to the other side; to each rank the values that it asks for; the ends of ranks
+    waits for: its sockets
+    unblocked by: what comes there, or `start`, `prepare`, `close`
+    """
+
+    def __init__(self, host: str, keys: RunKeys, hosts: Sequence[str], attempt: int = 0) -> None:
+        """Listen at this host's address. hosts: of each rank. attempt: of the worker; ranks of another one are not let
+        in. RunError where it cannot."""
+        self._attempt = attempt
+        self._hosts = tuple(hosts)
+        self._guard = Guard(keys.receivers)
+        self._router: zmq.Socket[Any] = self._guard.context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 1000), (zmq.IPV6, ":" in host),
+        ):  # fmt: skip
+            self._router.setsockopt(option, int(value))
+        self._guard.protect(self._router)
+        try:
+            self._router.bind(endpoint(host))
+        except zmq.ZMQError as error:
+            self._router.close()
+            self._guard.close()
+            raise RunError(
+                f"the first rank cannot listen for those on other hosts at {endpoint(host)}: {error.strerror}; see "
+                f"that this host has that address"
+            ) from None
+        found = self._router.last_endpoint
+        assert isinstance(found, bytes), "what ZeroMQ says of a bound socket"
+        self.address = found.decode()
+        """Where the others find it."""
+        self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._woken, self._waker = socket.socketpair()
+        for each in (self._woken, self._waker):
+            each.setblocking(False)
+        self._there: dict[str, bytes] = {}
+        """By host that has come, its name at the socket."""
+        self._waiting: dict[str, list[messages.FromRankZero]] = {}
+        self._ranks: dict[int, FarRank] = {}
+        self._values = RankValues()
+        self._looked = float("-inf")
+        self._is_over = False
+        self._thread = threading.Thread(target=self._serve, name="rank-line", daemon=True)
+        self._thread.start()
+
+    def prepare(self, told: Mapping[str, Any]) -> None:
+        """As `StartsFar.prepare`."""
+        for host in dict.fromkeys(self._hosts):
+            if host != self._hosts[0]:
+                self._have(functools.partial(self._say, host, messages.Prepare(dict(told))))
+
+    def start(self, end: socket.socket, rank: int) -> Child:
+        """As `StartsFar.start`."""
+        own = end.dup()
+        own.setblocking(False)
+        far = FarRank(rank, self._hosts[rank], own, lambda rank: self._have(functools.partial(self._kill, rank)))
+
+        def begin() -> None:
+            self._ranks[rank] = far
+            self._say(far.host, messages.Start(rank))
+
+        self._have(begin)
+        return far
+
+    def close(self) -> None:
+        """End all that is on other hosts; may be called again."""
+        if not self._is_over:
+            self._have(self._end)
+            self._thread.join(_KILLED_S)
+            for each in (self._woken, self._waker):
+                each.close()
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_over:
+                self._turn()
+        finally:
+            for each in self._ranks.values():
+                self._lose(each, -signal.SIGKILL)
+            self._router.close()
+            self._guard.close()
+
+    def _have(self, done: Callable[[], None]) -> None:
+        """Have it done in the thread."""
+        self._asked.put(done)
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._waker.send(b"\0")
+
+    def _turn(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._woken.fileno(), zmq.POLLIN)
+        for each in self._ranks.values():
+            wanted = (zmq.POLLIN if each.hears else 0) | (zmq.POLLOUT if each.out else 0)
+            if each.end is not None and wanted:
+                poller.register(each.end.fileno(), wanted)
+        poller.poll(_TURN_MS)
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._asked.get_nowait()()
+        for _ in range(_BACKLOG):
+            if not self._router.poll(0):
+                break
+            who, *frames = self._router.recv_multipart()
+            try:
+                self._hear(who, messages.TO_RANK_ZERO.decode(b"".join(frames)))
+            except MessageError as error:
+                print(f"a message of the ranks was refused: {error}", file=sys.stderr)
+        for each in self._ranks.values():
+            self._carry(each)
+        if time.monotonic() - self._looked >= _ALIVE_S:
+            self._looked = time.monotonic()
+            for host in list(self._there):
+                self._say(host, messages.Alive())
+
+    def _hear(self, who: bytes, message: messages.ToRankZero) -> None:
+        match message:
+            case messages.Set() | messages.Get() | messages.Delete():
+                for whom, told in self._values.take(who, message):
+                    self._send(whom, told)
+            case messages.Here() if self._is_awaited(message):
+                self._there[message.host] = who
+                for waiting in self._waiting.pop(message.host, []):
+                    self._say(message.host, waiting)
+            case _ if who not in self._there.values():
+                pass
+            case messages.Failed():
+                host = next(name for name, identity in self._there.items() if identity == who)
+                print(f"ranks cannot be started on host '{host}': {message.error}", file=sys.stderr)
+                self._lose_host(host, 1)
+            case messages.Started() | messages.Ended() | messages.Bytes() if message.rank in self._ranks:
+                self._of_rank(self._ranks[message.rank], message)
+
+    def _is_awaited(self, message: messages.Here) -> bool:
+        return message.attempt == self._attempt and message.host in self._hosts and message.host not in self._there
+
+    def _of_rank(self, far: FarRank, message: messages.Started | messages.Ended | messages.Bytes) -> None:
+        match message:
+            case messages.Started():
+                far.pid = message.pid
+            case messages.Ended():
+                far.status = message.status
+            case messages.Bytes():
+                far.out += message.data
+
+    def _carry(self, far: FarRank) -> None:
+        """What a rank said to rank 0, and what that says."""
+        if far.end is None:
+            return
+        try:
+            while far.out:
+                del far.out[: far.end.send(far.out[: messages.CHUNK_BYTES])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            far.out.clear()
+        if far.status is not None and not far.out:
+            self._lose(far, far.status)
+            return
+        with contextlib.suppress(BlockingIOError):
+            while far.hears:
+                try:
+                    data = far.end.recv(messages.CHUNK_BYTES)
+                except ConnectionResetError:
+                    data = b""
+                far.hears = bool(data)
+                self._say(far.host, messages.Bytes(far.rank, data) if data else messages.Hangup(far.rank))
+                if far.end is None:
+                    return
+
+    def _say(self, host: str, message: messages.FromRankZero) -> None:
+        """To the process on a host; before that has come, later."""
+        if host not in self._there:
+            self._waiting.setdefault(host, []).append(message)
+        elif not self._send(self._there[host], message):
+            self._lose_host(host, -signal.SIGKILL)
+
+    def _send(self, who: Any, message: messages.FromRankZero) -> bool:
+        """False when nobody of that name is connected."""
+        try:
+            self._router.send_multipart([who, messages.FROM_RANK_ZERO.encode(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def _kill(self, rank: int) -> None:
+        far = self._ranks.get(rank)
+        if far is not None and far.returncode is None:
+            if far.host in self._there:
+                self._say(far.host, messages.Kill(rank))
+            else:
+                self._lose(far, -signal.SIGKILL)
+
+    def _lose_host(self, host: str, status: int) -> None:
+        """All ranks there have ended."""
+        for far in self._ranks.values():
+            if far.host == host:
+                far.status = status if far.status is None else far.status
+
+    def _lose(self, far: FarRank, status: int) -> None:
+        """A rank has ended, and all that it said has been taken."""
+        if far.end is not None:
+            far.end.close()
+            far.end = None
+        far.over(status)
+
+    def _end(self) -> None:
+        for host in self._there:
+            self._say(host, messages.Over())
+        self._is_over = True

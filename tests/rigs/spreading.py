@@ -1,0 +1,37 @@
+"""A graph whose trainer's ranks may be on several hosts, to be planned."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dataflow import Graph, Model
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.traits import Traits
+
+POLICY = Model("policy")
+
+
+@dataclass(frozen=True, eq=False)
+class Spreading(FakeTrainer):
+    """A trainer whose ranks may be on several hosts."""
+
+    tensor_parallel: int = 1
+    dp_replicate: int = 1
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(
+            super().traits, tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate
+        )  # fmt: skip
+
+    def follower(self, context: Any, told: Mapping[str, Any]) -> Callable[[int, int], int]:
+        raise AssertionError("it is planned alone")
+
+
+def build(trainer: FakeTrainer | None = None, **knobs: int) -> Graph:
+    graph, generator = Graph("test"), FakeGenerator(model=POLICY)
+    trainer = trainer or Spreading(name="trainer", model=POLICY, **knobs)
+    trainer(generator(graph.source(FakePrompts())))
+    graph.feedback(trainer.weights, generator, max_staleness=1)
+    return graph
