@@ -11,6 +11,7 @@ from rich.markup import escape
 from dataflow.display import Summary, make_view
 from dataflow.doctor.examine import examine
 from dataflow.errors import DataflowError, GraphError
+from dataflow.folder.copies.address import is_own
 from dataflow.folder.copies.bringing_back import bring_back
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.launch import start_again
@@ -120,12 +121,14 @@ def resume(
             its name is made in --runs.
         runs: where that goes.
         steps: steps to make in all, the ones made before included; as many as it was to make when left out.
-        trust: run the program that the folder names without a question, though another user owns the folder.
+        trust: run the program that the folder names without a question, though another user owns the folder, or it
+            comes from an address.
     """
     folder = bring_back(from_, runs, told=lambda text: print(text, flush=True)) if from_ else RunFolder.open(run)
     wanted = Recorded.read(folder).steps if steps is None else steps
     more = () if wanted is None else ("--steps", str(wanted))
-    return start_again(folder, *more, "--resume", str(folder.path), trust=trust)
+    origin = "" if not from_ or is_own(from_) else from_
+    return start_again(folder, *more, "--resume", str(folder.path), trust=trust, origin=origin)
 
 
 def replay(

@@ -1,27 +1,27 @@
 """Runs whose checkpoints are copied to an address: what is there is enough for a host that never saw the run folder."""
 
 import json
+import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rigs.graphs import fake_graph, tiny_graph
 
-from dataflow import Graph, GraphError, RunError, inline, run, verify
+from dataflow import Graph, GraphError, RunError, cli, inline, run, verify
 from dataflow.errors import OperatorError
 from dataflow.folder.checkpoints import MARKER
-from dataflow.folder.copies import bringing_back
 from dataflow.folder.copies import parts as copies_module
-from dataflow.folder.copies.address import Address, AddressError
+from dataflow.folder.copies.address import Address, CopyError
 from dataflow.folder.copies.bringing_back import bring_back
 from dataflow.folder.copies.parts import CONFIG, Copies, TakenUp
 from dataflow.folder.copies.store import LEDGER, Store
-from dataflow.folder.copies.taking import aside
+from dataflow.folder.copies.taking import ask
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
+from dataflow.history.launch import Launch, check_owner
 from dataflow.limits import Limits
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
@@ -126,7 +126,7 @@ def test_a_run_that_is_replaced_while_it_runs_ends_and_says_by_whom(
         if not brought:
             place = Address.of(there)
             [name] = place.names()
-            brought.append(bringing_back.claim(place, there, name, [""], 1))
+            brought.append(copies_module.claim(place, there, name, [""], 1))
 
     monkeypatch.setattr(Store, "take_back", taken_up_meanwhile)
     with pytest.raises(OperatorError, match="'trainer' copies no checkpoint any more: .* as part 2 where this one"):
@@ -136,7 +136,10 @@ def test_a_run_that_is_replaced_while_it_runs_ends_and_says_by_whom(
 def test_an_address_that_takes_nothing_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for address, why in (
-        (str(tmp_path / "file/below"), "checkpoints cannot go to '.*file/below': .*Not a directory.*or leave"),
+        (
+            str(tmp_path / "file/below"),
+            "checkpoints cannot go to '.*file/below': .*Not a directory; look whether it is reached",
+        ),
         ("nowhere://bucket", "checkpoints cannot go to 'nowhere://bucket': .*; give a path, or an address as"),
         ("s3://me:secret@bucket/a", r"'s3://...@bucket' holds a password, .*; leave it out"),
     ):
@@ -148,7 +151,7 @@ def test_an_address_that_takes_nothing_is_refused_before_anything_is_made(tmp_pa
 
 def test_an_address_that_does_not_answer_is_refused_in_time(tmp_path: Path) -> None:
     with pytest.raises(GraphError, match=r"it did not answer within 0 s; look whether it is reached"):
-        aside(lambda: time.sleep(60), "hdfs://away", 0.2)
+        ask("sleep", "/away", 0.2, seconds=30.0)
 
 
 def test_a_folder_that_is_there_is_not_overwritten_and_an_address_without_a_run_is_refused(
@@ -172,7 +175,7 @@ def test_a_run_whose_address_fails_goes_on_and_a_resume_copies_what_is_missing(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
-        raise AddressError("writing 'there' failed: the network is down")
+        raise CopyError("writing 'there' failed: the network is down")
 
     how: dict[str, Any] = {"on": inline(), "quiet": True}
     with monkeypatch.context() as patch:
@@ -187,3 +190,26 @@ def test_a_run_whose_address_fails_goes_on_and_a_resume_copies_what_is_missing(
     assert "the last checkpoint is in the run folder, and was not copied" in said
     done = run(graph_of(policy), steps=5, resume=begun.folder, **how)
     assert store_of(done.folder).whole() == [4, 5]
+
+
+def test_resume_from_starts_the_program_in_a_folder_of_its_own_and_trusts_no_stranger(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    launch = Launch(module="graphs.sorting", folder=str(tmp_path), arguments=("--quiet",))
+    begun = run(
+        graph_of(policy), steps=2, on=inline(), runs=tmp_path, quiet=True, checkpoint_to=str(there), launch=launch
+    )
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
+    monkeypatch.setattr(os, "chdir", lambda path: None)
+    name = begun.folder.name
+    cli.resume(steps=4, from_=f"file://{there}/{name}", runs=tmp_path / "two")
+    folder = tmp_path / "two" / name
+    assert started[0][1:] == ["-m", "graphs.sorting", "--quiet", "--steps", "4", "--resume", str(folder)]
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(RunError, match=r"belongs to .*, and what it names would run with your rights"):
+        cli.resume(steps=4, from_=str(there), runs=tmp_path / "three")
+    monkeypatch.undo()
+    with pytest.raises(RunError, match=r"belongs to whoever may write at 's3://b', .* or give --trust"):
+        check_owner(RunFolder.open(folder), launch, False, lambda question: False, origin="s3://b")

@@ -22,7 +22,7 @@ Moved = Callable[[int], object]
 """Hears of bytes that went or came."""
 
 
-class AddressError(RunError):
+class CopyError(RunError):
     """An address did not take, or give, what it should; it may later."""
 
 
@@ -40,20 +40,16 @@ class Address:
     @classmethod
     def of(cls, text: str) -> "Address":
         """What `pyarrow.fs.FileSystem.from_uri` takes, or a path. Errors: GraphError for what it does not know."""
-        if (given := urlsplit(text)).password is not None:
-            raise GraphError(
-                f"'{given.scheme}://...@{given.hostname}' holds a password, which would stand in the run folder; leave "
-                f"it out, and give it as the file system's client reads it (for S3 AWS_SECRET_ACCESS_KEY)"
-            )
+        text = checked(text)
         try:
-            system, path = fs.FileSystem.from_uri(text if "://" in text else str(Path(text).absolute()))
+            system, path = fs.FileSystem.from_uri(text)
         except (OSError, pa.ArrowException, ValueError, TypeError) as error:
             raise GraphError(
                 f"checkpoints cannot go to '{text}': {_said(error)}; give a path, or an address as pyarrow.fs knows "
                 f"them, such as s3://bucket/folder"
             ) from error
         local = Path(path) if isinstance(system, fs.LocalFileSystem) else None
-        return cls(text if "://" in text else path, fs.SubTreeFileSystem(path, system), local)
+        return cls(text, fs.SubTreeFileSystem(path, system), local)
 
     def below(self, name: str) -> "Address":
         """A folder in it."""
@@ -95,7 +91,7 @@ class Address:
         return {"bytes": size, "xxh3_64": digest.hexdigest()}
 
     def get(self, name: str, into: Path, moved: Moved = lambda count: None) -> dict[str, Any]:
-        """Bring a file here; its facts. Errors: AddressError; OSError of this machine's disk."""
+        """Bring a file here; its facts. Errors: CopyError; OSError of this machine's disk."""
         digest, size = xxhash.xxh3_64(), 0
         into.parent.mkdir(parents=True, exist_ok=True)
         with into.open("wb") as out:
@@ -144,7 +140,30 @@ class Address:
         try:
             yield
         except (OSError, pa.ArrowException, ValueError) as error:
-            raise AddressError(f"{doing} '{joined(self.text, name)}' failed: {_said(error)}") from error
+            raise CopyError(f"{doing} '{joined(self.text, name)}' failed: {_said(error)}") from error
+
+
+def checked(text: str) -> str:
+    """An address as it is written down: a path is made whole. Errors: GraphError for one that holds a password."""
+    if "://" not in text:
+        return str(Path(text).absolute())
+    if (given := urlsplit(text)).password is not None:
+        raise GraphError(
+            f"'{given.scheme}://...@{given.hostname}' holds a password, which would stand in the run folder; leave it "
+            f"out, and give it as the file system's client reads it (for S3 AWS_SECRET_ACCESS_KEY)"
+        )
+    return text
+
+
+def is_folder(text: str) -> bool:
+    """Whether an address is a folder that this machine sees."""
+    return "://" not in text or text.startswith("file://")
+
+
+def is_own(text: str) -> bool:
+    """Whether an address is a folder of this user's on this machine."""
+    path = Path(urlsplit(text).path if "://" in text else text)
+    return is_folder(text) and path.exists() and path.stat().st_uid == os.getuid()
 
 
 def joined(text: str, name: str) -> str:

@@ -2,16 +2,16 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.folder.checkpoints import MARKER
-from dataflow.folder.copies.address import Address, AddressError
-from dataflow.folder.copies.parts import CONFIG, Copies, claim, claims, newest_part, part_name, parts
+from dataflow.folder.copies.address import Address, CopyError, checked
+from dataflow.folder.copies.finding import Found
+from dataflow.folder.copies.parts import CONFIG, part_name
 from dataflow.folder.copies.store import LEDGER, Store, name_of
-from dataflow.folder.copies.taking import ANSWER_S, aside
+from dataflow.folder.copies.taking import ANSWER_S, ask
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger.copying import unpack
 from dataflow.folder.retention import FACT
@@ -19,31 +19,8 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import disk, flush_to_disk, to_json
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a run can go on from."""
-
-    part: int
-    newest: int
-    """Part: of all that were claimed."""
-    steps: Mapping[str, Sequence[int]]
-    """By folder of a trainer, its copies that are whole, as far as markers tell, ascending."""
-
-
-def choose(whole: Mapping[int, Mapping[str, Sequence[int]]]) -> int:
-    """The part to go on from: the newest from which every trainer can, else the newest with any copy; 0: there is none.
-
-    whole: by part, by trainer, the steps that are there.
-    """
-    for is_enough in (all, any):
-        for part in sorted(whole, reverse=True):
-            if whole[part] and is_enough(map(bool, whole[part].values())):
-                return part
-    return 0
-
-
 def bring_back(
-    text: str, runs: str | Path, told: Callable[[str], object] = lambda text: None, answer_s: float = ANSWER_S
+    text: str, runs: str | Path, told: Callable[[str], object] = lambda text: None
 ) -> RunFolder:  # fmt: skip
     """Make the run folder of a run whose copies are at an address, ready for a resume.
 
@@ -51,14 +28,14 @@ def bring_back(
     writes at the address for this run from then on. A crash on the way leaves no run folder.
     Errors: GraphError; RunError where there is no whole copy, or the folder is there already.
     """
-    place, run = _run_at(Address.of(text), answer_s)
+    found = Found(**ask("find", checked(text), 3 * ANSWER_S, text=checked(text)))
+    place, run = Address.of(found.place), found.run
     path = Path(runs).absolute() / run
     if path.exists():
         raise RunError(
             f"'{path}' is there already, and may have more than the copies at '{text}'; go on with it (dataflow resume "
             f"{path}), or give another folder with --runs"
         )
-    found = _found(place.below(run), answer_s)
     part = place.below(run).below(part_name(found.part))
     making = path.with_name(f".{run}.bringing")
     with disk("making", making):
@@ -69,10 +46,7 @@ def bring_back(
         trainer: _bring_newest(Store(part, trainer), of, making, told) for trainer, of in found.steps.items() if of
     }
     _put_ledger(making, steps)
-    taken = Copies.from_plain(aside(
-        lambda: claim(place, place.text, run, list(found.steps), found.newest).to_plain(), place.text, answer_s
-    ))  # fmt: skip
-    assert taken is not None, "what was claimed"
+    taken = ask("claim", place.text, text=place.text, run=run, trainers=list(found.steps), after=found.newest)
     _note(making, steps, taken)
     with disk("making", path):
         flush_to_disk(making)
@@ -83,42 +57,6 @@ def bring_back(
     return folder
 
 
-def _run_at(address: Address, answer_s: float) -> tuple[Address, str]:
-    """The place that holds runs, and the name of the one that is meant."""
-
-    def look() -> list[str]:
-        return [] if parts(address) else [name for name in address.names() if newest_part(address.below(name))]
-
-    runs = aside(look, address.text, answer_s)
-    if not runs:
-        return address.parent, address.name
-    if len(runs) > 1:
-        raise RunError(
-            f"'{address.text}' holds {len(runs)} runs: {', '.join(runs[-8:])}; give the address of one, as in "
-            f"{address.below(runs[-1]).text}"
-        )
-    return address, runs[0]
-
-
-def _found(run: Address, answer_s: float) -> Found:
-    def look() -> dict[str, Any]:
-        whole: dict[int, dict[str, list[int]]] = {}
-        for part in parts(run):
-            place = run.below(part_name(part))
-            trainers = [name for each in claims(run, part).values() for name in each.get("trainers", [])]
-            whole[part] = {trainer: Store(place, trainer).whole() for trainer in trainers}
-        chosen = choose(whole)
-        return {"part": chosen, "newest": max(whole, default=0), "steps": whole.get(chosen, {})}
-
-    found = Found(**aside(look, run.text, 6 * answer_s))
-    if not found.part:
-        raise RunError(
-            f"there is no whole checkpoint at '{run.text}' (parts: {found.newest}); give the address that the run "
-            f"printed, or start a new run"
-        )
-    return found
-
-
 def _bring_newest(store: Store, steps: Sequence[int], making: Path, told: Callable[[str], object]) -> int:
     """Bring the newest copy of a trainer that is undamaged; its step."""
     why = ""
@@ -127,7 +65,7 @@ def _bring_newest(store: Store, steps: Sequence[int], making: Path, told: Callab
         into = making / "checkpoints" / store.trainer / name_of(step)
         try:
             store.get(step, into, lambda count: None)
-        except AddressError as error:
+        except CopyError as error:
             why = str(error)
             told(f"{why}; taking the one before it")
             shutil.rmtree(into, ignore_errors=True)
@@ -155,7 +93,7 @@ def _put_ledger(making: Path, steps: Mapping[str, int]) -> None:
             rest.unlink()
 
 
-def _note(making: Path, steps: Mapping[str, int], taken: Copies) -> None:
+def _note(making: Path, steps: Mapping[str, int], taken: Mapping[str, Any]) -> None:
     """What the ledger is to say of a folder that has no rollouts."""
     with Ledger.open(making / "ledger.db") as ledger:
         ledger.check()
@@ -168,7 +106,7 @@ def _note(making: Path, steps: Mapping[str, int], taken: Copies) -> None:
                 last = ledger.last_round(node)
             if last:
                 gone[f"{FACT}/{node}"] = last
-        ledger.set_facts({**gone, "config": {**facts["config"], CONFIG: taken.to_plain()}})
+        ledger.set_facts({**gone, "config": {**facts["config"], CONFIG: taken}})
         ledger.flush()
 
 

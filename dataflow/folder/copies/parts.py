@@ -55,7 +55,7 @@ class Copies:
         return address.below(self.run).below(part_name(self.part))
 
     def check(self, address: Address) -> None:
-        """Errors: TakenUp where the run was taken up from its address since; AddressError."""
+        """Errors: TakenUp where the run was taken up from its address since; CopyError."""
         newest = newest_part(address.below(self.run))
         if newest > self.part:
             raise replaced(self, address, newest)
@@ -67,18 +67,18 @@ def part_name(number: int) -> str:
 
 
 def newest_part(run: Address) -> int:
-    """Number of the newest part; 0: there is none. Errors: AddressError."""
+    """Number of the newest part; 0: there is none. Errors: CopyError."""
     return max(parts(run), default=0)
 
 
 def parts(run: Address) -> list[int]:
-    """Numbers of all parts, ascending. Errors: AddressError."""
+    """Numbers of all parts, ascending. Errors: CopyError."""
     found = (name.removeprefix("part-") for name in run.names() if name.startswith("part-"))
     return sorted(int(number) for number in found if number.isdecimal())
 
 
 def claims(run: Address, part: int) -> dict[str, Mapping[str, Any]]:
-    """By token, who wants a part. Errors: AddressError."""
+    """By token, who wants a part. Errors: CopyError."""
     place = run.below(part_name(part))
     names = [name for name in place.names() if name.startswith(_CLAIM)]
     return {name.removeprefix(_CLAIM).removesuffix(".json"): place.get_json(name) for name in names}
@@ -88,7 +88,7 @@ def claim(address: Address, text: str, run: str, trainers: Sequence[str], after:
     """Have the next part of a run for this process. after: the last part that is known; None: the run is new.
 
     Of several that claim one at a time none has it, or one: each writes its claim, and then looks for others.
-    Errors: GraphError, RunError where it belongs to somebody else; AddressError.
+    Errors: GraphError, RunError where it belongs to somebody else; CopyError.
     """
     place = address.below(run)
     newest = newest_part(place)

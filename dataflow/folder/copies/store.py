@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.folder.checkpoints import MARKER, TEMPORARY
-from dataflow.folder.copies.address import Address, AddressError, Moved
+from dataflow.folder.copies.address import Address, CopyError, Moved
 from dataflow.system.files import RunFolderError
 
 LEDGER = "ledger.db.zst"
@@ -33,17 +33,17 @@ class Store:
         return place.below(self.trainer) if self.trainer else place
 
     def steps(self) -> list[int]:
-        """Steps that have a folder there, whole or not, ascending. Errors: AddressError."""
+        """Steps that have a folder there, whole or not, ascending. Errors: CopyError."""
         found = map(_NAME.fullmatch, self.place.names())
         return sorted(int(match[1]) for match in found if match)
 
     def marker(self, step: int) -> dict[str, Any]:
-        """What its marker says; empty where there is none, or a torn one: no copy. Errors: AddressError."""
+        """What its marker says; empty where there is none, or a torn one: no copy. Errors: CopyError."""
         found = self.place.get_json(f"{name_of(step)}/{MARKER}")
         return found if found.get("step") == step and LEDGER in found.get("files", {}) else {}
 
     def whole(self) -> list[int]:
-        """Steps that are there whole, as far as markers tell, ascending. Errors: AddressError."""
+        """Steps that are there whole, as far as markers tell, ascending. Errors: CopyError."""
         return [step for step in self.steps() if self.marker(step)]
 
     def put(
@@ -52,7 +52,7 @@ class Store:
         """Copy a committed checkpoint: its files, the ledger as it is now, and then its marker.
 
         snapshot: writes the ledger. check: raises where nothing may be written any more; asked before the marker.
-        Where all that is there but the marker, which says otherwise, that alone is written. Errors: AddressError;
+        Where all that is there but the marker, which says otherwise, that alone is written. Errors: CopyError;
         RunFolderError where the folder is not what its marker says: then nothing is whole that was not before.
         """
         marker = local_marker(folder)
@@ -83,19 +83,19 @@ class Store:
         return {"files": found}
 
     def get(self, step: int, into: Path, moved: Moved) -> None:
-        """Bring a whole checkpoint here, into an empty folder; the ledger lies beside its files. Errors: AddressError,
+        """Bring a whole checkpoint here, into an empty folder; the ledger lies beside its files. Errors: CopyError,
         also where a file is not as the marker says."""
         marker = self.marker(step)
         for name, wanted in marker["files"].items():
             if (found := self.place.get(f"{name_of(step)}/{name}", into / name, moved)) != wanted:
-                raise AddressError(
+                raise CopyError(
                     f"'{name}' of the checkpoint of step {step} at '{self.place.text}' is damaged: {found} instead of "
                     f"{wanted}"
                 )
 
     def clear(self, before: int, but: int | None = None) -> None:
         """Remove copies of steps below `before` that are temporary, or were never whole; the marker first. but: a step
-        that stays. Errors: AddressError."""
+        that stays. Errors: CopyError."""
         for step in self.steps():
             if step < before and step != but:
                 marker = self.marker(step)
@@ -104,7 +104,7 @@ class Store:
 
     def take_back(self, last: int) -> None:
         """Remove what is of later steps than `last`: those were taken back, and others will have their numbers. Errors:
-        AddressError."""
+        CopyError."""
         for step in self.steps():
             if step > last:
                 self._remove(step)

@@ -13,9 +13,9 @@ from rigs.machine import wait_until
 
 from dataflow.errors import RunError
 from dataflow.folder.checkpoints import MARKER, TEMPORARY, Checkpoints
-from dataflow.folder.copies.address import Address, AddressError, joined
-from dataflow.folder.copies.bringing_back import choose
+from dataflow.folder.copies.address import Address, CopyError, joined
 from dataflow.folder.copies.copier import Copier, Waiting
+from dataflow.folder.copies.finding import choose
 from dataflow.folder.copies.parts import Copies, TakenUp, claim, parts
 from dataflow.folder.copies.store import LEDGER, Store
 from dataflow.folder.ledger import Ledger, LedgerError
@@ -113,7 +113,7 @@ def test_the_marker_is_written_last_and_says_what_stands_there(
     store(address).get(5, tmp_path / "back", lambda count: None)
     assert (tmp_path / "back/model.bin").read_bytes() == b"5" * BYTES
     (tmp_path / "there/run/part-000001/checkpoints/step-000005/model.bin").write_bytes(b"6" * BYTES)
-    with pytest.raises(AddressError, match=r"'model.bin' of the checkpoint of step 5 at '.*' is damaged"):
+    with pytest.raises(CopyError, match=r"'model.bin' of the checkpoint of step 5 at '.*' is damaged"):
         store(address).get(5, tmp_path / "again", lambda count: None)
 
 
