@@ -22,6 +22,7 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.history.launch import Launch, check_owner
+from dataflow.history.summary import summarize
 from dataflow.limits import Limits
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
@@ -111,6 +112,12 @@ def test_who_was_replaced_at_the_address_goes_on_neither_in_its_folder_nor_in_it
     bring_back(there, tmp_path / "two")
     with pytest.raises(TakenUp, match=r"was taken up from '.*there/tiny-.*' by process \d+ on host '.*', as part 2"):
         run(graph_of(policy), steps=6, on=inline(), resume=begun.folder, quiet=True)
+    other = run(
+        graph_of(policy), steps=5, on=inline(), resume=begun.folder, quiet=True, checkpoint_to=str(tmp_path / "other")
+    )
+    assert copies_of(other.folder).part == 1 and store_of(other.folder).whole() == [4, 5]
+    nowhere = run(graph_of(policy), steps=6, on=inline(), resume=begun.folder, quiet=True, checkpoint_to="")
+    assert described(RunFolder.open(nowhere.folder))[1][CONFIG] is None
     third = bring_back(there, tmp_path / "three")  # part 2 has copied nothing yet: from part 1 again
     assert copies_of(third.path).part == 3
 
@@ -163,7 +170,7 @@ def test_a_folder_that_is_there_is_not_overwritten_and_an_address_without_a_run_
         bring_back(str(there), tmp_path)
     with pytest.raises(RunError, match="there is no whole checkpoint at"):
         bring_back(str(tmp_path / "empty"), tmp_path / "two")
-    with pytest.raises(GraphError, match="has checkpoints of another run of this name; start again"):
+    with pytest.raises(GraphError, match="has checkpoints of a run of this name; give the address as"):
         copies_module.claim(Address.of(str(there)), str(there), begun.folder.name, [""], None)
     shutil.copytree(there / begun.folder.name, there / "other-1")
     with pytest.raises(RunError, match=r"holds 2 runs: other-1, tiny-.*; give the address of one, as in .*there/tiny-"):
@@ -206,6 +213,8 @@ def test_resume_from_starts_the_program_in_a_folder_of_its_own_and_trusts_no_str
     name = begun.folder.name
     cli.resume(steps=4, from_=f"file://{there}/{name}", runs=tmp_path / "two")
     folder = tmp_path / "two" / name
+    commands = [command for command, _ in summarize(RunFolder.open(folder), "", True).commands]
+    assert any(f"resume --from '{there}/{name}'" in command for command in commands)
     assert started[0][1:] == ["-m", "graphs.sorting", "--quiet", "--steps", "4", "--resume", str(folder)]
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(RunError, match=r"belongs to .*, and what it names would run with your rights"):

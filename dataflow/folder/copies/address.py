@@ -144,15 +144,16 @@ class Address:
 
 
 def checked(text: str) -> str:
-    """An address as it is written down: a path is made whole. Errors: GraphError for one that holds a password."""
-    if "://" not in text:
-        return str(Path(text).absolute())
+    """An address as it is written down, the same however it is given: a path is made whole, a slash at its end goes.
+    Errors: GraphError for one that holds a password."""
+    if is_folder(text):
+        return str(Path(urlsplit(text).path if "://" in text else text).absolute())
     if (given := urlsplit(text)).password is not None:
         raise GraphError(
             f"'{given.scheme}://...@{given.hostname}' holds a password, which would stand in the run folder; leave it "
             f"out, and give it as the file system's client reads it (for S3 AWS_SECRET_ACCESS_KEY)"
         )
-    return text
+    return joined(text, "")
 
 
 def is_folder(text: str) -> bool:
@@ -162,7 +163,7 @@ def is_folder(text: str) -> bool:
 
 def is_own(text: str) -> bool:
     """Whether an address is a folder of this user's on this machine."""
-    path = Path(urlsplit(text).path if "://" in text else text)
+    path = Path(checked(text))
     return is_folder(text) and path.exists() and path.stat().st_uid == os.getuid()
 
 

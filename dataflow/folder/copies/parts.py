@@ -94,7 +94,8 @@ def claim(address: Address, text: str, run: str, trainers: Sequence[str], after:
     newest = newest_part(place)
     if after is None and newest:
         raise GraphError(
-            f"'{place.text}' has checkpoints of another run of this name; start again, or give another address"
+            f"'{place.text}' has checkpoints of a run of this name; give the address as that run knows it, or another "
+            f"one"
         )
     if after is not None and newest > after:
         raise RunError(f"'{place.text}' was taken up by another process at this moment; leave the run to it")

@@ -20,6 +20,7 @@ from dataflow.system.child import Child, ended_within, fork, program
 
 ANSWER_S = 10.0
 """For an address to take a file of a hundred bytes."""
+NOWHERE = ""
 START_S = 30.0
 """For the process that asks it to begin."""
 KILL_S = 1.0
@@ -32,9 +33,11 @@ def copies_of(
     """Where the run in a folder has its copies; None: nowhere. It is taken for it, and was written to.
 
     trainers: folders of those that keep checkpoints. config: what a run said of itself that goes on; None: it is new.
-    checkpoint_to: as the user gives it now; None: as it was. Errors: GraphError for an address that takes nothing in
-    time; TakenUp where the run was taken up from it.
+    checkpoint_to: as the user gives it now; None: as it was; empty: nowhere from now on. Errors: GraphError for an
+    address that takes nothing in time; TakenUp where the run was taken up from it.
     """
+    if checkpoint_to == NOWHERE:
+        return None
     before = Copies.from_plain((config or {}).get(CONFIG))
     address = None if checkpoint_to is None else checked(checkpoint_to)
     if before is not None and address in (None, before.address):
@@ -42,8 +45,7 @@ def copies_of(
         return before
     if address is None:
         return None
-    after = None if config is None else 0
-    found = ask("claim", address, text=address, run=folder.path.name, trainers=list(trainers), after=after)
+    found = ask("claim", address, text=address, run=folder.path.name, trainers=list(trainers), after=None)
     return Copies.from_plain(found)
 
 

@@ -13,7 +13,7 @@ from rigs.machine import wait_until
 
 from dataflow.errors import RunError
 from dataflow.folder.checkpoints import MARKER, TEMPORARY, Checkpoints
-from dataflow.folder.copies.address import Address, CopyError, joined
+from dataflow.folder.copies.address import Address, CopyError, checked, joined
 from dataflow.folder.copies.copier import Copier, Waiting
 from dataflow.folder.copies.finding import choose
 from dataflow.folder.copies.parts import Copies, TakenUp, claim, parts
@@ -307,6 +307,17 @@ def test_a_ledger_that_cannot_be_packed_makes_no_copy(
     made._pack = pack
     idle(made)
     assert store(address).whole() == [2]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("/there/", "/there"), ("file:///there/a/", "/there/a"), ("s3://bucket/a/?region=x", "s3://bucket/a?region=x"),
+        ("gs://bucket/a", "gs://bucket/a"),
+    ],
+)  # fmt: skip
+def test_an_address_is_the_same_however_it_is_given(text: str, wanted: str) -> None:
+    assert checked(text) == wanted == checked(wanted)
 
 
 def test_what_follows_a_question_mark_stays_at_the_end_of_an_address() -> None:
