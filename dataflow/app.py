@@ -103,6 +103,11 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "resume": (Path | None, None, "a run folder in which to go on, with the same flags; or use dataflow resume"),
     "standby": (bool, False, "another process takes the scheduler's place should it die"),
     "keep_steps": (int | None, None, "keep the rollouts of the last steps alone, and what recovery and replay need"),
+    "checkpoint_to": (
+        str | None,
+        None,
+        "address or path to which checkpoints are copied, as in s3://bucket/folder; see dataflow resume --from",
+    ),
     "on": (
         str,
         "",
@@ -136,7 +141,8 @@ def _act(
     run(
         graph, **how, on=inline() if flags["inline"] else launcher, seed=flags["seed"], runs=flags["runs"],
         quiet=flags["quiet"], resume=flags["resume"],
-        standby=flags["standby"], keep_steps=flags["keep_steps"], launch=launch, limits=limits,
+        standby=flags["standby"], keep_steps=flags["keep_steps"], checkpoint_to=flags["checkpoint_to"], launch=launch,
+        limits=limits,
     )  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from rich.markup import escape
 from dataflow.display import Summary, make_view
 from dataflow.doctor.examine import examine
 from dataflow.errors import DataflowError, GraphError
+from dataflow.folder.copies.address import is_own
+from dataflow.folder.copies.bringing_back import bring_back
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.launch import start_again
 from dataflow.history.replay import Wishes
@@ -103,18 +105,34 @@ def stop(run: Run = Path("runs/latest")) -> int:
     return 0
 
 
-def resume(run: Run = Path("runs/latest"), *, steps: int | None = None, trust: Trust = False) -> int:
+def resume(
+    run: Run = Path("runs/latest"),
+    *,
+    steps: int | None = None,
+    from_: Annotated[str, tyro.conf.arg(name="from")] = "",
+    runs: Path = Path("runs"),
+    checkpoint_to: str | None = None,
+    trust: Trust = False,
+) -> int:
     """Go on with a run that ended early, in its folder: its program is started again, with the flags that it had.
 
     Args:
         run: the run folder.
+        from_: go on where that folder is not seen: from the address of the run's copies (--checkpoint-to). A folder of
+            its name is made in --runs.
+        runs: where that goes.
+        checkpoint_to: copy checkpoints to this address from now on; "": nowhere; as it was when left out.
         steps: steps to make in all, the ones made before included; as many as it was to make when left out.
-        trust: run the program that the folder names without a question, though another user owns the folder.
+        trust: run the program that the folder names without a question, though another user owns the folder, or it
+            comes from an address.
     """
-    folder = RunFolder.open(run)
+    folder = bring_back(from_, runs, told=lambda text: print(text, flush=True)) if from_ else RunFolder.open(run)
     wanted = Recorded.read(folder).steps if steps is None else steps
     more = () if wanted is None else ("--steps", str(wanted))
-    return start_again(folder, *more, "--resume", str(folder.path), trust=trust)
+    if checkpoint_to is not None:
+        more = (*more, "--checkpoint-to", checkpoint_to)
+    origin = "" if not from_ or is_own(from_) else from_
+    return start_again(folder, *more, "--resume", str(folder.path), trust=trust, origin=origin)
 
 
 def replay(

@@ -50,6 +50,9 @@ class Limits:
     """For one version to get from all ranks of a trainer to all ranks of a reader, over gloo or NCCL."""
     checkpoint_s: float = 1800.0
     """For a checkpoint to be on the disk, beside the steps that are made meanwhile."""
+    copy_s: float = 60.0
+    """For an address that takes no copies of checkpoints: a run waits so long for it at its end; before, it is told of
+    that often."""
     stop_s: float = 10.0
     """For workers to wind down before they are killed."""
     adopt_s: float = 60.0

@@ -22,6 +22,7 @@ from dataflow.traits import Traits
 from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 
 if TYPE_CHECKING:
+    from dataflow.folder.copies.parts import Copies
     from dataflow.folder.ledger import BaseLedger
     from dataflow.folder.run_folder import RunFolder
     from dataflow.system.rank_places import RankPlaces
@@ -160,6 +161,8 @@ class Context:
     """For a trainer: its own folder in rollouts/ and checkpoints/; None where it is the run's only one."""
     keep_steps: int | None = None
     """Of the last so many steps the rollouts are kept, beside what recovery and replay need; None: of all."""
+    copies: "Copies | None" = None
+    """Where copies of a trainer's checkpoints go."""
     ledger: "BaseLedger | None" = None
     clock: Callable[[], float] = time.monotonic
     """Seconds."""

@@ -16,6 +16,8 @@ from dataflow.agent.hosted import HOSTED
 from dataflow.display import for_a_while, make_view
 from dataflow.errors import GraphError, Replaced
 from dataflow.folder import run_hold
+from dataflow.folder.copies.parts import CONFIG as COPIES
+from dataflow.folder.copies.taking import copies_of
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger_service.process import LedgerProcess
 from dataflow.folder.run_folder import RunFolder
@@ -42,6 +44,7 @@ from dataflow.scheduler.execute import Run, Times, execute, take
 from dataflow.scheduler.table import Table
 from dataflow.system.log import log_to
 from dataflow.system.security import check_listen
+from dataflow.trainers import kept_by
 from dataflow.worker.host import Settings
 
 KEEP = "keep_steps"
@@ -157,6 +160,7 @@ def run(
     resume: str | Path | None = None,
     standby: bool = False,
     keep_steps: int | None = None,
+    checkpoint_to: str | None = None,
     launch: Launch | None = None,
 ) -> Result:
     """Run a graph to its end, or for so many steps.
@@ -178,6 +182,9 @@ def run(
     standby: should this process die, another one takes over by itself, and writes logs/scheduler.log.
     keep_steps: rollouts are kept of the last so many steps, and of those that recovery and replay need; None: of all,
     or as the run that is resumed had it. See docs/recovery.md.
+    checkpoint_to: an address, as `pyarrow.fs.FileSystem.from_uri` takes it, or a path: each checkpoint is copied there,
+    with the ledger, so that a host which does not see the run folder can go on from it (`dataflow resume --from`).
+    None: nowhere, or as the run that is resumed had it.
     launch: how `dataflow resume` starts this program again; `main` knows it.
     Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
     way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once. What is raised in the midst
@@ -220,15 +227,17 @@ def run(
     )  # fmt: skip
 
     def may_take(planned: Plan) -> bool:
-        as_it_was = {"steps": steps, KEEP: keep_steps} | plan_facts(graph, planned)
+        as_it_was = {"steps": steps, KEEP: keep_steps, COPIES: copies.to_plain() if copies else None}
+        as_it_was |= plan_facts(graph, planned)
         return recorded is not None and not in_one_process and recorded.has(as_it_was)
 
     with contextlib.ExitStack() as open_:
         server, holder = None, 0
         if isinstance(on, Launcher):
-            folder = before or open_.enter_context(_made_for_hosts(runs, graph.name))
+            folder = before or open_.enter_context(_made(runs, graph.name))
             hold, service = _held_over_hosts(folder, limits or Limits(), told, open_)
             holder = hold.number
+            copies = copies_of(folder, kept_by(graph), recorded.config if recorded else None, checkpoint_to)
             made = open_.enter_context(hosted(on, Request(
                 graph=graph, inputs=inputs, make_plan=lambda inputs: make_plan(graph, **inputs.arguments),
                 hold=hold, ledger=service, launch=program_of(launch), folder=folder, listen=listen or on.listen,
@@ -237,12 +246,14 @@ def run(
             planned, taken, server = made.plan, made.taken, made.server
         else:
             planned = make_plan(graph, **inputs.arguments, one_process=in_one_process)
-            folder = before or RunFolder.create(runs, graph.name)
+            folder = before or open_.enter_context(_made(runs, graph.name))
             if is_over_hosts(folder):
                 _held_over_hosts(folder, limits or Limits(), told, open_)
+            copies = copies_of(folder, kept_by(graph), recorded.config if recorded else None, checkpoint_to)
             taken = open_.enter_context(held(folder, take=lambda: take(folder, may_take(planned))))
         settings = Settings(
             folder=str(folder.path), seed=seed or 0, steps=steps, keep_steps=keep_steps, listen=listen,
+            copies=copies.to_plain() if copies else {},
             holder=holder, limits=limits or Limits(),
         )  # fmt: skip
         if taken is not None:
@@ -282,8 +293,8 @@ def run(
 
 
 @contextlib.contextmanager
-def _made_for_hosts(runs: str | Path, name: str) -> Iterator[RunFolder]:
-    """A new run folder, in which hosts are gathered before there is a plan; it goes where that is refused."""
+def _made(runs: str | Path, name: str) -> Iterator[RunFolder]:
+    """A new run folder; it goes where the run is refused before it begins."""
     folder = RunFolder.create(runs, name)
     try:
         yield folder
@@ -344,7 +355,7 @@ def _judged(folder: RunFolder, quiet: bool) -> Verdict:
 def _describe(folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, launch: Launch | None) -> None:
     """Put down what is run before it runs."""
     how = {"command": [sys.executable, *sys.argv], KEY: launch, "seed": settings.seed, "steps": settings.steps,
-           KEEP: settings.keep_steps}  # fmt: skip
+           KEEP: settings.keep_steps, COPIES: settings.copies or None}  # fmt: skip
     with Ledger.create(folder.ledger, consumers(graph)) as ledger:
         describe(folder, ledger, graph_facts(graph), how | plan_facts(graph, planned))
     folder.extras.attempt(folder.graph_svg, lambda: graph.draw(folder.graph_svg, planned))
@@ -355,7 +366,7 @@ def _describe_again(
 ) -> None:
     """Put down how a run goes on, before it does."""
     resumed = [*recorded.config.get("resumed", []), {"at": time.time(), "from": begun.steps, "steps": settings.steps}]
-    now = {"steps": settings.steps, KEEP: settings.keep_steps, "resumed": resumed}
+    now = {"steps": settings.steps, KEEP: settings.keep_steps, COPIES: settings.copies or None, "resumed": resumed}
     config = {**recorded.config, **now, **plan_facts(graph, planned)}
     with Ledger.open(folder.ledger) as ledger:
         describe(folder, ledger, recorded.graph, config)

@@ -38,6 +38,11 @@ def own_folder(graph: Structure, node: str) -> str | None:
     return node if len(trainers(graph)) > 1 and graph.operators[node].trains else None
 
 
+def kept_by(graph: Structure) -> list[str]:
+    """Folders in checkpoints/ of all trainers; empty for the only one."""
+    return [own_folder(graph, node) or "" for node in trainers(graph)]
+
+
 def lines_of(lines: Iterable[Mapping[str, Any]], trainer: str | None) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without the steps of other trainers than this one; all of them for None."""
     return [

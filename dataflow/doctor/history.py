@@ -9,7 +9,7 @@ WINDOW_S = 3.0
 """Shares and states are those of so many last seconds."""
 _SUMS = ("busy", "idle", "blocked")
 _STATES = {"busy": "working", "idle": "waiting", "blocked": "blocked"}
-_COUNTS = ("step", "version", "tokens", "round", "issued", "scored")
+_COUNTS = ("step", "version", "tokens", "round", "issued", "scored", "copied_bytes")
 
 Reports: TypeAlias = Mapping[str, Mapping[str, Any]]
 """By worker: {"state", "silent_s", "heartbeat"}; the last as the worker sent it."""

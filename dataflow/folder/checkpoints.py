@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class Checkpoints:
 
     def staying(self) -> list[int]:
         """Steps of those that no newer one removes, oldest first, whether good or not."""
-        return [step for step in self.steps() if not self._is_temporary(step)]
+        return [step for step in self.steps() if not self.is_temporary(step)]
 
     def latest(self, at_most: int | None = None) -> int | None:
         """Newest step, not above `at_most`, whose checkpoint is committed and undamaged; None without one."""
@@ -93,7 +93,7 @@ class Checkpoints:
 
     def keep(self, step: int) -> bool:
         """Let the checkpoint of `step` stay; True if it was a temporary one until now. Errors: RunFolderError."""
-        if not self._is_temporary(step):
+        if not self.is_temporary(step):
             return False
         path = self.folder(step) / MARKER
         facts = {name: fact for name, fact in json.loads(path.read_text()).items() if name != TEMPORARY}
@@ -101,9 +101,10 @@ class Checkpoints:
         write_atomically(path, lambda file: _write(file, marker), what="committing checkpoint")
         return True
 
-    def clear(self, before: int) -> None:
+    def clear(self, before: int, but: Collection[int] = ()) -> None:
         """Remove the temporary checkpoints of steps below `before`, each from sight first, and what crashes left there:
-        checkpoints that were never marked, half-done removals. Only while none of these steps is being written.
+        checkpoints that were never marked, half-done removals. Only while none of these steps is being written. but:
+        steps whose checkpoints stay for now.
 
         Errors: RunFolderError; all others stay as they were.
         """
@@ -112,7 +113,7 @@ class Checkpoints:
             if match and int(match[1]) < before and _is_rest(rest, match[0]):
                 _remove(rest)
         for step in self.steps():
-            if step < before and self._is_temporary(step):
+            if step < before and step not in but and self.is_temporary(step):
                 removed = self.path / f".step-{step:06d}.removed"
                 with disk("removing checkpoint", self.folder(step)):
                     self.folder(step).replace(removed)
@@ -122,8 +123,8 @@ class Checkpoints:
         """What is wrong with the checkpoint of `step`; None when every file is as the marker says."""
         return _damage(self.folder(step), step)
 
-    def _is_temporary(self, step: int) -> bool:
-        """Whether the marker says so; one that cannot be read does not."""
+    def is_temporary(self, step: int) -> bool:
+        """Whether the marker of a step says that a newer one removes it; one that cannot be read does not."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             return json.loads((self.folder(step) / MARKER).read_text()).get(TEMPORARY) is True
         return False

@@ -109,10 +109,11 @@ def recorded_launch(folder: RunFolder) -> Launch | None:
     return None if found is None else Launch.from_plain(found)
 
 
-def start_again(folder: RunFolder, *more: str, trust: bool = False) -> NoReturn:
+def start_again(folder: RunFolder, *more: str, trust: bool = False, origin: str = "") -> NoReturn:
     """Become the program that started the run in a folder, with more arguments: this process is replaced.
 
-    trust: whether it may be one that another user's folder names; else somebody at a terminal is asked.
+    trust: whether it may be one that another user's folder names; else somebody at a terminal is asked. origin: the
+    address that the folder was made from, where others may write.
     Errors: RunError when it is not there any more, nothing says which it was, or it may not be run.
     """
     launch = recorded_launch(folder)
@@ -122,22 +123,25 @@ def start_again(folder: RunFolder, *more: str, trust: bool = False) -> NoReturn:
             f"its graph is made; call run(graph, resume='{folder.path}') in that script"
         )
     command = launch.command(*more)
-    check_owner(folder, launch, trust)
+    check_owner(folder, launch, trust, origin=origin)
     os.chdir(launch.folder)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], command)
 
 
-def check_owner(folder: RunFolder, launch: Launch, trust: bool, ask: Callable[[str], bool] | None = None) -> None:
+def check_owner(
+    folder: RunFolder, launch: Launch, trust: bool, ask: Callable[[str], bool] | None = None, origin: str = ""
+) -> None:
     """Have the program that another user's folder names run only if this user wants it: it would run with his rights.
+    So with a folder that was made from an address, `origin`.
 
     ask: puts a question to somebody; None: at the terminal, if there is one. Errors: RunError when nobody says yes.
     """
     strangers = {path.stat().st_uid for path in (folder.path, folder.path / "config.json")} - {os.getuid()}
-    if not strangers or trust:
+    if trust or not (strangers or origin):
         return
-    owners = " and ".join(map(_user, sorted(strangers)))
+    owners = " and ".join(map(_user, sorted(strangers))) if strangers else f"whoever may write at '{origin}'"
     wanted = f"{launch.program} {shlex.join(launch.arguments)}".strip()
     if ask is None:
         ask = _ask if sys.stdin.isatty() and sys.stderr.isatty() else lambda question: False

@@ -5,9 +5,11 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dataflow.display import Summary
 from dataflow.display.silence import silence
+from dataflow.folder.copies.parts import CONFIG, Copies
 from dataflow.folder.faults import restarts
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.retention import not_kept
@@ -46,6 +48,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),
         commands=(
             *(() if times.get("outcome") == "finished" else ((f"{program} resume {path}", "go on from here"),)),
+            *_from_copies(program, config, times),
             (f"{program} verify {path}", "the ledger, recomputed from the folder"),
             (f"{program} show {path}", "this summary again"),
             (str(path / "curve.svg"), "reward and accuracy by step"),
@@ -53,6 +56,13 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
             (str(path / "trace.json"), "who worked when, for ui.perfetto.dev"),
         ),
     )  # fmt: skip
+
+
+def _from_copies(program: str, config: Mapping[str, Any], times: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    copies = Copies.from_plain(config.get(CONFIG))
+    if copies is None or times.get("outcome") == "finished":
+        return ()
+    return ((f"{program} resume --from '{copies.place}'", "go on where this folder is not seen"),)
 
 
 def _hosts(placed: Mapping[str, Sequence[str]]) -> str:

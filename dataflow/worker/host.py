@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import boundary
+from dataflow.folder.copies.parts import Copies
 from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import BaseLedger, Ledger
 from dataflow.folder.ledger_service.client import LedgerClient
@@ -43,6 +44,8 @@ class Settings:
     """Steps the run will make; None: until the prompts end."""
     keep_steps: int | None = None
     """As `Context` has it."""
+    copies: Mapping[str, Any] = field(default_factory=dict)
+    """Where copies of checkpoints go, as `Copies.to_plain` has it; empty: nowhere."""
     worker: str = "inline"
     replica: int = 0
     attempt: int = 0
@@ -271,6 +274,7 @@ class Host:
             aside=self._aside(name),
             turn_files=self._taking_turns[name].files if name in self._taking_turns else (),
             folder=self.folder,
+            copies=Copies.from_plain(self.settings.copies),
             ledger=self.ledger,
             limits=self.settings.limits,
             clock=self._clock,

@@ -29,9 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import RunError
+from dataflow.errors import RunError, Unusable
 from dataflow.folder import retention
 from dataflow.folder.checkpoints import TEMPORARY, Checkpoints
+from dataflow.folder.copies.copier import Copier
 from dataflow.folder.ledger import BaseLedger, LedgerError
 from dataflow.node import Context
 from dataflow.system.files import RunFolderError, disk
@@ -43,6 +44,7 @@ from operators.training.reorder_buffer import QueuedGroup
 
 CLOSE_S = 5.0
 """For a checkpoint that is being written when the run ends otherwise than it should."""
+COPIES_TURN_S = 0.05
 SPARE_BYTES = 1 << 30
 """That a temporary checkpoint leaves free on its disk, for what must be written."""
 WAL_TOLD_BYTES = 1 << 30
@@ -74,6 +76,10 @@ class Journal:
     """What it is that makes a temporary checkpoint due."""
     every: int | None = None
     """Steps between those that stay."""
+    copier: Copier | None = None
+    """Takes committed checkpoints to the run's address, where it has one."""
+    _finished_at: float | None = None
+    """When the last checkpoint was written."""
     _background: Background = field(default_factory=lambda: Background("the checkpoint being written"))
     _writing: _Writing | None = None
 
@@ -132,11 +138,52 @@ class Journal:
             checkpoints = self.context.folder.checkpoints_of(self.context.own_folder)
             if checkpoints.keep(step):
                 self._record(step, checkpoints.folder(step))
+                if self.copier is not None:
+                    self.copier.add(step, is_temporary=False)
+        self._finished_at = time.monotonic()
 
     def note(self) -> None:
-        """Tell the ledger of a checkpoint that is written by now, or warn of one that could not be."""
+        """Tell the ledger of a checkpoint that is written by now, or warn of one that could not be. Errors: Unusable
+        once another process has taken the run up from its address."""
         if self._background.is_idle:
             self._settle(0.0)
+        if self.copier is not None and self.copier.ended is not None:
+            raise Unusable(f"'{self.context.node}' copies no checkpoint any more: {self.copier.ended}")
+
+    def begin_copies(self, last: int) -> None:
+        """Have copies made from now on, first of the newest checkpoint. last: the trainer's last committed step."""
+        context = self.context
+        if context.copies is None or context.folder is None or context.ledger is None:
+            return
+        checkpoints = context.folder.checkpoints_of(context.own_folder)
+        self.copier = Copier(
+            context.copies, trainer=context.own_folder or "", folder=checkpoints.folder, pack=context.ledger.pack,
+            log=context.log, node=context.node, told_s=context.limits.copy_s,
+        )  # fmt: skip
+        self.copier.start(last)
+        if self.kept_step:
+            self.copier.add(self.kept_step, is_temporary=checkpoints.is_temporary(self.kept_step))
+
+    def wait_for_copies(self) -> bool:
+        """At the end, wait a moment for copies under way; False: nothing is waited for any more. Where the address
+        takes nothing for `Limits.copy_s`, a warning says what is not there."""
+        if self.copier is None or self._finished_at is None or self.copier.is_idle:
+            return False
+        since = max(self._finished_at, self.copier.moved_at)
+        if time.monotonic() - since < self.context.limits.copy_s:
+            self.copier.wait(COPIES_TURN_S)
+            return True
+        self._finished_at = None
+        self.context.log.warning(
+            "the last checkpoint is in the run folder, and was not copied", node=self.context.node,
+            step=self.kept_step, to=self.copier.place, error=self.copier.error, newest=self.copier.copied or "none",
+        )  # fmt: skip
+        return False
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the last checkpoint is where it should be, as far as that is waited for."""
+        return self.copier is None or self._finished_at is None or self.copier.is_idle
 
     @property
     def is_writing(self) -> bool:
@@ -149,6 +196,8 @@ class Journal:
             self._written(CLOSE_S)
         except Exception as error:  # the run has an error of its own, or was told this one before
             self.context.log.warning("checkpoint not written", node=self.context.node, error=str(error))
+        if self.copier is not None:
+            self.copier.close(CLOSE_S)
 
     def drop(self, reasons: Mapping[int, str], step: int | None) -> None:
         """Record groups given up for the step under way, before it is committed; None: outside any step."""
@@ -189,6 +238,8 @@ class Journal:
                     staged.write(folder, self.tokenizer, facts)
             finally:
                 self.debt.cost_s = time.monotonic() - began
+            if self.copier is not None:
+                self.copier.add(step, is_temporary=is_temporary)
             self._clear(checkpoints, step)
 
         self._writing = _Writing(step, checkpoints.folder(step), is_temporary)
@@ -241,7 +292,7 @@ class Journal:
     def _clear(self, checkpoints: Checkpoints, step: int) -> None:
         """Remove the temporary checkpoints before one that is committed."""
         try:
-            checkpoints.clear(step)
+            checkpoints.clear(step, but=() if self.copier is None else self.copier.held)
         except RunFolderError as error:
             self.context.log.warning("temporary checkpoint not removed", node=self.context.node, error=str(error))
 

@@ -83,6 +83,7 @@ class TrainerRuntime(Runtime):
         self._began = context.clock() - float(told.get("seconds", 0.0))
         self._offers = Offers(context, learner)
         self._behind.check()
+        self._journal.begin_copies(self._behind.target)
         if not self._behind.left:
             self._taken_back = self._behind.taken_back
             self._open()
@@ -139,7 +140,7 @@ class TrainerRuntime(Runtime):
         self._offers.poll()
         self._journal.note()
         if self._done:
-            return None
+            return [] if self._journal.wait_for_copies() else None
         if self._making.rows is None and self._behind is None:
             self._collect()
         if not self._awake or not self._has_work:
@@ -211,7 +212,9 @@ class TrainerRuntime(Runtime):
             found |= {"catching_up": self._behind.left, "taken_back": self._behind.taken_back}
         elif self._taken_back:
             found["taken_back"] = self._taken_back
-        return found | ({"done": 1} if self._done else {})
+        if (copier := self._journal.copier) is not None:
+            found |= {"copied": copier.copied, "copied_bytes": copier.bytes}
+        return found | ({"done": 1} if self._done and self._journal.is_copied else {})
 
     def close(self) -> None:
         """Let the weight plane go, and the other ranks, once a checkpoint that is being written had time to be done."""

@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class BaseLedger(ABC):
-    """What became of every prompt group; for the process that opened it alone, and there for one thread, but `flush`
-    and `wal_bytes`.
+    """What became of every prompt group; for the process that opened it alone, and there for one thread, but `flush`,
+    `pack` and `wal_bytes`.
 
     A group is (source, group_id). It goes issued -> generating -> generated -> scored, and then has one outcome
     for each sink that consumes its source: trained at a step, evaluated at a step, or dropped for a reason.
@@ -190,6 +190,11 @@ class BaseLedger(ABC):
         Called before a checkpoint is marked, so that no power cut leaves one whose step the ledger forgot.
         Errors: RunFolderError when the disk refuses.
         """
+
+    @abstractmethod
+    def pack(self, into: Path) -> None:
+        """Write all that was committed, of one moment, into a file (`copying`); from any thread, and whoever writes
+        meanwhile. Errors: LedgerError; RunFolderError; DeadlineError."""
 
     @property
     @abstractmethod

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from dataflow.folder.ledger import calls, writes
 from dataflow.folder.ledger.base import BaseLedger
+from dataflow.folder.ledger.copying import pack
 from dataflow.folder.ledger.schema import (
     LedgerError,
     build,
@@ -85,6 +86,12 @@ class Ledger(BaseLedger):
         self._check_owner()
         with disk("flushing", self._wal), contextlib.suppress(FileNotFoundError):
             flush_to_disk(self._wal)
+
+    def pack(self, into: Path) -> None:
+        """As the base has it."""
+        self._check_owner()
+        with into.open("wb") as file:
+            pack(self.path, file)
 
     @property
     def wal_bytes(self) -> int:

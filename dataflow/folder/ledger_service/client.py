@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.ledger import BaseLedger, LedgerError
@@ -22,7 +22,9 @@ from dataflow.folder.ledger_service.messages import (
     Behind,
     Flush,
     Join,
+    Pack,
     PutInPlace,
+    ReadPacked,
     Record,
     Recorded,
     Refused,
@@ -30,11 +32,13 @@ from dataflow.folder.ledger_service.messages import (
 )
 from dataflow.folder.placing import Placing
 from dataflow.system.clocks import AwakeClock
-from dataflow.system.files import RunFolderError
+from dataflow.system.files import RunFolderError, disk
 from dataflow.system.security import RunKeys
 
 T = TypeVar("T")
 
+AnyAside: TypeAlias = Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine
+"""What changes no row of the ledger."""
 PATIENCE_S = 30.0
 """For a service that is away."""
 AGAIN_S = 1.0
@@ -89,7 +93,7 @@ class LedgerClient(BaseLedger):
         self._said_at = self._clock()
         self._aside: Line | None = None
         """For other threads."""
-        self._aside_lock = threading.Lock()
+        self._aside_lock, self._packing = threading.Lock(), threading.Lock()
         try:
             self._ask(Join())
         except BaseException:
@@ -125,6 +129,15 @@ class LedgerClient(BaseLedger):
     def wal_bytes(self) -> int:
         """As the base has it."""
         return int(self._ask_from_any_thread(AskWalBytes()))
+
+    def pack(self, into: Path) -> None:
+        """As the base has it."""
+        with self._packing, disk("writing", into), into.open("wb") as file:
+            size, offset = int(self._ask_from_any_thread(Pack())), 0
+            while offset < size:
+                some = self._ask_from_any_thread(ReadPacked(offset))
+                file.write(some)
+                offset += len(some)
 
     def close(self) -> None:
         """Have what was posted made, and let go of the service; it is no error when that does not come about."""
@@ -223,7 +236,7 @@ class LedgerClient(BaseLedger):
         for record in self._unheard:
             self._line.say(record)
 
-    def _ask_from_any_thread(self, what: Flush | AskWalBytes | PutInPlace | AppendLine) -> Any:
+    def _ask_from_any_thread(self, what: AnyAside) -> Any:
         """What changes no row of the ledger: on a line of its own where the thread is not the owner's, so that nobody
         waits for the disk who need not."""
         if threading.get_ident() == self._thread:
@@ -276,6 +289,8 @@ def _doing(what: Any) -> str:
             return "flush"
         case AskWalBytes():
             return "look at the log"
+        case Pack() | ReadPacked():
+            return "copy the ledger"
         case PutInPlace():
             return f"put '{what.at}' in place"
         case AppendLine():

@@ -1,14 +1,17 @@
 """What the ledger's service answers, whoever brings it what clients say: the newest attempt writes, each write once."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import IO, Any, Literal, cast
 
 from dataflow.errors import Replaced, RunError
 from dataflow.folder import placing
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.ledger.calls import Call, Value
+from dataflow.folder.ledger.copying import pack
 from dataflow.folder.ledger.writers import FLOOR, Admit, ListWriters, NotMade, Numbered, Prepare, Token, Writer
 from dataflow.folder.ledger_service.messages import (
     Answer,
@@ -19,13 +22,18 @@ from dataflow.folder.ledger_service.messages import (
     Behind,
     Flush,
     Join,
+    Pack,
     PutInPlace,
+    ReadPacked,
     Record,
     Recorded,
     Refused,
     Told,
 )
-from dataflow.system.files import RunFolderError, append_line
+from dataflow.system.files import RunFolderError, append_line, disk
+
+PACKED_BYTES = 4 << 20
+"""Of one answer."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class RequestHandler:
         ledger.do(Prepare(floor))
         ledger.flush()
         self._writers = ledger.do(ListWriters())
+        self._packed: dict[str, tuple[int, IO[bytes]]] = {}
+        """By worker, a copy of the ledger that it fetches, and the ticket that asked for it."""
         self._floor = self._writers[FLOOR].token.holder if FLOOR in self._writers else 0
 
     def hear(self, message: Asked) -> Answer | Deferred:
@@ -69,6 +79,11 @@ class RequestHandler:
             return self._recorded(message) if isinstance(message, Record) else self._answered(message)
         except (Replaced, LedgerError, RunFolderError) as error:
             return Refused(ticket, number, _kind(error), str(error))
+
+    def close(self) -> None:
+        """Let go of copies that nobody has fetched."""
+        for _, file in self._packed.values():
+            file.close()
 
     def flush(self) -> None:
         """Bring all that was made to the disk itself. Errors: RunFolderError when the disk refuses."""
@@ -105,7 +120,11 @@ class RequestHandler:
             return Behind(writer.number + 1)
         match what:
             case Flush():
-                return Deferred(lambda: self._flushed(message))
+                return Deferred(partial(self._aside, message, self._ledger.flush))
+            case Pack():
+                return Deferred(partial(self._aside, message, partial(self._pack, message)))
+            case ReadPacked():
+                return Deferred(partial(self._aside, message, partial(self._read_packed, token.worker, what.offset)))
             case AskWalBytes():
                 return Told(message.ticket, Value(self._ledger.wal_bytes))
             case PutInPlace():
@@ -118,12 +137,36 @@ class RequestHandler:
             case _:
                 return Told(message.ticket, what.travels_as(self._ledger.do(cast("Call[Any]", what))))
 
-    def _flushed(self, message: Ask) -> Answer:
+    def _aside(self, message: Ask, do: Callable[[], Any]) -> Answer:
+        """What waits for the disk, in the thread for that."""
         try:
-            self._ledger.flush()
-        except RunFolderError as error:
-            return Refused(message.ticket, 0, "RunFolderError", str(error))
-        return Told(message.ticket, Value(None))
+            return Told(message.ticket, Value(do()))
+        except (LedgerError, RunFolderError) as error:
+            return Refused(message.ticket, 0, _kind(error), str(error))
+
+    def _pack(self, message: Ask) -> int:
+        """Of a question that is asked again, the same copy: its bytes are fetched in parts."""
+        worker = message.token.worker
+        ticket, file = self._packed.get(worker, (0, None))
+        with disk("packing", self._ledger.path):
+            if file is None or ticket != message.ticket:
+                if file is not None:
+                    file.close()
+                file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+                pack(self._ledger.path, file)
+                self._packed[worker] = message.ticket, file
+            return file.seek(0, 2)
+
+    def _read_packed(self, worker: str, offset: int) -> bytes:
+        if worker not in self._packed:
+            raise LedgerError(
+                f"'{worker}' asked for a copy of the ledger that is not there: the service was started again "
+                f"meanwhile; ask for a new one"
+            )
+        file = self._packed[worker][1]
+        with disk("reading", self._ledger.path):
+            file.seek(offset)
+            return file.read(PACKED_BYTES)
 
     def _admit(self, token: Token) -> None:
         known = self._writers.get(token.worker)

@@ -44,6 +44,18 @@ class AppendLine:
 
 
 @dataclass(frozen=True)
+class Pack:
+    """Keep a copy of the ledger as it is now, packed, in the place of the last one for this worker; its size."""
+
+
+@dataclass(frozen=True)
+class ReadPacked:
+    """Some bytes of it."""
+
+    offset: Natural
+
+
+@dataclass(frozen=True)
 class Ask:
     """A question, or something that may be done twice."""
 
@@ -51,7 +63,7 @@ class Ask:
     ticket: Natural
     after: Natural
     """The last write that is to be made before."""
-    what: AnyRead | Join | Flush | AskWalBytes | PutInPlace | AppendLine
+    what: AnyRead | Join | Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine
 
 
 @dataclass(frozen=True)

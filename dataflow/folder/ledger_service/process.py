@@ -202,7 +202,9 @@ def _serve(wanted: Serve, holds: Holds, ends: socket.socket) -> int:
 
         def handler() -> RequestHandler:
             ledger = open_.enter_context(Ledger.open(wanted.ledger))
-            return RequestHandler(ledger, floor=wanted.floor, holds=holds)
+            made = RequestHandler(ledger, floor=wanted.floor, holds=holds)
+            open_.callback(made.close)
+            return made
 
         try:
             service = LedgerService(handler, wanted.address, RunKeys.from_plain(wanted.keys))

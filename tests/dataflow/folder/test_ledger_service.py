@@ -18,16 +18,20 @@ from dataflow import Graph, verify
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.ledger.calls import Advance, CommitStep, Issue, Value
+from dataflow.folder.ledger.copying import unpack
 from dataflow.folder.ledger.questions import LastStep
 from dataflow.folder.ledger.writers import Token
+from dataflow.folder.ledger_service import handler as handler_module
 from dataflow.folder.ledger_service.client import LedgerClient
-from dataflow.folder.ledger_service.handler import RequestHandler
+from dataflow.folder.ledger_service.handler import Deferred, RequestHandler
 from dataflow.folder.ledger_service.messages import (
     TO_LEDGER,
     Ask,
     Asked,
     Behind,
     Join,
+    Pack,
+    ReadPacked,
     Record,
     Recorded,
     Refused,
@@ -466,3 +470,50 @@ def test_noise_at_the_socket_is_refused_and_the_others_go_on(path: Path) -> None
             noise.send(os.urandom(50))
         trainer = client(path, service, keys=None)
         assert trainer.last_step("trainer") == 0
+
+
+def test_a_client_has_a_copy_of_the_ledger_while_others_write(
+    path: Path, service: LedgerProcess, tmp_path: Path
+) -> None:
+    prompts, trainer = client(path, service, "prompts-0"), client(path, service)
+    prompts.issue("prompts", [(group, f"task-{group}") for group in range(4)])
+    step(trainer, 1, [0, 1])
+    packed: list[Path] = []
+    thread = threading.Thread(target=lambda: packed.append(_packed(trainer, tmp_path / "copy")))
+    thread.start()
+    step(trainer, 2, [2, 3])
+    thread.join(20.0)
+    (tmp_path / "back").mkdir()
+    assert unpack(packed[0], tmp_path / "back/ledger.db") in (1, 2)
+    with Ledger.open(tmp_path / "back/ledger.db") as ledger:
+        ledger.check()
+        assert ledger.counts("trainer").missing == 0
+        assert RequestHandler(ledger, floor=1)._writers.keys() == {""}  # nobody who wrote to the other one
+    assert sorted(each.name for each in path.parent.iterdir() if "copy" in each.name) == ["copy"]
+
+
+def _packed(ledger: LedgerClient, into: Path) -> Path:
+    ledger.pack(into)
+    return into
+
+
+def test_a_copy_that_is_asked_for_again_is_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Ledger.open(path) as ledger:
+        monkeypatch.setattr(handler_module, "PACKED_BYTES", 100)
+        handler, token = RequestHandler(ledger), Token("trainer-0", 0, 0, 1)
+        at_end(handler.close)
+
+        def ask(ticket: int, what: Any) -> Any:
+            answer = handler.hear(Ask(token, ticket, 0, what))
+            assert isinstance(answer, Deferred)
+            told = answer.answer()
+            return told.result.value if isinstance(told, Told) else told
+
+        handler.hear(Ask(token, 1, 0, Join()))
+        assert isinstance(ask(2, ReadPacked(0)), Refused)
+        size = ask(3, Pack())
+        before = ask(4, ReadPacked(0))
+        assert len(before) == 100 and len(ask(4, ReadPacked(100))) == min(100, size - 100)
+        ledger.issue("prompts", [(group, f"{group}" * 200) for group in range(40)])
+        assert ask(3, Pack()) == size and ask(5, ReadPacked(0)) == before  # its answer was late
+        assert ask(6, Pack()) != size

@@ -1,0 +1,352 @@
+"""Copies of checkpoints at an address: whole or not there, whatever fails meanwhile, and nobody's but their part's."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rigs.addresses import Weather, failing
+from rigs.ending import at_end
+from rigs.machine import wait_until
+
+from dataflow.errors import RunError
+from dataflow.folder.checkpoints import MARKER, TEMPORARY, Checkpoints
+from dataflow.folder.copies.address import Address, CopyError, checked, joined
+from dataflow.folder.copies.copier import Copier, Waiting
+from dataflow.folder.copies.finding import choose
+from dataflow.folder.copies.parts import Copies, TakenUp, claim, parts
+from dataflow.folder.copies.store import LEDGER, Store
+from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.system.child import fork
+
+BYTES = 3000
+
+
+class Log:
+    def __init__(self) -> None:
+        self.said: list[tuple[str, dict[str, Any]]] = []
+
+    def warning(self, event: str, **facts: Any) -> None:
+        self.said.append((event, facts))
+
+    info = warning
+
+
+@pytest.fixture
+def weather() -> Weather:
+    return Weather()
+
+
+@pytest.fixture
+def address(tmp_path: Path, weather: Weather) -> Address:
+    return failing(tmp_path / "there", weather)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    made = Ledger.create(tmp_path / "ledger.db", {"trainer": ["prompts"]})
+    at_end(made.close)
+    return made
+
+
+def commit(checkpoints: Checkpoints, step: int, *, temporary: bool = False) -> Path:
+    with checkpoints.writing(step, **({TEMPORARY: True} if temporary else {})) as folder:
+        (folder / "optimizer").mkdir()
+        (folder / "model.bin").write_bytes(b"%d" % step * BYTES)
+        (folder / "optimizer/shard.bin").write_bytes(b"m" * BYTES)
+    return checkpoints.folder(step)
+
+
+@pytest.fixture
+def copier(address: Address, checkpoints: Checkpoints, ledger: Ledger) -> Callable[..., Copier]:
+    def make(copies: Copies | None = None, last: int = 1000, **how: Any) -> Copier:
+        made = Copier(
+            copies or claim(address, address.text, "run", [""], None), trainer="", folder=checkpoints.folder,
+            pack=ledger.pack, log=how.pop("log", Log()), node="trainer", open_address=lambda text: address,
+            again_s=0.01, **how,
+        )  # fmt: skip
+        at_end(lambda: made.close(0.0))
+        made.start(last)
+        return made
+
+    return make
+
+
+def store(address: Address, part: int = 1) -> Store:
+    return Store(address.below("run").below(f"part-{part:06d}"))
+
+
+def idle(copier: Copier) -> None:
+    wait_until(lambda: copier.is_idle, 10.0, "the copies")
+
+
+def test_the_newest_waits_before_the_others_and_a_temporary_one_only_while_it_is_the_newest() -> None:
+    waiting = Waiting()
+    for step, is_temporary in ((2, False), (3, True), (4, True), (6, False), (7, True)):
+        waiting.add(step, is_temporary=is_temporary)
+    taken = []
+    while waiting.next:
+        taken.append(waiting.take())
+    assert taken == [(7, True), (6, False), (2, False)]
+    waiting.add(9, is_temporary=True)
+    waiting.put_back(8, is_temporary=True)
+    waiting.put_back(5, is_temporary=False)
+    assert [waiting.take(), waiting.take(), waiting.next] == [(9, True), (5, False), 0]
+
+
+def test_the_marker_is_written_last_and_says_what_stands_there(
+    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., Copier], tmp_path: Path
+) -> None:
+    commit(checkpoints, 5)
+    made = copier()
+    made.add(5, is_temporary=False)
+    idle(made)
+    names = [name.partition("step-000005/")[2] for name in weather.wrote if "step-" in name]
+    assert names == ["model.bin", "optimizer/shard.bin", LEDGER, MARKER] and made.copied == 5
+    store(address).get(5, tmp_path / "back", lambda count: None)
+    assert (tmp_path / "back/model.bin").read_bytes() == b"5" * BYTES
+    (tmp_path / "there/run/part-000001/checkpoints/step-000005/model.bin").write_bytes(b"6" * BYTES)
+    with pytest.raises(CopyError, match=r"'model.bin' of the checkpoint of step 5 at '.*' is damaged"):
+        store(address).get(5, tmp_path / "again", lambda count: None)
+
+
+@pytest.mark.parametrize("after", [0, BYTES - 1, BYTES, 2 * BYTES + 10])
+def test_an_upload_that_is_cut_off_is_no_checkpoint_and_is_made_again(
+    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., Copier], after: int
+) -> None:
+    commit(checkpoints, 4)
+    made = copier()
+    made.add(4, is_temporary=False)
+    idle(made)
+    commit(checkpoints, 6)
+    weather.after_bytes = after
+    made.add(6, is_temporary=False)
+    wait_until(lambda: bool(made.error), 10.0, "a failure")
+    assert store(address).whole() == [4]
+    weather.after_bytes = None
+    idle(made)
+    assert store(address).whole() == [4, 6] and not made.error
+
+
+def test_an_address_that_is_down_for_a_while_loses_nothing_and_is_told_of_once(
+    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., Copier]
+) -> None:
+    log = Log()
+    made = copier(log=log)
+    weather.down = True
+    for step, temporary in ((2, False), (3, True), (4, False), (5, True), (6, True)):
+        commit(checkpoints, step, temporary=temporary)
+        made.add(step, is_temporary=temporary)
+        checkpoints.clear(step, but=made.held)
+    wait_until(lambda: made._fails > 2, 10.0, "some tries")
+    assert not made.is_idle and "the network is down" in made.error
+    weather.down = False
+    idle(made)
+    assert store(address).whole() == [2, 4, 6]
+    assert [event for event, _ in log.said] == [
+        "checkpoint not copied, and tried again; training goes on", "checkpoints are copied again",
+    ]  # fmt: skip
+
+
+def test_temporary_copies_go_with_the_next_and_what_is_copied_stays_in_the_folder_until_then(
+    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., Copier]
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    at_end(go_on.set)
+
+    def hold(name: str) -> None:
+        if "step-000001" in name:
+            entered.set()
+            assert go_on.wait(10.0)
+
+    weather.before = hold
+    commit(checkpoints, 1, temporary=True)
+    made = copier()
+    made.add(1, is_temporary=True)
+    assert entered.wait(10.0)
+    for step in (2, 3):
+        commit(checkpoints, step, temporary=True)
+        made.add(step, is_temporary=True)
+        checkpoints.clear(step, but=made.held)
+    assert checkpoints.steps() == [1, 3]
+    go_on.set()
+    idle(made)
+    assert store(address).steps() == [3]
+    checkpoints.keep(3)
+    made.add(3, is_temporary=False)
+    idle(made)
+    assert TEMPORARY not in store(address).marker(3)
+    assert sum("step-000003/model.bin" in name for name in weather.wrote) == 1
+    assert not any("step-000002" in name for name in weather.wrote)
+
+
+def test_a_checkpoint_that_was_taken_back_leaves_the_address_before_another_has_its_number(
+    address: Address, checkpoints: Checkpoints, copier: Callable[..., Copier]
+) -> None:
+    copies = claim(address, address.text, "run", [""], None)
+    for step in (2, 8):
+        commit(checkpoints, step)
+        first = copier(copies)
+        first.add(step, is_temporary=False)
+        idle(first)
+    again = copier(copies, last=4)
+    again.add(2, is_temporary=False)
+    idle(again)
+    assert store(address).steps() == [2]
+
+
+def test_who_finds_a_newer_part_copies_nothing_more(
+    address: Address, checkpoints: Checkpoints, copier: Callable[..., Copier]
+) -> None:
+    made = copier()
+    commit(checkpoints, 2)
+    made.add(2, is_temporary=False)
+    idle(made)
+    claim(address, address.text, "run", [""], 1)
+    commit(checkpoints, 3)
+    made.add(3, is_temporary=False)
+    idle(made)
+    assert isinstance(made.ended, TakenUp) and store(address).whole() == [2]
+
+
+def test_a_part_clears_those_before_it_once_a_run_could_go_on_from_it(
+    address: Address, checkpoints: Checkpoints, copier: Callable[..., Copier]
+) -> None:
+    first = copier()
+    for step, temporary in ((2, False), (3, True)):
+        commit(checkpoints, step, temporary=temporary)
+        first.add(step, is_temporary=temporary)
+        idle(first)
+    second = copier(claim(address, address.text, "run", [""], 1))
+    assert store(address, 1).whole() == [2, 3]
+    second.add(3, is_temporary=True)
+    idle(second)
+    assert store(address, 1).whole() == [2] and store(address, 2).whole() == [3]
+
+
+def test_of_several_that_claim_a_part_at_once_one_has_it_at_most(
+    address: Address, weather: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim(address, address.text, "run", [""], None)
+    met = threading.Barrier(3)
+    put_json = Address.put_json
+
+    def together(self: Address, name: str, value: Any) -> None:
+        met.wait(10.0)
+        put_json(self, name, value)
+
+    monkeypatch.setattr(Address, "put_json", together)
+    said: list[object] = []
+
+    def take() -> None:
+        try:
+            said.append(claim(address, address.text, "run", [""], 1))
+        except RunError as error:
+            said.append(str(error))
+
+    threads = [threading.Thread(target=take) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(10.0)
+    assert sum(isinstance(each, Copies) for each in said) <= 1 and len(said) == 3
+    assert parts(address.below("run")) == [1, 2]
+    with pytest.raises(RunError, match="was taken up by another process at this moment"):
+        claim(address, address.text, "run", [""], 1)
+
+
+@pytest.mark.parametrize(
+    ("whole", "wanted"),
+    [
+        ({}, 0),
+        ({1: {"": []}}, 0),
+        ({1: {"": [4]}, 2: {"": []}}, 1),
+        ({1: {"": [4]}, 2: {"": [4, 6]}}, 2),
+        ({1: {"a": [4], "b": [4]}, 2: {"a": [6], "b": []}}, 1),
+        ({1: {"a": [4], "b": []}, 2: {"a": [6], "b": []}}, 2),
+    ],
+)
+def test_a_run_goes_on_from_the_newest_part_that_all_trainers_can_go_on_from(
+    whole: dict[int, dict[str, list[int]]], wanted: int
+) -> None:
+    assert choose(whole) == wanted
+
+
+def test_a_copier_that_is_closed_stops_in_the_midst_of_a_copy(
+    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., Copier]
+) -> None:
+    commit(checkpoints, 2)
+    weather.before = lambda name: time.sleep(0.05) if "step" in name else None
+    made = copier()
+    made.add(2, is_temporary=False)
+    wait_until(lambda: made.under_way == 2, 10.0, "the copy")
+    made.close(0.0)
+    assert store(address).whole() == []
+
+
+def test_a_ledger_that_cannot_be_packed_makes_no_copy(
+    address: Address, checkpoints: Checkpoints, copier: Callable[..., Copier]
+) -> None:
+    made = copier()
+
+    def refuse(into: Path) -> None:
+        raise LedgerError("no")
+
+    pack, made._pack = made._pack, refuse
+    commit(checkpoints, 2)
+    made.add(2, is_temporary=False)
+    wait_until(lambda: made.error == "no", 10.0, "the refusal")
+    assert store(address).whole() == []
+    made._pack = pack
+    idle(made)
+    assert store(address).whole() == [2]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("/there/", "/there"), ("file:///there/a/", "/there/a"), ("s3://bucket/a/?region=x", "s3://bucket/a?region=x"),
+        ("gs://bucket/a", "gs://bucket/a"),
+    ],
+)  # fmt: skip
+def test_an_address_is_the_same_however_it_is_given(text: str, wanted: str) -> None:
+    assert checked(text) == wanted == checked(wanted)
+
+
+def test_what_follows_a_question_mark_stays_at_the_end_of_an_address() -> None:
+    assert joined("s3://bucket/a?region=x", "run") == "s3://bucket/a/run?region=x"
+    assert joined("/there/", "run") == "/there/run" and joined("/there", "") == "/there"
+
+
+def test_a_host_that_dies_in_the_midst_of_a_copy_leaves_the_one_before(
+    address: Address, weather: Weather, checkpoints: Checkpoints, ledger: Ledger, copier: Callable[..., Copier]
+) -> None:
+    copies = claim(address, address.text, "run", [""], None)
+    for step in (2, 3):
+        commit(checkpoints, step)
+    first = copier(copies)
+    first.add(2, is_temporary=False)
+    idle(first)
+    first.close(0.0)
+
+    def upload() -> int:
+        weather.before = lambda name: time.sleep(60) if "step-000003/optimizer" in name else None
+        store(address).put(3, checkpoints.folder(3), ledger.pack, lambda count: None, lambda: None)
+        return 0
+
+    dying = fork(upload)
+    wait_until(lambda: 3 in store(address).steps(), 10.0, "the copy to begin")
+    dying.kill()
+    dying.wait(10.0)
+    assert store(address).whole() == [2] and store(address).steps() == [2, 3]
+    again = copier(copies)
+    again.add(3, is_temporary=True)
+    idle(again)
+    assert store(address).whole() == [2, 3]
