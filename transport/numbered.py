@@ -1,4 +1,4 @@
-"""What a scheduler and an agent say arrives once and in order, whatever connections they lose: it has numbers."""
+"""What two processes say to each other arrives once and in order, whatever connections they lose: it has numbers."""
 
 import struct
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from dataflow.system.messages import MessageError
+from transport.errors import MessageError
 
 Frames: TypeAlias = Sequence[bytes]
 """Of one message: its numbers, and what is said."""

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from dataflow.agent.numbered import AGAIN_S, MOST_AGAIN_S, Frames, Numbered
-from dataflow.system.messages import MessageError
+from transport.errors import MessageError
+from transport.numbered import AGAIN_S, MOST_AGAIN_S, Frames, Numbered
 
 
 def heard(end: Numbered, *frames: Frames, now: float = 0.0) -> list[bytes]:
