@@ -30,7 +30,6 @@ from dataflow.agent.messages import (
     ToWorkers,
     is_repeated,
 )
-from dataflow.agent.numbered import Frames, Numbered
 from dataflow.system.security import RunKeys, present
 from dataflow.worker.messages import (
     TO_SCHEDULER,
@@ -48,6 +47,7 @@ from dataflow.worker.messages import (
 from dataflow.worker.messages import (
     Bye as WorkerBye,
 )
+from transport.numbered import Frames, Numbered
 
 ALIVE_S = 0.5
 ASK_S = 0.25

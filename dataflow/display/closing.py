@@ -4,6 +4,9 @@ from dataflow.display.screen import Line
 from dataflow.display.snapshot import Snapshot, Summary
 from dataflow.display.words import ASCII, Glyphs, age, clean, count, duration, known, rate, score, several, size_of
 
+_FAULTS = 5
+"""That are shown; the last ones."""
+
 
 def plain_line(snapshot: Snapshot) -> str:
     """The run on one line of ASCII: `step 40/300  reward 0.42  ...`; what is not known is left out."""
@@ -65,6 +68,12 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
     found: list[Line] = [head]
     for name, value, note in rows:
         found.append([(f"  {name:<12}", "dim"), (value, "strong"), *([(f"  {note}", "dim")] if note else [])])
+    faults = summary.faults or ()
+    shown = faults[-_FAULTS:]
+    for number, fault in enumerate(shown):
+        found.append([(f"  {'' if number else 'faults':<12}", "dim"), (clean(fault), "")])
+    if len(faults) > len(shown):
+        found.append([(f"  {'':<12}", "dim"), (f"and {len(faults) - len(shown)} before these", "dim")])
     if summary.hosts:
         found.append([(f"  {'hosts':<12}", "dim"), (clean(summary.hosts), "")])
     if summary.signal:

@@ -108,6 +108,8 @@ class Summary:
     staleness_max: float | None = None
     restarts: int | None = None
     """How often a worker was started again."""
+    faults: tuple[str, ...] = ()
+    """What fell, how it went on, and what was done again."""
     hosts: str = ""
     """Which node was planned where, in a run over hosts."""
     signal: str = ""

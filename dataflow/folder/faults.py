@@ -1,7 +1,7 @@
 """faults.jsonl of a run folder: a line for every end of a worker that the run did not ask for."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from dataflow.system.optional_files import Extras, Tell, read_lines, warn
 FILE = "faults.jsonl"
 STOPPED = "was stopped by a signal"
 """The cause where a worker had not ended, and was let go on."""
+_ONE_S = 5.0
+"""Lines of one cause within so long are told together."""
 
 
 @dataclass
@@ -27,8 +29,9 @@ class Faults:
 
     A line is written once, when it is known how the fault ended: the worker is at work again, has died again, or the
     run has ended. {"at": seconds since 1970 when it was noticed, "worker", "cause", "attempt": the one that ended, 0
-    for the first, "noticed_s": since its last sign of life, "recovered_s": from `at` until it was at work again, null
-    where it never was}.
+    for the first, "noticed_s": since its last sign of life, "rollouts_again": that it had begun and not sent on, which
+    are drawn again, from their last segment on where that was written down, "recovered_s": from `at` until it was at
+    work again, null where it never was}.
     """
 
     def __init__(
@@ -40,13 +43,13 @@ class Faults:
         self._extras = Extras(said.append)
         self._open: dict[str, _Open] = {}
 
-    def noticed(self, worker: str, cause: str, attempt: int, heard: float) -> None:
-        """A worker has ended, or was stopped; `heard`: when it last gave a sign of life."""
+    def noticed(self, worker: str, cause: str, attempt: int, heard: float, rollouts: int = 0) -> None:
+        """A worker has ended, or was stopped; `heard`: when it last gave a sign of life. rollouts: it had begun."""
         self._write(worker, None)
         now = self._clock()
         line = {
             "at": self._wall(), "worker": worker, "cause": cause, "attempt": attempt,
-            "noticed_s": round(now - heard, 3),
+            "noticed_s": round(now - heard, 3), "rollouts_again": rollouts,
         }  # fmt: skip
         self._open[worker] = _Open(line, now)
 
@@ -55,7 +58,9 @@ class Faults:
         fault = self._open.get(worker)
         if fault is not None:
             took = self._clock() - fault.noticed
-            self._said.append(told or f"worker {worker} {fault.line['cause']}, restarted after {took:.1f} s")
+            again = fault.line["rollouts_again"]
+            more = f"; {again} rollout{'s' if again > 1 else ''} drawn again" if again else ""
+            self._said.append(told or f"worker {worker} {fault.line['cause']}, restarted after {took:.1f} s{more}")
             self._write(worker, round(took, 3))
 
     def close(self) -> None:
@@ -72,6 +77,34 @@ class Faults:
 def read_faults(folder: Path, tell: Tell = warn) -> list[dict[str, Any]]:
     """The lines of a run's faults.jsonl, without those that a crash tore."""
     return read_lines(folder / FILE, tell)[0]
+
+
+def in_words(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each fault, for people; workers that fell at once for one reason, as with a host, share one."""
+    together: list[list[Mapping[str, Any]]] = []
+    for line in lines:
+        if together and line.get("cause") == together[-1][0].get("cause") and _at(line) - _at(together[-1][0]) < _ONE_S:
+            together[-1].append(line)
+        else:
+            together.append([line])
+    return [_sentence(each) for each in together]
+
+
+def _at(line: Mapping[str, Any]) -> float:
+    return float(line.get("at", 0.0))
+
+
+def _sentence(lines: Sequence[Mapping[str, Any]]) -> str:
+    names = ", ".join(str(line.get("worker")) for line in lines)
+    back = [line.get("recovered_s") for line in lines]
+    said = f"{names} {lines[0].get('cause')}: noticed after {max(_known(lines, 'noticed_s')):.1f} s, "
+    said += "not back" if None in back else f"back after {max(_known(lines, 'recovered_s')):.1f} s"
+    again = int(sum(_known(lines, "rollouts_again")))
+    return f"{said}, {again} rollout{'s' if again > 1 else ''} drawn again" if again else said
+
+
+def _known(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [float(line.get(key) or 0.0) for line in lines]
 
 
 def restarts(folder: Path) -> int:

@@ -7,10 +7,10 @@ from contextlib import closing
 import zmq
 
 from dataflow.agent.messages import FROM_AGENT, TO_AGENT, FromAgent, ToAgent, is_repeated
-from dataflow.agent.numbered import Frames, Numbered
 from dataflow.errors import RunError
 from dataflow.system.messages import MESSAGE_BYTES, MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint
+from transport.numbered import Frames, Numbered
 
 _AT_ONCE = 64
 """Messages, between two looks at what else is to be done."""

@@ -241,7 +241,7 @@ class Scheduler:
             case events.Notice():
                 self.notices.append(command.text)
             case events.FaultNoticed():
-                self._faults.noticed(command.worker, command.cause, command.attempt, command.heard_at)
+                self._faults.noticed(command.worker, command.cause, command.attempt, command.heard_at, command.rollouts)
             case events.FaultRecovered():
                 self._faults.recovered(command.worker, command.notice)
             case events.Refuse():

@@ -182,6 +182,8 @@ class FaultNoticed:
     cause: str
     attempt: int
     heard_at: float
+    rollouts: int = 0
+    """That it had begun, and that are drawn again."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def exited(table: Table, record: WorkerRecord, cause: str, now: float, *, with_h
 def fell(table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False) -> list[Command]:
     """A worker has ended that should not have: it is started again later, if there is hope; one that fell with its host
     has not failed itself."""
-    noticed = FaultNoticed(record.name, cause, record.attempt, record.heard_at)
+    noticed = FaultNoticed(record.name, cause, record.attempt, record.heard_at, record.begun)
     record.fall(cause)
     if not table.begun:
         return [End(WorkerDied(table.obituary(record)))]

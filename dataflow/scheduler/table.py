@@ -156,6 +156,12 @@ class WorkerRecord:
         return together(self.earlier, self.heartbeat)
 
     @property
+    def begun(self) -> int:
+        """Rollouts that the attempt under way has begun and not sent on, as it told last."""
+        reports = self.heartbeat.nodes.values() if self.heartbeat is not None else ()
+        return sum(int(report.status.get("begun", 0)) for report in reports)
+
+    @property
     def at(self) -> dict[str, str]:
         """As `Settings.at` has it: by edge, and by line and executor."""
         lines = {f"{name}.{by}": address for name, line in self.lines.items() for by, address in line.at.items()}

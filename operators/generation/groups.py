@@ -88,6 +88,8 @@ class PromptGroup:
     """By position, what rollouts that have no slot yet drew in an earlier process."""
     order: list[int] = field(default_factory=list)
     """Positions that this process starts, the first ones first; none: all of them."""
+    begun: int = 0
+    """Rollouts that this process has started."""
 
     def start(self, count: int) -> list[int]:
         """Positions of the next rollouts that start."""

@@ -61,7 +61,7 @@ class GeneratorRuntime(Runtime):
         self._first_version = -1 if reader is not None else 0
         """The first that it took."""
         self._started: dict[str, list[int]] = {}
-        self._owed = 0
+        self._owed = self._begun = 0
         self._seen = (context.clock(), 0, 0)
         self._awake = True
         """Whether it has the memory of its devices."""
@@ -164,8 +164,8 @@ class GeneratorRuntime(Runtime):
         self._told_dropped = max(self._told_dropped, int(message.get("dropped", 0)))
 
     def status(self) -> dict[str, float | int | str]:
-        """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the last call; `recalled`:
-        tokens that an earlier process had drawn."""
+        """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the last call; `begun`:
+        rollouts that have not left, and would be drawn again; `recalled`: tokens that an earlier process had drawn."""
         now, drawn, steps = self._context.clock(), self.engine.drawn, self.engine.steps
         then, drawn_then, steps_then = self._seen
         self._seen = (now, drawn, steps)
@@ -177,6 +177,7 @@ class GeneratorRuntime(Runtime):
             "tokens": drawn,
             "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
             "parked": self.engine.waiting,
+            "begun": self._begun,
             "recalled": 0 if self._partial is None else self._partial.recalled,
             "slot_share": (drawn - drawn_then) / slot_steps if slot_steps else 0.0,
         }
@@ -248,6 +249,8 @@ class GeneratorRuntime(Runtime):
         tickets = range(self._next_ticket, self._next_ticket + count)
         self._next_ticket += count
         positions = group.start(count)
+        group.begun += count
+        self._begun += count
         for ticket, position in zip(tickets, positions, strict=True):
             self._tickets[ticket] = (group, position)
         key = f"{self._context.seed}/{group.source}/{group.group_id}"
@@ -286,6 +289,7 @@ class GeneratorRuntime(Runtime):
             batches.append(Batch(source, groups.rollouts(complete, self.tokenizer, self._ends, masks=masks)))
             for group in complete:
                 self._owed -= group.size
+                self._begun -= group.begun
                 group.arrival.share.release(group.group_id)
         return batches
 

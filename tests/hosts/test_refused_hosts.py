@@ -116,11 +116,11 @@ def test_an_agent_that_is_given_an_address_at_which_nobody_is_finds_the_schedule
 ) -> None:
     a, b = cluster.hosts
     cluster.start("fakes", agents=[a], steps=5)
-    late = cluster.joining()
+    late = {**(cluster.joining() or {}), "DATAFLOW_AGENT_HOST": "b"}
     cluster.join(b, {"DATAFLOW_AGENT_SCHEDULER": "tcp://10.77.0.99:5555"})
     assert cluster.ended().clean
-    cluster.join(b, late)
-    assert "host 'b' comes too late: the run in '" in refused(cluster, b)
+    assert cluster.spawn(b, [sys.executable, "-m", "dataflow.agent"], "late", late).wait(60) == 2
+    assert "host 'b' comes too late: the run in '" in last_line(cluster.said("late"))
 
 
 def test_a_port_that_is_taken_is_named(cluster: Cluster) -> None:

@@ -19,6 +19,8 @@ from .process import Crash, Process
 
 Message = tuple[str, FromWorker]
 _SOMEBODY = Client(b"somebody")
+_LOOK_S = 0.1
+"""Between two looks whether the ledger's service is there again."""
 
 
 class Fenced(Exception):
@@ -52,7 +54,10 @@ class Room:
         return isinstance(self.forks, Agents) and process.attempt < self.forks.attempts.get(process.name, 0)
 
     def waits(self, process: Process) -> bool:
-        """Whether a process stands still until the ledger's service can be reached, as some do."""
+        """Whether a process stands still until the ledger's service can be reached, as some do; without a scheduler,
+        with which the service ends, all do."""
+        if isinstance(self.forks, Agents) and not self.forks.is_led:
+            process.stopped_until = self.clock.now + _LOOK_S
         apart_s = self.machines.apart(process.host, SCHEDULER)
         if apart_s and process.is_patient:
             process.stopped_until = self.clock.now + apart_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -67,6 +68,10 @@ class Forks:
             handed.append({"event": "handed", "alive": not child.has_ended, **facts})
         return handed
 
+    def lose(self) -> None:
+        """The scheduler is dead."""
+        self.note = lambda event: None
+
     def _start(self, request: tuple[str, Mapping[str, Any]]) -> None:
         if self.closed or request not in self._waiting:
             return
@@ -96,8 +101,8 @@ class _HostChild:
 class _Agent:
     """One incarnation."""
 
-    up: Pipe
-    down: Pipe
+    up: Pipe = field(init=False)
+    down: Pipe = field(init=False)
     children: dict[str, _HostChild] = field(default_factory=dict)
     alive: bool = True
     clears: bool = False
@@ -123,6 +128,8 @@ class Agents:
         self.note: Callable[[Event], None] = lambda event: None
         """Tells the scheduler of the moment."""
         self.stays = self.closed = False
+        self.is_led = True
+        """Whether there is a scheduler, and with it the ledger's service."""
         for host in hosts:
             self._agents[host] = self._made(host)
 
@@ -149,7 +156,34 @@ class Agents:
             self._sought[host] = self._clock.now
             self._agents[host].down.send(lambda agent: self._join(host, agent))
 
+    def hand_over(self) -> list[Event]:
+        """Another scheduler is there: each agent looks into the folder now and then, and joins with what it has."""
+        self.is_led = True
+        self._handed, self._sought = {}, {}
+        for host, agent in self._agents.items():
+            self._clock.after(SEEK_S * self._random.random(), partial(self._find, host, agent))
+        return []
+
     # For the world
+
+    def lose(self) -> None:
+        """The scheduler is dead, and what was on its way to it or from it is lost."""
+        self.is_led = False
+        self.note = lambda event: None
+        for agent in self._agents.values():
+            agent.up.cut()
+            agent.down.cut()
+
+    def _find(self, host: str, agent: _Agent) -> None:
+        """An agent turns to another scheduler, where it reaches it; else it tries again."""
+        if not agent.alive or self.closed or not self.is_led or agent.up.whole:
+            return
+        if self._network.machines.apart(host, SCHEDULER):
+            self._clock.after(SEEK_S, partial(self._find, host, agent))
+            return
+        agent.up, agent.down = self._pipes(host, agent)
+        agent.clears = False
+        self._join(host, agent)
 
     def ended(self, name: str, host: str) -> None:
         """A process has ended; its agent tells it soon."""
@@ -190,14 +224,24 @@ class Agents:
         self._join(host, agent)
 
     def _made(self, host: str) -> _Agent:
+        agent = _Agent()
+        agent.up, agent.down = self._pipes(host, agent)
+        self._clock.after(BEAT_S * self._random.random(), lambda: self._beat(host, agent))
+        return agent
+
+    def _pipes(self, host: str, agent: _Agent) -> tuple[Pipe, Pipe]:
+        """A connection to the scheduler, both ways; broken where there is none."""
+
         def hear(order: Callable[[_Agent], None]) -> None:
             if agent.alive and not self.closed:
                 order(agent)
 
         up = Pipe(self._network, lambda event: self._heard(host, agent, event), host, SCHEDULER)
-        agent = _Agent(up=up, down=Pipe(self._network, hear, SCHEDULER, host))
-        self._clock.after(BEAT_S * self._random.random(), lambda: self._beat(host, agent))
-        return agent
+        down = Pipe(self._network, hear, SCHEDULER, host)
+        if not self.is_led:
+            up.cut()
+            down.cut()
+        return up, down
 
     def _beat(self, host: str, agent: _Agent) -> None:
         if agent.alive and not self.closed:

@@ -32,12 +32,17 @@ TOGETHER += [FILTER, FILTER + SCALING + RESUME]
 TOGETHER += [SUCCESSOR, *(SUCCESSOR + features for features in TOGETHER)]
 OVER_HOSTS = (HOSTS,)
 TOGETHER += [OVER_HOSTS, *(OVER_HOSTS + features for features in (EVALUATION, SCALING, RESUME, SCALING + RESUME))]
+TOGETHER += [OVER_HOSTS + SUCCESSOR, OVER_HOSTS + SUCCESSOR + SCALING, OVER_HOSTS + SUCCESSOR + RESUME]
 
 Patch = pytest.MonkeyPatch
 
 
 def test_all_laws_hold_in_20_seeds_over_hosts_that_die_and_are_cut_off() -> None:
     hold(having(HOSTS), range(20))
+
+
+def test_all_laws_hold_in_20_seeds_over_hosts_whose_scheduler_dies_and_is_followed_by_another() -> None:
+    hold(having(HOSTS, *SUCCESSOR), range(20))
 
 
 @pytest.mark.slow

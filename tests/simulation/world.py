@@ -236,15 +236,16 @@ class World:
             scheduler.close()
         except Crash:
             self.room.exchange.lose()
-            self.room.forks.note = lambda event: None
+            self.room.forks.lose()
             return False
         return True
 
     def _law_of_adoption(self, scheduler: Scheduler, left: Mapping[str, Any]) -> None:
         """Whoever was at work stays so, whatever becomes of schedulers."""
         for known in left["table"]["workers"] if left else ():
-            name = known["name"]
-            if known["life"] == Life.READY and self.workers[name].process.alive:
+            name, host = known["name"], known["host"]
+            worker = self.workers.get(f"{name}@{host}" if host else name)
+            if known["life"] == Life.READY and worker is not None and worker.process.alive:
                 state = scheduler.table.workers[name].state
                 check(state in ("ready", "left"), f"'{name}' is at work, but {state} for the next scheduler")
 

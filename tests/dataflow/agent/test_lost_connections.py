@@ -1,63 +1,17 @@
 """A connection of an agent to its scheduler that swallows what it is given, and is then replaced: nothing is lost."""
 
-import contextlib
-import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
+from rigs.cable import Cable
 from rigs.machine import wait_until
 
-from dataflow.agent import numbered
 from dataflow.agent.forkserver_messages import Alive, Kill
 from dataflow.agent.line import Line
 from dataflow.agent.messages import Failed
 from dataflow.scheduler.agents_socket import AgentsSocket
 from dataflow.system.security import RunKeys
-
-
-class Cable:
-    """Between whoever connects to it and a server."""
-
-    def __init__(self, server: str) -> None:
-        host, _, port = server.removeprefix("tcp://").rpartition(":")
-        self._server = (host, int(port))
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._door.getsockname()[1]}"
-        self.is_cut = False
-        """Whether it swallows everything."""
-        self._near: list[socket.socket] = []
-        self._far: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._door.accept()
-                far = socket.create_connection(self._server)
-                self._near.append(near)
-                self._far.append(far)
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
-
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if not self.is_cut:
-                    sink.sendall(data)
-
-    def replace(self) -> None:
-        """Who connected finds the connection closed; the server does not, as after a cut."""
-        self.is_cut = False
-        for each in self._near:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        for each in (self._door, *self._near, *self._far):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+from transport import numbered
 
 
 @pytest.fixture

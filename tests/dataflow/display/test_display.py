@@ -66,6 +66,7 @@ SNAPSHOT = Snapshot(
 )
 
 SUMMARY = Summary(
+    faults=tuple(f"generator-{number} died (SIGKILL): not back" for number in range(7)),
     graph="sorting",
     steps=300,
     wall_s=171,
@@ -173,6 +174,9 @@ def test_the_summary_tells_the_outcome_and_what_to_look_at_next() -> None:
         "  dropped     3 groups",
         "  efficiency  0.96  busiest stage: generator",
         "  staleness   1.9 mean, 4 max",
+        "  faults      generator-2 died (SIGKILL): not back",
+        *(f"              generator-{number} died (SIGKILL): not back" for number in range(3, 7)),
+        "              and 2 before these",
         "  ledger      holds: issued 9,603 = trained 9,600 + dropped 3 + in flight 0",
         "  run folder  runs/sorting",
         "",

@@ -87,12 +87,18 @@ def told(commands: list[Command]) -> str:
 
 def test_a_host_that_is_not_heard_is_lost_and_its_workers_start_where_there_is_room_as_soon_as_that_is() -> None:
     run = Run((A, B, C))
+    seconds = {"busy": 0.0, "idle": 0.0, "blocked": 0.0}
+    report = messages.NodeReport(
+        status={"begun": 5}, seconds=seconds, rows_in=0, rows_out=0, ended=False, blocked=False
+    )
+    run.says("generator-1", messages.Heartbeat(attempt=0, nodes={"generator": report}))
     assert run.tick(10.0, "a", "c") == [], "and nobody is blamed who cannot be heard because of his host"
     found = run.tick(1.0, "a", "c")
     fell = [command for command in found if isinstance(command, FaultNoticed)]
     assert [(each.worker, each.cause) for each in fell] == [
         (name, "was on host 'b', which was not heard for 11 s") for name in ("generator-1", "stage-0")
     ]
+    assert [each.rollouts for each in fell] == [5, 0], "that are drawn again"
     assert spawned(found) == ["generator-1", "stage-0"] and not run.table.failures
     generator = run.table.workers["generator-1"]
     assert (generator.host, generator.gpus, generator.attempt) == ("c", (4,), 1)

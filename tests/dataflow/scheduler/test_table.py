@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from small_table import small_table
 
-from dataflow.folder.faults import FILE, Faults, restarts
+from dataflow.folder.faults import FILE, Faults, in_words, read_faults, restarts
 from dataflow.limits import Limits
 from dataflow.scheduler.heartbeats import together
 from dataflow.scheduler.recovery import overdue
@@ -129,7 +129,7 @@ def test_every_fault_is_a_line_of_its_own_with_how_it_ended(tmp_path: Path) -> N
     now[0] = 10.25
     faults.recovered("a-0")
     assert said == ["worker a-0 died (SIGKILL), restarted after 0.2 s"]
-    faults.noticed("a-0", "died (SIGSEGV)", 1, heard=10.25)
+    faults.noticed("a-0", "died (SIGSEGV)", 1, heard=10.25, rollouts=7)
     faults.noticed("a-0", "failed: so", 2, heard=10.0)
     faults.noticed("b-0", "died (SIGKILL)", 0, heard=10.0)
     assert restarts(tmp_path) == 1
@@ -137,11 +137,29 @@ def test_every_fault_is_a_line_of_its_own_with_how_it_ended(tmp_path: Path) -> N
     lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     assert lines[0] == {
         "at": 1e9 + 10.0, "worker": "a-0", "cause": "died (SIGKILL)", "attempt": 0, "noticed_s": 0.5,
-        "recovered_s": 0.25,
+        "rollouts_again": 0, "recovered_s": 0.25,
     }  # fmt: skip
     told = [(line["worker"], line["attempt"], line["recovered_s"]) for line in lines]
     assert told[1:] == [("a-0", 1, None), ("a-0", 2, None), ("b-0", 0, None)]
+    assert in_words(read_faults(tmp_path))[:2] == [
+        "a-0 died (SIGKILL): noticed after 0.5 s, back after 0.2 s",
+        "a-0 died (SIGSEGV): noticed after 0.0 s, not back, 7 rollouts drawn again",
+    ]
     assert restarts(tmp_path) == 1
+
+
+def test_workers_that_fell_with_their_host_are_one_fault_for_people() -> None:
+    def line(worker: str, at: float, rollouts: int, back: float | None, cause: str = "was on host 'b', ...") -> Any:
+        told = {"worker": worker, "cause": cause, "noticed_s": 6.04, "rollouts_again": rollouts, "recovered_s": back}
+        return {"at": at, "attempt": 0, **told}
+
+    lines = [line("a-0", 1.0, 0, 2.0), line("g-0", 1.1, 3, 4.0), line("g-1", 1.2, 1, None, "died (SIGKILL)")]
+    assert in_words(lines) == [
+        "a-0, g-0 was on host 'b', ...: noticed after 6.0 s, back after 4.0 s, 3 rollouts drawn again",
+        "g-1 died (SIGKILL): noticed after 6.0 s, not back, 1 rollout drawn again",
+    ]
+    assert len(in_words([line("a-0", 1.0, 0, 2.0), line("a-0", 100.0, 0, 2.0)])) == 2
+    assert in_words([{"worker": "a-0"}]) == ["a-0 None: noticed after 0.0 s, not back"]
 
 
 def test_a_disk_that_refuses_a_line_is_told_and_ends_nothing(tmp_path: Path) -> None:

@@ -126,9 +126,11 @@ def test_what_is_kept_is_not_drawn_again(site, undisturbed):
     first, batch = site.process(), site.issue(TEXTS)
     first.push(batch)
     rows = segments(first, 4)
+    assert first.status()["begun"] >= first.engine.live > 0
     second, again = site.process(), unsent(TEXTS, rows)
     second.push(again)
     made = rows_of(run_dry(second))
+    assert second.status()["begun"] == 0
     recalled = second.status()["recalled"]
     assert recalled > SEGMENT
     assert second.engine.drawn + recalled == sum(sum(row["mask"]) for row in made)

@@ -14,6 +14,7 @@ import xxhash
 import zmq
 
 from transport.errors import AddressError
+from transport.reconnecting import give_up_soon
 from transport.security import HANDSHAKE_MS, Guard, RunKeys, present
 from transport.weights.errors import AddressTaken
 from transport.weights.protocol.messages import MESSAGE_BYTES
@@ -214,6 +215,7 @@ def _between_hosts(socket: Socket, url: str) -> None:
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    give_up_soon(socket, url)
 
 
 def _bounded(socket: Socket) -> None:

@@ -6,14 +6,16 @@ import contextlib
 import shutil
 import socket as sockets
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 
 from transport.errors import MessageError
+from transport.numbered import Numbered
 from transport.security import RunKeys
 from transport.weights.executors.address import Address, HostAddress, arrived, sent
 from transport.weights.protocol.messages import CODEC, Ask, FormGroup, MemberMessage, Put, Told, WriterMessage
@@ -46,6 +48,9 @@ class Listener:
         """`keys`: the run's; then other hosts reach the address, and process groups meet over the line.
 
         AddressTaken when another live writer has it."""
+        self._members: dict[bytes, Numbered] = {}
+        self._session = time.time_ns()
+        """Of the numbers of messages: a later listener at this address has a later one."""
         self.store = ""
         """Prefix of the files in which process groups meet; empty: there are none."""
         with contextlib.ExitStack() as undo:
@@ -66,8 +71,26 @@ class Listener:
             self._release = undo.pop_all()
 
     def send(self, peer: bytes, message: WriterMessage) -> bool:
-        """False when the peer is known to be gone."""
-        return sent(self.socket, peer, CODEC.encode(message))
+        """False when the peer is known to be gone: then it hears nothing of what it was told before, either."""
+        frames = self._member(peer).frames(CODEC.encode(message), time.monotonic(), is_kept=True)
+        is_there = sent(self.socket, peer, *frames)
+        if not is_there:
+            self._member(peer).begin_anew()
+        return is_there
+
+    def heard(self) -> Iterator[tuple[bytes, bytes]]:
+        """Who says what; what they have missed is sent again."""
+        while frames := arrived(self.socket):
+            peer, now = frames[0], time.monotonic()
+            with contextlib.suppress(MessageError):
+                message = self._member(peer).take(frames[1:], now)
+                for missed in self._member(peer).missing(now):
+                    sent(self.socket, peer, *missed)
+                if message is not None:
+                    yield peer, message
+
+    def _member(self, peer: bytes) -> Numbered:
+        return self._members.setdefault(peer, Numbered(self._session))
 
     def close(self) -> None:
         """Leave the address."""
@@ -80,7 +103,7 @@ class Line:
 
     def __init__(self, address: str, keys: RunKeys | None = None, seek: Callable[[], str] = lambda: "") -> None:
         """`seek`: where the coordinator is now; empty where nobody knows."""
-        self._address, self._seek = address, seek
+        self._address, self._seek, self._numbered = address, seek, Numbered()
         self.socket = (Address(address) if keys is None else HostAddress(address, keys)).connected()
 
     def follow(self) -> None:
@@ -89,6 +112,22 @@ class Line:
             self.socket.disconnect(self._address)
             self.socket.connect(address)
             self._address = address
+            self._numbered.begin_anew(with_another=True)
+
+    def say(self, message: bytes) -> None:
+        """Hand over a message."""
+        sent(self.socket, *self._numbered.frames(message, time.monotonic(), is_kept=True))
+
+    def heard(self) -> Iterator[bytes]:
+        """What the coordinator says; what it has missed is sent again."""
+        while frames := arrived(self.socket):
+            now = time.monotonic()
+            with contextlib.suppress(MessageError):
+                message = self._numbered.take(frames, now)
+                for missed in self._numbered.missing(now):
+                    sent(self.socket, *missed)
+                if message is not None:
+                    yield message
 
     def close(self) -> None:
         """Hang up."""
@@ -255,14 +294,14 @@ class ControlThread(threading.Thread):
                 pass
         now = self._clock()
         if self._listener and self.coordinator:
-            while frames := arrived(self._listener.socket):
+            for peer, encoded in self._listener.heard():
                 with contextlib.suppress(MessageError):
-                    if isinstance(message := CODEC.decode(frames[-1]), MemberMessage):
-                        self.route(self.coordinator.receive(frames[0], message, now))
+                    if isinstance(message := CODEC.decode(encoded), MemberMessage):
+                        self.route(self.coordinator.receive(peer, message, now))
         if self._line:
-            while frames := arrived(self._line.socket):
+            for encoded in self._line.heard():
                 with contextlib.suppress(MessageError):
-                    if isinstance(message := CODEC.decode(frames[-1]), WriterMessage):
+                    if isinstance(message := CODEC.decode(encoded), WriterMessage):
                         self._inbox.append(message)
 
     def _deliver(self) -> None:
@@ -285,7 +324,7 @@ class ControlThread(threading.Thread):
                         self._hear()
                         self.route(self.coordinator.lost(entry[0]))
             elif self._line:
-                sent(self._line.socket, CODEC.encode(entry))
+                self._line.say(CODEC.encode(entry))
 
     def _open(self, form: FormGroup) -> None:
         def formed(fault: str, mismatch: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a scheduler and an agent say arrives once and in order, whatever connections they lose: it has numbers."""
+"""What two processes say to each other arrives once and in order, whatever connections they lose: it has numbers."""
 
 import struct
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from dataflow.system.messages import MessageError
+from transport.errors import MessageError
 
 Frames: TypeAlias = Sequence[bytes]
 """Of one message: its numbers, and what is said."""
@@ -14,6 +14,8 @@ AGAIN_S = 2.0
 """A message that the other has not heard, though it is heard itself, is sent again after so long; then after twice as
 much, as it may have too much to do."""
 MOST_AGAIN_S = 16.0
+ASK_S = 0.5
+"""Between two answers of one that misses something, and has nothing to say by itself."""
 _NUMBERS = struct.Struct("!QQQQ")
 
 
@@ -37,6 +39,7 @@ class Numbered:
         self._its_session = self._its_heard = 0
         self._kept: deque[_Kept] = deque()
         self._again_s, self._is_behind = AGAIN_S, False
+        self._misses, self._asked = False, float("-inf")
 
     def frames(self, message: bytes, now: float, *, is_kept: bool) -> Frames:
         """What is to be sent. is_kept: until it is heard; others may get lost."""
@@ -59,21 +62,26 @@ class Numbered:
             self._its_session, self._its_heard = session, 0
         self._learn(session_heard, heard, now)
         if number == 0:
-            return frames[1]
+            return frames[1] or None
         if number != self._its_heard + 1:
+            self._misses = number > self._its_heard
             return None
         self._its_heard = number
         return frames[1]
 
     def missing(self, now: float) -> list[Frames]:
-        """What is to be sent again now, as the other end has said that it has not heard it."""
+        """What is to be sent now: again what the other end has not heard, and that this one misses something."""
+        asks: list[Frames] = []
+        if self._misses and now - self._asked >= ASK_S:
+            self._misses, self._asked = False, now
+            asks = [[self._numbers(0), b""]]
         if not self._is_behind:
-            return []
+            return asks
         self._is_behind = False
         self._again_s = min(2 * self._again_s, MOST_AGAIN_S)
         for kept in self._kept:
             kept.sent_at = now
-        return [[self._numbers(kept.number), kept.message] for kept in self._kept]
+        return asks + [[self._numbers(kept.number), kept.message] for kept in self._kept]
 
     def begin_anew(self, *, with_another: bool = False) -> None:
         """What was not heard is not sent any more. with_another: who is there now has said nothing yet."""

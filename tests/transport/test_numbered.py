@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from dataflow.agent.numbered import AGAIN_S, MOST_AGAIN_S, Frames, Numbered
-from dataflow.system.messages import MessageError
+from transport.errors import MessageError
+from transport.numbered import AGAIN_S, MOST_AGAIN_S, Frames, Numbered
 
 
 def heard(end: Numbered, *frames: Frames, now: float = 0.0) -> list[bytes]:
@@ -46,6 +46,16 @@ def test_what_is_said_again_by_itself_is_heard_out_of_turn_and_not_kept() -> Non
     one, other = Numbered(), Numbered()
     one.frames(b"lost", 0.0, is_kept=True)
     assert heard(other, alive(one)) == [b"alive"]
+
+
+def test_one_that_has_nothing_to_say_asks_for_what_it_misses() -> None:
+    one, other = Numbered(), Numbered()
+    said = [one.frames(b"%d" % number, 0.0, is_kept=True) for number in range(3)]
+    assert heard(other, said[2]) == []
+    (ask,) = other.missing(0.0)
+    assert heard(other, said[1], now=0.1) == [] and other.missing(0.1) == []  # not each time
+    assert heard(one, ask, now=AGAIN_S) == []  # it is no message
+    assert heard(other, *one.missing(AGAIN_S)) == [b"0", b"1", b"2"]
 
 
 def test_what_was_forgotten_never_arrives_and_what_comes_after_it_does() -> None:
