@@ -83,10 +83,12 @@ class Making:
         return device_of(self.context.device, rank) if places is None else torch.device(places.devices[rank])
 
     def joined(self, rank: int, folder: Path) -> TrainerMesh:
-        """Meet the others."""
+        """Meet the others; those on other hosts are being started meanwhile."""
         trainer, context, device = self.trainer, self.context, self.device(rank)
+        limits, is_spread = context.limits, context.places is not None
         torch.set_num_threads(context.threads)
-        group.join(folder, rank, context.ranks, device, context.limits.exchange_s, context.places)
+        wait_s = limits.start_s if is_spread else limits.exchange_s
+        group.join(folder, rank, context.ranks, device, wait_s, context.places)
         return make_mesh(
             device, context.ranks, tensor_parallel=trainer.tensor_parallel, dp_replicate=trainer.dp_replicate,
             key_value_heads=self.key_value_heads,

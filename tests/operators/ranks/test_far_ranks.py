@@ -1,6 +1,7 @@
 """Ranks on another host: what is said to them, their ends, the ends of their hosts, and where they meet."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from test_ranks_processes import CODEC, Answer, End
 
 from dataflow.errors import RunError, WorkerDied
@@ -19,6 +22,7 @@ from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 from dataflow.worker.rank_host import RankHost
 from dataflow.worker.rank_line import RankLine
+from operators.ranks import group
 from operators.ranks.process import run_rank
 from operators.ranks.store import LineStore
 from operators.ranks.team import Team, forked, on_their_hosts
@@ -169,4 +173,21 @@ def test_ranks_meet_at_the_line_of_the_first(tmp_path: Path) -> None:
     assert first.delete_key("x") and not first.delete_key("x") and not other.check(["x"])
     first.close()
     other.close()
+    line.close()
+
+
+def test_groups_that_are_made_later_meet_there_too(tmp_path: Path) -> None:
+    """torch keeps no reference to a store that is written in Python: it has to live as long as the process group."""
+    line = RankLine("127.0.0.1", KEYS, HOSTS)
+    places = RankPlaces(hosts=("a",), devices=("cpu",), address="127.0.0.1", meets_at=line.address, keys=KEYS)
+
+    def rank() -> int:
+        group.join(tmp_path, 0, 1, torch.device("cpu"), WAIT_S, places)
+        gc.collect()
+        made = dist.new_group([0])
+        dist.all_reduce(torch.ones(1), group=made)
+        group.leave()
+        return 0
+
+    assert fork(rank, keep=(1, 2)).wait(WAIT_S) == 0
     line.close()
