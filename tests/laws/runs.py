@@ -522,6 +522,23 @@ LEDGER = (
         "the look for damage",
     ),
     Law(
+        "a copy that was cut off is never taken for a whole one",
+        "test_an_upload_that_is_cut_off_is_no_checkpoint_and_is_made_again",
+        "dataflow.folder.copies:Store.put",
+        before(
+            "self.place.put_json(f'{name_of(step)}/{MARKER}', {**marker, 'files': {**marker['files'], LEDGER: {}}})",
+            "_put_files",
+        ),
+        "that the marker comes last",
+    ),
+    Law(
+        "who was replaced at an address copies nothing more",
+        "test_who_finds_a_newer_part_copies_nothing_more",
+        "dataflow.folder.copies:Copies.check",
+        never("newest", "part"),
+        "the look for a newer part",
+    ),
+    Law(
         "no rollout of weights that were taken back is trained",
         "test_what_the_weights_of_lost_steps_drew_is_forgotten_before_anybody_works",
         "operators.training:CatchUp.check",

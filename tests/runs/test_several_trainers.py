@@ -14,6 +14,8 @@ from rigs.graphs import fake_graph, reward, words
 from rigs.operators import slow
 
 from dataflow import Graph, Model, inline, run
+from dataflow.folder.checkpoints import MARKER
+from dataflow.folder.copies.bringing_back import bring_back
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.node import Batch, Context, Runtime, Transform
@@ -211,3 +213,25 @@ def test_one_trainer_keeps_what_it_makes_where_it_always_did(light: None, tmp_pa
     folder = RunFolder.open(result.folder)
     assert sorted(path.name for path in folder.rollouts.iterdir()) == ["step-000001.arrow", "step-000002.arrow"]
     assert dataclasses.asdict(folder.checkpoints)["path"] == folder.path / "checkpoints"
+
+
+@pytest.mark.parametrize("is_behind", [False, True], ids=["both at the last step", "the critic behind"])
+def test_both_trainers_go_on_from_their_copies_at_an_address_under_one_ledger(
+    policy: Path, machine: None, one_core: None, tmp_path: Path, is_behind: bool
+) -> None:
+    there = tmp_path / "there"
+    begun = run(
+        actor_and_critic(policy), steps=STEPS, on=inline(), runs=tmp_path / "one", quiet=True, checkpoint_to=str(there)
+    )
+    [place] = (there / begun.folder.name).glob("part-*/checkpoints")
+    if is_behind:
+        (place / "train_critic/step-000004" / MARKER).unlink()
+    folder = bring_back(str(there), tmp_path / "two")
+    assert folder.checkpoints_of("train_actor").steps() == [4]
+    assert folder.checkpoints_of("train_critic").steps() == [2 if is_behind else 4]
+    result = run(actor_and_critic(policy), steps=STEPS + 2, on=inline(), resume=folder.path, quiet=True)
+    assert result.verdict.clean, result.verdict
+    with Ledger.open(folder.ledger, readonly=True) as ledger:
+        for node in ("train_actor", "train_critic"):
+            groups = [group for step in ledger.steps(node) for group in step.trained]
+            assert len(groups) == len(set(groups)) == 4 * (STEPS + 2)

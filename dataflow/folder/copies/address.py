@@ -15,7 +15,7 @@ import xxhash
 from pyarrow import fs
 
 from dataflow.errors import GraphError, RunError
-from dataflow.system.files import flush_to_disk, to_json
+from dataflow.system.files import RunFolderError, flush_to_disk, to_json, write_atomically
 
 CHUNK_BYTES = 4 << 20
 Moved = Callable[[int], object]
@@ -106,8 +106,18 @@ class Address:
         return {"bytes": size, "xxh3_64": digest.hexdigest()}
 
     def put_json(self, name: str, value: Any) -> None:
-        """Write a small file."""
-        self.put(name, io.BytesIO(to_json(value, indent=1).encode()))
+        """Write a small file, in the place of one that is there; in a folder of this machine all of it or nothing."""
+        content = to_json(value, indent=1).encode()
+        if self.local is None:
+            self.put(name, io.BytesIO(content))
+            return
+        path = self.local / name
+        with self._said("writing", name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_atomically(path, lambda file: file.write(content))
+        except RunFolderError as error:
+            raise CopyError(str(error)) from error
 
     def get_json(self, name: str) -> dict[str, Any]:
         """A small file; empty where it is missing or torn."""

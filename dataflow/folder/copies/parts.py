@@ -56,9 +56,10 @@ class Copies:
 
     def check(self, address: Address) -> None:
         """Errors: TakenUp where the run was taken up from its address since; CopyError."""
-        newest = newest_part(address.below(self.run))
-        if newest > self.part:
-            raise replaced(self, address, newest)
+        run = address.below(self.run)
+        for part in parts(run):
+            if part > self.part and (found := claims(run, part)):
+                raise replaced(self, part, list(found.values()))
 
 
 def part_name(number: int) -> str:
@@ -112,11 +113,10 @@ def claim(address: Address, text: str, run: str, trainers: Sequence[str], after:
     return made
 
 
-def replaced(copies: Copies, address: Address, newest: int) -> TakenUp:
-    """That a run goes on elsewhere."""
-    found = list(claims(address.below(copies.run), newest).values())
-    who = f"process {found[0].get('process')} on host '{found[0].get('host')}'" if found else "another process"
+def replaced(copies: Copies, part: int, found: Sequence[Mapping[str, Any]]) -> TakenUp:
+    """That a run goes on elsewhere, as another part. found: who claimed that."""
     return TakenUp(
-        f"'{copies.run}' was taken up from '{copies.place}' by {who}, as part {newest} where this one is part "
-        f"{copies.part}; leave it to that one, or start a new run"
+        f"'{copies.run}' was taken up from '{copies.place}' by process {found[0].get('process')} on host "
+        f"'{found[0].get('host')}', as part {part} where this one is part {copies.part}; leave it to that one, or "
+        f"start a new run"
     )

@@ -234,7 +234,7 @@ def test_a_part_clears_those_before_it_once_a_run_could_go_on_from_it(
 def test_of_several_that_claim_a_part_at_once_one_has_it_at_most(
     address: Address, weather: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim(address, address.text, "run", [""], None)
+    first = claim(address, address.text, "run", [""], None)
     met = threading.Barrier(3)
     put_json = Address.put_json
 
@@ -258,6 +258,8 @@ def test_of_several_that_claim_a_part_at_once_one_has_it_at_most(
         each.join(10.0)
     assert sum(isinstance(each, Copies) for each in said) <= 1 and len(said) == 3
     assert parts(address.below("run")) == [1, 2]
+    if not any(isinstance(each, Copies) for each in said):
+        first.check(address)  # it was taken up by nobody
     with pytest.raises(RunError, match="was taken up by another process at this moment"):
         claim(address, address.text, "run", [""], 1)
 
