@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from dataflow.scheduler import lifecycle, scaling
 from dataflow.scheduler.events import Command, FaultNoticed, Outlive, Process, Send, Signal
-from dataflow.scheduler.table import Life, Table, WorkerRecord, how
+from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker.messages import Start
 
 
@@ -80,4 +80,4 @@ def _adopt(table: Table, record: WorkerRecord, process: Process | None, now: flo
         return []
     if record.restart_at is not None:
         return [FaultNoticed(record.name, record.cause, record.attempt, now)]
-    return lifecycle.fell(table, record, "was never started" if process is None else how(process.status), now)
+    return lifecycle.fell(table, record, "was never started" if process is None else lifecycle.how(process.status), now)

@@ -12,7 +12,7 @@ from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import no_host_for_too_long
 from dataflow.scheduler import failover, lifecycle, recovery, seating
 from dataflow.scheduler.events import Clear, Command, End, HostJoined, Notice, Process
-from dataflow.scheduler.table import HostRecord, Life, Table, WorkerRecord, how
+from dataflow.scheduler.table import HostRecord, Life, Table, WorkerRecord
 
 
 def joined(table: Table, event: HostJoined, now: float) -> list[Command]:
@@ -106,7 +106,7 @@ def _missed(table: Table, host: HostRecord, processes: Mapping[str, Process], no
     for record in _of(table, host.name):
         process = processes.get(record.name)
         if record.has_process and process is not None and not process.alive and process.attempt == record.attempt:
-            commands += lifecycle.exited(table, record, record.cause or how(process.status), now)
+            commands += lifecycle.exited(table, record, record.cause or lifecycle.how(process.status), now)
     return commands
 
 

@@ -7,6 +7,7 @@ from dataflow.folder.faults import STOPPED
 from dataflow.scheduler import recovery, scaling
 from dataflow.scheduler.events import Command, End, EndRanks, FaultNoticed, FaultRecovered, Send, Signal
 from dataflow.scheduler.table import Life, Table, WorkerRecord
+from dataflow.worker.messages import ALONE
 
 
 def exited(table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False) -> list[Command]:
@@ -79,3 +80,17 @@ def wake(table: Table, record: WorkerRecord, now: float) -> list[Command]:
     record.stopped_since = None
     noticed = [FaultNoticed(record.name, STOPPED, record.attempt, since)] if record.life is Life.READY else []
     return [*noticed, Signal(record.name, signal.SIGCONT)]
+
+
+def how(status: int | None) -> str:
+    """What a process did that ended with this status, for people; a signal's number is below 0."""
+    if status is None:
+        return "ended for an unknown reason"
+    if status == ALONE:
+        return "ended, as no scheduler spoke to it"
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"died ({signal.Signals(-status).name})"
+    except ValueError:
+        return f"died (signal {-status})"

@@ -30,7 +30,7 @@ from dataflow.folder.faults import STOPPED
 from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
 from dataflow.planning.wiring import edges
 from dataflow.scheduler import addresses, events, failover, hosting, lifecycle, recovery, scaling
-from dataflow.scheduler.table import Life, Table, WorkerRecord, how
+from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker import messages
 
 
@@ -216,7 +216,7 @@ def _process(table: Table, event: events.ProcessEvent, now: float) -> list[event
         return [events.FaultRecovered(record.name, f"worker {record.name} {STOPPED}, and was let go on")]
     elif event.what == "exited":
         torn = not all(host.is_alive for host in table.hosts_of(record))
-        return lifecycle.exited(table, record, record.cause or how(event.status), now, with_host=torn)
+        return lifecycle.exited(table, record, record.cause or lifecycle.how(event.status), now, with_host=torn)
     return []
 
 

@@ -1,6 +1,5 @@
 """What the scheduler knows: one record of each worker, over all of its attempts, and what concerns all of them."""
 
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -13,7 +12,7 @@ from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.scheduler.heartbeats import Told, together
 from dataflow.scheduler.state_machine import RunStateMachine
-from dataflow.worker.messages import ALONE, Heartbeat, ToWorker, WeightLine
+from dataflow.worker.messages import Heartbeat, ToWorker, WeightLine
 
 
 class Life(StrEnum):
@@ -390,17 +389,3 @@ class Table:
             f"worker '{record.name}' ({', '.join(record.nodes)}) {record.cause} while the run needed it; "
             f"see {self.folder}/logs/{record.name}.log"
         )
-
-
-def how(status: int | None) -> str:
-    """What a process did that ended with this status, for people; a signal's number is below 0."""
-    if status is None:
-        return "ended for an unknown reason"
-    if status == ALONE:
-        return "ended, as no scheduler spoke to it"
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"died ({signal.Signals(-status).name})"
-    except ValueError:
-        return f"died (signal {-status})"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from dataflow.node import Share
+from dataflow.worker.shares import Share
 
 Group = tuple[str, int]
 """Source and group_id."""

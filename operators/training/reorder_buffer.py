@@ -6,8 +6,9 @@ from functools import partial
 
 import pyarrow as pa
 
-from dataflow.node import Batch, Share
+from dataflow.node import Batch
 from dataflow.records import group_slices
+from dataflow.worker.shares import Share
 
 
 @dataclass(frozen=True)

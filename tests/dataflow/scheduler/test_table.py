@@ -9,9 +9,10 @@ from small_table import small_table
 
 from dataflow.folder.faults import FILE, Faults, in_words, read_faults, restarts
 from dataflow.limits import Limits
+from dataflow.scheduler import lifecycle
 from dataflow.scheduler.heartbeats import together
 from dataflow.scheduler.recovery import overdue
-from dataflow.scheduler.table import Failure, Life, Membership, Table, WorkerRecord, how
+from dataflow.scheduler.table import Failure, Life, Membership, Table, WorkerRecord
 from dataflow.system.files import to_json
 from dataflow.worker.messages import Heartbeat, NodeReport, Start
 
@@ -62,7 +63,7 @@ def test_how_things_stand_is_what_the_attempt_under_way_says() -> None:
     [(-9, "died (SIGKILL)"), (3, "ended with status 3"), (0, "ended with status 0"), (None, "for an unknown reason")],
 )
 def test_an_end_is_told_by_its_signal_or_its_status(status: int | None, said: str) -> None:
-    assert said in how(status)
+    assert said in lifecycle.how(status)
 
 
 def table(**more: Any) -> Table:
