@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dataflow.errors import Unusable
+from dataflow.limits import Limits
 from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, VALUES
 from dataflow.rollout_tokens import SamplingMask, gather
 from dataflow.staleness import NO_TOKEN
@@ -92,7 +93,7 @@ class Learner:
     """Takes what it does not need off its device, where the trainer offloads; see `memory`."""
     writers: dict[int, WeightsOut] = field(default_factory=dict)
     """This rank's ends of the weight planes, by line as `offered` counts them."""
-    settle_s: float = 60.0
+    settle_s: float = field(default_factory=lambda: Limits().settle_s)
     """For readers to have taken the weights that are about to change."""
     refreshed: list[Refreshed] = field(default_factory=list)
     """What it keeps for readers that get every n-th version."""
