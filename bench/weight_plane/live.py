@@ -4,11 +4,11 @@
 
 A run in float32 by real operators: a trainer of so many ranks (FSDP) and a generator of so many (tensor parallel) that
 wait for each other (max_staleness=0); a model of random weights of about so many MiB. Each version goes out from the
-trainer's copy. The first versions are left out: buffers are made for them. Figures are medians, least_ms is the best.
+trainer's weights. The first versions are left out: buffers are made for them. Figures are medians, least_ms the best.
 
 ms              from the start of a transfer until all of the reader's ranks have their part, verified (`seconds` of
                 `weights_sent`); the trainer computes nothing meanwhile, the generator waits for it
-publish_ms      how long publishing held the trainer before (`seconds_publish`): the copy that versions are sent from
+publish_ms      how long publishing held the trainer before (`seconds_publish`)
 held_ms         the longest that a generator's rank was held by taking a version, in the whole run (`held_seconds`)
 memcpy_ms, raw_gloo_ms    the floors of `--ranks` for the bytes that each pair of ranks has exchanged, measured
                 straight after the run

@@ -7,7 +7,7 @@ from typing import Any
 
 from dataflow.node import Context
 from dataflow.weight_ends import WeightsOut
-from operators.training.learner.learner import Learner
+from operators.training.learner.learner import Learner, StepOutcome
 
 
 class Offers:
@@ -21,7 +21,7 @@ class Offers:
 
     def __init__(self, context: Context, learner: Learner) -> None:
         """Open every end; of a learner of one rank, that rank's."""
-        self._learner = learner
+        self._context, self._learner = context, learner
         self._traffic = (0, 0)
         self._newest: WeightsOut | None = None
         if context.writer is not None:
@@ -42,6 +42,14 @@ class Offers:
     def is_pending(self) -> bool:
         """Whether some version is still to be copied out of the learner's tensors."""
         return any(getattr(end, "pending", None) is not None for end in self.ends)
+
+    def look_at(self, outcome: StepOutcome, step: int) -> None:
+        """Tell of readers that a step has waited for and given up."""
+        if not outcome.settled:
+            self._context.log.warning(
+                "readers had not taken the last version when the weights were to change; they take a later one",
+                node=self._context.node, step=step, waited_s=round(outcome.settle_s, 1),
+            )  # fmt: skip
 
     def sent(self) -> dict[str, int]:
         """Bytes of weights sent over links since the last call, by all ranks and to all readers, and what deltas saved;

@@ -310,11 +310,7 @@ class TrainerRuntime(Runtime):
         )  # fmt: skip
         if metrics["no_signal"] is not None:
             context.log.warning("no signal", node=context.node, step=step, **metrics["no_signal"])
-        if not outcome.settled:
-            context.log.warning(
-                "readers had not taken the last version when the weights were to change; they take a later one",
-                node=context.node, step=step, waited_s=round(outcome.settle_s, 1),
-            )  # fmt: skip
+        self._offers.look_at(outcome, step)
         metrics |= self._offers.sent()
         journal.commit(step, groups, self._drops.reasons, metrics)
         journal.made(making.seconds)

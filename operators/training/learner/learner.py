@@ -93,7 +93,7 @@ class Learner:
     """Takes what it does not need off its device, where the trainer offloads; see `memory`."""
     writers: dict[int, WeightsOut] = field(default_factory=dict)
     """This rank's ends of the weight planes, by line as `offered` counts them."""
-    settle_s: float = Limits().settle_s
+    settle_s: float = field(default_factory=lambda: Limits().settle_s)
     """For readers to have taken the weights that are about to change."""
     refreshed: list[Refreshed] = field(default_factory=list)
     """What it keeps for readers that get every n-th version."""

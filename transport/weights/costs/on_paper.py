@@ -11,7 +11,7 @@ from transport.weights.costs.amounts import amount
 from transport.weights.costs.decoder import STYLES, Decoder
 from transport.weights.costs.explain import explain
 from transport.weights.costs.interconnect import Cost, Interconnect, cost
-from transport.weights.encoding import Encoding
+from transport.weights.encoding import SCALE, Encoding
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.parallel_plan import mesh_layout
 from transport.weights.layout.plan import CopyPlan
@@ -20,8 +20,6 @@ from transport.weights.layout.shards import Ints, Mesh
 
 STATE = {"weights": 4, "gradients": 4, "optimiser": 8}
 """Bytes of each parameter that a trainer's rank holds: float32, and AdamW's two moments in float32."""
-VERSIONS = 2
-"""That each end of the weight plane holds at most: the one in use, or being sent, and the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +113,7 @@ def on_paper(
     sent, wanted = encoding.layout(trained), encoding.layout(read)
     plan = reshard(sent, wanted)
     parameters = trained.rank_bytes // 4
+    narrow = {each for name in sent.tensors if name.endswith(SCALE) for each in (name, name.removesuffix(SCALE))}
     return OnPaper(
         parameters=sum(int(np.prod(shape)) for shape, _ in whole.values()),
         plan=plan,
@@ -124,7 +123,7 @@ def on_paper(
         held={
             f"trainer ({trainer})": {
                 **{what: parameters * each for what, each in STATE.items()},
-                f"{VERSIONS} versions to be sent": VERSIONS * sent.rank_bytes,
+                **({"what is quantised to be sent": sent.only(narrow).rank_bytes} if narrow else {}),
             },
             f"generator ({generator}), beside its cache": {
                 "version in use": wanted.rank_bytes, "version that arrives": wanted.rank_bytes,
