@@ -145,7 +145,7 @@ def test_an_address_that_takes_nothing_is_refused_before_anything_is_made(tmp_pa
     for address, why in (
         (
             str(tmp_path / "file/below"),
-            "checkpoints cannot go to '.*file/below': .*Not a directory; look whether it is reached",
+            "checkpoints cannot go to '.*file/below', .*Not a directory; look whether it is reached",
         ),
         ("nowhere://bucket", "checkpoints cannot go to 'nowhere://bucket': .*; give a path, or an address as"),
         ("s3://me:secret@bucket/a", r"'s3://...@bucket' holds a password, .*; leave it out"),

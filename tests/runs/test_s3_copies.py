@@ -80,4 +80,4 @@ def test_a_run_goes_on_from_a_bucket_and_a_bucket_that_is_not_there_is_refused(
     for address, why in ((at(port, "nobucket"), "Bucket 'nobucket' not found"), (at(1), "")):
         with pytest.raises(GraphError, match=f"checkpoints cannot go to 's3://.*{why}.*; look whether it is reached"):
             run(tiny_graph(policy), on=inline(), runs=tmp_path / "no", quiet=True, checkpoint_to=address)
-    assert time.monotonic() - began < 40.0
+    assert time.monotonic() - began < 60.0

@@ -106,8 +106,11 @@ def _note(making: Path, steps: Mapping[str, int], taken: Mapping[str, Any]) -> N
                 last = ledger.last_round(node)
             if last:
                 gone[f"{FACT}/{node}"] = last
-        ledger.set_facts({**gone, "config": {**facts["config"], CONFIG: taken}})
+        config = {**facts["config"], CONFIG: taken}
+        ledger.set_facts({**gone, "config": config})
         ledger.flush()
+    for name, said in (("graph.json", facts["graph"]), ("config.json", config)):
+        RunFolder(making).write_json(name, said)
 
 
 def _packed(trainer: str) -> str:

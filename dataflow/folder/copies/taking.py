@@ -18,7 +18,7 @@ from dataflow.folder.copies.parts import CONFIG, Copies, TakenUp
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.child import Child, ended_within, fork, program
 
-ANSWER_S = 10.0
+ANSWER_S = 20.0
 """For an address to take a file of a hundred bytes."""
 NOWHERE = ""
 START_S = 30.0

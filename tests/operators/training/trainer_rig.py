@@ -1,7 +1,7 @@
 """What the trainer's tests share: a tiny policy, groups of rollouts, fakes for what a trainer touches."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,7 +177,7 @@ class FakeCheckpoints:
     def keep(self, step: int) -> bool:
         return False
 
-    def clear(self, before: int) -> None:
+    def clear(self, before: int, but: Collection[int] = ()) -> None:
         pass
 
 
