@@ -12,6 +12,7 @@ from dataflow.display import Summary, make_view
 from dataflow.doctor.examine import examine
 from dataflow.errors import DataflowError, GraphError
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_hold import seen_in_part
 from dataflow.history.launch import start_again
 from dataflow.history.replay import Wishes
 from dataflow.history.resume import Recorded
@@ -69,6 +70,8 @@ def show(run: Run = Path("runs/latest")) -> int:
     summary: Summary = summarize(folder, verdict.line, verdict.clean)
     with make_view(sys.stdout) as view:
         view.summary(summary)
+    if said := seen_in_part(folder):
+        print(f"\n  note: {said}")
     return verdict.exit_status
 
 
