@@ -1,4 +1,4 @@
-"""Commands to a run that another host leads: they speak to its scheduler, or look at its folder and say what they miss."""
+"""Commands to a run that another host leads: they ask its scheduler, or look at its folder and say what they miss."""
 
 import subprocess
 import sys
