@@ -14,6 +14,7 @@ from dataflow.errors import DataflowError, GraphError
 from dataflow.folder.copies.address import is_own
 from dataflow.folder.copies.bringing_back import bring_back
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_hold import seen_in_part
 from dataflow.history.launch import start_again
 from dataflow.history.replay import Wishes
 from dataflow.history.resume import Recorded
@@ -71,6 +72,8 @@ def show(run: Run = Path("runs/latest")) -> int:
     summary: Summary = summarize(folder, verdict.line, verdict.clean)
     with make_view(sys.stdout) as view:
         view.summary(summary)
+    if said := seen_in_part(folder):
+        print(f"\n  note: {said}")
     return verdict.exit_status
 
 

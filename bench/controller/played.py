@@ -30,6 +30,7 @@ from dataflow.agent.messages import (
     ToWorkers,
     is_repeated,
 )
+from dataflow.system.messages import Frames, Numbered
 from dataflow.system.security import RunKeys, present
 from dataflow.worker.messages import (
     TO_SCHEDULER,
@@ -47,7 +48,6 @@ from dataflow.worker.messages import (
 from dataflow.worker.messages import (
     Bye as WorkerBye,
 )
-from transport.numbered import Frames, Numbered
 
 ALIVE_S = 0.5
 ASK_S = 0.25

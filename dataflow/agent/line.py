@@ -12,9 +12,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dataflow.agent.messages import FROM_AGENT, TO_AGENT, FromAgent, ToAgent, is_repeated
-from dataflow.system.messages import MESSAGE_BYTES, MessageError
+from dataflow.system.messages import MESSAGE_BYTES, Frames, MessageError, Numbered
 from dataflow.system.security import RunKeys, give_up_soon, present
-from transport.numbered import Frames, Numbered
 
 _KEPT = 4096
 """Messages that wait for a connection; those after them are sent when the scheduler is heard again."""

@@ -68,12 +68,11 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
     found: list[Line] = [head]
     for name, value, note in rows:
         found.append([(f"  {name:<12}", "dim"), (value, "strong"), *([(f"  {note}", "dim")] if note else [])])
-    faults = summary.faults or ()
-    shown = faults[-_FAULTS:]
+    shown = summary.faults[-_FAULTS:]
     for number, fault in enumerate(shown):
         found.append([(f"  {'' if number else 'faults':<12}", "dim"), (clean(fault), "")])
-    if len(faults) > len(shown):
-        found.append([(f"  {'':<12}", "dim"), (f"and {len(faults) - len(shown)} before these", "dim")])
+    if len(summary.faults) > len(shown):
+        found.append([(f"  {'':<12}", "dim"), (f"and {len(summary.faults) - len(shown)} before these", "dim")])
     if summary.hosts:
         found.append([(f"  {'hosts':<12}", "dim"), (clean(summary.hosts), "")])
     if summary.signal:

@@ -154,6 +154,25 @@ def is_over_hosts(folder: RunFolder) -> bool:
     return (folder.path / FOLDER).exists()
 
 
+def seen_in_part(folder: RunFolder) -> str:
+    """Why the run's ledger may say less on this host than on the one where it is written; empty: it says all."""
+    host = _led_elsewhere(folder)
+    return host and (
+        f"host '{host}' leads this run, or did when it was killed: of what its ledger took in last, this host may see "
+        f"a part only, as SQLite shares that in memory; ask there for all of it, or once the run has ended"
+    )
+
+
+def _led_elsewhere(folder: RunFolder) -> str:
+    holders = folder.path / FOLDER
+    with contextlib.suppress(OSError):
+        number = _newest(holders)
+        text = _read(_at(holders, number)) if number else _RELEASED
+        host = text.partition(b"#")[0].partition(b"@")[2]
+        return "" if text == _RELEASED or host == _host() else host.decode(errors="replace")
+    return ""
+
+
 @contextlib.contextmanager
 def held(
     folder: RunFolder,

@@ -8,9 +8,8 @@ import zmq
 
 from dataflow.agent.messages import FROM_AGENT, TO_AGENT, FromAgent, ToAgent, is_repeated
 from dataflow.errors import RunError
-from dataflow.system.messages import MESSAGE_BYTES, MessageError
+from dataflow.system.messages import MESSAGE_BYTES, Frames, MessageError, Numbered
 from dataflow.system.security import Guard, RunKeys, endpoint
-from transport.numbered import Frames, Numbered
 
 _AT_ONCE = 64
 """Messages, between two looks at what else is to be done."""

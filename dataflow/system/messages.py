@@ -1,5 +1,6 @@
-"""The codec of messages between the processes of a run, for this package and for the operators."""
+"""Messages between the processes of a run: their codec, and numbers that bring them over a network that is cut."""
 
 from transport.codec import MESSAGE_BYTES, Codec, MessageError, Natural, Plain
+from transport.numbered import Frames, Numbered
 
-__all__ = ["MESSAGE_BYTES", "Codec", "MessageError", "Natural", "Plain"]
+__all__ = ["MESSAGE_BYTES", "Codec", "Frames", "MessageError", "Natural", "Numbered", "Plain"]

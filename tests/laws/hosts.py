@@ -61,6 +61,13 @@ HOSTS = (
         "their end",
     ),
     Law(
+        "what a scheduler and an agent say arrives once and in order, whatever connections are lost",
+        "test_a_message_that_a_connection_lost_is_sent_again_as_soon_as_the_other_is_heard",
+        "transport:Numbered.missing",
+        returned("asks", "_kept"),
+        "that what was not heard is sent again",
+    ),
+    Law(
         "equal plans have one digest on all hosts",
         "test_a_digest_does_not_hang_on_the_order_in_which_a_mapping_was_filled",
         "dataflow.planning:digest",

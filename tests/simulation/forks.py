@@ -171,8 +171,8 @@ class Agents:
         self.is_led = False
         self.note = lambda event: None
         for agent in self._agents.values():
-            agent.up.cut()
-            agent.down.cut()
+            agent.up.take_back()
+            agent.down.cut()  # what it had said may still arrive
 
     def _find(self, host: str, agent: _Agent) -> None:
         """An agent turns to another scheduler, where it reaches it; else it tries again."""
@@ -233,7 +233,7 @@ class Agents:
         """A connection to the scheduler, both ways; broken where there is none."""
 
         def hear(order: Callable[[_Agent], None]) -> None:
-            if agent.alive and not self.closed:
+            if agent.alive and not self.closed and agent.down is down:  # not of one that it gave up
                 order(agent)
 
         up = Pipe(self._network, lambda event: self._heard(host, agent, event), host, SCHEDULER)

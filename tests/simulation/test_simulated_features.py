@@ -285,6 +285,10 @@ def what_a_lost_host_tells_counts(patch: Patch) -> None:
     patch.setattr(hosting, "counts", lambda *_: True)
 
 
+def the_next_scheduler_does_not_meet_what_hosts_have(patch: Patch) -> None:
+    patch.setattr(failover, "meet", lambda *_: [])
+
+
 # Filters
 
 
@@ -328,6 +332,7 @@ WITHOUT: list[Case] = [
     (silent_hosts_are_not_missed, OVER_HOSTS, range(100), "not over"),
     (nobody_hears_where_a_worker_is_that_moved, OVER_HOSTS, range(100), "not over"),
     (what_a_lost_host_tells_counts, OVER_HOSTS, range(400), "."),
+    (the_next_scheduler_does_not_meet_what_hosts_have, OVER_HOSTS + SUCCESSOR, range(50), "not over"),
     (groups_wait_for_those_that_they_travelled_with, FILTER, range(400), "not over"),
 ]
 

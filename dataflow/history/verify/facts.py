@@ -16,6 +16,7 @@ from dataflow.folder.ledger import reads
 from dataflow.folder.ledger.schema import check_schema, connect, snapshot
 from dataflow.folder.retention import not_kept
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_hold import seen_in_part
 from dataflow.records import AnyArray
 from dataflow.system.optional_files import read_lines, read_map
 
@@ -137,6 +138,12 @@ def note_the_past(facts: Facts, findings: Findings) -> None:
         findings.note(f"worker '{worker}' ended {times} times when it should not, and came back {back[worker]} times")
     for worker, times in sorted(stopped.items()):
         findings.note(f"worker '{worker}' was stopped {times} times by a signal, and let go on")
+
+
+def note_who_leads(folder: RunFolder, findings: Findings) -> None:
+    """Note that the ledger may say less here than where it is written."""
+    if said := seen_in_part(folder):
+        findings.note(said)
 
 
 def read_facts(folder: RunFolder, findings: Findings) -> Facts:

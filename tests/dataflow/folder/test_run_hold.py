@@ -19,7 +19,7 @@ from dataflow.errors import Replaced
 from dataflow.folder.ledger import Ledger, renewal
 from dataflow.folder.ledger.renewal import renew
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.run_hold import RAISE_S, STILL_S, RunHold, Taking, held, is_over_hosts
+from dataflow.folder.run_hold import RAISE_S, STILL_S, RunHold, Taking, held, is_over_hosts, seen_in_part
 from dataflow.folder.run_lock import UnderWay
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
@@ -187,6 +187,20 @@ def test_who_waits_whether_a_run_is_held_says_for_whom_and_how_long(tmp_path: Pa
         pass
     (said,) = told
     assert f"was not let go of: waiting 0 s to see whether process {os.getpid()} on host '" in said
+
+
+def test_a_ledger_that_another_host_writes_may_be_seen_in_part_only(tmp_path: Path, clock: Clock) -> None:
+    folder = RunFolder.create(tmp_path, "t")
+    assert seen_in_part(folder) == ""
+    hold = take(folder.path, clock)
+    assert seen_in_part(folder) == "", "this host leads it"
+    (file,) = (folder.path / "holders").iterdir()
+    ours = file.read_bytes()
+    file.write_bytes(b"7@elsewhere#ab 12")
+    assert "host 'elsewhere' leads this run" in seen_in_part(folder)
+    file.write_bytes(ours)
+    hold.release()
+    assert seen_in_part(folder) == ""
 
 
 def test_a_run_that_another_host_may_hold_is_not_resumed_on_one_machine_while_it_lives(
