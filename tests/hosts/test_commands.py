@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rigs.hosts import Host
@@ -16,10 +17,13 @@ def dataflow(host: Host, command: str, cluster: Cluster, *more: str) -> subproce
     return host.run([sys.executable, "-m", "dataflow", command, cluster.run_folder, *more], timeout_s=120.0)
 
 
-def test_commands_work_from_a_host_that_does_not_lead_the_run(make_cluster: Callable[..., Cluster]) -> None:
-    cluster = make_cluster("a", "b", "c")
+def test_commands_work_from_a_host_that_does_not_lead_the_run(
+    make_cluster: Callable[..., Cluster], policy: Path
+) -> None:
+    cluster = make_cluster("a", "b", "c", visible=[policy])
     c = cluster.hosts[2]
-    cluster.start("fakes", {"pause_s": 0.2}, steps=100_000, replicas={"generator": 2}, place={"generator": ("a", "b")})
+    place = {"generator": ("a", "b"), "trainer": "a"}
+    cluster.start("tiny", {"policy": str(policy)}, steps=5000, replicas={"generator": 2}, place=place)
     cluster.wait_for_step(3)
     doctor = dataflow(c, "doctor", cluster)
     assert doctor.returncode == 0 and "generator-1" in doctor.stdout and "step" in doctor.stdout, doctor.stderr

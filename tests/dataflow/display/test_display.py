@@ -368,7 +368,8 @@ SNAPSHOTS = odd(
     edges=st.lists(odd(EdgeSnapshot), max_size=5).map(tuple),
 )
 SUMMARIES = odd(
-    Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple), commands=st.lists(st.tuples(ODD_TEXT, ODD_TEXT), max_size=2).map(tuple)
+    Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple),
+    commands=st.lists(st.tuples(ODD_TEXT, ODD_TEXT), max_size=2).map(tuple),
 )  # fmt: skip
 SCREENS = st.builds(
     Screen, width=st.integers(0, 200), height=st.integers(0, 60), glyphs=st.sampled_from([UNICODE, ASCII])
