@@ -74,7 +74,7 @@ class WeightPath:
     is_forced: bool = False
     """Whether the user has named the executor."""
     mirror: str = ""
-    """The reader of this host that takes each version in, also for others there; empty: each takes its own."""
+    """The reader of this host that takes each version in for all of them; empty: each takes its own."""
 
     @property
     def name(self) -> str:

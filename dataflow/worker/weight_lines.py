@@ -90,7 +90,10 @@ class WeightLines:
         if not there or executor != "gloo":
             return site
         order = there.index(who) if who in there else len(there) + self._settings.replica
-        return self._mirrored(site, f"ipc://{self._settings.sockets}/m.{name}", order)
+        number = list(self._graph.operators).index(reader)
+        return self._mirrored(
+            site, f"{number}.{self._settings.replica}", order, f"ipc://{self._settings.sockets}/m.{name}"
+        )
 
     def close(self) -> None:
         """Let go of the addresses that no end has taken."""
@@ -128,11 +131,13 @@ class WeightLines:
         is_link = self._has_hosts and executor in COLLECTIVE
         return site | ({"host": self._settings.listen, "keys": dict(self._settings.keys)} if is_link else {})
 
-    def _mirrored(self, site: dict[str, Any], line: str, order: int) -> dict[str, Any]:
-        """Of a reader with neighbours, one of which takes versions from that site for all of them."""
+    def _mirrored(self, site: dict[str, Any], own: str, order: int, line: str) -> dict[str, Any]:
+        """Of a reader with neighbours, one of which takes versions from that site for all of them.
+
+        own: tells it from them, in few letters, for the path of a socket is short."""
         return {
             "protocol": SEGMENTS, "executor": "shared_memory", "folder": self._settings.sockets, "address": line,
-            "name": site["name"], "link_bytes_per_s": None, "family": line, "order": order, "from": site,
+            "family": line, "own": f"{line}.{own}", "order": order, "name": site["name"], "from": site,
         }  # fmt: skip
 
     def _executors(self, trainer: str, refresh: Refresh | None) -> list[str]:

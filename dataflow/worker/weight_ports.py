@@ -77,9 +77,7 @@ def mirrored_reader(
     from transport.weights.mirror.receiver import MirrorReceiver
 
     source, clock = site["from"], AwakeClock()
-    place = MirrorPlace(
-        line=site["address"], own=f"{site['address']}.{site['name']}", folder=site["folder"], order=site["order"]
-    )
+    place = MirrorPlace(line=site["address"], own=site["own"], folder=site["folder"], order=site["order"])
     receive = functools.partial(
         MirrorReceiver, address=source["address"], name=source["name"], deadlines=_deadlines(limits), attempt=attempt,
         clock=clock, host=_host(source), seek=functools.partial(_noted, source.get("where", "")),

@@ -115,7 +115,9 @@ def test_nccl_of_a_worker_on_a_gpu_takes_the_interface_of_its_hosts_address_or_l
     made = worker(FakeLink([Stop()]))
     made._link.send = lambda message: None  # type: ignore[method-assign]
     made._settings = dataclasses.replace(made._settings, device=device, host=host, listen=listen)
-    monkeypatch.setattr("dataflow.worker.weight_ports.interface_of", lambda address: f"of {address}" if address else "lo")
+    monkeypatch.setattr(
+        "dataflow.worker.weight_ports.interface_of", lambda address: f"of {address}" if address else "lo"
+    )
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "a user's")
     with pytest.raises(SystemExit):
         made.run()

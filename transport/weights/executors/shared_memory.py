@@ -63,9 +63,9 @@ class SharedMemory:
             raise
         return _WriterPort(self.place, socket, lock)
 
-    def reader(self) -> MemoryReaderPort:
+    def reader(self) -> _ReaderPort:
         """Connect to the address."""
-        return MemoryReaderPort(self.place, self.place.connected(), self._known)
+        return _ReaderPort(self.place, self.place.connected(), self._known)
 
     def sweep(self) -> int:
         """Unlink what a killed writer of this address left in shared memory; the number of segments.
@@ -191,7 +191,7 @@ class _WriterPort:
         self._place.release(self._lock)
 
 
-class MemoryReaderPort:
+class _ReaderPort:
     """A reader's end (`ports.ReaderPort`)."""
 
     def __init__(self, place: Address, socket: Socket, known: str) -> None:

@@ -1,1 +1,1 @@
-"""One reader of a host takes the versions of a trainer elsewhere, and offers them to its neighbours in shared memory."""
+"""One reader of a host takes versions in over the network, and offers them to its neighbours in shared memory."""

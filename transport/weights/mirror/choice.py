@@ -1,8 +1,8 @@
 """Which mirror a reader follows, and when it becomes one: pure.
 
-No lock says who it is. Two mirrors of one host at a time are both right, and cost their host's link a version each; the
-note beside the sockets is the last one's, whom the other follows from then on. So whoever is stopped, killed or slow, at
-any moment, holds nobody up for longer than `SILENT_S`."""
+No lock says who it is. Two mirrors of one host at a time are both right, and each takes a version over its host's link;
+the note beside the sockets is the last one's, whom the other follows from then on. So whoever is stopped, killed or
+slow, at any moment, holds nobody up for longer than `SILENT_S`."""
 
 from __future__ import annotations
 

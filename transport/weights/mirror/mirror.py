@@ -10,7 +10,7 @@ from transport.weights.mirror.receiver import MirrorReceiver
 from transport.weights.mirror.writer import MirrorWriter
 from transport.weights.protocol.messages import Note
 
-LOOK_S = 0.05
+LOOK_MS = 50
 """Between two looks at the deadlines."""
 
 
@@ -18,7 +18,7 @@ class Mirror(threading.Thread):
     """Goes on whatever the loop of its reader is at.
 
     Consumes: versions of a trainer on another host. Produces: the same versions, offered to the readers of this host.
-    Waits for: messages of either side, at most `LOOK_S`. Unblocked by: messages, the time."""
+    Waits for: messages of either side, at most `LOOK_MS`. Unblocked by: messages, the time."""
 
     def __init__(self, writer: MirrorWriter, receiver: MirrorReceiver, own: str) -> None:
         """Both ends are its own from now on. `own`: the name of the reader whose thread it is."""
@@ -39,7 +39,7 @@ class Mirror(threading.Thread):
                 poller.register(self._writer.socket, zmq.POLLIN)
             while not self._ending.is_set():
                 self._turn()
-                poller.poll(1000 * LOOK_S)
+                poller.poll(LOOK_MS)
         except BaseException as error:
             self.error = error
         finally:

@@ -13,10 +13,11 @@ import torch
 
 from transport.weights.encoding import SCALE, Encoding
 from transport.weights.errors import AddressTaken
-from transport.weights.executors.shared_memory import MemoryReaderPort, SharedMemory
+from transport.weights.executors.shared_memory import SharedMemory
 from transport.weights.layout.flat import FlatLayout
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.rank_slices import RankSlice
+from transport.weights.memory.ports import TurnsTo
 from transport.weights.mirror.choice import Seen, choose
 from transport.weights.mirror.mirror import Mirror
 from transport.weights.mirror.receiver import MirrorReceiver
@@ -54,14 +55,14 @@ class MirrorPlace:
 class MirroredReader(WeightReader):
     """Takes versions from the mirror of its host, which is one of its neighbours or itself (`choice`).
 
-    Consumes: offers of the mirror; as the mirror, versions of the trainer. Produces: new values in the attached tensors.
+    Consumes: offers of the mirror; as the mirror, versions of the trainer. Produces: values in the attached tensors.
     Waits for: nothing, except in `wait`. Unblocked by: the mirror's next version."""
 
     def __init__(
         self, place: MirrorPlace, name: str, layout: Layout, receive: Callable[..., MirrorReceiver], **knobs: Any
     ) -> None:
-        """`layout`: of one rank that holds all that travels (`travelling`). `receive`: opens the end that takes versions
-        from the trainer, of layout and MirrorWriter. Else as for the `WeightReader`."""
+        """`layout`: of one rank that holds all that travels (`travelling`). `receive`: opens the end that takes
+        versions from the trainer, of layout and MirrorWriter. Else as for the `WeightReader`."""
         super().__init__(place.at(place.own), name, **knobs)
         self._place, self._whole, self._receive = place, layout, receive
         self._follows, self._turned, self._look_at = place.own, self._clock(), float("-inf")
@@ -127,7 +128,7 @@ class MirroredReader(WeightReader):
         self._turn_to(self._place.own, now)
 
     def _turn_to(self, address: str, now: float) -> None:
-        assert isinstance(self._port, MemoryReaderPort)
+        assert isinstance(self._port, TurnsTo), "a reader of shared memory"
         self._port.turn(address)
         self._follows, self._turned = address, now
         self._has_turned = True
@@ -142,7 +143,7 @@ class MirroredReader(WeightReader):
 def travelling(
     encoding: Encoding, tensors: Mapping[str, torch.Tensor], slices: Sequence[Mapping[str, RankSlice]]
 ) -> Layout:
-    """Of one rank that holds all that a trainer sends for these tensors, of which `slices` (by rank) may be parts."""
+    """Of one rank that holds all that a trainer sends for these tensors; `slices`: their parts of it, by rank."""
     flat, cut = FlatLayout.of(tensors), slices[0] if slices else {}
     full = {}
     for spec in flat.tensors:

@@ -114,10 +114,7 @@ class MirrorReceiver(DeltaReader):
     def arrived(self) -> Arrival | None:
         """Hold what has arrived last, if it is new, until `adopt`. Raises as `poll`."""
         with self._control.changed:
-            if self._held is not None or self.poll() is None or self.verify() is None:
-                return None
-            held = self._held
-            return Arrival(self._segments.segment_of(held.version, held.epoch), held.version, held.writer)
+            return None if self._held is not None or self.poll() is None else self._taken()
 
     def go_on(self) -> bool:
         """After what has arrived was handed on: ask for the next, if there is room for it."""
@@ -130,6 +127,12 @@ class MirrorReceiver(DeltaReader):
     def serves(self, readers: dict[str, int]) -> None:
         """Tell the trainer who takes these versions from here, and which each of them holds."""
         self._member.behind = readers
+
+    def _taken(self) -> Arrival | None:
+        self.verify()
+        if (held := self._held) is None:
+            return None
+        return Arrival(self._segments.segment_of(held.version, held.epoch), held.version, held.writer)
 
 
 def _segment(buffer: Buffer) -> WriterSegment:

@@ -1,4 +1,4 @@
-"""Readers of one host beside each other, whose trainer is on another one: two addresses of loopback act as the hosts."""
+"""Readers of one host beside each other, whose trainer is on another: two addresses of loopback act as the hosts."""
 
 import contextlib
 import functools

@@ -1,16 +1,26 @@
 """Readers of one host take a trainer's versions once over the network, and hand them to each other through memory."""
 
 import contextlib
+import functools
 import os
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from transport.security import RunKeys
+from transport.weights import Layout
+from transport.weights.deltas.ends import DeltaWriter
+from transport.weights.encoding import Encoding
 from transport.weights.mirror import choice
+from transport.weights.mirror.reader import travelling
+from transport.weights.rank_reader import RankReader
 
-from .rig import holds, neighbour, offered, until
+from ..sharded_rig import full
+from .rig import MODEL, WHOLE, holds, neighbour, offered, place_of, until
+
+HALVES = Layout.fsdp(MODEL, 2)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +50,9 @@ def neighbours(keys, address, folder, count=3, **knobs):
             reader.close()
 
 
-def test_one_reader_takes_each_version_over_the_network_and_all_hold_it(keys, folder):
-    with offered(keys) as (trainer, address), neighbours(keys, address, folder) as (readers, mine):
+@pytest.mark.parametrize("layout", [WHOLE, HALVES], ids=["1 rank", "2 ranks"])
+def test_one_reader_takes_each_version_over_the_network_and_all_hold_it(keys, folder, layout):
+    with offered(keys, layout) as (trainer, address), neighbours(keys, address, folder) as (readers, mine):
         for version in range(1, 6):
             trainer.publish(version)
             until(lambda version=version: {each.version for each in readers} == {version}, *readers)
@@ -159,6 +170,52 @@ def test_notes_of_the_trainer_reach_all(keys, folder):
         until(lambda: all(each.note == {"dropped": 3} for each in readers), *readers)
         trainer.writers[0].tell({"dropped": 4})
         until(lambda: all(each.note == {"dropped": 4} for each in readers), *readers)
+
+
+def test_deltas_arrive_in_the_segments_that_are_handed_on(keys, folder):
+    """Changes are put onto the version that neighbours read, in the other segment; theirs stays as it is."""
+    deltas = functools.partial(DeltaWriter, link_bytes_per_s=1e6)
+    with offered(keys, kind=deltas) as (trainer, address), neighbours(keys, address, folder) as (readers, mine):
+        for version in range(1, 5):
+            tensors = full(WHOLE, 1)
+            tensors["t2"][3, 5] = version
+            trainer.writers[0].publish(version, tensors)
+            until(lambda version=version: {each.version for each in readers} == {version}, *readers)
+            assert all(torch.equal(each[name], tensor) for each in mine for name, tensor in tensors.items())
+        sent, whole = trainer.writers[0].traffic
+        size = sum(tensor.nbytes for tensor in mine[0].values())
+        assert size < sent < 2 * size and whole >= 4 * size
+
+
+def test_further_ranks_of_a_reader_take_their_slices_from_the_same_segments(keys, folder):
+    """Of any of the host's mirrors: they know the segments by the name that all share."""
+    place, rows = (
+        place_of(folder, "generator-0", 0),
+        {name: (shape, 0, ((12, 24),)) for name, (shape, _) in MODEL.items()},
+    )
+    with offered(keys) as (trainer, address), neighbours(keys, address, folder, 2) as (readers, _):
+        half = {name: torch.nn.Parameter(torch.zeros(12, 16)) for name in MODEL}
+        rank = RankReader(place.at(place.line), "generator-1.1")
+        rank.attach(half, rows)
+        for version in (1, 2):
+            trainer.publish(version)
+            until(lambda version=version: readers[0].version == version, readers[0])
+            until(lambda: readers[1].poll() is not None)
+            held = readers[1].verify()
+            assert rank.enter(held.segment, held.version, held.layout)
+            assert readers[1].adopt() == rank.adopt() == version
+            assert all(torch.equal(half[name], tensor[12:]) for name, tensor in full(WHOLE, version).items())
+        rank.close()
+
+
+def test_what_travels_is_told_from_what_a_reader_attaches():
+    """Its dtype is that of the trainer's encoding, but for what is narrow already, and its scales; slices are whole."""
+    mine = {"a": torch.zeros(4, 6), "b": torch.zeros(4, 6, dtype=torch.int8), "b:scale": torch.zeros(4, 1)}
+    cut = [{"a": ((8, 6), 0, ((0, 4),))}, {"a": ((8, 6), 0, ((4, 8),))}]
+    made = travelling(Encoding(dtype="bfloat16", quantized="int8", names=frozenset({"b"})), mine, cut)
+    assert {name: (held.shape, held.dtype) for name, held in made.tensors.items()} == {
+        "a": ((8, 6), "bfloat16"), "b": ((4, 6), "int8"), "b:scale": ((4, 1), "float32")
+    }  # fmt: skip
 
 
 class Stopped:
