@@ -22,6 +22,10 @@ class Weather:
     """Names, in order."""
     before: Callable[[str], object] = lambda name: None
     """Called before a file is written."""
+    before_read: Callable[[str], object] = lambda name: None
+    """Called before a file, that was seen to be there, is opened to be read."""
+    before_list: Callable[[], object] = lambda: None
+    """Called before a folder is listed."""
 
 
 class _Failing(fs.FileSystemHandler):  # type: ignore[misc]
@@ -79,6 +83,7 @@ class _Failing(fs.FileSystemHandler):  # type: ignore[misc]
         return self.inner.get_file_info(paths)
 
     def get_file_info_selector(self, selector: Any) -> Any:
+        self.weather.before_list()
         return self.inner.get_file_info(selector)
 
     def create_dir(self, path: str, recursive: bool) -> None:
@@ -106,6 +111,7 @@ class _Failing(fs.FileSystemHandler):  # type: ignore[misc]
         raise NotImplementedError
 
     def open_input_stream(self, path: str) -> Any:
+        self.weather.before_read(path)
         return self.inner.open_input_stream(path)
 
     def open_input_file(self, path: str) -> Any:

@@ -120,12 +120,12 @@ class Address:
             raise CopyError(str(error)) from error
 
     def get_json(self, name: str) -> dict[str, Any]:
-        """A small file; empty where it is missing or torn."""
-        with self._said("reading", name):
-            if self.files.get_file_info(name).type != fs.FileType.File:
-                return {}
-            with self.files.open_input_stream(name) as source:
-                content = source.read()
+        """A small file; empty where it is missing, removed at this moment, or torn."""
+        content = b""
+        with self._said("reading", name), contextlib.suppress(FileNotFoundError):
+            if self.files.get_file_info(name).type == fs.FileType.File:
+                with self.files.open_input_stream(name) as source:
+                    content = source.read()
         with contextlib.suppress(ValueError):
             found = json.loads(content)
             return found if isinstance(found, dict) else {}
@@ -133,7 +133,7 @@ class Address:
 
     def remove(self, name: str) -> None:
         """Remove a file or a folder; what is gone already is well."""
-        with self._said("removing", name):
+        with self._said("removing", name), contextlib.suppress(FileNotFoundError):
             kind = self.files.get_file_info(name).type
             if kind == fs.FileType.Directory:
                 self.files.delete_dir(name)

@@ -3,6 +3,7 @@
 Two that cannot see each other cannot spoil each other's copies so, and who finds a part above its own was replaced.
 """
 
+import contextlib
 import os
 import secrets
 import socket
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dataflow.errors import GraphError, RunError
-from dataflow.folder.copies.address import Address, joined
+from dataflow.folder.copies.address import Address, CopyError, joined
 
 CONFIG = "checkpoint_to"
 """In what the ledger says of a run."""
@@ -81,8 +82,7 @@ def parts(run: Address) -> list[int]:
 def claims(run: Address, part: int) -> dict[str, Mapping[str, Any]]:
     """By token, who wants a part. Errors: CopyError."""
     place = run.below(part_name(part))
-    names = [name for name in place.names() if name.startswith(_CLAIM)]
-    return {name.removeprefix(_CLAIM).removesuffix(".json"): place.get_json(name) for name in names}
+    return {token: place.get_json(_claim_name(token)) for token in _tokens(run, part)}
 
 
 def claim(address: Address, text: str, run: str, trainers: Sequence[str], after: int | None) -> Copies:
@@ -101,16 +101,31 @@ def claim(address: Address, text: str, run: str, trainers: Sequence[str], after:
     if after is not None and newest > after:
         raise RunError(f"'{place.text}' was taken up by another process at this moment; leave the run to it")
     made = Copies(address=text, run=run, part=newest + 1, token=secrets.token_hex(8), trainers=tuple(trainers))
-    mine = f"{part_name(made.part)}/{_CLAIM}{made.token}.json"
+    mine = f"{part_name(made.part)}/{_claim_name(made.token)}"
     who = {"host": socket.gethostname(), "process": os.getpid(), "trainers": list(trainers)}
-    place.put_json(mine, who)
-    if others := set(claims(place, made.part)) - {made.token}:
+    try:
+        place.put_json(mine, who)
+        others = _tokens(place, made.part) - {made.token}
+    except CopyError:
+        with contextlib.suppress(CopyError):
+            place.remove(mine)
+        raise
+    if others:
         place.remove(mine)
         raise RunError(
             f"'{place.text}' is being taken up by {len(others) + 1} processes at once, so that none of them has it; "
             f"try again with one"
         )
     return made
+
+
+def _tokens(run: Address, part: int) -> set[str]:
+    names = run.below(part_name(part)).names()
+    return {name.removeprefix(_CLAIM).removesuffix(".json") for name in names if name.startswith(_CLAIM)}
+
+
+def _claim_name(token: str) -> str:
+    return f"{_CLAIM}{token}.json"
 
 
 def replaced(copies: Copies, part: int, found: Sequence[Mapping[str, Any]]) -> TakenUp:

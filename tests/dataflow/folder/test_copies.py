@@ -16,7 +16,7 @@ from dataflow.folder.checkpoints import MARKER, TEMPORARY, Checkpoints
 from dataflow.folder.copies.address import Address, CopyError, checked, joined
 from dataflow.folder.copies.copier import Copier, Waiting
 from dataflow.folder.copies.finding import choose
-from dataflow.folder.copies.parts import Copies, TakenUp, claim, parts
+from dataflow.folder.copies.parts import Copies, TakenUp, claim, claims, parts
 from dataflow.folder.copies.store import LEDGER, Store
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.system.child import fork
@@ -229,6 +229,30 @@ def test_a_part_clears_those_before_it_once_a_run_could_go_on_from_it(
     second.add(3, is_temporary=True)
     idle(second)
     assert store(address, 1).whole() == [2] and store(address, 2).whole() == [3]
+
+
+def test_a_claim_that_is_withdrawn_while_another_looks_is_none(address: Address, weather: Weather) -> None:
+    claim(address, address.text, "run", [""], None)
+    run = address.below("run")
+    run.put_json("part-000002/claim-other.json", {})
+    weather.before_read = lambda name: run.remove("part-000002/claim-other.json")
+    assert claims(run, 2) == {"other": {}}
+    assert claims(run, 2) == {}
+    run.remove("part-000002/claim-other.json")
+
+
+def test_who_cannot_see_whether_others_claim_a_part_withdraws(address: Address, weather: Weather) -> None:
+    first = claim(address, address.text, "run", [""], None)
+
+    def fail() -> None:
+        if any("part-000002" in name for name in weather.wrote):
+            raise OSError("the network is down")
+
+    weather.before_list = fail
+    with pytest.raises(CopyError, match="the network is down"):
+        claim(address, address.text, "run", [""], 1)
+    weather.before_list = lambda: None
+    first.check(address)  # it was taken up by nobody
 
 
 def test_of_several_that_claim_a_part_at_once_one_has_it_at_most(
