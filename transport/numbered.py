@@ -17,6 +17,13 @@ MOST_AGAIN_S = 16.0
 ASK_S = 0.5
 """Between two answers of one that misses something, and has nothing to say by itself."""
 _NUMBERS = struct.Struct("!QQQQ")
+_SESSIONS = 1 << 32
+
+
+def first_session(attempt: int) -> int:
+    """Of who listens at an address where others did before, with lower numbers of their attempts, in all of their
+    sessions; no clock tells the later one."""
+    return attempt * _SESSIONS + 1
 
 
 @dataclass

@@ -8,13 +8,11 @@ import zmq
 
 from dataflow.agent.messages import FROM_AGENT, TO_AGENT, FromAgent, ToAgent, is_repeated
 from dataflow.errors import RunError
-from dataflow.system.messages import MESSAGE_BYTES, Frames, MessageError, Numbered
+from dataflow.system.messages import MESSAGE_BYTES, Frames, MessageError, Numbered, first_session
 from dataflow.system.security import Guard, RunKeys, endpoint
 
 _AT_ONCE = 64
 """Messages, between two looks at what else is to be done."""
-_SESSIONS = 1 << 32
-"""That one scheduler may begin."""
 
 
 class AgentsSocket:
@@ -31,7 +29,7 @@ class AgentsSocket:
     ) -> None:
         """listen: an address of this machine, with a port or without. number: how many schedulers there were before.
         Errors: RunError where it cannot listen there."""
-        self._clock, self._first_session = clock, number * _SESSIONS + 1
+        self._clock, self._first_session = clock, first_session(number)
         self._peers: dict[bytes, Numbered] = {}
         self._guard = Guard(keys.receivers)
         self.socket: zmq.Socket[bytes] = self._guard.context.socket(zmq.ROUTER)

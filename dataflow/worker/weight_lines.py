@@ -111,7 +111,7 @@ class WeightLines:
             return self._beside(name, executor)
         found = again_at(
             self._settings.listen, self._settings.at.get(f"{name}.{executor}", ""),
-            lambda address: listen(address, self._settings.keys),
+            lambda address: listen(address, self._settings.keys, self._settings.attempt),
         )  # fmt: skip
         self.listeners[found.address] = found
         return str(found.address)

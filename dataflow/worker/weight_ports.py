@@ -25,11 +25,12 @@ ROUNDS, SEGMENTS = "rounds", "segments"
 """Protocols: each rank of the trainer sends to each rank of a reader, or one offers its own memory to all of them."""
 
 
-def listen(address: str, keys: Mapping[str, bytes]) -> "Listener":
-    """Where a trainer is heard by readers on other hosts, who have the keys of the run. Errors: TransportError."""
+def listen(address: str, keys: Mapping[str, bytes], attempt: int) -> "Listener":
+    """Where a trainer is heard by readers on other hosts, who have the keys of the run. attempt: the scheduler's, at
+    this worker. Errors: TransportError."""
     from transport.weights.sharded.control import Listener
 
-    return Listener(address, RunKeys.from_plain(keys))
+    return Listener(address, RunKeys.from_plain(keys), attempt)
 
 
 def open_beside(

@@ -15,7 +15,7 @@ from pathlib import Path
 import zmq
 
 from transport.errors import MessageError
-from transport.numbered import Numbered
+from transport.numbered import Numbered, first_session
 from transport.security import RunKeys
 from transport.weights.executors.address import Address, HostAddress, arrived, sent
 from transport.weights.protocol.messages import CODEC, Ask, FormGroup, MemberMessage, Put, Told, WriterMessage
@@ -44,13 +44,13 @@ class Host:
 class Listener:
     """The address, claimed for a coordinator: a socket, and within a machine a folder where process groups meet."""
 
-    def __init__(self, address: str, keys: RunKeys | None = None) -> None:
-        """`keys`: the run's; then other hosts reach the address, and process groups meet over the line.
+    def __init__(self, address: str, keys: RunKeys | None = None, attempt: int = 0) -> None:
+        """`keys`: the run's; then other hosts reach the address, and process groups meet over the line. `attempt`: the
+        scheduler's, at this process; higher than that of any that listened there before.
 
         AddressTaken when another live writer has it."""
         self._members: dict[bytes, Numbered] = {}
-        self._session = time.time_ns()
-        """Of the numbers of messages: a later listener at this address has a later one."""
+        self._session = first_session(attempt)
         self.store = ""
         """Prefix of the files in which process groups meet; empty: there are none."""
         with contextlib.ExitStack() as undo:

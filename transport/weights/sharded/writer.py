@@ -95,7 +95,7 @@ class ShardedWriter:
         self._closed = False
         member = SourceRank(rank, self.ranks, layout.key, self._deadlines, clock(), incarnation=attempt)
         keys = host.keys if host else None
-        listener = (listener or Listener(address, keys)) if rank == 0 else None
+        listener = (listener or Listener(address, keys, attempt)) if rank == 0 else None
         coordinator = None if listener is None else Coordinator(
             self.ranks, layout.key, layout.to_plain(), listener.store, backend=backend,
             bucket_bytes=bucket_bytes, deltas=self.deltas, writer=secrets.randbits(62), now=clock(),
