@@ -55,11 +55,16 @@ def files(*rooms: str) -> list[Path]:
 
 
 @functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path: Path) -> frozenset[str]:
     """The modules that a file imports anywhere."""
     return frozenset(
         module
-        for node in statements(ast.parse(path.read_text()).body)
+        for node in statements(parsed(path).body)
         if not (isinstance(node, ast.ImportFrom) and node.level)
         for module in imports_of(node)
     )
@@ -115,7 +120,7 @@ def test_the_language_and_the_data_plane_never_import_torch_at_their_top() -> No
     for path in [*files("dataflow", "graphs"), *files("transport/data")]:
         top = {
             module.split(".")[0]
-            for node in ast.parse(path.read_text()).body
+            for node in parsed(path).body
             for module in imports_of(node)
         }  # fmt: skip
         assert not top & heavy, f"{name(path)} imports {top & heavy}"
@@ -179,7 +184,7 @@ def test_a_limit_has_one_home() -> None:
 
 def long_waits(path: Path) -> Iterator[int]:
     """Lines with a number of seconds, under a name that says so or handed to what waits."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         for called, value in named_values(node):
             is_wait = called.lower().endswith(("_s", "_ms", "timeout", "seconds")) or called in WAITING_CALLS
             if is_wait and isinstance(value, ast.Constant) and isinstance(value.value, int | float):
@@ -231,7 +236,7 @@ def test_no_file_is_longer_than_400_lines_and_the_median_is_small() -> None:
 
 def test_every_module_says_in_one_sentence_what_it_is() -> None:
     for path in files(*ROOMS, "bench"):
-        said = ast.get_docstring(ast.parse(path.read_text()))
+        said = ast.get_docstring(parsed(path))
         assert said or not path.read_text().strip(), name(path)
 
 

@@ -39,6 +39,7 @@ print(*sorted(name for name in set(sys.modules) - known if name.startswith(packa
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_forked_imports_nothing_to_load_its_model(policy: Path) -> None:
     command = [sys.executable, "-c", IN_A_FRESH_PROCESS, str(policy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

@@ -33,6 +33,7 @@ def said(policy: Path, rows: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("fresh")
 def test_rows_that_are_well_are_collected_without_a_word(policy: Path) -> None:
