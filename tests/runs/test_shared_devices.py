@@ -40,13 +40,14 @@ def steps_of(graph: Any, runs: Path, **how: Any) -> tuple[RunFolder, list[Any], 
     return folder, tokens, numbers
 
 
-def both(policy: Path, tmp_path: Path, knobs: dict[str, Any], *, exact: bool = True, **how: Any) -> RunFolder:
-    """Run with a memory for each, and shared; the folder of the latter, which made the same, bit for bit if `exact`."""
+def both(policy: Path, tmp_path: Path, knobs: dict[str, Any], *, within: float = 0.0, **how: Any) -> RunFolder:
+    """Run with a memory for each, and shared; the folder of the latter, which made the same, bit for bit or within so
+    much."""
     _, tokens, numbers = steps_of(tiny_graph(policy, max_staleness=0, **knobs), tmp_path / "alone", **how)
     graph = tiny_graph(policy, max_staleness=0, **knobs)
     folder, shared_tokens, shared_numbers = steps_of(graph, tmp_path / "shared", gpus="shared", **how)
     assert shared_tokens == tokens
-    assert shared_numbers == (numbers if exact else pytest.approx(numbers, rel=1e-4, abs=1e-5))
+    assert shared_numbers == (pytest.approx(numbers, rel=within, abs=within / 10) if within else numbers)
     assert any("take turns on main memory" in line for line in folder.read_json("config.json")["plan"])
     return folder
 
@@ -55,20 +56,21 @@ def test_a_run_in_one_process_makes_the_same_steps_in_turns(policy: Path, tmp_pa
     both(policy, tmp_path, {}, on=inline())
 
 
-# Of int8 and of a generator's ranks the last bits of products depend on what happens to be decoded together.
+# Of int8 and of a generator's ranks the last bits of products depend on what happens to be decoded together; of int8
+# they also decide to which step a weight is rounded after an update, which moves logits by more.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared memory": ({}, {}),
     "two ranks": ({}, {"ranks": {"trainer": 2}}),
     "gloo": ({}, {"weights": "gloo"}),
-    "a generator of two ranks": ({"generator_knobs": {"tensor_parallel": 2}}, {"exact": False}),
-    "two ranks to two": ({"generator_knobs": {"tensor_parallel": 2}}, {"ranks": {"trainer": 2}, "exact": False}),
+    "a generator of two ranks": ({"generator_knobs": {"tensor_parallel": 2}}, {"within": 1e-4}),
+    "two ranks to two": ({"generator_knobs": {"tensor_parallel": 2}}, {"ranks": {"trainer": 2}, "within": 1e-4}),
     "two replicas of two ranks": (
         {"generator_knobs": {"tensor_parallel": 2}, "model_knobs": {"lora": LoRA(rank=4)}},
-        {"replicas": {"generator": 2}, "exact": False},
+        {"replicas": {"generator": 2}, "within": 1e-4},
     ),
     "replicas": ({}, {"replicas": {"generator": 2}}),
     "adapters": ({"model_knobs": {"lora": LoRA(rank=4)}}, {}),
-    "int8": ({"generator_knobs": {"weights": "int8"}}, {"exact": False}),
+    "int8": ({"generator_knobs": {"weights": "int8"}}, {"within": 1e-2}),
     "bfloat16": ({"model_knobs": {"dtype": "bfloat16"}}, {}),
     "evaluations": ({"eval_every": 1}, {}),
 }
