@@ -1,17 +1,20 @@
-"""Rows, weights and steps per second of the sorting demo on one host, and on three that are namespaces of this machine.
+"""Rows, weights and steps per second of the sorting demo on one host, and on namespaces of this machine that are hosts.
 
     python -m bench.hosts --json FILE
     python -m bench.hosts --mbit 100        links between hosts that carry no more
 
 Systems: `one host`, trainer and generator on it, over sockets and shared memory as without hosts; `three hosts`, the
-trainer on one, a replica of the generator on each of the others, over tcp with keys. Both have a network, a file system
-and a clock of their own, and all hosts share this machine's cores: what differs is what the way between hosts costs.
+trainer on one, a replica of the generator on each of the others, over tcp with keys; `two hosts`, both replicas beside
+each other on the second, which takes each version in once; with --mbit also that where the plan is told the rate of the
+link, so that versions travel as deltas. Each has a network, a file system and a clock of its own, and all share this
+machine's cores: what differs is what the way between hosts costs.
 Systems take turns; the table shows the median of the repeats. The first steps are left out.
 
 rows_per_s        rollouts that were trained
 steps_per_s       optimiser steps
 versions_per_s    versions of the weights with which rollouts were drawn
 weights_mb_per_s  the same in bytes (10^6) that the generators have taken in
+link_mb_a_version bytes (10^6) of weights that left the trainer's host for each step
 weights_ms        median of the time from the start of a transfer until a generator has it, verified; over gloo alone
 staleness_mean    versions
 start_s           from the start of the program to its first step
@@ -34,9 +37,11 @@ from bench.report import Figure, Report
 from dataflow.folder.run_folder import RunFolder, read_arrow
 from graphs.sorting import build
 
+BESIDE: Mapping[str, Any] = {"replicas": {"generator": 2}, "place": {"trainer": "h1", "generator": "h2"}}
 SYSTEMS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
     "one host": (1, 1, {}),
     "three hosts": (3, 2, {"replicas": {"generator": 2}, "place": {"trainer": "h1", "generator": ("h2", "h3")}}),
+    "two hosts": (2, 2, BESIDE),
 }
 """By name: hosts, replicas of the generator, and what else `run` is given."""
 WARM = 10
@@ -61,13 +66,16 @@ def main() -> int:
 
     report, console, failed = Report("hosts", options.json), Console(width=130), False
     case = "sorting" if options.mbit is None else f"sorting, {options.mbit:g} Mbit/s"
-    lines: dict[str, list[dict[str, Figure]]] = {name: [] for name in SYSTEMS}
+    systems = dict(SYSTEMS)
+    if options.mbit is not None:
+        systems["two hosts, deltas"] = (2, 2, {**BESIDE, "link_gbps": options.mbit / 1000})
+    lines: dict[str, list[dict[str, Figure]]] = {name: [] for name in systems}
     with tempfile.TemporaryDirectory(prefix="dataflow-bench-") as folder:
         build(policy=f"{folder}/policy")
         for repeat in range(options.repeats):
-            for name in SYSTEMS:
+            for name, system in systems.items():
                 try:
-                    found = measured(Path(folder), name, repeat, options.steps, options.mbit)
+                    found = measured(Path(folder), name, system, repeat, options.steps, options.mbit)
                 except (NoHosts, AssertionError) as error:
                     report.add(case=case, system=name, repeat=repeat, skipped=str(error)[-400:])
                     console.print(f"{name}: {error}", style="red", markup=False, soft_wrap=True)
@@ -83,13 +91,15 @@ def main() -> int:
     return int(failed)
 
 
-def measured(folder: Path, name: str, repeat: int, steps: int, mbit: float | None) -> dict[str, Figure]:
+def measured(
+    folder: Path, name: str, system: tuple[int, int, Mapping[str, Any]], repeat: int, steps: int, mbit: float | None
+) -> dict[str, Figure]:
     """One run. Errors: NoHosts; AssertionError with what it said, where it was not clean."""
     from rigs.hosts import hosts
     from rigs.hosts.cluster import Cluster
 
-    count, replicas, more = SYSTEMS[name]
-    own = folder / f"{name.replace(' ', '-')}-{repeat}"
+    count, replicas, more = system
+    own = folder / f"{name.replace(',', '').replace(' ', '-')}-{repeat}"
     own.mkdir()
     with hosts(*(f"h{number}" for number in range(1, count + 1)), shared=[folder]) as made:
         for host in made:
@@ -117,6 +127,9 @@ def figures(run: Path, policy: Path, replicas: int, began: float) -> dict[str, F
         "steps_per_s": len(counted) / span_s,
         "versions_per_s": len(versions) / span_s,
         "weights_mb_per_s": replicas * len(versions) * weights_bytes / span_s / 1e6,
+        "link_mb_a_version": (
+            sum(line["weights_sent_bytes"] for line in counted) / len(counted) / 1e6 if sent else None
+        ),
         "weights_ms": 1e3 * statistics.median(sent) if sent else None,
         "staleness_mean": statistics.fmean(line["staleness_mean"] for line in counted),
         "start_s": first_step.stat().st_mtime - began,
