@@ -52,12 +52,17 @@ def room_for(table: Table, worker: str, replica: int | None = None) -> Place | N
     if replica is None:
         replica = 1 + max(record.replica for record in table if record.worker == worker)
     others = [record for record in _seated(table) if (record.worker, record.replica) != (worker, replica)]
-    found = rehost(table.plan, _devices(table), _open(table), others, worker, replica)
+    open_ = _open(table)
+    if _keeps(table, table.plan.workers[worker]):
+        open_ -= {host.name for host in table.hosts.values() if host.facts.own_folder}
+    found = rehost(table.plan, _devices(table), open_, others, worker, replica)
     return None if isinstance(found, str) else found
 
 
 def _move(table: Table, record: WorkerRecord, *, only_look: bool = False) -> bool:
     """Give a worker another place; whether there is one. only_look: it stays where it was."""
+    if is_bound(table, record):
+        return False
     if not record.rank_hosts:
         found = room_for(table, record.worker, record.replica)
         if found is not None and not only_look:
@@ -71,6 +76,17 @@ def _move(table: Table, record: WorkerRecord, *, only_look: bool = False) -> boo
         record.rank_hosts, record.gpus = spread
         record.host = record.rank_hosts[0]
     return True
+
+
+def is_bound(table: Table, record: WorkerRecord) -> bool:
+    """Whether what a worker keeps is on its host alone, whose folder no other sees: it goes on nowhere else."""
+    host = table.hosts.get(record.host)
+    return host is not None and host.facts.own_folder and _keeps(table, record.nodes)
+
+
+def _keeps(table: Table, nodes: Iterable[str]) -> bool:
+    """Whether it keeps what nobody could make again: checkpoints, or what has come of an evaluation."""
+    return any(table.graph.operators[node].kind == "sink" for node in nodes)
 
 
 def most(table: Table, worker: str) -> int | None:
@@ -103,6 +119,9 @@ def wanted(table: Table, records: Sequence[WorkerRecord]) -> str:
         if room.host.name in open_ else f"'{room.host.name}' {table.hosts[room.host.name].cause}"
         for room in rooms_of(_devices(table))
     )  # fmt: skip
+    if bound := [record for record in records if is_bound(table, record)]:
+        where = "; ".join(f"'{record.name}' keeps on host '{record.host}' what no other sees" for record in bound)
+        return f"{where}, and nothing else can go on with that: {hosts}"
     return f"no host has room for {names}: {hosts}"
 
 
