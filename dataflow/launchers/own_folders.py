@@ -46,7 +46,7 @@ def told_of(graph: Graph, plan: Plan, path: str, copied_to: str) -> str:
     if not own:
         return ""
     kept = {name: host for name in trainers(graph) for host in _hosts(plan, name) if host in own}
-    told = f"{_see_no_other(own, path)}: what it makes stays at that path on its own disk"
+    told = f"{_see_no_other(own, path)}: what is made there stays at that path, on a disk of its own"
     if not kept:
         return told
     which = ", ".join(f"'{name}' stays on host '{host}'" for name, host in kept.items())
