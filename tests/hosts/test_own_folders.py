@@ -13,7 +13,7 @@ from rigs.hosts import Host, NoHosts, opened
 from rigs.hosts.cluster import Cluster
 from rigs.machine import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STEPS = 80
 PLACE = {"generator": ("a", "b"), "trainer": "c"}
@@ -61,11 +61,11 @@ def verified(cluster: Cluster) -> str:
 def ended(cluster: Cluster) -> str:
     """What the scheduler said of a run that came to its end, and `verify` of its folder."""
     assert cluster.scheduler
-    assert cluster.scheduler.wait(200) == 0, cluster.said()
+    assert cluster.scheduler.wait(400) == 0, cluster.said()
     return verified(cluster)
 
 
-def failed(cluster: Cluster, deadline_s: float = 90.0) -> str:
+def failed(cluster: Cluster, deadline_s: float = 300.0) -> str:
     """What the scheduler said of a run that could not go on."""
     assert cluster.scheduler
     assert cluster.scheduler.wait(deadline_s) == 1, cluster.said()
