@@ -159,7 +159,8 @@ def _left(request: Request) -> Hosted | None:
         came = server.take_over([host.name for host in hosts], FOUND_S)
         plan, _ = request.plan(hosts)
         ours = built(request.graph, plan, request.launch).digest
-        if came and request.may_take(plan) and agents.digests <= {ours}:
+        all_can = not any(host.own_folder for host in hosts)  # others do not find this scheduler
+        if came and all_can and request.may_take(plan) and agents.digests <= {ours}:
             taken = Taken(server=server, left=read(server.left))
             return Hosted(plan=plan, server=server, taken=taken)
     server.close()

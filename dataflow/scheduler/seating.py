@@ -52,9 +52,7 @@ def room_for(table: Table, worker: str, replica: int | None = None) -> Place | N
     if replica is None:
         replica = 1 + max(record.replica for record in table if record.worker == worker)
     others = [record for record in _seated(table) if (record.worker, record.replica) != (worker, replica)]
-    open_ = _open(table)
-    if _keeps(table, table.plan.workers[worker]):
-        open_ -= {host.name for host in table.hosts.values() if host.facts.own_folder}
+    open_ = _sees_home(table) if _keeps(table, table.plan.workers[worker]) else _open(table)
     found = rehost(table.plan, _devices(table), open_, others, worker, replica)
     return None if isinstance(found, str) else found
 
@@ -69,7 +67,7 @@ def _move(table: Table, record: WorkerRecord, *, only_look: bool = False) -> boo
             record.host, record.gpus = found
         return found is not None
     others = [other for other in _seated(table) if other is not record]
-    spread = rehost_ranks(table.plan, _devices(table), _open(table), others, record.worker)
+    spread = rehost_ranks(table.plan, _devices(table), _sees_home(table), others, record.worker)
     if isinstance(spread, str):
         return False
     if not only_look:
@@ -85,8 +83,10 @@ def is_bound(table: Table, record: WorkerRecord) -> bool:
 
 
 def _keeps(table: Table, nodes: Iterable[str]) -> bool:
-    """Whether it keeps what nobody could make again: checkpoints, or what has come of an evaluation."""
-    return any(table.graph.operators[node].kind == "sink" for node in nodes)
+    """Whether it keeps what nobody could make again: checkpoints, or what has come of an evaluation. Who takes turns
+    with one that does is where that is."""
+    both = {mate for node in nodes for mate in (node, *table.plan.turns_of(node))}
+    return any(table.graph.operators[node].kind == "sink" for node in both)
 
 
 def most(table: Table, worker: str) -> int | None:
@@ -140,6 +140,11 @@ def _devices(table: Table) -> Devices:
 def _open(table: Table) -> set[str]:
     """Names of the hosts on which workers may be started."""
     return {host.name for host in table.hosts.values() if host.is_alive and host.is_met} if table.hosts else {""}
+
+
+def _sees_home(table: Table) -> set[str]:
+    """Those of them that see the scheduler's folder."""
+    return {name for name in _open(table) if name not in table.hosts or not table.hosts[name].facts.own_folder}
 
 
 def _seated(table: Table) -> list[WorkerRecord]:

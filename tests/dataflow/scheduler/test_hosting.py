@@ -265,3 +265,14 @@ def test_a_trainer_in_the_schedulers_folder_goes_to_hosts_that_see_it() -> None:
     run.take(HostLost("a", "has ended its agent"))
     run.tick(2.0, "b", "c")
     assert run.table.workers["trainer-0"].host == "c"
+
+
+def test_a_host_that_is_back_and_sees_another_folder_than_before_gets_nothing() -> None:
+    run = Run()
+    run.take(HostLost("b", "has ended its agent"))
+    commands = run.take(HostJoined(dataclasses.replace(B, own_folder=True)))
+    assert [each.text for each in commands if isinstance(each, events.Notice)] == [
+        "host 'b' is back and does not see the run folder, other than before; nothing is started there: let it see "
+        "what it saw, or give it another name"
+    ]
+    assert not run.table.hosts["b"].is_alive
