@@ -29,6 +29,7 @@ def main() -> int:
         told = AgentEnvironment.take(os.environ)
         host = host_here(told)
         folder, name = Path(told.folder), host.name
+        run_disk.check_under_way(name, folder)
         keys = told.read_keys()
         own = not run_disk.sees(folder, keys)
         if own:

@@ -24,17 +24,27 @@ def sees(folder: Path, keys: RunKeys) -> bool:
     return True
 
 
+def check_under_way(host: str, folder: Path) -> None:
+    """Errors: RunError where the folder of a scheduler stands there, and none has left word."""
+    if Rendezvous.read(folder) is None:
+        _check_nobodys(host, folder)
+
+
 def make(host: str, folder: Path) -> None:
     """Have the folders of a host that sees no other. Errors: RunError where a scheduler's stands there, of this run or
     another; RunFolderError."""
+    _check_nobodys(host, folder)
+    with disk("making", folder):
+        for below in _BELOW:
+            (folder / below).mkdir(parents=True, exist_ok=True)
+
+
+def _check_nobodys(host: str, folder: Path) -> None:
     if (folder / "ledger.db").exists():
         raise RunError(
             f"host '{host}' comes too late: the run in '{folder}' has ended, as its hosts were told, or is led from "
             f"another host; go on with it by dataflow resume, or move the folder away, so that this host may take part"
         )
-    with disk("making", folder):
-        for below in _BELOW:
-            (folder / below).mkdir(parents=True, exist_ok=True)
 
 
 def take_up(host: str, folder: Path, part: int) -> None:

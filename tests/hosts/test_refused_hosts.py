@@ -138,8 +138,7 @@ def test_a_host_whose_folder_is_that_of_another_run_says_so(cluster: Cluster) ->
     cluster.start("fakes", agents=[a])
     b.run(["mkdir", "-p", "/home/b/runs/rollouts/step-000001.arrow"])
     cluster.join(b, {"DATAFLOW_AGENT_FOLDER": "/home/b/runs"})
-    for said in (ended(cluster), refused(cluster, b)):
-        assert "host 'b' has files of another run at '/home/b/runs', as 'step-000001.arrow'; move that" in said
+    assert "host 'b' has files of another run at '/home/b/runs', as 'step-000001.arrow'; move that" in ended(cluster)
 
 
 def test_a_host_with_the_folder_of_a_run_that_another_leads_says_so(cluster: Cluster) -> None:
