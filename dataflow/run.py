@@ -240,7 +240,8 @@ def run(
             copies = copies_of(folder, kept_by(graph), recorded.config if recorded else None, checkpoint_to)
             made = open_.enter_context(hosted(on, Request(
                 graph=graph, inputs=inputs, make_plan=lambda inputs: make_plan(graph, **inputs.arguments),
-                hold=hold, ledger=service, launch=program_of(launch), folder=folder, listen=listen or on.listen,
+                part=recorded.part if recorded else 0, copies=copies, hold=hold, ledger=service,
+                launch=program_of(launch), folder=folder, listen=listen or on.listen,
                 limits=limits or Limits(), may_take=may_take, told=told,
             )))  # fmt: skip
             planned, taken, server = made.plan, made.taken, made.server

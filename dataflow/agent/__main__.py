@@ -9,11 +9,11 @@ import socket
 import sys
 from pathlib import Path
 
+from dataflow.agent import run_disk
 from dataflow.agent.agent import Agent, log_name
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.last_words import leave
-from dataflow.agent.rendezvous import Rendezvous
-from dataflow.errors import DataflowError, RunError
+from dataflow.errors import DataflowError
 from dataflow.folder import socket_folder
 from dataflow.planning.hosts import Host
 from dataflow.planning.this_machine import this_machine
@@ -29,12 +29,15 @@ def main() -> int:
         told = AgentEnvironment.take(os.environ)
         host = host_here(told)
         folder, name = Path(told.folder), host.name
-        _check_folder(told, name)
+        run_disk.check_under_way(name, folder)
         keys = told.read_keys()
+        own = not run_disk.sees(folder, keys)
+        if own:
+            run_disk.make(name, folder)
         log_to(folder / "logs" / log_name(name))
         address = own_address(told.address, told.scheduler)
         check_listen(address)
-        agent = Agent(told, keys, host, address, socket_folder.make())
+        agent = Agent(told, keys, host, address, socket_folder.make(), own_folder=own)
     except DataflowError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         leave(folder, name, f"host '{name}' does not take part: {error}")
@@ -52,25 +55,6 @@ def host_here(told: AgentEnvironment) -> Host:
         name=told.host or socket.gethostname(), cpus=int(told.cpus or has.cpus), gpus=int(told.gpus or has.gpus),
         memory_bytes=has.memory_bytes, gpu_memory_bytes=has.gpu_memory_bytes,
     )  # fmt: skip
-
-
-def _check_folder(told: AgentEnvironment, name: str) -> None:
-    folder = Path(told.folder)
-    found = Rendezvous.read(folder)
-    if found is None and (folder / "ledger.db").exists():
-        raise RunError(
-            f"host '{name}' comes too late: the run in '{folder}' has ended, as its hosts were told; go on with it by "
-            f"dataflow resume, or start it again"
-        )
-    if found is None:
-        raise RunError(
-            f"host '{name}' does not see the run folder '{told.folder}': {_what_is(Path(told.folder))}; all hosts of a "
-            f"run need the same file system there: name such a folder with runs="
-        )
-
-
-def _what_is(folder: Path) -> str:
-    return "it has no agents.json of a run" if folder.is_dir() else "there is no such folder on it"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 import zmq
 
+from dataflow.agent import run_disk
 from dataflow.agent.digest import versions
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Pause, Spawn, Stay
@@ -25,6 +26,7 @@ from dataflow.agent.relay import Relay, address
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.agent.silence import SEEK_S, over
 from dataflow.errors import RunError
+from dataflow.folder.disks.server import FileServer
 from dataflow.folder.whereabouts import Whereabouts
 from dataflow.planning.hosts import Host
 from dataflow.system.clocks import AwakeClock
@@ -58,11 +60,13 @@ class Agent:
 
     def __init__(
         self, told: AgentEnvironment, keys: RunKeys, host: Host, address: str, sockets: Path,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, *, own_folder: bool = False,
     ) -> None:  # fmt: skip
-        """address: at which the others reach this host. sockets: a private folder, which goes with the agent. Errors:
+        """address: at which the others reach this host. sockets: a private folder, which goes with the agent.
+        own_folder: whether the run folder here is not the scheduler's, and others get from it what they need. Errors:
         RunError where it cannot listen at the address."""
         self._door = Door(address)
+        self._files = FileServer(Path(told.folder), address, keys) if own_folder else None
         self._told, self._host, self._address, self._sockets = told, host, address, sockets
         self._line = Line(told.scheduler, keys, f"{host.name}/{secrets.token_hex(8)}")
         self._clock = AwakeClock(clock)
@@ -141,6 +145,8 @@ class Agent:
             case Begin():
                 if self._forkserver is None:
                     check_reach(self._host.name, message.doors)
+                    if self._files is not None:
+                        run_disk.take_up(self._host.name, Path(self._told.folder), message.part)
                     self._show_workers(message.whereabouts)
                     self._forkserver = HostForkserver(message, self._sockets)
             case HandOver():
@@ -200,7 +206,8 @@ class Agent:
         self._line.say(Join(
             name=host.name, cpus=host.cpus, gpus=host.gpus, memory_bytes=host.memory_bytes,
             gpu_memory_bytes=host.gpu_memory_bytes, kind=host.kind, address=self._address, sockets=str(self._sockets),
-            folder=self._told.folder, pid=os.getpid(), versions=versions(),
+            folder=self._told.folder, files=self._files.address if self._files else "", pid=os.getpid(),
+            versions=versions(),
             digest=self._built.digest if self._built else "", door=self._door.place,
         ))  # fmt: skip
 
@@ -242,6 +249,8 @@ class Agent:
             self._forkserver.close()
         shutil.rmtree(self._sockets, ignore_errors=True)
         self._door.close()
+        if self._files is not None:
+            self._files.close()
         self._line.say(Bye())
         self._line.close()
         self._relay.close()

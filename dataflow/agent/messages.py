@@ -39,6 +39,8 @@ class Join:
     """Its private folder, for unix sockets and shared memory."""
     folder: str
     """The run folder, as it sees it."""
+    files: str = ""
+    """Where it gives its files to others, as that folder is its own; empty: it sees the scheduler's."""
     pid: int
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of Python, torch and the engine."""
@@ -101,6 +103,8 @@ class Begin:
     """Of the scheduler, for workers: as `Whereabouts` has it."""
     doors: Mapping[str, str] = field(default_factory=dict)
     """Of the hosts that are there, by name."""
+    part: Natural = 0
+    """How often the run was taken up before."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,7 @@ class Checkpoints:
 
     def damage(self, step: int) -> str | None:
         """What is wrong with the checkpoint of `step`; None when every file is as the marker says."""
-        return _damage(self.folder(step), step)
+        return damage_of(self.folder(step), step)
 
     def is_temporary(self, step: int) -> bool:
         """Whether the marker of a step says that a newer one removes it; one that cannot be read does not."""
@@ -149,7 +149,7 @@ class Checkpoints:
             match = _NAME.search(partial.name)
             step = int(match[1]) if match else 0
             is_ours = partial == self._partial(step) and (partial / MARKER).exists()
-            if is_ours and _damage(partial, step) is None:
+            if is_ours and damage_of(partial, step) is None:
                 self._place(step)
 
 
@@ -159,7 +159,8 @@ def _is_rest(folder: Path, name: str) -> bool:
     return folder.suffix == ".removed" or (folder.suffix == ".partial" and not is_marked)
 
 
-def _damage(folder: Path, step: int) -> str | None:
+def damage_of(folder: Path, step: int) -> str | None:
+    """What is wrong with a checkpoint in a folder of any name; None when every file is as its marker says."""
     try:
         marker = json.loads((folder / MARKER).read_text())
         if marker["step"] != step:

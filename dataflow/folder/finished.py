@@ -68,3 +68,14 @@ class Finished:
     def close(self) -> None:
         """End the file that is being written; nothing is left of it when all its groups are done with."""
         self._files.close()
+
+
+def number_finished(folder: Path, part: int) -> None:
+    """Give files of finished rollouts, and of parts, names that no later process gives: 0-part1-0-0.source.arrows.
+
+    folder: of the run. part: how often it was taken up, this time included."""
+    files = folder / "finished"
+    for path in [*files.rglob("*.arrows"), *files.rglob("*.parts")]:
+        replica, _, rest = path.name.partition("-")
+        if not rest.startswith("part"):
+            path.replace(path.with_name(f"{replica}-part{part}-{rest}"))

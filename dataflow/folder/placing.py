@@ -39,6 +39,12 @@ class Placing:
     place: Place = put
     append: Callable[[Path, str], None] = append_line
     """To a file in which several processes write lines."""
+    disk: str = ""
+    """The host whose own the run folder is; empty: the scheduler's."""
+    see: Callable[[Path], None] = lambda path: None
+    """Before a file is read that another host may have: has it here. Errors: RunFolderError."""
+    see_newest: Callable[[Path, int | None], None] = lambda path, at_most: None
+    """The same of the newest checkpoint in a folder, of all steps or of those up to one."""
 
     def aside(self, path: Path) -> Path:
         """Where a file is written that is to be at a path: there, or beside it."""

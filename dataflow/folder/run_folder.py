@@ -137,6 +137,7 @@ class RunFolder:
     def latest_checkpoint(self, at_most: int | None = None, *, node: str | None = None) -> Path | None:
         """Folder of the newest checkpoint that is committed and undamaged, None if there is none."""
         checkpoints = self.checkpoints_of(node)
+        self.placing.see_newest(checkpoints.path, at_most)
         step = checkpoints.latest(at_most)
         return None if step is None else checkpoints.folder(step)
 
@@ -165,6 +166,7 @@ class RunFolder:
 
     def scan_metrics(self) -> tuple[list[dict[str, Any]], int]:
         """All lines of metrics.jsonl in order, and how many were torn by a crash."""
+        self.placing.see(self.metrics)
         return read_lines(self.metrics, self.extras.tell)
 
     def write_rollouts(self, step: int, rows: Rows, *, node: str | None = None) -> Path:
@@ -187,6 +189,7 @@ class RunFolder:
 
     def read_rollouts(self, step: int, *, node: str | None = None) -> pa.Table:
         """What step `step` trained, in order. Errors: RunFolderError when the file is missing or damaged."""
+        self.placing.see(self.step_file(step, node=node))
         return read_arrow(self.step_file(step, node=node))
 
     def write_evaluation(self, step: int, rows: Rows, *, node: str | None = None) -> Path:
@@ -195,6 +198,7 @@ class RunFolder:
 
     def read_evaluation(self, step: int, *, node: str | None = None) -> pa.Table:
         """What the evaluation at `step` read. Errors: RunFolderError when the file is missing or damaged."""
+        self.placing.see(self.evaluation_file(step, node=node))
         return read_arrow(self.evaluation_file(step, node=node))
 
     def rollout_files(self, kind: str, *, node: str | None = None) -> list[tuple[int, Path]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import GraphError, RunError
+from dataflow.folder.finished import number_finished
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import merge
@@ -67,6 +68,11 @@ class Recorded:
     def has(self, facts: Mapping[str, Any]) -> bool:
         """Whether its configuration says all of this."""
         return all(self.config.get(name) == value for name, value in json.loads(to_json(facts)).items())
+
+    @property
+    def part(self) -> int:
+        """How often it was taken up, this time included."""
+        return 1 + len(self.config.get("resumed", []))
 
     @property
     def is_finished(self) -> bool:
@@ -148,7 +154,7 @@ def take_up(folder: RunFolder, graph: Graph, recorded: Recorded, steps: int | No
             if (last := ledger.last_round(name)) is not None:
                 rounds[name] = last
     _number_trace(folder)
-    _number_finished(folder, 1 + len(recorded.config.get("resumed", [])))
+    number_finished(folder.path, recorded.part)
     times = recorded.times
     return Begun(
         steps=made, rounds=rounds, seconds=float(times.get("seconds", 0.0)), busy_seconds=times.get("busy_seconds", {})
@@ -197,15 +203,6 @@ def _number_trace(folder: RunFolder) -> None:
     if folder.trace.exists():
         number = 1 + len(list(folder.path.glob("trace-*.json")))
         folder.extras.rename(folder.trace, folder.path / f"trace-{number}.json")
-
-
-def _number_finished(folder: RunFolder, part: int) -> None:
-    """Give files of finished rollouts, and of parts, names that no later process gives: 0-part1-0-0.source.arrows."""
-    files = folder.path / "finished"
-    for path in [*files.rglob("*.arrows"), *files.rglob("*.parts")]:
-        replica, _, rest = path.name.partition("-")
-        if not rest.startswith("part"):
-            path.replace(path.with_name(f"{replica}-part{part}-{rest}"))
 
 
 def _ends(edge: Mapping[str, Any]) -> tuple[str, str, str, str]:

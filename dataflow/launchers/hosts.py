@@ -9,6 +9,7 @@ from dataflow.agent.last_words import LastWords
 from dataflow.agent.messages import Begin
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import GraphError, Replaced, RunError
+from dataflow.folder.copies.parts import Copies
 from dataflow.folder.ledger_service.process import LedgerProcess
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import RunHold
@@ -16,6 +17,7 @@ from dataflow.folder.snapshot import read
 from dataflow.graph import Graph
 from dataflow.history.launch import Launch, this_launch
 from dataflow.launchers.launcher import Joining, Launcher
+from dataflow.launchers.own_folders import check_own_folders, have_checkpoints, told_of
 from dataflow.limits import Limits
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.inputs import PlanInputs
@@ -60,6 +62,10 @@ class Request:
     """The run in the hands of this process."""
     ledger: LedgerProcess
     """To serve the run's ledger to all hosts."""
+    part: int
+    """How often the run was taken up before, this time included; 0: it is new."""
+    copies: Copies | None
+    """Where copies of checkpoints go."""
     may_take: Callable[[Plan], bool]
     """Whether workers that were left may go on as this plan has them."""
     told: Callable[[str], object]
@@ -74,6 +80,16 @@ class Request:
         """Whether this is still the one that leads the run, and its ledger can be had. Errors: Replaced; RunError."""
         self.hold.check()
         self.ledger.check()
+
+    def check_folders(self, plan: Plan) -> None:
+        """See that the run can be where hosts do not see its folder, and say what that means. Errors: GraphError;
+        RunError."""
+        check_own_folders(self.graph, plan)
+        if told := told_of(self.graph, plan, str(self.folder.path), self.copies.place if self.copies else ""):
+            self.told(told)
+        if self.part:
+            hosts = [host.name for host in plan.devices.hosts if host.own_folder]
+            have_checkpoints(self.graph, self.folder, hosts, self.copies, self.told)
 
     def plan(self, hosts: tuple[Host, ...]) -> tuple[Plan, PlanInputs]:
         """Over some hosts, and from what it was made. Errors: GraphError."""
@@ -143,7 +159,8 @@ def _left(request: Request) -> Hosted | None:
         came = server.take_over([host.name for host in hosts], FOUND_S)
         plan, _ = request.plan(hosts)
         ours = built(request.graph, plan, request.launch).digest
-        if came and request.may_take(plan) and agents.digests <= {ours}:
+        all_can = not any(host.own_folder for host in hosts)  # others do not find this scheduler
+        if came and all_can and request.may_take(plan) and agents.digests <= {ours}:
             taken = Taken(server=server, left=read(server.left))
             return Hosted(plan=plan, server=server, taken=taken)
     server.close()
@@ -173,10 +190,14 @@ def _gathered(launcher: Launcher, request: Request, open_: contextlib.ExitStack)
     agents.assemble(count, request.limits.start_s)
     hosts = tuple(agents.hosts)
     plan, inputs = request.plan(hosts)
+    request.check_folders(plan)
     request.told(f"{_named([host.name for host in hosts])} came: each builds the graph")
     agents.announce(hosts)
     server = request.server(agents, request.hold.number)
     open_.callback(server.close)
-    begin = Begin(launch=vars(request.launch), inputs=inputs.to_plain(), whereabouts=asdict(server.whereabouts))
+    begin = Begin(
+        launch=vars(request.launch), inputs=inputs.to_plain(), whereabouts=asdict(server.whereabouts),
+        part=request.part,
+    )  # fmt: skip
     agents.build(begin, built(request.graph, plan, request.launch), request.limits.start_s)
     return Hosted(plan=plan, server=server, taken=None)

@@ -20,7 +20,7 @@ class Host:
 
     >>> from dataflow.planning.hosts import Host
     >>> Host(name="a", cpus=8, gpus=2)
-    Host(name='a', cpus=8, gpus=2, memory_bytes=0, gpu_memory_bytes=0, kind='')
+    Host(name='a', cpus=8, gpus=2, memory_bytes=0, gpu_memory_bytes=0, kind='', own_folder=False)
     """
 
     name: str
@@ -35,6 +35,8 @@ class Host:
     """Memory of each accelerator; 0: unknown."""
     kind: str = ""
     """For people: what accelerators, or what machine."""
+    own_folder: bool = False
+    """Whether it does not see the scheduler's run folder, and has one of its own."""
 
     def __post_init__(self) -> None:
         if self.name and not _NAME.fullmatch(self.name):

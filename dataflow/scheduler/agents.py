@@ -91,10 +91,14 @@ class Agents:
         """Those that are there, by name."""
         return [self._hosts[name].host for name in sorted(self._hosts, key=natural) if not self._hosts[name].has_left]
 
-    def place(self, host: str) -> dict[str, str]:
+    def place(self, host: str) -> dict[str, Any]:
         """What is particular in the settings of a worker there."""
-        join = self._hosts[host].join
-        return {"sockets": join.sockets, "listen": join.address, "folder": join.folder}
+        return {**self._hosts[host].place, "disks": self.disks}
+
+    @property
+    def disks(self) -> dict[str, str]:
+        """By host that is there and has a folder of its own, where it gives its files."""
+        return {name: each.join.files for name, each in self._hosts.items() if each.join.files and not each.has_left}
 
     @property
     def digests(self) -> set[str]:
@@ -168,7 +172,7 @@ class Agents:
         """Let all workers stand still, or go on; returns when they do, as this process may be stopped next."""
         self._to_all(Pause(is_paused))
         deadline = time.monotonic() + _PAUSE_S
-        present = [agent for agent in self._hosts.values() if agent.closed_since is None and not agent.has_left]
+        present = [agent for agent in self._hosts.values() if agent.may_answer]
         while any(agent.is_paused != is_paused for agent in present) and time.monotonic() < deadline:
             self._wait(0.05)
 
@@ -228,7 +232,7 @@ class Agents:
         self._to_all(End())
         deadline = time.monotonic() + timeout_s
         self._lived = float("-inf")
-        while time.monotonic() < deadline and any(self._may_answer(agent) for agent in self._hosts.values()):
+        while time.monotonic() < deadline and any(agent.may_answer for agent in self._hosts.values()):
             self.live()
             self._wait(0.05)
         Rendezvous.remove(self._folder)
@@ -366,10 +370,7 @@ class Agents:
 
     def _lives(self, agent: HostAgent) -> bool:
         """Whether an agent is there, as far as is known."""
-        return not agent.has_left and agent.closed_since is None and time.monotonic() - agent.heard_at < _LIVE_S
-
-    def _may_answer(self, agent: HostAgent) -> bool:
-        return not agent.has_left and agent.closed_since is None
+        return agent.may_answer and time.monotonic() - agent.heard_at < _LIVE_S
 
     def _wait(self, seconds: float) -> None:
         self.live()

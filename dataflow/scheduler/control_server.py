@@ -153,9 +153,14 @@ class ControlServer:
         frames = [to.identity, REPLIES.encode(reply)]
         self._outgoing.append(lambda: self._requests.send_multipart(frames))
 
-    def place(self, host: str) -> dict[str, str]:
+    def place(self, host: str) -> dict[str, Any]:
         """What is particular in the settings of a worker on a host."""
         return {"control": self.address, "sockets": str(self.folder)}
+
+    @property
+    def disks(self) -> dict[str, str]:
+        """By host that is there and does not see the run folder, where it gives its files."""
+        return {}
 
     def clear(self, host: str) -> None:
         """End all workers that a host has; when they have ended, it is told as joined."""
@@ -285,6 +290,11 @@ class HostsControlServer(ControlServer):
         self.alone_s = self._agents.alone_s
         return came
 
+    @property
+    def disks(self) -> dict[str, str]:
+        """As `ControlServer.disks`."""
+        return self._agents.disks
+
     def clear(self, host: str) -> None:
         """As `Agents.clear`."""
         self._outgoing.append(lambda: self._agents.clear(host))
@@ -297,7 +307,7 @@ class HostsControlServer(ControlServer):
         """As `Agents.seek`."""
         self._agents.seek(host)
 
-    def place(self, host: str) -> dict[str, str]:
+    def place(self, host: str) -> dict[str, Any]:
         """As `ControlServer.place`."""
         place = self._agents.place(host)
         return {"control": relay.address(place["sockets"]), "ledger": self.whereabouts.ledger, **place}

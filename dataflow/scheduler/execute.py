@@ -14,6 +14,8 @@ from dataflow.display import showing
 from dataflow.draw import reward_curve_svg
 from dataflow.errors import RunError
 from dataflow.folder import socket_folder
+from dataflow.folder.disks.bringing import Bringing
+from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.snapshot import read
 from dataflow.folder.trace import merge
@@ -28,6 +30,7 @@ from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.system.clocks import RunClock, Seldom
 from dataflow.system.optional_files import Extras, warn
 from dataflow.system.processes import machine
+from dataflow.trainers import own_folder, trainers
 from dataflow.worker.host import Settings
 
 TIMES_S = 5.0
@@ -171,10 +174,29 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, notices: l
                 scheduler.check()
                 seldom(look)
             look()
+            if disks := run.server.disks if run.server else {}:
+                view.message("bringing what the hosts have made into the run folder")
+                if stays := _bring_home(run, folder, disks):
+                    view.message(stays)
     finally:
         scheduler.close()
         folder.extras.remove(folder.path / socket_folder.CONTROL)
     return _outcome(watch, scheduler.table.run)
+
+
+def _bring_home(run: Run, folder: RunFolder, disks: Mapping[str, str]) -> str:
+    """What hosts that do not see the run folder have made; what stays there, for the user."""
+    server = run.server
+    assert server is not None and server.keys is not None, "a run over hosts has keys"
+    try:
+        with LedgerClient(
+            folder.ledger, server.whereabouts.ledger, worker="scheduler", holder=run.settings.holder, keys=server.keys,
+            disks=disks,
+        ) as ledger:  # fmt: skip
+            last = {own_folder(run.graph, name): ledger.last_step(name) for name in trainers(run.graph)}
+            return Bringing(folder, ledger, disks, server.keys).bring(last)
+    except RunError as error:
+        return f"what the hosts have made stays there: {error}"
 
 
 def _scheduler(run: Run, watch: Watch, clock: RunClock) -> Scheduler:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dataflow.agent.forkserver_messages import AllHanded, Handed, Spawn
 from dataflow.agent.messages import Begin, Built, Join
+from dataflow.folder.ledger.places import HOME
 from dataflow.planning.hosts import Host
 
 _CLOSED_S = 1.5
@@ -41,8 +42,22 @@ class HostAgent:
         join = self.join
         return Host(
             name=join.name, cpus=join.cpus, gpus=join.gpus, memory_bytes=join.memory_bytes,
-            gpu_memory_bytes=join.gpu_memory_bytes, kind=join.kind,
+            gpu_memory_bytes=join.gpu_memory_bytes, kind=join.kind, own_folder=bool(join.files),
         )  # fmt: skip
+
+    @property
+    def may_answer(self) -> bool:
+        """Whether it has not ended, as far as is known."""
+        return not self.has_left and self.closed_since is None
+
+    @property
+    def place(self) -> dict[str, str]:
+        """What is particular in the settings of a worker there."""
+        join = self.join
+        return {
+            "sockets": join.sockets, "listen": join.address, "folder": join.folder,
+            "disk": join.name if join.files else HOME,
+        }  # fmt: skip
 
 
 def has_gone(agent: HostAgent, now: float) -> bool:

@@ -88,6 +88,11 @@ def _enter(table: Table, event: HostJoined, now: float) -> list[Command]:
     """A host without processes of this run: workers may be started there."""
     host = event.host
     known = table.hosts.get(host.name)
+    if known is not None and known.facts.own_folder != host.own_folder:
+        return [Notice(
+            f"host '{host.name}' is back and {'does not see' if host.own_folder else 'sees'} the run folder, other "
+            f"than before; nothing is started there: let it see what it saw, or give it another name"
+        )]  # fmt: skip
     if known is not None and known.facts != host:
         return [Notice(
             f"host '{host.name}' is back with {seating.size(host)}, but had {seating.size(known.facts)}; nothing is "

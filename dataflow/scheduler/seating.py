@@ -52,25 +52,41 @@ def room_for(table: Table, worker: str, replica: int | None = None) -> Place | N
     if replica is None:
         replica = 1 + max(record.replica for record in table if record.worker == worker)
     others = [record for record in _seated(table) if (record.worker, record.replica) != (worker, replica)]
-    found = rehost(table.plan, _devices(table), _open(table), others, worker, replica)
+    open_ = _sees_home(table) if _keeps(table, table.plan.workers[worker]) else _open(table)
+    found = rehost(table.plan, _devices(table), open_, others, worker, replica)
     return None if isinstance(found, str) else found
 
 
 def _move(table: Table, record: WorkerRecord, *, only_look: bool = False) -> bool:
     """Give a worker another place; whether there is one. only_look: it stays where it was."""
+    if is_bound(table, record):
+        return False
     if not record.rank_hosts:
         found = room_for(table, record.worker, record.replica)
         if found is not None and not only_look:
             record.host, record.gpus = found
         return found is not None
     others = [other for other in _seated(table) if other is not record]
-    spread = rehost_ranks(table.plan, _devices(table), _open(table), others, record.worker)
+    spread = rehost_ranks(table.plan, _devices(table), _sees_home(table), others, record.worker)
     if isinstance(spread, str):
         return False
     if not only_look:
         record.rank_hosts, record.gpus = spread
         record.host = record.rank_hosts[0]
     return True
+
+
+def is_bound(table: Table, record: WorkerRecord) -> bool:
+    """Whether what a worker keeps is on its host alone, whose folder no other sees: it goes on nowhere else."""
+    host = table.hosts.get(record.host)
+    return host is not None and host.facts.own_folder and _keeps(table, record.nodes)
+
+
+def _keeps(table: Table, nodes: Iterable[str]) -> bool:
+    """Whether it keeps what nobody could make again: checkpoints, or what has come of an evaluation. Who takes turns
+    with one that does is where that is."""
+    both = {mate for node in nodes for mate in (node, *table.plan.turns_of(node))}
+    return any(table.graph.operators[node].kind == "sink" for node in both)
 
 
 def most(table: Table, worker: str) -> int | None:
@@ -103,6 +119,9 @@ def wanted(table: Table, records: Sequence[WorkerRecord]) -> str:
         if room.host.name in open_ else f"'{room.host.name}' {table.hosts[room.host.name].cause}"
         for room in rooms_of(_devices(table))
     )  # fmt: skip
+    if bound := [record for record in records if is_bound(table, record)]:
+        where = "; ".join(f"'{record.name}' keeps on host '{record.host}' what no other sees" for record in bound)
+        return f"{where}, and nothing else can go on with that: {hosts}"
     return f"no host has room for {names}: {hosts}"
 
 
@@ -121,6 +140,11 @@ def _devices(table: Table) -> Devices:
 def _open(table: Table) -> set[str]:
     """Names of the hosts on which workers may be started."""
     return {host.name for host in table.hosts.values() if host.is_alive and host.is_met} if table.hosts else {""}
+
+
+def _sees_home(table: Table) -> set[str]:
+    """Those of them that see the scheduler's folder."""
+    return {name for name in _open(table) if name not in table.hosts or not table.hosts[name].facts.own_folder}
 
 
 def _seated(table: Table) -> list[WorkerRecord]:

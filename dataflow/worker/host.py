@@ -15,7 +15,10 @@ from dataflow.errors import boundary
 from dataflow.folder.copies.parts import Copies
 from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import BaseLedger, Ledger
+from dataflow.folder.ledger.places import HOME
+from dataflow.folder.ledger.questions import LeastReturn
 from dataflow.folder.ledger_service.client import LedgerClient
+from dataflow.folder.rollback import take_out_abandoned
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import Trace
 from dataflow.folder.whereabouts import Whereabouts
@@ -52,6 +55,10 @@ class Settings:
     """How often this worker has been started before."""
     holder: int = 0
     """Number of the scheduler that has started it, among all that have held the run folder."""
+    disk: str = ""
+    """The host whose own the run folder is; empty: that of the scheduler."""
+    disks: Mapping[str, str] = field(default_factory=dict)
+    """By host that has a folder of its own, where it gives its files."""
     ledger: str = ""
     """Address of the process that has the ledger open for all; empty: the file is opened here."""
     control: str = ""
@@ -246,7 +253,7 @@ class Host:
             if any(sink.trains for sink in sinks_of(self.graph, source)):
                 kept[source] = Finished(
                     self.folder.finished(name), source, replica=self.settings.replica, attempt=self.settings.attempt,
-                    waited_for=partial(in_flight, self.ledger, source),
+                    waited_for=partial(in_flight, self.ledger, source, self.folder),
                 )  # fmt: skip
         return kept
 
@@ -307,7 +314,7 @@ def open_ledger(folder: RunFolder, settings: Settings) -> BaseLedger:
     return LedgerClient(
         folder.ledger, settings.ledger, worker=f"{settings.worker}-{settings.replica}", holder=settings.holder,
         attempt=settings.attempt, keys=RunKeys.from_plain(settings.keys), patience_s=settings.limits.adopt_s,
-        seek=partial(_seek_ledger, settings.sockets),
+        seek=partial(_seek_ledger, settings.sockets), disk=settings.disk, disks=settings.disks,
     )  # fmt: skip
 
 
@@ -317,8 +324,11 @@ def _seek_ledger(sockets: str) -> str:
     return found.ledger if found else ""
 
 
-def in_flight(ledger: BaseLedger, source: str) -> list[int]:
-    """The groups of a source that some sink waits for."""
+def in_flight(ledger: BaseLedger, source: str, folder: RunFolder) -> list[int]:
+    """The groups of a source that some sink waits for. In a folder that is this host's own nobody else has forgotten
+    what weights drew that a trainer has gone back behind: that is done here, before it is looked for."""
+    if folder.placing.disk != HOME and (least := ledger.do(LeastReturn())) is not None:
+        take_out_abandoned(folder.path / "finished", source, least)
     return [group.group_id for group in ledger.in_flight(source)]
 
 

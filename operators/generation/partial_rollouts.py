@@ -107,7 +107,7 @@ def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> Partia
     files = {
         source: PartialRolloutFiles(
             folder.finished(context.node), source, replica=context.rank, attempt=context.attempt,
-            waited_for=partial(in_flight, ledger, source),
+            waited_for=partial(in_flight, ledger, source, folder),
         )
         for source in context.columns
     }  # fmt: skip

@@ -133,11 +133,20 @@ def test_a_port_that_is_taken_is_named(cluster: Cluster) -> None:
     holder.kill()
 
 
-def test_a_host_that_does_not_see_the_run_folder_says_so(cluster: Cluster) -> None:
+def test_a_host_whose_folder_is_that_of_another_run_says_so(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    cluster.start("fakes", agents=[a])
+    b.run(["mkdir", "-p", "/home/b/runs/rollouts/step-000001.arrow"])
+    cluster.join(b, {"DATAFLOW_AGENT_FOLDER": "/home/b/runs"})
+    assert "host 'b' has files of another run at '/home/b/runs', as 'step-000001.arrow'; move that" in ended(cluster)
+
+
+def test_a_host_with_the_folder_of_a_run_that_another_leads_says_so(cluster: Cluster) -> None:
     a, b = cluster.hosts
     cluster.start("fakes", agents=[a], limits={"start_s": 8.0})
-    cluster.join(b, {"DATAFLOW_AGENT_FOLDER": "/home/b/runs"})
-    assert "host 'b' does not see the run folder '/home/b/runs'" in refused(cluster, b)
+    b.run(["sh", "-c", "mkdir -p /home/b/led && touch /home/b/led/ledger.db"])
+    cluster.join(b, {"DATAFLOW_AGENT_FOLDER": "/home/b/led"})
+    assert "host 'b' comes too late: the run in '/home/b/led' has ended" in refused(cluster, b)
 
 
 def test_a_host_whose_disk_is_full_says_so(cluster: Cluster) -> None:

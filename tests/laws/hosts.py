@@ -74,4 +74,25 @@ HOSTS = (
         argument("dumps", "sort_keys", "False"),
         "the order of what it is made from",
     ),
+    Law(
+        "what a replaced attempt has written on its own disk counts nowhere",
+        "test_the_newest_checkpoint_is_fetched_and_one_that_does_not_count_is_set_aside",
+        "dataflow.folder.disks:Disks.see_newest",
+        without("_set_aside"),
+        "that what has no row is set aside",
+    ),
+    Law(
+        "files of steps that are taken back are nobody's",
+        "test_a_return_forgets_who_had_the_files_of_steps_that_are_taken_back",
+        "dataflow.folder.ledger.calls:RollBack.run",
+        without("forget_after"),
+        "that their places go with them",
+    ),
+    Law(
+        "who keeps what no other host sees goes on where that is",
+        "test_who_keeps_what_no_other_host_sees_waits_for_its_own_and_others_go_elsewhere",
+        "dataflow.scheduler.seating:is_bound",
+        returned("False", "own_folder"),
+        "that it waits for its host",
+    ),
 )

@@ -9,11 +9,13 @@ from dataflow.errors import RunError
 from dataflow.folder.checkpoints import MARKER
 from dataflow.folder.copies.address import Address, CopyError, checked
 from dataflow.folder.copies.finding import Found
-from dataflow.folder.copies.parts import CONFIG, part_name
+from dataflow.folder.copies.parts import CONFIG, Copies, part_name
 from dataflow.folder.copies.store import LEDGER, Store, name_of
 from dataflow.folder.copies.taking import ANSWER_S, ask
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.ledger.calls import SetPlace
 from dataflow.folder.ledger.copying import unpack
+from dataflow.folder.ledger.places import HOME
 from dataflow.folder.retention import FACT
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import disk, flush_to_disk, to_json
@@ -55,6 +57,21 @@ def bring_back(
     folder = RunFolder.open(path)
     folder.make_latest()
     return folder
+
+
+def bring_checkpoint(
+    copies: Copies, trainer: str, folder: Path, above: int, upto: int, told: Callable[[str], object]
+) -> int | None:
+    """Put the newest undamaged copy of a trainer's checkpoint into the folder of its run, which has the ledger; its
+    step. None where none of a step above `above`, and not above `upto`, is there. Errors: GraphError; RunError."""
+    found = Found(**ask("find", copies.place, 3 * ANSWER_S, text=copies.place))
+    steps = [step for step in found.steps.get(trainer, ()) if above < step <= upto]
+    if not steps:
+        return None
+    part = Address.of(found.place).below(found.run).below(part_name(found.part))
+    step = _bring_newest(Store(part, trainer), steps, folder, told)
+    (folder / _packed(trainer)).unlink()
+    return step
 
 
 def _bring_newest(store: Store, steps: Sequence[int], making: Path, told: Callable[[str], object]) -> int:
@@ -108,6 +125,8 @@ def _note(making: Path, steps: Mapping[str, int], taken: Mapping[str, Any]) -> N
                 gone[f"{FACT}/{node}"] = last
         config = {**facts["config"], CONFIG: taken}
         ledger.set_facts({**gone, "config": config})
+        for trainer, step in steps.items():
+            ledger.do(SetPlace(str(Path("checkpoints", trainer, name_of(step))), HOME))
         ledger.flush()
     for name, said in (("graph.json", facts["graph"]), ("config.json", config)):
         RunFolder(making).write_json(name, said)

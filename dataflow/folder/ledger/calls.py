@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
-from dataflow.folder.ledger import writes
+from dataflow.folder.ledger import places, writes
 
 T = TypeVar("T")
 
@@ -195,8 +195,44 @@ class RollBack(Write):
     def run(self, db: sqlite3.Connection, now: float) -> None:
         """Do it."""
         writes.roll_back(db, self.node, self.step, now)
+        places.forget_after(db, self.node, self.step)
+
+
+@dataclass(frozen=True)
+class SetPlace(Write):
+    """As `places.set_place`."""
+
+    path: str
+    host: str
+
+    @property
+    def doing(self) -> str:  # type: ignore[override]
+        """For an error."""
+        return f"note where '{self.path}' lies"
+
+    def run(self, db: sqlite3.Connection, now: float) -> None:
+        """Do it."""
+        places.set_place(db, self.path, self.host)
+
+
+@dataclass(frozen=True)
+class AddPlace(Write):
+    """As `places.add_place`."""
+
+    path: str
+    host: str
+
+    @property
+    def doing(self) -> str:  # type: ignore[override]
+        """For an error."""
+        return f"note a copy of '{self.path}'"
+
+    def run(self, db: sqlite3.Connection, now: float) -> None:
+        """Do it."""
+        places.add_place(db, self.path, self.host)
 
 
 AnyWrite: TypeAlias = (
     SetFacts | Issue | Advance | Reissue | CommitStep | Drop | CommitRound | RecordCheckpoint | RollBack
+    | AddPlace
 )  # fmt: skip

@@ -1,11 +1,11 @@
 """What can be asked of a ledger, a class each, and how the answers travel."""
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from dataflow.folder.ledger import reads, writes
+from dataflow.folder.ledger import places, reads, writes
 from dataflow.folder.ledger.calls import Call, Value
 from dataflow.folder.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
 
@@ -225,7 +225,31 @@ class Count(Call[Counts]):
         return reads.counts(db, self.node)
 
 
+@dataclass(frozen=True)
+class ListPlaces(Call[Mapping[str, Sequence[str]]]):
+    """As `places.places`."""
+
+    prefix: str
+
+    doing = "list where files lie"
+
+    def run(self, db: sqlite3.Connection, now: float) -> Mapping[str, Sequence[str]]:
+        """Do it."""
+        return places.places(db, self.prefix)
+
+
+@dataclass(frozen=True)
+class LeastReturn(Call[int | None]):
+    """As `places.least_return`."""
+
+    doing = "look for returns"
+
+    def run(self, db: sqlite3.Connection, now: float) -> int | None:
+        """Do it."""
+        return places.least_return(db)
+
+
 AnyRead: TypeAlias = (
     ReadFacts | ReplayPlan | NextGroupId | LastStep | Steps | DropsAt | LastRound | IsJudged | Sources | ListFates
-    | Check | ListInFlight | Count
+    | Check | ListInFlight | Count | ListPlaces | LeastReturn
 )  # fmt: skip

@@ -4,14 +4,17 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 from dataflow.errors import DeadlineError, Replaced, RunError
+from dataflow.folder.disks.disks import Disks
+from dataflow.folder.disks.messages import CannotRead, Chunk, Listed, ListFiles, ReadFile
 from dataflow.folder.ledger import BaseLedger, LedgerError
 from dataflow.folder.ledger.calls import AnyWrite, Call, Write
+from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.questions import AnyRead
 from dataflow.folder.ledger.writers import Token
 from dataflow.folder.ledger_service.line import Line
@@ -30,14 +33,14 @@ from dataflow.folder.ledger_service.messages import (
     Refused,
     Told,
 )
-from dataflow.folder.placing import Placing
+from dataflow.folder.placing import Placing, put
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.files import RunFolderError, disk
 from dataflow.system.security import RunKeys
 
 T = TypeVar("T")
 
-AnyAside: TypeAlias = Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine
+AnyAside: TypeAlias = Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine | ListFiles | ReadFile
 """What changes no row of the ledger."""
 PATIENCE_S = 30.0
 """For a service that is away."""
@@ -69,11 +72,14 @@ class LedgerClient(BaseLedger):
     def __init__(
         self, path: Path, address: str, *, worker: str, holder: int = 0, attempt: int = 0, keys: RunKeys | None = None,
         seek: Callable[[], str] = lambda: "", patience_s: float = PATIENCE_S, clock: Callable[[], float] | None = None,
+        disk: str = HOME, disks: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         """Join the service at `address`. path: where the ledger's file is, as this host has it. worker, holder,
         attempt: who writes, as `Token` has it. seek: as `Line` has it. clock: of this process, which stands still while
-        it is stopped. Errors: Replaced; DeadlineError when nobody answers."""
+        it is stopped. disk, disks: as `Disks` has them. Errors: Replaced; DeadlineError when nobody answers."""
         super().__init__(path)
+        self._disk = disk
+        self._disks = Disks(self, disk, self._ask_from_any_thread, disks or {}, keys)
         self._token = Token(worker, holder, attempt, secrets.randbits(62))
         self._patience_s, self._clock = patience_s, clock or AwakeClock()
         self._open_line: Callable[[], Line] = partial(Line, address, keys, seek)
@@ -104,7 +110,10 @@ class LedgerClient(BaseLedger):
     def placing(self) -> Placing:
         """How what this process wrote in the run folder gets its name: the service gives it, in its turn."""
         token = self._token
-        return Placing(f"{token.holder}-{token.attempt}-{token.session:x}", self._place, self._append)
+        return Placing(
+            f"{token.holder}-{token.attempt}-{token.session:x}", self._place, self._append, self._disk,
+            self._disks.see, self._disks.see_newest,
+        )  # fmt: skip
 
     def do(self, call: Call[T]) -> T:
         """Have it done. Errors: LedgerError; Replaced; DeadlineError."""
@@ -156,7 +165,9 @@ class LedgerClient(BaseLedger):
     def _place(self, path: Path, at: Path, aside: Path | None = None) -> None:
         """As `placing.put`, from any thread. Errors: RunFolderError; Replaced."""
         named = None if aside is None else self._name(aside)
-        self._ask_from_any_thread(PutInPlace(self._name(path), self._name(at), named))
+        self._ask_from_any_thread(PutInPlace(self._name(path), self._name(at), named, self._disk))
+        if self._disk != HOME:
+            put(path, at, aside)
 
     def _append(self, path: Path, line: str) -> None:
         """As `append_line`, from any thread. Errors: RunFolderError; Replaced."""
@@ -295,6 +306,8 @@ def _doing(what: Any) -> str:
             return f"put '{what.at}' in place"
         case AppendLine():
             return f"add to '{what.path}'"
+        case ListFiles() | ReadFile():
+            return f"fetch '{what.path}'"
     return str(what.doing)
 
 
@@ -302,4 +315,5 @@ def _value(answer: Any) -> Any:
     """What was answered. Errors: what was said instead."""
     if isinstance(answer, Refused):
         raise _ERRORS[answer.error](answer.message)
-    return answer.result.value
+    found = answer.result
+    return found if isinstance(found, Listed | Chunk | CannotRead) else found.value

@@ -9,9 +9,12 @@ from typing import IO, Any, Literal, cast
 
 from dataflow.errors import Replaced, RunError
 from dataflow.folder import placing
+from dataflow.folder.disks.messages import ListFiles, ReadFile
+from dataflow.folder.disks.reading import answer
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.ledger.calls import Call, Value
+from dataflow.folder.ledger.calls import Call, SetPlace, Value
 from dataflow.folder.ledger.copying import pack
+from dataflow.folder.ledger.questions import ListPlaces
 from dataflow.folder.ledger.writers import FLOOR, Admit, ListWriters, NotMade, Numbered, Prepare, Token, Writer
 from dataflow.folder.ledger_service.messages import (
     Answer,
@@ -128,14 +131,24 @@ class RequestHandler:
             case AskWalBytes():
                 return Told(message.ticket, Value(self._ledger.wal_bytes))
             case PutInPlace():
-                aside = None if what.aside is None else self._inside(what.aside)
-                placing.put(self._inside(what.path), self._inside(what.at), aside)
+                self._put_in_place(what)
                 return Told(message.ticket, Value(None))
+            case ListFiles() | ReadFile():
+                return Deferred(lambda: Told(message.ticket, answer(self._folder, what)))
             case AppendLine():
                 append_line(self._inside(what.path), what.line)
                 return Told(message.ticket, Value(None))
             case _:
                 return Told(message.ticket, what.travels_as(self._ledger.do(cast("Call[Any]", what))))
+
+    def _put_in_place(self, what: PutInPlace) -> None:
+        """In this folder; or note that the worker's host does so in its own, and has what counts from now on."""
+        path, at = self._inside(what.path), self._inside(what.at)
+        aside = None if what.aside is None else self._inside(what.aside)
+        if not what.disk:
+            placing.put(path, at, aside)
+        if what.disk or self._ledger.do(ListPlaces(what.at)):
+            self._ledger.do(SetPlace(what.at, what.disk))
 
     def _aside(self, message: Ask, do: Callable[[], Any]) -> Answer:
         """What waits for the disk, in the thread for that."""

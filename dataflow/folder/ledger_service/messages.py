@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from dataflow.folder.disks.messages import CannotRead, Chunk, Listed, ListFiles, ReadFile
 from dataflow.folder.ledger.calls import AnyWrite
 from dataflow.folder.ledger.questions import AnyRead, Result
 from dataflow.folder.ledger.writers import Token
@@ -33,6 +34,8 @@ class PutInPlace:
     path: str
     at: str
     aside: str | None
+    disk: str = ""
+    """The host whose folder that is, where it has one of its own: then it is noted only, and its process renames."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Ask:
     ticket: Natural
     after: Natural
     """The last write that is to be made before."""
-    what: AnyRead | Join | Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine
+    what: AnyRead | Join | Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine | ListFiles | ReadFile
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Told:
     """The answer to a question."""
 
     ticket: Natural
-    result: Result
+    result: Result | Listed | Chunk | CannotRead
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from dataflow.folder.faults import STOPPED, read_faults
 from dataflow.folder.ledger import reads
+from dataflow.folder.ledger.places import places
 from dataflow.folder.ledger.schema import check_schema, connect, snapshot
 from dataflow.folder.retention import not_kept
 from dataflow.folder.run_folder import RunFolder
@@ -105,6 +106,8 @@ class Facts:
     """What the run says of itself."""
     not_kept: Mapping[str, int]
     """By node, the last step whose file of rollouts may have been removed."""
+    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By path in the run folder, the hosts that have it, where that is not this folder alone."""
 
     def trainers(self) -> Iterator[tuple[str, Sink]]:
         """The sinks that train, by name."""
@@ -148,7 +151,7 @@ def note_who_leads(folder: RunFolder, findings: Findings) -> None:
 
 def read_facts(folder: RunFolder, findings: Findings) -> Facts:
     """Read ledger, metrics and config of a run. Errors: LedgerError when the ledger cannot be read."""
-    groups, sinks, said = _read_ledger(folder.ledger, findings)
+    groups, sinks, said, lie = _read_ledger(folder.ledger, findings)
     metrics, torn = read_lines(folder.metrics, findings.note)
     if torn:
         findings.note(f"{torn} torn line{'s' if torn > 1 else ''} in metrics.jsonl: a crash during the write")
@@ -160,15 +163,17 @@ def read_facts(folder: RunFolder, findings: Findings) -> Facts:
         sinks.setdefault(node, Sink())
     return Facts(
         folder=folder, groups=groups, sinks=sinks, metrics=metrics, max_staleness=bounds, config=config,
-        not_kept=not_kept(said),
+        not_kept=not_kept(said), places=lie,
     )  # fmt: skip
 
 
-def _read_ledger(path: Path, findings: Findings) -> tuple[dict[str, AnyArray], dict[str, Sink], dict[str, Any]]:
+def _read_ledger(
+    path: Path, findings: Findings
+) -> tuple[dict[str, AnyArray], dict[str, Sink], dict[str, Any], dict[str, list[str]]]:
     with contextlib.closing(connect(path, mode="ro")) as db:
         check_schema(db, path)
         with snapshot(db, path, "be read"):
-            return *_read_rows(db, findings), reads.facts(db)
+            return *_read_rows(db, findings), reads.facts(db), places(db)
 
 
 def _read_rows(db: sqlite3.Connection, findings: Findings) -> tuple[dict[str, AnyArray], dict[str, Sink]]:

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.ledger.places import HOME, holders
 from dataflow.folder.ledger.writes import some
 from dataflow.folder.retention import gone
 from dataflow.history.verify.digest import RolloutFile, digests
 from dataflow.history.verify.facts import Facts, Findings, Sink
+from dataflow.planning.hosts import named
 from dataflow.records import AnyArray
 from dataflow.staleness import NO_TOKEN
 
@@ -58,7 +60,9 @@ def judge_evaluations(facts: Facts, node: str, sink: Sink, findings: Findings) -
 
 
 def _kept(facts: Facts, node: str, paths: list[tuple[int, Path]], findings: Findings) -> list[tuple[int, Path]]:
-    """Without files that the run removed itself: of what stood in them the ledger alone tells."""
+    """Without files that the run removed itself, or that lie on other hosts: of what stood in them the ledger alone
+    tells."""
+    paths = _here(facts, node, paths, findings)
     upto = facts.not_kept.get(node, 0)
     found = [(step, path) for step, path in paths if step > upto or path.exists()]
     if len(found) < len(paths):
@@ -67,6 +71,19 @@ def _kept(facts: Facts, node: str, paths: list[tuple[int, Path]], findings: Find
             f"of their groups is judged by the ledger alone"
         )
     return found
+
+
+def _here(facts: Facts, node: str, paths: list[tuple[int, Path]], findings: Findings) -> list[tuple[int, Path]]:
+    """Without those that other hosts have, which have no folder in common with this one."""
+    have = {step: holders(facts.places, str(path.relative_to(facts.folder.path))) for step, path in paths}
+    away = [step for step, _ in paths if HOME not in have[step]]
+    if away:
+        hosts = named(host for step in away for host in have[step])
+        findings.note(
+            f"the rollouts of {len(away)} steps of '{node}' are on host {hosts}, and not here: what became of their "
+            f"groups is judged by the ledger alone"
+        )
+    return [(step, path) for step, path in paths if HOME in have[step]]
 
 
 def _is_gone(facts: Facts, node: str, step: int) -> bool:

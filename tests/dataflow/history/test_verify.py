@@ -13,6 +13,8 @@ import pyarrow.compute as pc
 import pytest
 
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.ledger.calls import AddPlace, SetPlace
+from dataflow.folder.ledger.places import HOME
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import report, verify
 from dataflow.system.files import RunFolderError
@@ -410,3 +412,14 @@ def test_only_drops_may_stand_at_the_step_under_way(run: RunFolder) -> None:
         assert verify(run.path).clean, verify(run.path).line
         ledger.drop("trainer", "prompts", {25: "stale"}, step=STEPS + 2)
     broken(run, "groups [25] have an outcome at a step that 'trainer' never committed")
+
+
+def test_rollouts_that_another_host_has_are_judged_by_the_ledger_whatever_stands_here(run: RunFolder) -> None:
+    with Ledger.open(run.ledger) as ledger:
+        ledger.do(SetPlace("rollouts/step-000002.arrow", "c"))
+        ledger.do(SetPlace("rollouts/step-000003.arrow", "c"))
+        ledger.do(AddPlace("rollouts/step-000003.arrow", HOME))
+    run.step_file(2).write_bytes(b"of a line that was taken back")
+    verdict = verify(run.path)
+    assert verdict.clean, verdict.line
+    assert any("the rollouts of 1 steps of 'trainer' are on host c, and not here" in note for note in verdict.notes)

@@ -108,7 +108,9 @@ def settings(host: str, attempt: int = 0) -> dict[str, Any]:
 def test_a_worker_is_asked_for_on_its_host_and_events_come_from_there(agents: Agents) -> None:
     with begun(agents, "h1", "h2") as (first, second):
         assert [host.name for host in agents.hosts] == ["h1", "h2"]
-        assert agents.place("h1") == {"sockets": "/dev/shm/of-h1", "listen": "127.0.0.1", "folder": "/runs/a"}
+        assert agents.place("h1") == {
+            "sockets": "/dev/shm/of-h1", "listen": "127.0.0.1", "folder": "/runs/a", "disk": "", "disks": {},
+        }  # fmt: skip
         agents.spawn("w-0", settings("h2"), heavy=True, keeps=True)
         agents.kill("w-0", signal.SIGTERM)
         until(agents, lambda: second.heard(Spawn) and second.heard(Kill))

@@ -1,5 +1,6 @@
 """Hosts that are lost, come back and join, told as plain values: who falls, where it starts again, what counts."""
 
+import dataclasses
 import json
 import signal
 from collections.abc import Sequence
@@ -243,3 +244,35 @@ def test_one_that_is_on_its_way_or_dying_falls_with_its_host_and_is_killed_by_no
     assert "generator-1" in spawned(found) and record.host == "c"
     killed = [command for command in found if isinstance(command, events.Signal) and command.number == signal.SIGKILL]
     assert [command.to for command in killed] == (["generator-1"] if life is Life.DYING else []), "at its old host"
+
+
+def test_who_keeps_what_no_other_host_sees_waits_for_its_own_and_others_go_elsewhere() -> None:
+    own = [dataclasses.replace(host, own_folder=True) for host in (A, B)]
+    run = Run([*own, C])
+    run.table.hosts["c"].is_met = True
+    commands = run.take(HostLost("a", "has ended its agent"))
+    commands += run.tick(2.0, "b", "c")
+    spawned = {command.name: run.table.workers[command.name].host for command in commands if isinstance(command, Spawn)}
+    assert spawned.keys() == {"prompts-0", "reward-0", "generator-0"} and set(spawned.values()) <= {"b", "c"}
+    told = " ".join(each.text for each in commands if isinstance(each, events.Notice))
+    assert "'trainer-0' keeps on host 'a' what no other sees, and nothing else can go on with that" in told
+    ends = [each.error for each in run.tick(LIMITS.host_s + 2, "b", "c") if isinstance(each, events.End)]
+    assert isinstance(ends[0], DeadlineError) and "what no other sees" in str(ends[0])
+
+
+def test_a_trainer_in_the_schedulers_folder_goes_to_hosts_that_see_it() -> None:
+    run = Run([A, dataclasses.replace(B, own_folder=True), C])
+    run.take(HostLost("a", "has ended its agent"))
+    run.tick(2.0, "b", "c")
+    assert run.table.workers["trainer-0"].host == "c"
+
+
+def test_a_host_that_is_back_and_sees_another_folder_than_before_gets_nothing() -> None:
+    run = Run()
+    run.take(HostLost("b", "has ended its agent"))
+    commands = run.take(HostJoined(dataclasses.replace(B, own_folder=True)))
+    assert [each.text for each in commands if isinstance(each, events.Notice)] == [
+        "host 'b' is back and does not see the run folder, other than before; nothing is started there: let it see "
+        "what it saw, or give it another name"
+    ]
+    assert not run.table.hosts["b"].is_alive

@@ -1,0 +1,45 @@
+"""What a run folder gives to other hosts: files of what the run has made, by name, in chunks."""
+
+from pathlib import Path
+
+import xxhash
+
+from dataflow.folder.disks.messages import Answer, CannotRead, Chunk, Listed, ListFiles, ReadFile
+
+CHUNK_BYTES = 4 << 20
+GIVEN = ("checkpoints", "logs", "metrics.jsonl", "rollouts")
+"""Keys, sockets and the ledger are not among them."""
+
+
+def answer(folder: Path, asked: ListFiles | ReadFile) -> Answer:
+    """What is asked for; what cannot be read is told as such."""
+    path = Path(asked.path)
+    if path.is_absolute() or ".." in path.parts or not path.parts or path.parts[0] not in GIVEN:
+        return CannotRead(f"'{asked.path}' is none of the files that a host gives ({', '.join(GIVEN)})")
+    try:
+        if isinstance(asked, ListFiles):
+            return Listed(_files(folder, folder / path))
+        return _chunk(folder / path, asked.offset)
+    except OSError as error:
+        return CannotRead(f"'{asked.path}' cannot be read there: {error.strerror or error}")
+
+
+def _files(folder: Path, path: Path) -> dict[str, int]:
+    """Without what is being written, or has no place yet."""
+    found = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    return {
+        str(each.relative_to(folder)): each.stat().st_size
+        for each in found
+        if not any(part.startswith(".") for part in each.relative_to(folder).parts)
+    }
+
+
+def _chunk(path: Path, offset: int) -> Chunk:
+    with path.open("rb") as file:
+        facts = path.stat()
+        file.seek(offset)
+        data = file.read(CHUNK_BYTES)
+    return Chunk(
+        data=data, size=facts.st_size, stamp=f"{facts.st_ino}/{facts.st_mtime_ns}/{facts.st_size}",
+        checksum=xxhash.xxh3_64_hexdigest(data),
+    )  # fmt: skip

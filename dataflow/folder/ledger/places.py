@@ -1,0 +1,71 @@
+"""On which hosts the files of a run lie whose hosts have no folder in common: rows of the ledger, so that they are
+written in their turn, by the newest attempt alone, and taken back with the steps that they belong to.
+
+A path without a row lies in the scheduler's folder, or nowhere.
+"""
+
+import re
+import sqlite3
+from collections.abc import Mapping, Sequence
+
+HOME = ""
+"""In the place of a host: the folder of the scheduler, and of all hosts that see it."""
+_TABLE = """CREATE TABLE IF NOT EXISTS places (
+    path TEXT NOT NULL,   -- in the run folder: a file of rollouts, or the folder of a checkpoint
+    host TEXT NOT NULL,
+    PRIMARY KEY (path, host)) WITHOUT ROWID"""
+_IS_THERE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'places'"
+_OF_STEP = re.compile(r"(?:checkpoints|rollouts)/(?:(?P<node>[^/]+)/)?step-(?P<step>\d+)(?:\.arrow)?")
+
+
+def prepare(db: sqlite3.Connection) -> None:
+    """Have a table for them."""
+    db.execute(_TABLE)
+
+
+def set_place(db: sqlite3.Connection, path: str, host: str) -> None:
+    """What stands at a path was made on this host: nobody else has it any more. For `HOME`, as if nothing was known."""
+    prepare(db)
+    db.execute("DELETE FROM places WHERE path = ?", (path,))
+    if host != HOME:
+        db.execute("INSERT INTO places VALUES (?, ?)", (path, host))
+
+
+def add_place(db: sqlite3.Connection, path: str, host: str) -> None:
+    """This host has a copy now, too."""
+    prepare(db)
+    known = db.execute("SELECT 1 FROM places WHERE path = ?", (path,)).fetchone()
+    if known is None and host != HOME:
+        db.execute("INSERT INTO places VALUES (?, ?)", (path, HOME))
+    if known is not None or host != HOME:
+        db.execute("INSERT OR IGNORE INTO places VALUES (?, ?)", (path, host))
+
+
+def places(db: sqlite3.Connection, prefix: str = "") -> dict[str, list[str]]:
+    """By path that begins so, who has it; those that the scheduler's folder alone has are not among them."""
+    found: dict[str, list[str]] = {}
+    if db.execute(_IS_THERE).fetchone():
+        for path, host in db.execute(
+            "SELECT path, host FROM places WHERE substr(path, 1, ?) = ? ORDER BY path, host", (len(prefix), prefix)
+        ):
+            found.setdefault(path, []).append(host)
+    return found
+
+
+def forget_after(db: sqlite3.Connection, node: str, step: int) -> None:
+    """Steps of a node after this one were taken back: nobody has their files any more."""
+    for path in places(db):
+        match = _OF_STEP.fullmatch(path)
+        if match and match["node"] in (None, node) and int(match["step"]) > step:
+            db.execute("DELETE FROM places WHERE path = ?", (path,))
+
+
+def least_return(db: sqlite3.Connection) -> int | None:
+    """The earliest step that a trainer ever went back to, giving up steps that it had made; None: none ever did."""
+    found = db.execute("SELECT min(to_step) FROM lines WHERE from_step > to_step").fetchone()
+    return None if found[0] is None else int(found[0])
+
+
+def holders(known: Mapping[str, Sequence[str]], path: str) -> Sequence[str]:
+    """Who has what stands at a path, from what `places` found."""
+    return known.get(path, (HOME,))
