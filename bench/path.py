@@ -3,7 +3,7 @@
     python -m bench.path --list --json FILE
 
 The demo runs as `make demo` runs it, with a hook in every process but the scheduler's, which no rollout passes. In the
-middle of the run the hook picks a prompt and follows its group from there on (four of them in truth, which go the
+middle of the run the hook picks a prompt and follows its group from there on (eight of them in truth, which go the
 same way: one whose rewards are all equal teaches nothing, and ends before the loss). A module counts once one of its
 functions is handed the group or gives it back, or once an object of one of its classes holds it there. Handed is what
 stands in the arguments, `self` among them.
@@ -59,9 +59,9 @@ WITHOUT_ROLLOUTS = {"link", "heartbeat", "view", "aside", "checkpoint", "ranks-w
 FIRST, REST, STEPS = 8, 5, 36
 """From which step on is looked, how many steps after the group was scored, and how many the run makes at most."""
 WAITING, LOOKING, OVER = 0, 1, 2
-GROUPS = 4
+GROUPS = 8
 """That are followed: of one all rewards may be equal, and then it is not trained."""
-LONG_ENOUGH = range(6, 9)
+LONG_ENOUGH = range(7, 12)
 """Characters of a prompt that stands nowhere else, and is solved now and then."""
 MOST_BYTES = 1 << 20
 """Of all that is known of a group."""
@@ -210,6 +210,9 @@ class Holder:
                 self.has(item, str(key), deep - 1) or self.has(key, name, deep - 1)
                 for key, item in list(value.items())[:MANY]
             )
+        if isinstance(value, tuple) and {"tokens", "logprobs"} <= {*getattr(value, "_fields", ())}:
+            self.classes.add(type(value))
+            return True
         if isinstance(value, list | tuple | set | frozenset | collections.deque | range):
             return lists and self._in_list(value, name, deep)
         return self._in_object(value, deep)

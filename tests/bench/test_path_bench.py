@@ -16,6 +16,7 @@ PROMPTS = ["gbdahx=", "kzyxwv=", "mnopqr=", "abcdef="]
 def holder(monkeypatch: pytest.MonkeyPatch) -> Holder:
     """Follows groups 7 to 10; their rows are known as far as they were drawn."""
     monkeypatch.setattr(path, "PRODUCT", (*path.PRODUCT, __name__.split(".")[0]))
+    monkeypatch.setattr(path, "GROUPS", len(PROMPTS))
     marks = Marks({letter: at for at, letter in enumerate("abcdefghijklmnopqrstuvwxyz=")})
     columns = {
         "group_id": pa.array(range(7, 11)), "prompt": pa.array(PROMPTS), "round_size": pa.array([0] * 4, pa.int32())
