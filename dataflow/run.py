@@ -34,8 +34,9 @@ from dataflow.launchers.hosts import Request, check_hosted, hosted, program_of
 from dataflow.launchers.launcher import Launcher
 from dataflow.limits import Limits
 from dataflow.planning.hosts import Devices
-from dataflow.planning.inputs import Place, PlanInputs
+from dataflow.planning.inputs import PlanInputs
 from dataflow.planning.model_size import measure_models
+from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan, plan
 from dataflow.planning.sharing import Wishes
 from dataflow.planning.this_machine import this_machine as this_machine

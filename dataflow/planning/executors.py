@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from dataflow.errors import GraphError, nearest
 from dataflow.planning.hosts import Devices
-from dataflow.planning.memory_need import amount
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.placement import Placement
+from dataflow.planning.placement import Placement, amount
 from dataflow.structure import Feedback, Structure
 from dataflow.weight_ends import Refresh
 

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 
 from dataflow.planning.hosts import Devices, Host, named
-from dataflow.planning.memory_need import amount
-from dataflow.planning.placement import Placement, ranges
+from dataflow.planning.placement import Placement, amount, ranges
 
 
 def host_lines(devices: Devices, placements: Iterable[Placement], light: Collection[str]) -> list[str]:

@@ -3,16 +3,14 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.planning.hosts import Devices
+from dataflow.planning.pins import Place
 from dataflow.planning.sharing import Wishes
-
-Place = Mapping[str, str | Sequence[str]]
-"""By node, the host of its replicas, or several that they take in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)

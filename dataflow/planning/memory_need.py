@@ -1,35 +1,16 @@
 """What each process of a plan needs of its device's memory, part by part, and who does not fit: pure functions."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from dataflow.errors import GraphError
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.model_size import ModelSize, bytes_of
+from dataflow.planning.placement import Need, Spot, amount
 from dataflow.structure import Structure, group_size, refreshes_of, sources_of
 
-Spot = tuple[str, str]
-"""A host, empty for this machine, and torch's name of a device of it."""
 _KEPT = 16
 """Numbers that a layer keeps of each token for the backward pass, in widths of the model; 1 where it computes them
 again."""
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes of one process."""
-
-    parts: Mapping[str, int] = field(default_factory=dict)
-    """By what they are for; at least so many."""
-
-    @property
-    def total(self) -> int:
-        """Of all parts."""
-        return sum(self.parts.values())
-
-    def __str__(self) -> str:
-        """The sum and its parts: `4.1 GiB (weights 1.0 GiB, gradients 1.0 GiB, ...)`."""
-        return f"{amount(self.total)} ({', '.join(f'{name} {amount(size)}' for name, size in self.parts.items())})"
 
 
 def need_of(graph: Structure, operator: Operator, size: ModelSize | None, ranks: int) -> Need | None:
@@ -74,14 +55,6 @@ def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int])
                 f"the plan does not fit into {place}: it needs at least {amount(total)} of {amount(room[spot])}; "
                 f"found {told}; {_ways_out(need for _, need in processes)}"
             )
-
-
-def amount(size: int | None) -> str:
-    """Bytes for people: 8.2 MiB."""
-    if size is None:
-        return "-"
-    unit, shift = ("GiB", 30) if size >= 1 << 30 else ("MiB", 20) if size >= 1 << 20 else ("KiB", 10)
-    return f"{size / (1 << shift):.1f} {unit}"
 
 
 def _cache(operator: Generate, size: ModelSize, each: int, ranks: int) -> int:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from dataflow.errors import GraphError, nearest
 from dataflow.planning.hosts import Devices
-from dataflow.planning.inputs import Place
 
+Place = Mapping[str, str | Sequence[str]]
+"""By node, the host of its replicas, or several that they take in turn."""
 Pins = Mapping[str, tuple[str, ...]]
 """By node, the hosts that its replicas take in turn."""
 

@@ -1,9 +1,27 @@
 """Where one node of a graph runs: how often, on which devices, with how many threads."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from dataflow.planning.memory_need import Need
+Spot = tuple[str, str]
+"""A host, empty for this machine, and torch's name of a device of it."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one process."""
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """By what they are for; at least so many."""
+
+    @property
+    def total(self) -> int:
+        """Of all parts."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        """The sum and its parts: `4.1 GiB (weights 1.0 GiB, gradients 1.0 GiB, ...)`."""
+        return f"{amount(self.total)} ({', '.join(f'{name} {amount(size)}' for name, size in self.parts.items())})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,3 +127,11 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def _threads(count: int) -> str:
     return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def amount(size: int | None) -> str:
+    """Bytes for people: 8.2 MiB."""
+    if size is None:
+        return "-"
+    unit, shift = ("GiB", 30) if size >= 1 << 30 else ("MiB", 20) if size >= 1 << 20 else ("KiB", 10)
+    return f"{size / (1 << shift):.1f} {unit}"

@@ -14,9 +14,8 @@ import networkx as nx
 
 from dataflow.errors import GraphError
 from dataflow.planning.hosts import Devices
-from dataflow.planning.memory_need import Need
 from dataflow.planning.pins import Pins, check_pins, pin_of
-from dataflow.planning.placement import Placement
+from dataflow.planning.placement import Need, Placement
 from dataflow.planning.rooms import Room, Unit, rooms_of, settle, shortage
 from dataflow.planning.sharing import Group, threads_of
 from dataflow.planning.spreading import divisions, spread

@@ -23,12 +23,12 @@ from dataflow.planning.executors import (
 )
 from dataflow.planning.host_lines import host_lines, spread_line
 from dataflow.planning.hosts import Devices, named
-from dataflow.planning.inputs import Place, digest
-from dataflow.planning.memory_need import Need, Spot, amount, check_fit, need_of
+from dataflow.planning.inputs import digest
+from dataflow.planning.memory_need import check_fit, need_of
 from dataflow.planning.mirrors import mirror_lines, mirrored, readers_beside
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.pins import read_place
-from dataflow.planning.placement import Placement
+from dataflow.planning.pins import Place, read_place
+from dataflow.planning.placement import Need, Placement, Spot, amount
 from dataflow.planning.placing import Part, neighbours_of, placed, workers_of
 from dataflow.planning.ranks import check_replicas, ranks_of
 from dataflow.planning.sharing import (

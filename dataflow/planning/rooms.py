@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dataflow.planning.hosts import Devices, Host
-from dataflow.planning.memory_need import amount
+from dataflow.planning.placement import amount
 
 _SHOWN = 4
 """Hosts that a refusal lists."""

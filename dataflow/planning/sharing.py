@@ -6,8 +6,7 @@ from typing import Literal
 from dataflow.errors import GraphError
 from dataflow.node import Generate
 from dataflow.planning.hosts import Devices
-from dataflow.planning.memory_need import Need, Spot
-from dataflow.planning.placement import Placement, ranges
+from dataflow.planning.placement import Need, Placement, Spot, ranges
 from dataflow.structure import Structure
 
 Wishes = Mapping[str, int | str]

@@ -136,11 +136,20 @@ def program(
     """python -m MODULE ARGUMENTS [FD of `end`]: a fresh process that finds this project, and has the open files `keep`;
     prefix: a command that is to run it. `given` is for Popen."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    files = [] if end is None else [end.fileno()]
-    return subprocess.Popen(
-        [*prefix, sys.executable, "-P", "-m", module, *arguments, *map(str, files)],
-        pass_fds=[*files, *keep], env={**os.environ, **(environment or {}), "PYTHONPATH": paths}, **given,
+    return started(
+        [*prefix, sys.executable, "-P", "-m", module, *arguments], end=end, keep=keep,
+        environment={**os.environ, **(environment or {}), "PYTHONPATH": paths}, **given,
     )  # fmt: skip
+
+
+def started(
+    command: Sequence[str], *, environment: Mapping[str, str], end: socket.socket | None = None,
+    keep: Sequence[int] = (), **given: Any,
+) -> "subprocess.Popen[Any]":  # fmt: skip
+    """COMMAND [FD of `end`]: a process with this environment and no other, and the open files `keep`. `given` is for
+    Popen."""
+    files = [] if end is None else [end.fileno()]
+    return subprocess.Popen([*command, *map(str, files)], pass_fds=[*files, *keep], env=dict(environment), **given)
 
 
 def ended_within(child: Child, seconds: float) -> bool:

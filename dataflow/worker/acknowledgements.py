@@ -11,10 +11,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from dataflow.worker.shares import Share
-
 Group = tuple[str, int]
 """Source and group_id."""
+
+
+class Share:
+    """Acknowledges rows that came together once none of their groups is needed, and before that each that is not."""
+
+    def __init__(self, ack: Callable[[], None], early: Callable[[int], None], groups: int) -> None:
+        """groups: how many there are; with none they are acknowledged at once."""
+        self._ack, self._early, self._left = ack, early, groups
+        if not groups:
+            ack()
+
+    def release(self, group_id: int) -> None:
+        """One of them is not needed."""
+        self._left -= 1
+        if self._left:
+            self._early(group_id)
+        else:
+            self._ack()
 
 
 @dataclass

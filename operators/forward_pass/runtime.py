@@ -17,7 +17,7 @@ from dataflow.node import Batch, Context, Runtime
 from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, VERSIONS, AnyArray, group_slices, version_column
 from dataflow.rollout_tokens import gather
 from dataflow.scoring.values import error_column
-from dataflow.worker.shares import Share
+from dataflow.worker.acknowledgements import Share
 from operators.forward_pass.asked import Asked, Reading
 from operators.forward_pass.due import Known, is_due, is_first, needed
 from operators.forward_pass.knobs import ForwardKnobs

@@ -23,7 +23,7 @@ from dataflow.records import (
     AnyArray,
 )
 from dataflow.rollout_tokens import RolloutTokens
-from dataflow.worker.shares import Share
+from dataflow.worker.acknowledgements import Share
 from operators.engine.finish_reasons import BROKEN, STOPPED
 from operators.engine.results import FinishedRow
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from dataflow.node import Batch
 from dataflow.records import group_slices
-from dataflow.worker.shares import Share
+from dataflow.worker.acknowledgements import Share
 
 
 @dataclass(frozen=True)

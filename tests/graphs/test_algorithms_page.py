@@ -101,7 +101,10 @@ def test_every_figure_that_the_page_explains_is_one_of_a_run(policy: Path, promp
     result = run(g, steps=1, on=inline(), runs=tmp_path, quiet=True)
     figures = {figure for line in result.metrics for figure in line}
     explained = {name for cell in first_cells(PAGE, "## What metrics.jsonl says") for name in NAMED.findall(cell)}
-    over_links = {"weights_sent_bytes", "weights_saved_bytes"}  # tests/runs/test_delta_runs.py has a run with them
+    over_links = {
+        "weights_sent_bytes",
+        "weights_saved_bytes",
+    }  # test_delta_runs.py has a run with them
     assert explained - over_links <= figures, explained - figures
     assert {"ratio_mean", "ess", "kl", "kl_reference", "entropy", "mismatch", "explained_variance"} <= explained
 

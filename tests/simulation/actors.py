@@ -17,7 +17,7 @@ from dataflow.model import Model
 from dataflow.node import Batch, Context, Generate, Runtime, Source, Transform
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, ROLLOUT_COLUMNS, Columns, schema
 from dataflow.traits import Traits
-from dataflow.worker.shares import Share
+from dataflow.worker.acknowledgements import Share
 from operators.generation.admission import Admission
 from operators.sources.prompt_rows import Report
 from operators.sources.prompt_runtime import PromptRuntime

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dataflow.errors import RunError, WorkerDied
-from dataflow.system.child import end, ended_within
+from dataflow.system.child import end, ended_within, started
 from operators.engine.vllm.keeper import END
 from operators.engine.vllm.wire import Connection
 from operators.models.errors import ModelError
@@ -86,14 +86,10 @@ class Process:
         ours, theirs = socket.socketpair()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
-            self._child = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid()), *command, str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), *files],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                env=dict(environment),
-            )
+            self._child = started(
+                [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid()), *command], end=theirs, keep=files,
+                environment=environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
         self._connection = Connection(ours)
         self._end = weakref.finalize(self, _end, self._child, self._connection, self._log)
 

@@ -10,7 +10,8 @@ import pytest
 from dataflow import Devices, Graph, GraphError, Model, Plan, plan
 from dataflow.planning.hosts import Host
 from dataflow.planning.inputs import PlanInputs, digest
-from dataflow.planning.memory_need import Need, check_fit
+from dataflow.planning.memory_need import check_fit
+from dataflow.planning.placement import Need
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 A = Host(name="a", cpus=4, gpus=2, memory_bytes=100, gpu_memory_bytes=40, kind="small")

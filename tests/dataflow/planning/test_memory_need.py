@@ -10,8 +10,9 @@ from dataflow import Graph, GraphError, Model
 from dataflow.model import LoRA
 from dataflow.model_files import start_fault
 from dataflow.planning.hosts import Devices
-from dataflow.planning.memory_need import Need, check_fit
+from dataflow.planning.memory_need import check_fit
 from dataflow.planning.model_size import ModelSize, measure_models
+from dataflow.planning.placement import Need
 from dataflow.planning.plan import Plan, plan
 from dataflow.system.gpu_memory import gpu_memory
 from operators import Generator, Logprobs, Prompts, Trainer

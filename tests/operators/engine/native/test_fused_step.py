@@ -10,8 +10,7 @@ import torch
 from operators.engine.kv_cache import KVCache
 from operators.engine.native.build import library
 from operators.engine.native.families import reason_against
-from operators.engine.native.fused import FusedStep, supports
-from operators.engine.native.work import joined
+from operators.engine.native.fused import FusedStep, joined, supports
 from operators.engine.pages import PAGE
 from operators.engine.prefill import Prefix
 from operators.models.errors import ModelError

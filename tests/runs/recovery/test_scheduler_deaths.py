@@ -26,7 +26,7 @@ __all__ = ["program"]
 pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
 
 STEPS = 24
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Start = Callable[..., Program]
 
 

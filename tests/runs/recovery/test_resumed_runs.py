@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
 STEPS = 6
 MARK = -77.0
-PROGRAM = Path(__file__).parents[1] / "rigs" / "resumable.py"
+PROGRAM = Path(__file__).parents[2] / "rigs" / "resumable.py"
 ROOT = PROGRAM.parent.parent.parent
 
 

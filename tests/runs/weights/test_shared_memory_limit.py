@@ -19,7 +19,7 @@ from operators.warm_start.policy import character_tokenizer
 
 STEPS = 2
 MARGIN = 1.1
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
