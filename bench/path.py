@@ -56,7 +56,7 @@ AnyArray: TypeAlias = np.ndarray[Any, Any]
 PRODUCT = ("dataflow", "operators", "transport")
 WITHOUT_ROLLOUTS = {"link", "heartbeat", "view", "aside", "checkpoint", "ranks-watch"}
 """Threads by the names that they give themselves; of `meanwhile` alone."""
-FIRST, REST, STEPS = 8, 5, 36
+FIRST, REST, STEPS = 60, 5, 110
 """From which step on is looked, how many steps after the group was scored, and how many the run makes at most."""
 WAITING, LOOKING, OVER = 0, 1, 2
 GROUPS = 8
@@ -334,7 +334,6 @@ class Tracer:
             left = {
                 "called": sorted({code.co_filename for code in self._seen}),
                 "passed": sorted({code.co_filename for code in self._passed} | {str(name) for name in classes}),
-                "functions": sorted(f"{code.co_filename}:{code.co_qualname}" for code in self._passed),
             }
             (self._folder / f"{os.getpid()}.json").write_text(json.dumps(left))
 
@@ -426,7 +425,9 @@ def follow(work: Path) -> Path:
         done.set()
         watching.join()
     if not marks.columns:
-        print("all rewards of the groups that were followed are equal: they ended before the loss", file=sys.stderr)
+        raise RuntimeError(
+            "all rewards of the groups that were followed are equal, so that they ended before the loss; try it again"
+        )
     deadline = time.monotonic() + 10
     while not modules(traced, "passed"):
         if time.monotonic() > deadline:
@@ -453,7 +454,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         left = follow(Path(work))
         passed, called = modules(left, "passed"), modules(left, "called")
-        functions = sorted({name for each in left.glob("*.json") for name in json.loads(each.read_text())["functions"]})
     weights = {name for name in called - passed if name.startswith(("transport/weights", "transport/native"))}
     cases = {"rollout": passed}
     if given.all:
@@ -462,8 +462,6 @@ def main() -> None:
         report.add(case=case, system="ours", modules=len(names), lines=lines(names))
         if given.list:
             print(*(f"{lines({name}):5} {name}" for name in sorted(names)), sep="\n")
-    if os.environ.get("PATH_FUNCTIONS"):
-        print(*(name.removeprefix(f"{ROOT}/") for name in functions), sep="\n")
     report.show()
 
 
