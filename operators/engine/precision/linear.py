@@ -5,6 +5,7 @@ Axes: n tokens, out and in features, G groups of input features.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -137,13 +138,24 @@ def _quantised_product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
 def _integers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The product of int8 x [n, in] and int8 weight [out, in] in float32 [n, out]."""
     if x.device.type == "cpu":
-        if torch.cpu._is_vnni_supported():
+        if _multiplies_integers():
             return torch._int_mm(x, weight.t()).float()
         return F.linear(x.float(), weight.float())
     if x.shape[1] % 8 or weight.shape[0] % 8:
         return F.linear(x.float(), weight.float())
     padded = F.pad(x, (0, 0, 0, max(0, LEAST_INT_ROWS - len(x))))
     return torch._int_mm(padded, weight.t())[: len(x)].float()
+
+
+@functools.cache
+def _multiplies_integers() -> bool:
+    """Whether this processor multiplies int8 fast, and the library exactly: limited to AVX2 (`ONEDNN_MAX_CPU_ISA`) on a
+    processor with VNNI, oneDNN adds pairs of products in 16 bits, which saturate."""
+    if not torch.cpu._is_vnni_supported():
+        return False
+    x, weight = (torch.full((17, 64), 127, dtype=torch.int8) for _ in range(2))
+    x[1::2] = -127
+    return torch.equal(torch._int_mm(x, weight.t()), (x.int() @ weight.int().t()))
 
 
 def _scaled_mm_takes(x: torch.Tensor, layer: QuantisedLinear) -> bool:

@@ -11,6 +11,7 @@ from dataflow import Model
 from operators.engine import attention
 from operators.engine.decode import Engine
 from operators.engine.precision import FORMATS, fault, formats, linear_weights, quantise, unrounded
+from operators.engine.precision import linear as linear_layers
 from operators.engine.precision.formats import pack, per_token, unpack
 from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, QuantisedLinear
 from operators.engine.precision.quantized_names import quantized_names
@@ -184,6 +185,26 @@ def test_a_layer_of_half_width_agrees_with_float64(dtype, weights, tokens, featu
     expected = F.linear(given, layer.weight.double() * layer.scale.double(), linear.bias.double())
     assert layer(inputs).dtype is dtype
     torch.testing.assert_close(layer(inputs).double(), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_a_library_whose_integers_saturate_is_not_used(monkeypatch):
+    """As oneDNN's do on a processor with VNNI that it may not use (ONEDNN_MAX_CPU_ISA=AVX2)."""
+
+    def saturating(x, weight):
+        pairs = ((x.int() + 128)[:, None, :] * weight.t().int()[None]).unflatten(-1, (-1, 2)).sum(-1)
+        return (pairs.clamp(-32768, 32767).sum(-1) - 128 * weight.int().sum(0)).int()
+
+    torch.manual_seed(0)
+    layer = QuantisedLinear(torch.nn.Linear(128, 96), FORMATS["int8_dynamic"])
+    inputs = torch.randn(40, 128)
+    values, width = per_token(inputs, layer.form)
+    exact = F.linear(
+        values.double() * width.double(), layer.weight.double() * layer.scale.double(), layer.bias.double()
+    )
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setattr(linear_layers, "_multiplies_integers", linear_layers._multiplies_integers.__wrapped__)
+    torch.testing.assert_close(layer(inputs).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_a_token_of_the_dynamic_format_has_one_result_whatever_is_beside_it(make_model):
