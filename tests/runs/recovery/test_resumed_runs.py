@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -248,5 +249,5 @@ def test_a_program_that_runs_is_not_resumed_beside_itself(policy: Path, machine:
         refused = dataflow("resume", str(tmp_path / "latest"))
         assert refused.returncode == 1 and f"process {started.pid} runs it" in refused.stderr
     finally:
-        started.kill()
-        started.communicate()
+        started.send_signal(signal.SIGINT)  # of a scheduler that is killed the workers would go on for a minute
+        started.communicate(timeout=60)
