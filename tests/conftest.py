@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 from rigs import connections, ending
 from rigs.forked import finish, forked, fresh, prepare
@@ -85,9 +86,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    long = [of for path, of in files.items() if path.parent.name in LONG]
-    long.sort(key=lambda of: LONG.index(of[0].path.parent.name))
-    short = [of for path, of in files.items() if path.parent.name not in LONG]
+    kinds = {path: [kind for kind in LONG if kind in path.parts] for path in files}
+    long = [of for path, of in files.items() if kinds[path]]
+    long.sort(key=lambda of: LONG.index(kinds[of[0].path][0]))
+    short = [of for path, of in files.items() if not kinds[path]]
     short.sort(key=lambda of: -len(of))
     each = max(1, -(-len(short) // max(1, len(long))))
     turns = itertools.zip_longest(long, (short[at : at + each] for at in range(0, len(short), each)), fillvalue=[])
@@ -96,9 +98,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def rigs_closed() -> Iterator[None]:
-    """Closes what rigs opened."""
+    """Closes what rigs opened; logs go where they went before (`capture_logs` alone would leave them set up)."""
     with ending.closed():
         yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
