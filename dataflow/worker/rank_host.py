@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -24,7 +23,7 @@ from dataflow.node import Context
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import context_facts
 from dataflow.system.child import Forked, fork
-from dataflow.system.log import log_to, node_log
+from dataflow.system.log import node_log
 from dataflow.system.rank_places import RankPlaces, Spreads
 from dataflow.system.security import RunKeys, present
 from dataflow.worker import rank_messages as messages
@@ -51,15 +50,7 @@ class _Rank:
 
 
 def main(graph: Graph, plan: Plan, settings: Settings) -> int:
-    """Run it; the exit status."""
-    name = f"{settings.worker}-{settings.replica}@{settings.host}"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    log_to(Path(settings.folder) / "logs" / f"{name}.log")
-    if settings.attempt:
-        print(f"---- {name}, attempt {settings.attempt} ----")
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    """Run it, in a process that `worker.main` has set up; the exit status."""
     (node,) = plan.workers[settings.worker]
     if settings.rank_devices and settings.rank_devices[0] != "cpu":
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(settings.listen)}"

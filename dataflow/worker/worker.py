@@ -44,9 +44,7 @@ _LEAST_PATIENCE_S = 5.0
 def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     """Run one worker; the exit status."""
     settings = Settings.from_plain(plain)
-    if settings.ranks_at:
-        return rank_host.main(graph, plan, settings)
-    name = f"{settings.worker}-{settings.replica}"
+    name = f"{settings.worker}-{settings.replica}" + (f"@{settings.host}" if settings.ranks_at else "")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log_to(Path(settings.folder) / "logs" / f"{name}.log")
@@ -54,6 +52,8 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         print(f"---- {name}, attempt {settings.attempt} ----")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if settings.ranks_at:
+        return rank_host.main(graph, plan, settings)
     left_alone, clock = threading.Event(), AwakeClock()
     link = Link(
         settings.control, name, settings.attempt, orphaned=left_alone.set, found=left_alone.clear,
