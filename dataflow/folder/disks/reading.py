@@ -1,5 +1,6 @@
 """What a run folder gives to other hosts: files of what the run has made, by name, in chunks."""
 
+import os
 from pathlib import Path
 
 import xxhash
@@ -20,8 +21,8 @@ def answer(folder: Path, asked: ListFiles | ReadFile) -> Answer:
         if isinstance(asked, ListFiles):
             return Listed(_files(folder, folder / path))
         return _chunk(folder / path, asked.offset)
-    except OSError as error:
-        return CannotRead(f"'{asked.path}' cannot be read there: {error.strerror or error}")
+    except (OSError, ValueError) as error:  # of a name that no file can have
+        return CannotRead(f"'{asked.path}' cannot be read there: {getattr(error, 'strerror', None) or error}")
 
 
 def _files(folder: Path, path: Path) -> dict[str, int]:
@@ -36,7 +37,7 @@ def _files(folder: Path, path: Path) -> dict[str, int]:
 
 def _chunk(path: Path, offset: int) -> Chunk:
     with path.open("rb") as file:
-        facts = path.stat()
+        facts = os.fstat(file.fileno())  # another file may stand there by now
         file.seek(offset)
         data = file.read(CHUNK_BYTES)
     return Chunk(

@@ -1,5 +1,6 @@
 """A host's files for the others of its run: a socket in a thread of its agent."""
 
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -57,14 +58,16 @@ class FileServer:
             self._guard.close()
 
     def _run(self) -> None:
-        while not self._ends.is_set():
-            if not self._socket.poll(_TURN_MS):
-                continue
-            client, *frames = self._socket.recv_multipart()
-            try:
-                question = TO_FILES.decode(b"".join(frames))
-            except MessageError:
-                continue  # of nobody that could be answered
-            said = Answered(question.ticket, answer(self._folder, question.what))
-            self._socket.send_multipart([client, FROM_FILES.encode(said)])
-        self._socket.close(0)
+        with contextlib.closing(self._socket):
+            while not self._ends.is_set():
+                if self._socket.poll(_TURN_MS):
+                    self._answer()
+
+    def _answer(self) -> None:
+        client, *frames = self._socket.recv_multipart()
+        try:
+            question = TO_FILES.decode(b"".join(frames))
+        except MessageError:
+            return  # of nobody that could be answered
+        said = Answered(question.ticket, answer(self._folder, question.what))
+        self._socket.send_multipart([client, FROM_FILES.encode(said)])

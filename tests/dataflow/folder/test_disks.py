@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 from rigs.ending import at_end
@@ -14,7 +15,7 @@ from dataflow.folder.disks import reading
 from dataflow.folder.disks.bringing import Bringing
 from dataflow.folder.disks.disks import Disks
 from dataflow.folder.disks.fetching import HostPeer, fetch, listed
-from dataflow.folder.disks.messages import Answer, CannotRead, ListFiles, ReadFile
+from dataflow.folder.disks.messages import Answer, CannotRead, Chunk, Listed, ListFiles, ReadFile
 from dataflow.folder.disks.reading import answer
 from dataflow.folder.disks.server import FileServer
 from dataflow.folder.ledger import Ledger
@@ -168,6 +169,34 @@ def test_a_file_that_is_written_anew_meanwhile_is_fetched_whole(
 
     fetch(Changes(), "rollouts/a", tmp_path / "got")
     assert (tmp_path / "got").read_text() == "new"
+
+
+def test_a_file_that_is_replaced_while_a_chunk_is_read_is_not_taken_for_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 4)
+    path, newer = put(tmp_path / "rollouts/a", "old content"), put(tmp_path / "rollouts/b", "new content")
+    opened = Path.open
+
+    def replaced(self: Path, mode: str = "r") -> IO[Any]:
+        file = opened(self, mode)
+        if newer.exists():
+            newer.rename(path)
+        return file
+
+    monkeypatch.setattr(Path, "open", replaced)
+    read = ReadFile("rollouts/a", 0)
+    old, new = answer(tmp_path, read), answer(tmp_path, read)
+    assert isinstance(old, Chunk) and isinstance(new, Chunk)
+    assert (old.data, new.data) == (b"old ", b"new ") and old.stamp != new.stamp
+
+
+def test_a_name_that_no_file_can_have_is_answered_and_the_next_question_too(tmp_path: Path) -> None:
+    put(tmp_path / "rollouts/a", "here")
+    of = peer(tmp_path, answer_s=2.0)
+    for what in (ListFiles("rollouts/\0"), ReadFile("rollouts/\0", 0)):
+        assert isinstance(of.ask(what), Listed | CannotRead)
+    assert listed(of, "rollouts") == {"rollouts/a": 4}
 
 
 def test_other_keys_get_nothing_and_the_wait_ends(tmp_path: Path) -> None:
