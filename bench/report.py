@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 Figure = float | int | str | None
+SENTENCES = ("skipped", "failed", "options")
+"""Figures that are none: they stand below the table."""
 
 
 class Report:
@@ -22,7 +24,7 @@ class Report:
             path.write_text("")
 
     def add(self, *, case: str, system: str, **figures: Figure) -> None:
-        """One line: a case, a system, and figures under plain names (`skipped` says why there are none)."""
+        """One line: a case, a system, and figures under plain names; `skipped` or `failed` says why there are none."""
         line: dict[str, Figure] = {"bench": self._bench, "case": case, "system": system, **figures}
         self._lines.append(line)
         if self._path is not None:
@@ -35,13 +37,16 @@ class Report:
         for case in dict.fromkeys(line["case"] for line in self._lines):
             lines = [line for line in self._lines if line["case"] == case]
             names = list(dict.fromkeys(name for line in lines for name in line))
-            columns = [name for name in names if name not in ("bench", "case")]
+            columns = [name for name in names if name not in ("bench", "case", *SENTENCES)]
             table = Table(title=f"{self._bench}: {case}")
             for name in columns:
-                table.add_column(name, justify="left" if name in ("system", "skipped") else "right")
+                table.add_column(name, justify="left" if name == "system" else "right")
             for line in lines:
                 table.add_row(*(_text(line.get(name)) for name in columns))
             console.print(table)
+            said = [(line["system"], name, line[name]) for line in lines for name in SENTENCES if line.get(name)]
+            for system, name, text in dict.fromkeys(said):
+                console.print(f"{system}, {name}: {text}", markup=False, highlight=False)
 
 
 def _text(figure: Figure) -> str:

@@ -122,7 +122,8 @@ def run_case(case: str, load: Load, setting: Setting, options: argparse.Namespac
     for name in options.systems:
         if name in without:
             report.add(case=case, system=name, **common, **without[name])
-            console.print(f"{case} {setting.in_flight} {name}: {without[name]}", style="red", markup=False)
+            why = ": ".join(str(each) for each in next(iter(without[name].items())))
+            console.print(f"{case} {setting.in_flight} {name} {why}", style="red", markup=False)
         else:
             about = opened[name][0].about
             report.add(case=case, system=name, **common, **figures(made[name], made.get(BASELINE)), options=about)
