@@ -51,7 +51,9 @@ PANELS = (
 def table(page: str, heading: str) -> Table:
     """The numbers of the first table under a heading."""
     section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", section, re.M)]
+    first = re.search(r"(?:^\|.*\|\n)+", section, re.M)
+    lines = first[0].splitlines() if first else []
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     numbers = ((row[0], column, re.match(r"[\d.,]+", cell)) for row in rows[2:]
                for column, cell in zip(rows[0][1:], row[1:], strict=False))  # fmt: skip
     return {(row, column): float(found[0].replace(",", "")) for row, column, found in numbers if found}

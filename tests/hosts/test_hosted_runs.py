@@ -16,6 +16,7 @@ def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
     return make_cluster("a", "b", "c")
 
 
+@pytest.mark.slow
 def test_a_graph_runs_over_three_hosts_and_leaves_nothing(cluster: Cluster, shared: Path) -> None:
     before = [host.processes() for host in cluster.hosts]
     try:
