@@ -22,6 +22,9 @@ import pytest
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """For all that speak to it: without the second, Ray takes an address of this machine in place of loopback."""
 
+NEEDED = ("ray", "grpc", "aiohttp")
+"""`ray` alone lacks what serves drivers from outside, and jobs."""
+
 
 @dataclass(frozen=True)
 class RayCluster:
@@ -51,8 +54,8 @@ class RayCluster:
 @contextlib.contextmanager
 def ray_cluster(nodes: int = 3, cores: int = 1) -> Iterator[RayCluster]:
     """The test is skipped where Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed: pip install 'dataflow-rl[ray]'")
+    if any(importlib.util.find_spec(each) is None for each in NEEDED):
+        pytest.skip("Ray, or what its extra `default` has, is not installed: pip install 'dataflow-rl[ray]'")
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets have to have short names
     root = str(Path(__file__).parents[3])
     quiet = {**ENVIRONMENT, "PYTHONPATH": root, "RAY_TMPDIR": folder}
