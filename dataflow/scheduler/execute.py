@@ -32,6 +32,7 @@ from dataflow.system.optional_files import Extras, warn
 from dataflow.system.processes import machine
 from dataflow.trainers import own_folder, trainers
 from dataflow.worker.host import Settings
+from dataflow.worker.swapped import swapped
 
 TIMES_S = 5.0
 """Between two times that the seconds so far are written: so many a run that is killed does not know of."""
@@ -212,7 +213,7 @@ def _scheduler(run: Run, watch: Watch, clock: RunClock) -> Scheduler:
 
 
 def _inline(run: Run, watch: Watch, times: Times, notices: list[str]) -> Outcome:
-    running = InlineRun(run.graph, run.plan, run.settings)
+    running = InlineRun(swapped(run.graph, run.settings.swaps), run.plan, run.settings)
     if run.begun.steps:
         running.state.go_on(run.begun.steps, run.begun.rounds)
 
