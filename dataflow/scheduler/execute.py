@@ -18,6 +18,7 @@ from dataflow.folder.disks.bringing import Bringing
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.snapshot import read
+from dataflow.folder.swaps import read_swaps
 from dataflow.folder.trace import merge
 from dataflow.graph import Graph
 from dataflow.history.resume import Begun
@@ -140,7 +141,8 @@ def execute(run: Run) -> Outcome:
             _inline(run, watch, times, notices) if run.in_one_process else _processes(run, watch, times, clock, notices)
         )
         times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
-        folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), title=run.graph.name))
+        marks = [(swap.step, f"{swap.node} = {swap.reference}") for swap in read_swaps(folder)]
+        folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), run.graph.name, marks))
         merge(folder)
     finally:
         for text in notices:

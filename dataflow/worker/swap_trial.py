@@ -3,6 +3,8 @@
 Nothing of the run has changed by then: neither a module that does not end, nor one that ends its process, does harm.
 """
 
+import signal
+
 import structlog
 
 from dataflow.errors import GraphError, where
@@ -18,10 +20,13 @@ from dataflow.worker.swapped import find, fit, load, swapped
 
 NAME = "swap.trial"
 """The worker's, as the settings have it; no operator is called so."""
+TRIAL_S = 15.0
+"""For a module to be imported and its operator to be checked; then the scheduler refuses it."""
 
 
 def main(graph: Graph, plan: Plan, settings: Settings, link: Link) -> int:
     """Run it, in a process that `worker.main` has set up; the exit status."""
+    signal.setitimer(signal.ITIMER_REAL, 2 * TRIAL_S)  # ends it also where its scheduler does not any more
     link.start()
     told = messages.Tried(attempt=settings.attempt, swap=None, error="")
     try:

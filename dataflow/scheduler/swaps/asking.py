@@ -2,21 +2,20 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from dataflow.errors import DataflowError
 from dataflow.folder.swaps import Swap
 from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
 from dataflow.scheduler.swaps import policy
-from dataflow.scheduler.table import Table, WorkerRecord
+from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker import swap_trial
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import FromWorker, Tried
+from dataflow.worker.swap_trial import TRIAL_S
 
-TRIAL_S = 15.0
-"""For a module to be imported and its operator to be checked; then it is refused."""
 READY_S = 20.0
 """For a worker to be ready with it; then who asked is told that it starts."""
 LAST_WORD_S = 1.0
@@ -26,7 +25,7 @@ LAST_WORD_S = 1.0
 class Server(Protocol):
     """What it uses of `ControlServer`."""
 
-    def spawn(self, name: str, settings: dict[str, object], heavy: bool, keeps: bool = False) -> None:
+    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool) -> None:
         """Ask for a process."""
 
     def dismiss(self, name: str) -> None:
@@ -87,7 +86,7 @@ class Asking:
             replica=self._table.last_ticket, attempt=0, tries=wanted,
         )  # fmt: skip
         trial = f"{swap_trial.NAME}-{settings.replica}"
-        self._server.spawn(trial, settings.to_plain(), False)
+        self._server.spawn(trial, settings.to_plain(), False, False)
         self._asked = _Asked(client, wanted, trial, self._clock() + TRIAL_S)
 
     def hear(self, name: str, message: FromWorker) -> bool:
@@ -117,17 +116,19 @@ class Asking:
                 )
             elif now > asked.until:
                 self._refuse(asked, (
-                    f"'{asked.wanted.reference}' was not imported and checked within {TRIAL_S:.0f} s; have its module do "
-                    f"less where it is imported, and swap again"
+                    f"'{asked.wanted.reference}' was not imported and checked within {TRIAL_S:.0f} s; have its "
+                    f"module do less where it is imported, and swap again"
                 ))  # fmt: skip
         elif not swaps.worker and swaps.taken_back:
             self._refuse(asked, f"{swaps.taken_back}; it goes on with the operator before")
         elif not swaps.worker:
             self._done(asked, Swapped(policy.told(asked.wanted)))
+        elif policy.worker_of(self._table, asked.wanted.node).life is Life.GONE:
+            self._done(asked, Refused(f"the run has ended before '{swaps.worker}' could start again"))
         elif now > asked.until:
             self._done(asked, Swapped(
-                f"'{asked.wanted.reference}' is taken in for '{asked.wanted.node}', but '{swaps.worker}' has not started "
-                f"within {READY_S:.0f} s; dataflow doctor says what it does"
+                f"'{asked.wanted.reference}' is taken in for '{asked.wanted.node}', but '{swaps.worker}' has not "
+                f"started within {READY_S:.0f} s; dataflow doctor says what it does"
             ))  # fmt: skip
 
     def _judge(self, asked: _Asked, message: Tried) -> None:

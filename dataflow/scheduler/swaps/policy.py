@@ -23,7 +23,8 @@ def check(table: Table, node: str) -> None:
     operators = table.graph.operators
     if node not in operators:
         raise GraphError(
-            f"'{node}' is to be swapped, but the graph has {list(operators)}{nearest(node, operators)}; name one of these"
+            f"'{node}' is to be swapped, but the graph has {list(operators)}{nearest(node, operators)}; name one of "
+            f"these"
         )
     if not isinstance(operators[node], Scorer):
         can = [name for name, operator in operators.items() if isinstance(operator, Scorer)]
