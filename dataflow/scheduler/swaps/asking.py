@@ -128,7 +128,7 @@ class Asking:
         elif now > asked.until:
             self._done(asked, Swapped(
                 f"'{asked.wanted.reference}' is taken in for '{asked.wanted.node}', but '{swaps.worker}' has not "
-                f"started within {READY_S:.0f} s; dataflow doctor says what it does"
+                f"started within {READY_S:.0f} s (dataflow doctor says what it does)"
             ))  # fmt: skip
 
     def _judge(self, asked: _Asked, message: Tried) -> None:
