@@ -2,8 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dataflow.folder.ledger import BaseLedger, Ledger, LedgerError
@@ -38,6 +38,9 @@ class Swap:
     """Seconds since 1970."""
     by: str = ""
     """Who asked for it, as user@host."""
+    is_withdrawn: bool = False
+    """Whether it was taken back after it stood in the ledger: a worker was killed once it was on record, and the next
+    could not be built with it."""
 
     def __str__(self) -> str:
         """For people."""
@@ -48,15 +51,20 @@ class Swap:
 
 def recorded(facts: Mapping[str, Any]) -> tuple[Swap, ...]:
     """Those of a run, in order, from the facts in its ledger."""
-    return tuple(Swap(**facts[name]) for name in sorted(facts) if name.startswith(f"{FACT}/"))
+    found = (Swap(**facts[name]) for name in sorted(facts) if name.startswith(f"{FACT}/"))
+    return tuple(swap for swap in found if not swap.is_withdrawn)
 
 
-def record(ledger: BaseLedger, swaps: Iterable[Swap]) -> None:
-    """Put down those that the ledger does not know; on the disk when it returns. Errors: LedgerError."""
-    known = ledger.facts()
-    facts = {f"{FACT}/{swap.number:06}": asdict(swap) for swap in swaps}
-    if missing := {name: fact for name, fact in facts.items() if name not in known}:
-        ledger.set_facts(missing)
+def record(ledger: BaseLedger, nodes: Collection[str], swaps: Sequence[Swap]) -> None:
+    """Put down what nodes run from now on, the last swap of each, and that later ones were taken back; on the disk when
+    it returns. Errors: LedgerError."""
+    known = recorded(ledger.facts())
+    numbers = {swap.number for swap in known}
+    changed = [swap for swap in swaps if swap.number not in numbers]
+    last = {swap.node: swap.number for swap in swaps}
+    gone = [swap for swap in known if swap.node in nodes and swap.number > last.get(swap.node, 0)]
+    if changed := [*(replace(swap, is_withdrawn=True) for swap in gone), *changed]:
+        ledger.set_facts({f"{FACT}/{swap.number:06}": asdict(swap) for swap in changed})
         ledger.flush()
 
 
@@ -67,6 +75,6 @@ def read_swaps(folder: RunFolder) -> tuple[Swap, ...]:
     return ()
 
 
-def of_nodes(swaps: Iterable[Swap], nodes: Sequence[str]) -> list[Swap]:
-    """Those of some nodes."""
-    return [swap for swap in swaps if swap.node in nodes]
+def latest(swaps: Iterable[Swap]) -> list[Swap]:
+    """The last of each node: those that count."""
+    return sorted({swap.node: swap for swap in swaps}.values(), key=lambda swap: swap.number)

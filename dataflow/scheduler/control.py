@@ -14,6 +14,7 @@ from dataflow.agent.workload import Workload
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.faults import Faults
 from dataflow.folder.snapshot import Snapshot
+from dataflow.folder.swaps import latest
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
 from dataflow.planning.plan import Plan
@@ -75,7 +76,7 @@ class Scheduler:
         elif server.keys is not None:
             keys = server.keys.to_plain()
         self._left = left
-        self.table.swaps.made = list(settings.swaps)
+        self.table.swaps.made = latest(settings.swaps)
         if left is not None:
             self.table.take_up(left["table"])
         self._settings = dataclasses.replace(settings, keys=keys, limits=limits)

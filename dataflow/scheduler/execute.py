@@ -18,7 +18,7 @@ from dataflow.folder.disks.bringing import Bringing
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.snapshot import read
-from dataflow.folder.swaps import read_swaps
+from dataflow.folder.swaps import latest, read_swaps
 from dataflow.folder.trace import merge
 from dataflow.graph import Graph
 from dataflow.history.resume import Begun
@@ -215,7 +215,7 @@ def _scheduler(run: Run, watch: Watch, clock: RunClock) -> Scheduler:
 
 
 def _inline(run: Run, watch: Watch, times: Times, notices: list[str]) -> Outcome:
-    running = InlineRun(swapped(run.graph, run.settings.swaps), run.plan, run.settings)
+    running = InlineRun(swapped(run.graph, latest(run.settings.swaps)), run.plan, run.settings)
     if run.begun.steps:
         running.state.go_on(run.begun.steps, run.begun.rounds)
 

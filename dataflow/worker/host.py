@@ -20,7 +20,7 @@ from dataflow.folder.ledger.questions import LeastReturn
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.rollback import take_out_abandoned
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.swaps import Swap, of_nodes, record
+from dataflow.folder.swaps import Swap, record
 from dataflow.folder.trace import Trace
 from dataflow.folder.whereabouts import Whereabouts
 from dataflow.graph import Graph
@@ -28,6 +28,7 @@ from dataflow.limits import Limits
 from dataflow.node import Context, Generate, Runtime
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, context_facts, edges, marks
+from dataflow.scorer import Scorer
 from dataflow.structure import readers_of, refreshes_of, sinks_of
 from dataflow.system.log import node_log
 from dataflow.system.rank_places import RankPlaces
@@ -87,7 +88,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     """How long it waits for others."""
     swaps: Sequence[Swap] = ()
-    """Operators of this worker that took the place of those in the graph, in order."""
+    """Operators of this worker that took the place of those in the graph, one of a node."""
     tries: Swap | None = None
     """For a process that only finds out whether this one could."""
 
@@ -192,8 +193,8 @@ class Host:
 
     def record_swaps(self) -> None:
         """Put down which operators took the place of others here, before any of them does anything."""
-        if self.ledger is not None and (own := of_nodes(self.settings.swaps, self.nodes)):
-            record(self.ledger, own)
+        if self.ledger is not None and any(isinstance(self.graph.operators[node], Scorer) for node in self.nodes):
+            record(self.ledger, self.nodes, self.settings.swaps)
 
     def tell(self, node: str, message: Mapping[str, Any]) -> None:
         """Pass a word of the control on."""

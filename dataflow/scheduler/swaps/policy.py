@@ -8,7 +8,7 @@ pause. A worker that cannot be built with the new operator is started with the o
 import signal
 
 from dataflow.errors import GraphError, RunError, nearest
-from dataflow.folder.swaps import Swap, of_nodes
+from dataflow.folder.swaps import Swap, latest
 from dataflow.node import Generate, Learn, Operator, Source
 from dataflow.scheduler.events import Command, Notice, Signal
 from dataflow.scheduler.table import Life, Table, WorkerRecord
@@ -52,13 +52,13 @@ def worker_of(table: Table, node: str) -> WorkerRecord:
 
 def own(table: Table, record: WorkerRecord) -> tuple[Swap, ...]:
     """What an attempt of a worker that starts now runs in the place of its graph's operators."""
-    return tuple(of_nodes(table.swaps.made, record.nodes))
+    return tuple(swap for swap in latest(table.swaps.made) if swap.node in record.nodes)
 
 
 def begin(table: Table, swap: Swap, now: float) -> list[Command]:
     """An operator that fits takes the place of another one: the worker ends."""
     record = worker_of(table, swap.node)
-    table.swaps.made.append(swap)
+    table.swaps.made = [*latest(table.swaps.made), swap]
     table.swaps.worker, table.swaps.taken_back = record.name, ""
     return _end(record, now)
 
