@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
@@ -56,8 +57,8 @@ def find(swap: Swap) -> Swap:
         spec = None
     if spec is None:
         raise GraphError(
-            f"'{swap.reference}' names module '{module}', which is not found from '{Path.cwd()}', where the run's "
-            f"program was started, nor on its PYTHONPATH; put its file there"
+            f"'{swap.reference}' names module '{module}', which is not found where the run's program looks, in "
+            f"{_places()}; put its file there"
         )
     if not spec.has_location or not spec.origin or not spec.origin.endswith(".py"):
         raise GraphError(
@@ -150,6 +151,13 @@ def _import_package(swap: Swap) -> None:
             importlib.import_module(package)
         except (Exception, SystemExit) as error:
             raise _not_imported(swap, error) from error
+
+
+def _places() -> list[str]:
+    """Where this process finds modules, but for those of Python and of packages."""
+    packages = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    found = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
+    return [place for place in dict.fromkeys(found) if not any(place.startswith(each) for each in packages)]
 
 
 def _not_imported(swap: Swap, error: BaseException) -> GraphError:

@@ -132,7 +132,7 @@ def test_what_the_run_cannot_take_in_is_refused_with_the_reason(
         ("rewards.py:strict", "names module 'rewards.py'|cannot be imported"),
         ("a b:c", "write it as reward=rewards:strict"),
         ("__main__:strict", "names the program that is running"),
-        ("nowhere_at_all:strict", "names module 'nowhere_at_all', which is not found from"),
+        ("nowhere_at_all:strict", "names module 'nowhere_at_all', which is not found where"),
         ("nowhere_at_all.below:strict", "cannot be imported: ModuleNotFoundError"),
         ("sys:path", "names module 'sys', which has no Python file"),
     ],
