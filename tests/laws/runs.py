@@ -199,7 +199,7 @@ SCHEDULER = (
     ),
     Law(
         "an operator that is swapped in is on record before it is at work",
-        "test_a_reward_is_swapped_in_the_midst_of_a_run_and_a_resume_goes_on_with_it",
+        "test_a_swap_is_taken_in_by_a_live_run_and_by_who_resumes_it",
         "dataflow.worker:Worker.run",
         without("record_swaps"),
         "the record",
