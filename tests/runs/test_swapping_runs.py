@@ -93,7 +93,7 @@ def test_a_swap_is_taken_in_by_a_live_run_and_by_who_resumes_it(light: None, mod
     assert result.verdict.clean and not (result.folder / FILE).exists()
     assert [rewards(result, step) for step in (1, 2, STEP, 40)] == [{False}, {False}, {False}, {True}]
     (swap,) = read_swaps(RunFolder.open(result.folder))
-    assert (swap.step, swap.source) == (STEP, module.read_text())
+    assert 0 < swap.step <= STEP and swap.source == module.read_text(), "as far as the scheduler had heard"
     assert any(note.startswith("swapped: reward = rewards_to_swap:better (sha256") for note in result.verdict.notes)
     module.unlink()
     again = run(fake_graph(source=FakePrompts(size=400)), on=inline(), resume=result.folder, quiet=True, steps=44)
