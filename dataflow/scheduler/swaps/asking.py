@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from dataflow.errors import DataflowError
 from dataflow.folder.swaps import Swap
+from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
 from dataflow.scheduler.swaps import policy
 from dataflow.scheduler.table import Life, Table, WorkerRecord
@@ -36,7 +37,7 @@ class Server(Protocol):
 class _Asked:
     """One swap that somebody waits for."""
 
-    client: object
+    client: Client
     wanted: Swap
     trial: str
     """The process that tries it; empty: it has ended."""
@@ -56,14 +57,14 @@ class Asking:
 
     def __init__(
         self, table: Table, server: Server, settings_of: Callable[[WorkerRecord], Settings],
-        swap_in: Callable[[Swap], None], reply: Callable[[object, Reply], None], clock: Callable[[], float],
+        swap_in: Callable[[Swap], None], reply: Callable[[Client, Reply], None], clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """settings_of: what a worker that starts now would be told. swap_in: takes an operator in that fits."""
         self._table, self._server, self._settings_of = table, server, settings_of
         self._swap_in, self._reply, self._clock = swap_in, reply, clock
         self._asked: _Asked | None = None
 
-    def ask(self, client: object, request: SwapNode) -> None:
+    def ask(self, client: Client, request: SwapNode) -> None:
         """Begin with a request, or say at once why not."""
         try:
             policy.check(self._table, request.node)
