@@ -157,7 +157,7 @@ def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
 
 def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: float) -> R:
     """Make one request and wait for its reply, unless nobody is there to give one. Raises as `ask_to_scale`."""
-    address, keys = _address(folder), _keys(folder)
+    address, keys, whom = _address(folder), _keys(folder), folder.read_json(CONTROL)
     deadline = time.monotonic() + timeout_s
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -173,6 +173,11 @@ def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: f
                 raise RunError(
                     f"the scheduler of '{folder.path.name}' has died; dataflow resume takes over the workers that it "
                     f"left; without that they finish their step, write a checkpoint and end within a minute or two"
+                )
+            if folder.read_json(CONTROL) != whom:
+                raise RunError(
+                    f"the scheduler of '{folder.path.name}' was replaced while it was asked, so it may have done it "
+                    f"or not; look with dataflow doctor, and ask again"
                 )
             if time.monotonic() >= deadline:
                 raise DeadlineError(

@@ -4,6 +4,7 @@ Nothing of the run has changed by then: neither a module that does not end, nor 
 """
 
 import signal
+from typing import Any
 
 import structlog
 
@@ -48,6 +49,6 @@ def tried(graph: Graph, plan: Plan, wanted: Swap) -> Swap:
     """What is to be swapped in, with its text; it was built once. Errors: GraphError where it does not fit."""
     found = find(wanted)
     operator = fit(graph, found, load(found)).operators[found.node]
-    runtime = operator.build(Context(log=structlog.get_logger(), **context_facts(graph, plan, found.node)))
-    runtime.close()
+    facts: dict[str, Any] = context_facts(graph, plan, found.node)
+    operator.build(Context(log=structlog.get_logger(), **facts)).close()
     return found

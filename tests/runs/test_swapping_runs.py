@@ -96,5 +96,6 @@ def test_a_swap_is_taken_in_by_a_live_run_and_by_who_resumes_it(light: None, mod
     assert 0 < swap.step <= STEP and swap.source == module.read_text(), "as far as the scheduler had heard"
     assert any(note.startswith("swapped: reward = rewards_to_swap:better (sha256") for note in result.verdict.notes)
     module.unlink()
-    again = run(fake_graph(source=FakePrompts(size=400)), on=inline(), resume=result.folder, quiet=True, steps=44)
+    graph = fake_graph(trainer=FakeTrainer(prompts_per_step=8), source=FakePrompts(size=400))
+    again = run(graph, on=inline(), resume=result.folder, quiet=True, steps=44)
     assert again.verdict.clean and rewards(again, 44) == {True}

@@ -154,7 +154,6 @@ def test_a_reward_is_swapped_in_the_midst_of_a_run_and_a_resume_goes_on_with_it(
     assert faults(folder) == []
     assert "note: swapped: reward = new_rewards:better (sha256" in clean(folder)
     assert "swapped reward = new_rewards:better (sha256" in dataflow("show", str(folder.path))[1]
-    assert "reward = new_rewards:better" in (folder.path / "curve.svg").read_text()
     made = first.steps()
     rewards().parent.joinpath("new_rewards.py").unlink()
     second = program("endless", resume=True, steps=made + 5)
@@ -217,11 +216,8 @@ def test_a_scheduler_that_is_killed_while_the_new_reward_starts_is_replaced_by_o
     asked = asking(folder)
     started_by(started, 2)
     first.kill()
-    said = asked.communicate(timeout=60)[0]
-    if by == "standby":
-        assert asked.returncode == 2, said
-    else:
-        assert "has died" in " ".join(said.split()) and asked.returncode == 2, said
+    said = " ".join(asked.communicate(timeout=60)[0].split())
+    assert asked.returncode == 2 and ("has died" in said or "was replaced while it was asked" in said), said
     second = first if by == "standby" else program("endless", resume=True)
     trains_new(second)
     ask_to_stop(folder)
@@ -308,6 +304,7 @@ def test_real_operators_train_what_the_new_reward_scores_and_a_replay_repeats_ev
     last = max(line["step"] for line in folder.read_metrics())
     assert all_new(folder, last) and not all_new(folder, swap.step)
     clean(folder)
+    assert ">reward = new_rewards:better</text>" in (folder.path / "curve.svg").read_text()
     status, said = dataflow("replay", str(folder.path))
     assert status == 0 and f"{last} of {last} losses are the recorded ones, bit for bit" in said, said
     status, said = dataflow("resume", str(folder.path), "--steps", str(last + 3), within_s=120.0)
