@@ -23,7 +23,7 @@ from dataflow.history.summary import summarize
 from dataflow.history.verify import report, verify
 from dataflow.launchers.submit import launch
 from dataflow.scheduler.orphans import clear
-from dataflow.scheduler.requests import ask_for_facts, ask_to_scale, ask_to_stop
+from dataflow.scheduler.requests import ask_for_facts, ask_to_scale, ask_to_stop, ask_to_swap
 
 Run = Annotated[Path, tyro.conf.Positional]
 Trust = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -38,6 +38,7 @@ def main() -> None:
                 "verify": check,
                 "show": show,
                 "scale": scale,
+                "swap": swap,
                 "stop": stop,
                 "resume": resume,
                 "replay": replay,
@@ -87,6 +88,27 @@ def scale(run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional]) ->
     for node, counts in ask_to_scale(RunFolder.open(run), dict(map(_wish, wishes))).items():
         told = [f"{count} {state}" for state, count in counts.items() if count]
         print(f"{node}: {', '.join(told)}")
+    return 0
+
+
+def swap(run: Run, wish: Annotated[str, tyro.conf.Positional]) -> int:
+    """Let another operator take the place of a scorer or filter in a run that is under way; generator and trainer stay.
+
+    It is imported and checked first, in a process of its own: what does not fit is refused, and the run goes on as it
+    was. What the old one has scored and no step has trained may be scored anew. Code of that module runs with the
+    rights of the run.
+
+    Args:
+        run: the run folder, such as runs/latest.
+        wish: which node, and the operator's module and name there, as in reward=rewards:strict.
+    """
+    node, _, reference = wish.partition("=")
+    if not node or not reference:
+        raise GraphError(
+            f"a swap names a node and an operator, but got {wish!r}; write it as reward=rewards:strict, the module and "
+            f"the operator's name there"
+        )
+    print(ask_to_swap(RunFolder.open(run), node, reference))
     return 0
 
 

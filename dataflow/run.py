@@ -23,6 +23,7 @@ from dataflow.folder.ledger_service.process import LedgerProcess
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import is_over_hosts
 from dataflow.folder.run_lock import held
+from dataflow.folder.swaps import read_swaps
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
@@ -256,7 +257,7 @@ def run(
         settings = Settings(
             folder=str(folder.path), seed=seed or 0, steps=steps, keep_steps=keep_steps, listen=listen,
             copies=copies.to_plain() if copies else {},
-            holder=holder, limits=limits or Limits(),
+            holder=holder, limits=limits or Limits(), swaps=() if recorded is None else read_swaps(folder),
         )  # fmt: skip
         if taken is not None:
             begun = taken.begun

@@ -73,6 +73,8 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         found.append([(f"  {'' if number else 'faults':<12}", "dim"), (clean(fault), "")])
     if len(summary.faults) > len(shown):
         found.append([(f"  {'':<12}", "dim"), (f"and {len(summary.faults) - len(shown)} before these", "dim")])
+    for number, swap in enumerate(summary.swaps):
+        found.append([(f"  {'' if number else 'swapped':<12}", "dim"), (clean(swap), "")])
     if summary.hosts:
         found.append([(f"  {'hosts':<12}", "dim"), (clean(summary.hosts), "")])
     if summary.signal:

@@ -110,6 +110,8 @@ class Summary:
     """How often a worker was started again."""
     faults: tuple[str, ...] = ()
     """What fell, how it went on, and what was done again."""
+    swaps: tuple[str, ...] = ()
+    """Operators that took the place of others on the way."""
     hosts: str = ""
     """Which node was planned where, in a run over hosts."""
     signal: str = ""

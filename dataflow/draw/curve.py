@@ -16,15 +16,19 @@ SMOOTHED = 20
 """From so many steps on, a running mean is drawn."""
 REWARD_NAMES = ("reward_mean", "reward")
 ACCURACY_NAME = "eval_accuracy"
+_MARK_ROWS = 4
+"""So many marks stand below each other before the next begins above again."""
 CURVE_NAMES = ("step", *REWARD_NAMES, ACCURACY_NAME)
 """What it reads of a line."""
 
 
-def reward_curve_svg(metrics: Sequence[Mapping[str, Any]], title: str = "Learning curve") -> str:
+def reward_curve_svg(
+    metrics: Sequence[Mapping[str, Any]], title: str = "Learning curve", marks: Sequence[tuple[int, str]] = ()
+) -> str:
     """The curve of the lines of metrics.jsonl; lines that lack a number are passed over.
 
     Reward: each step thin, its running mean over about a twentieth of the steps bold; accuracy: a dot per
-    evaluation.
+    evaluation. marks: steps after which something changed, and what: a line across each.
     """
     reward = _series(metrics, REWARD_NAMES)
     accuracy = _series(metrics, (ACCURACY_NAME,))
@@ -50,6 +54,12 @@ def reward_curve_svg(metrics: Sequence[Mapping[str, Any]], title: str = "Learnin
         if tick <= last:
             x = place(tick, 0)[0]
             body.append(f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{_number(tick)}</text>')
+    for number, (step, what) in enumerate(marks):
+        x = place(min(step, last), 0)[0]
+        body.append(f'<path class="grid changed" d="M{x:.1f} {TOP:g}V{HEIGHT - BOTTOM:g}"/>')
+        end = " end" if step > last / 2 else ""
+        at = f'x="{x + (-6 if end else 6):.1f}" y="{TOP + 12 + 14 * (number % _MARK_ROWS):g}"'
+        body.append(f'<text class="axis{end}" {at}>{xml(what)}</text>')
     middle = f'x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{HEIGHT - 12:g}"'
     body.append(f'<text class="axis middle" {middle}>step (optimiser updates)</text>')
     legend = []
@@ -139,6 +149,7 @@ def _dot(x: float, y: float, point: tuple[float, float]) -> str:
 def _document(title: str, body: Sequence[str]) -> str:
     extra = (
         ".dataflow-graph .end{text-anchor:end}.dataflow-graph .middle{text-anchor:middle}"
+        ".dataflow-graph .changed{stroke-dasharray:4 3}"
         ".dataflow-graph .mark{font-size:11px;font-weight:600}"
         ".dataflow-graph .line{stroke-linejoin:round;stroke-width:2}"
         ".dataflow-graph .raw .line{stroke-width:1;stroke-opacity:.4}"

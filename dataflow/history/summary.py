@@ -14,6 +14,7 @@ from dataflow.folder.faults import in_words, read_faults, restarts
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.retention import not_kept
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.swaps import read_swaps
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
 from dataflow.planning.hosts import named
@@ -44,7 +45,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         staleness_mean=_mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
         staleness_max=max((line["staleness_max"] for line in steps if "staleness_max" in line), default=None),
         restarts=restarts(folder.path), faults=tuple(in_words(read_faults(folder.path))),
-        hosts=_hosts(config.get("hosts", {})), signal=silence(steps),
+        swaps=tuple(map(str, read_swaps(folder))), hosts=_hosts(config.get("hosts", {})), signal=silence(steps),
         verdict=verdict, is_clean=is_clean, folder=str(path),
         folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),
         commands=(

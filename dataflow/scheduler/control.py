@@ -14,14 +14,17 @@ from dataflow.agent.workload import Workload
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.faults import Faults
 from dataflow.folder.snapshot import Snapshot
+from dataflow.folder.swaps import latest
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
 from dataflow.planning.plan import Plan
 from dataflow.scheduler import events, scaling, seating
 from dataflow.scheduler.control_server import ControlServer, Message
 from dataflow.scheduler.reducer import reduce
-from dataflow.scheduler.requests import answer
+from dataflow.scheduler.requests import SwapNode, answer
 from dataflow.scheduler.stall_watch import StallWatch
+from dataflow.scheduler.swaps import policy as swapping
+from dataflow.scheduler.swaps.asking import Asking
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.system.files import only_told
 from dataflow.system.security import RunKeys
@@ -73,6 +76,7 @@ class Scheduler:
         elif server.keys is not None:
             keys = server.keys.to_plain()
         self._left = left
+        self.table.swaps.made = latest(settings.swaps)
         if left is not None:
             self.table.take_up(left["table"])
         self._settings = dataclasses.replace(settings, keys=keys, limits=limits)
@@ -80,6 +84,10 @@ class Scheduler:
         self.snapshot = Snapshot(server.left, {"table": self.table.to_plain}, server.number, self._clock)
         server.ahead, server.told = self._leave_snapshot, self.notices.append
         self.stall_watch = StallWatch(self.table, server.send, settings, clock)
+        self._asking = Asking(
+            self.table, server, lambda record: self._of(record, record.host),
+            swap_in=lambda swap: self._apply(events.SwapIn(swap)), reply=server.reply, clock=clock,
+        )  # fmt: skip
 
     @property
     def address(self) -> str:
@@ -128,12 +136,16 @@ class Scheduler:
         messages, requests, told = self._server.wait(wait_s)
         self._receive(messages)
         for client, request in requests:
+            if isinstance(request, SwapNode):
+                self._asking.ask(client, request)
+                continue
             self._server.reply(client, answer(request, self.scale, self.stall_watch.answer, self.wish_drain))
         for event in told:
             self._note(event)
         if self._wish and not self.table.run.draining:
             self._apply(events.Drain())
         self._pass_time()
+        self._asking.look()
         self.notices += self.stall_watch.look()
 
     def _pass_time(self) -> None:
@@ -188,7 +200,8 @@ class Scheduler:
 
     def _receive(self, messages: Iterable[Message]) -> None:
         for name, message in messages:
-            self._apply(events.Received(name, message))
+            if not self._asking.hear(name, message):
+                self._apply(events.Received(name, message))
 
     def _note(self, event: Mapping[str, Any]) -> None:
         """Take in what the forkserver tells; of a worker that failed first what it sent itself."""
@@ -210,6 +223,8 @@ class Scheduler:
 
     def _note_process(self, event: Mapping[str, Any]) -> None:
         record = self.table.workers.get(event["name"])
+        if event["event"] == "exited":
+            self._asking.ended(event["name"])
         failed = event["event"] == "exited" and event["status"] > 0
         if failed and record is not None and record.is_live and record.life not in (Life.DYING, Life.ENDING):
             self._receive(self._server.last_words(_LAST_WORDS_S))
@@ -228,7 +243,7 @@ class Scheduler:
             case events.EndRanks():
                 record = self.table.workers[command.name]
                 for host in dict.fromkeys(record.rank_hosts):
-                    self._server.end(_of_ranks(command.name, command.attempt, host))
+                    self._server.dismiss(_of_ranks(command.name, command.attempt, host))
             case events.Send():
                 self._server.send(command.to, command.message)
             case events.Signal():
@@ -272,7 +287,7 @@ class Scheduler:
         given: Mapping[str, Any] = self._server.place(host)
         return dataclasses.replace(
             self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt, host=host,
-            rank_hosts=record.rank_hosts,
+            rank_hosts=record.rank_hosts, swaps=swapping.own(self.table, record),
             rank_devices=seating.rank_devices(self.table, record) if record.rank_hosts else (), **given,
         )  # fmt: skip
 

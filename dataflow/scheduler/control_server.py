@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import shutil
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -178,9 +179,9 @@ class ControlServer:
         """Send a signal to a worker."""
         self._outgoing.append(lambda: self._forkserver.kill(name, number))
 
-    def end(self, name: str) -> None:
-        """End a process of ranks on another host, and forget it."""
-        raise AssertionError("this machine is the only host")
+    def dismiss(self, name: str) -> None:
+        """End a process that is no worker, and forget it."""
+        self.kill(name, signal.SIGKILL)
 
     def pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on; at once, as nothing is decided by it."""
@@ -299,8 +300,8 @@ class HostsControlServer(ControlServer):
         """As `Agents.clear`."""
         self._outgoing.append(lambda: self._agents.clear(host))
 
-    def end(self, name: str) -> None:
-        """As `ControlServer.end`."""
+    def dismiss(self, name: str) -> None:
+        """As `ControlServer.dismiss`."""
         self._outgoing.append(lambda: self._agents.kill(name, forget=True))
 
     def seek(self, host: str) -> None:

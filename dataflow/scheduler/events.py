@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from dataflow.errors import RunError
+from dataflow.folder.swaps import Swap
 from dataflow.planning.hosts import Host
 from dataflow.worker.messages import FromWorker, ToWorker
 
@@ -91,6 +92,13 @@ class Wish:
 
 
 @dataclass(frozen=True)
+class SwapIn:
+    """An operator that was tried, and fits, is to take the place of another one."""
+
+    swap: Swap
+
+
+@dataclass(frozen=True)
 class Drain:
     """The run is to finish the step under way, to write a checkpoint and to end."""
 
@@ -106,8 +114,8 @@ class Tick:
 
 
 Event: TypeAlias = (
-    Launch | TakeOver | HostJoined | HostHeard | HostLost | Received | ProcessEvent | ForkserverGone | Wish | Drain
-    | Close | Tick
+    Launch | TakeOver | HostJoined | HostHeard | HostLost | Received | ProcessEvent | ForkserverGone | Wish | SwapIn
+    | Drain | Close | Tick
 )  # fmt: skip
 
 # Commands

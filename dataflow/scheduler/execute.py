@@ -18,6 +18,7 @@ from dataflow.folder.disks.bringing import Bringing
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.snapshot import read
+from dataflow.folder.swaps import latest, read_swaps
 from dataflow.folder.trace import merge
 from dataflow.graph import Graph
 from dataflow.history.resume import Begun
@@ -32,6 +33,7 @@ from dataflow.system.optional_files import Extras, warn
 from dataflow.system.processes import machine
 from dataflow.trainers import own_folder, trainers
 from dataflow.worker.host import Settings
+from dataflow.worker.swapped import swapped
 
 TIMES_S = 5.0
 """Between two times that the seconds so far are written: so many a run that is killed does not know of."""
@@ -139,7 +141,8 @@ def execute(run: Run) -> Outcome:
             _inline(run, watch, times, notices) if run.in_one_process else _processes(run, watch, times, clock, notices)
         )
         times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
-        folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), title=run.graph.name))
+        marks = [(swap.step, f"{swap.node} = {swap.reference}") for swap in read_swaps(folder)]
+        folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), run.graph.name, marks))
         merge(folder)
     finally:
         for text in notices:
@@ -212,7 +215,7 @@ def _scheduler(run: Run, watch: Watch, clock: RunClock) -> Scheduler:
 
 
 def _inline(run: Run, watch: Watch, times: Times, notices: list[str]) -> Outcome:
-    running = InlineRun(run.graph, run.plan, run.settings)
+    running = InlineRun(swapped(run.graph, latest(run.settings.swaps)), run.plan, run.settings)
     if run.begun.steps:
         running.state.go_on(run.begun.steps, run.begun.rounds)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from dataflow.scheduler import lifecycle, scaling
 from dataflow.scheduler.events import Command, FaultNoticed, Outlive, Process, Send, Signal
+from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker.messages import Start
 
@@ -79,5 +80,6 @@ def _adopt(table: Table, record: WorkerRecord, process: Process | None, now: flo
         record.life = Life.GONE
         return []
     if record.restart_at is not None:
-        return [FaultNoticed(record.name, record.cause, record.attempt, now)]
+        is_swapped = record.cause == swapping.CAUSE
+        return [] if is_swapped else [FaultNoticed(record.name, record.cause, record.attempt, now)]
     return lifecycle.fell(table, record, "was never started" if process is None else lifecycle.how(process.status), now)

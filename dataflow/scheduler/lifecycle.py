@@ -6,6 +6,7 @@ from dataflow.errors import RunError, WorkerDied
 from dataflow.folder.faults import STOPPED
 from dataflow.scheduler import recovery, scaling
 from dataflow.scheduler.events import Command, End, EndRanks, FaultNoticed, FaultRecovered, Send, Signal
+from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker.messages import ALONE
 
@@ -27,15 +28,17 @@ def exited(table: Table, record: WorkerRecord, cause: str, now: float, *, with_h
 
 def fell(table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False) -> list[Command]:
     """A worker has ended that should not have: it is started again later, if there is hope; one that fell with its host
-    has not failed itself."""
-    noticed = FaultNoticed(record.name, cause, record.attempt, record.heard_at, record.begun)
+    has not failed itself, and one that was ended for a swap has not failed at all."""
+    noticed: list[Command] = [FaultNoticed(record.name, cause, record.attempt, record.heard_at, record.begun)]
+    if is_swapped := record.cause == swapping.CAUSE:
+        noticed, cause = [], swapping.CAUSE
     record.fall(cause)
     if not table.begun:
         return [End(WorkerDied(table.obituary(record)))]
     if table.is_ending:
-        return [noticed, *give_up(table, record)]
-    commands = [noticed, *scaling.fell(table, record)]
-    if with_host:
+        return [*noticed, *give_up(table, record)]
+    commands = [*noticed, *scaling.fell(table, record)]
+    if with_host or is_swapped:
         recovery.moves(record, now)
     else:
         recovery.died(table, record, cause, now)
@@ -69,7 +72,7 @@ def go_on(table: Table, record: WorkerRecord, now: float) -> list[Command]:
     ]
     commands += scaling.ready(table, record)
     recovery.recovered(record, now)
-    return [*commands, FaultRecovered(record.name)]
+    return [*commands, FaultRecovered(record.name), *swapping.ready(table, record)]
 
 
 def wake(table: Table, record: WorkerRecord, now: float) -> list[Command]:

@@ -34,7 +34,8 @@ def died(table: Table, record: WorkerRecord, cause: str, now: float) -> None:
 
 
 def moves(record: WorkerRecord, now: float) -> None:
-    """The attempt under way has ended with its host: the next one may begin at once, where there is room."""
+    """The attempt under way has ended with its host, or for a swap: the next one may begin at once, where there is
+    room."""
     if record.restart_at is None:
         record.restart_at, record.at_work_since = now, None
 

@@ -30,6 +30,7 @@ from dataflow.folder.faults import STOPPED
 from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
 from dataflow.planning.wiring import edges
 from dataflow.scheduler import addresses, events, failover, hosting, lifecycle, recovery, scaling
+from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker import messages
 
@@ -56,6 +57,8 @@ def reduce(table: Table, event: events.Event, now: float) -> list[events.Command
             commands = _forkserver_gone(table)
         case events.Wish():
             commands = scaling.wish(table, event.wishes)
+        case events.SwapIn():
+            commands = swapping.begin(table, event.swap, now)
         case events.Drain():
             commands = _drain(table, now)
         case events.Close():
@@ -140,6 +143,8 @@ def _received(table: Table, name: str, message: messages.FromWorker, now: float)
             commands += _heartbeat(table, record, message)
         case messages.Stacks():
             record.stacks = (now, message.threads)
+        case messages.Failed() if (taken_back := swapping.failed(table, record, message, now)) is not None:
+            commands += taken_back
         case messages.Failed():
             record.die(f"failed: {message.message}", now, lasting=message.lasting)
             if not table.begun:

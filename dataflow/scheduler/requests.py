@@ -1,6 +1,7 @@
 """Requests to a run that is under way: how one is made, and how the scheduler answers."""
 
 import errno
+import getpass
 import secrets
 import socket
 import stat
@@ -20,6 +21,8 @@ from dataflow.system.messages import Codec, MessageError, Natural, Plain
 from dataflow.system.security import RunKeys, present
 
 ANSWER_S = 10.0
+SWAPPED_S = 45.0
+"""For an operator to be tried, and a worker to start with it."""
 R = TypeVar("R")
 _LOOK_MS = 1000
 """Between two looks whether the scheduler lives: long enough for another that takes its place."""
@@ -48,6 +51,17 @@ class StopRun:
 
 
 @dataclass(frozen=True)
+class SwapNode:
+    """Let another operator take the place of a scorer."""
+
+    node: str
+    reference: str
+    """MODULE:ATTRIBUTE, as the run's program would import it."""
+    by: str
+    """Who asks, as user@host."""
+
+
+@dataclass(frozen=True)
 class Scaled:
     """The wish is taken in; what the nodes have."""
 
@@ -67,20 +81,30 @@ class Stopping:
 
 
 @dataclass(frozen=True)
+class Swapped:
+    """It has taken it, or is about to."""
+
+    text: str
+    """For people."""
+
+
+@dataclass(frozen=True)
 class Refused:
     """Why nothing is done."""
 
     error: str
 
 
-Request: TypeAlias = Scale | TellFacts | StopRun
-Reply: TypeAlias = Scaled | FactsTold | Stopping | Refused
-REQUESTS: Codec[Request] = Codec("dataflow.requests", 1, Scale, TellFacts, StopRun)
-REPLIES: Codec[Reply] = Codec("dataflow.replies", 1, Scaled, FactsTold, Stopping, Refused)
+Immediate: TypeAlias = Scale | TellFacts | StopRun
+"""Those that are answered at once."""
+Request: TypeAlias = Immediate | SwapNode
+Reply: TypeAlias = Scaled | FactsTold | Stopping | Swapped | Refused
+REQUESTS: Codec[Request] = Codec("dataflow.requests", 1, Scale, TellFacts, StopRun, SwapNode)
+REPLIES: Codec[Reply] = Codec("dataflow.replies", 1, Scaled, FactsTold, Stopping, Swapped, Refused)
 
 
 def answer(
-    request: Request, scale: Callable[[Mapping[str, int]], Replicas], facts: Callable[[], Facts],
+    request: Immediate, scale: Callable[[Mapping[str, int]], Replicas], facts: Callable[[], Facts],
     stop: Callable[[], None],
 ) -> Reply:  # fmt: skip
     """What the scheduler says to somebody who is no worker."""
@@ -113,6 +137,15 @@ def ask_to_stop(folder: RunFolder, timeout_s: float = ANSWER_S) -> None:
     _exchange(folder, StopRun(), Stopping, timeout_s)
 
 
+def ask_to_swap(folder: RunFolder, node: str, reference: str, timeout_s: float = SWAPPED_S) -> str:
+    """Ask the run in a folder to let another operator take the place of a scorer or filter; what came of it.
+
+    Raises RunError when the run is over or refuses, DeadlineError when it does not answer in time.
+    """
+    by = f"{getpass.getuser()}@{socket.gethostname()}"
+    return _exchange(folder, SwapNode(node, reference, by), Swapped, timeout_s).text
+
+
 def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
     """Ask the run in a folder what it knows of itself; it asks its workers for their stacks, which come later.
 
@@ -124,7 +157,7 @@ def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
 
 def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: float) -> R:
     """Make one request and wait for its reply, unless nobody is there to give one. Raises as `ask_to_scale`."""
-    address, keys = _address(folder), _keys(folder)
+    address, keys, whom = _address(folder), _keys(folder), folder.read_json(CONTROL)
     deadline = time.monotonic() + timeout_s
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -140,6 +173,11 @@ def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: f
                 raise RunError(
                     f"the scheduler of '{folder.path.name}' has died; dataflow resume takes over the workers that it "
                     f"left; without that they finish their step, write a checkpoint and end within a minute or two"
+                )
+            if folder.read_json(CONTROL) != whom:
+                raise RunError(
+                    f"the scheduler of '{folder.path.name}' was replaced while it was asked, so it may have done it "
+                    f"or not; look with dataflow doctor, and ask again"
                 )
             if time.monotonic() >= deadline:
                 raise DeadlineError(

@@ -12,6 +12,7 @@ from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.scheduler.heartbeats import Told, together
 from dataflow.scheduler.state_machine import RunStateMachine
+from dataflow.scheduler.swaps.state import Swaps
 from dataflow.worker.messages import Heartbeat, ToWorker, WeightLine
 
 
@@ -284,6 +285,7 @@ class Table:
     schedule: list[tuple[int, Mapping[str, int]]] = field(init=False)
     """Wishes of the plan, by the step from which they count."""
     last_ticket: int = 0
+    swaps: Swaps = field(default_factory=Swaps)
     failures: list[Failure] = field(default_factory=list)
     """Those that may count, oldest first."""
     made: int = 0
@@ -368,7 +370,7 @@ class Table:
             "schedule": self.schedule, "last_ticket": self.last_ticket, "made": self.made,
             "failures": [[each.worker, each.attempt, each.cause, each.at] for each in self.failures],
             "progressed_at": self.progressed_at if self.made else None,
-            "hosts": [host.to_plain() for host in self.hosts.values()],
+            "hosts": [host.to_plain() for host in self.hosts.values()], "swaps": self.swaps.to_plain(),
         }  # fmt: skip
 
     def take_up(self, plain: Mapping[str, Any]) -> None:
@@ -379,7 +381,7 @@ class Table:
         self.schedule = [(step, wishes) for step, wishes in plain["schedule"]]
         self.failures = [Failure(*each) for each in plain["failures"]]
         self.hosts = {each["facts"]["name"]: HostRecord.from_plain(each) for each in plain["hosts"]}
-        self.made = plain["made"]
+        self.made, self.swaps = plain["made"], Swaps.from_plain(plain["swaps"])
         self.progressed_at = float("-inf") if plain["progressed_at"] is None else plain["progressed_at"]
         self.begun = True
 

@@ -20,6 +20,7 @@ from dataflow.folder.ledger.questions import LeastReturn
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.rollback import take_out_abandoned
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.swaps import Swap, record
 from dataflow.folder.trace import Trace
 from dataflow.folder.whereabouts import Whereabouts
 from dataflow.graph import Graph
@@ -27,6 +28,7 @@ from dataflow.limits import Limits
 from dataflow.node import Context, Generate, Runtime
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, context_facts, edges, marks
+from dataflow.scorer import Scorer
 from dataflow.structure import readers_of, refreshes_of, sinks_of
 from dataflow.system.log import node_log
 from dataflow.system.rank_places import RankPlaces
@@ -85,12 +87,18 @@ class Settings:
     """By edge that ends here, and by weight line and executor (`trainer.gloo`), where the attempt before listened."""
     limits: Limits = field(default_factory=Limits)
     """How long it waits for others."""
+    swaps: Sequence[Swap] = ()
+    """Operators of this worker that took the place of those in the graph, one of a node."""
+    tries: Swap | None = None
+    """For a process that only finds out whether this one could."""
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Settings":
         """What `to_plain` made of one."""
-        ranks = {name: tuple(plain[name]) for name in ("rank_hosts", "rank_devices")}
-        return cls(**{**plain, **ranks, "limits": Limits.from_plain(plain["limits"])})
+        values = {name: tuple(plain[name]) for name in ("rank_hosts", "rank_devices")}
+        values["swaps"] = tuple(Swap(**each) for each in plain["swaps"])
+        tries = None if plain["tries"] is None else Swap(**plain["tries"])
+        return cls(**{**plain, **values, "tries": tries, "limits": Limits.from_plain(plain["limits"])})
 
     def to_plain(self) -> dict[str, Any]:
         """For msgpack."""
@@ -182,6 +190,11 @@ class Host:
                 finished=self._finished(name, sources), settled=self._settled(name, {source for source, _, _ in ends}),
                 span=span, turns=self._taking_turns.get(name),
             )  # fmt: skip
+
+    def record_swaps(self) -> None:
+        """Put down which operators took the place of others here, before any of them does anything."""
+        if self.ledger is not None and any(isinstance(self.graph.operators[node], Scorer) for node in self.nodes):
+            record(self.ledger, self.nodes, self.settings.swaps)
 
     def tell(self, node: str, message: Mapping[str, Any]) -> None:
         """Pass a word of the control on."""

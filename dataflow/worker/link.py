@@ -71,9 +71,10 @@ class Link:
         self._thread = threading.Thread(target=self._serve, name="link", daemon=True)
 
     def start(self, heartbeat: Callable[[], Heartbeat] | None = None) -> None:
-        """Begin; `heartbeat` is called in the thread and must only read; None: it tells of nothing."""
+        """Begin, if it has not; `heartbeat` is called in the thread and must only read; None: it tells of nothing."""
         self._heartbeat = heartbeat or self._heartbeat
-        self._thread.start()
+        if self._thread.ident is None:
+            self._thread.start()
 
     @property
     def socket(self) -> "zmq.Socket[bytes]":

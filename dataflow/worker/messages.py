@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from dataflow.folder.swaps import Swap
 from dataflow.system.messages import Codec, Plain
 
 ALONE = os.EX_TEMPFAIL
@@ -134,6 +135,17 @@ class Failed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What came of trying an operator that is to be swapped in."""
+
+    attempt: int
+    swap: Swap | None
+    """With its module's text; None: it cannot be."""
+    error: str
+    """Why not."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bye:
     """It ends as it was told."""
 
@@ -223,7 +235,7 @@ class AskStacks:
     """Say where your threads are."""
 
 
-FromWorker: TypeAlias = Hello | Ready | Confirmed | Heartbeat | Stacks | Failed | Bye
+FromWorker: TypeAlias = Hello | Ready | Confirmed | Heartbeat | Stacks | Failed | Tried | Bye
 ToWorker: TypeAlias = (
     Wire | Start | Stop | NodeCommand | Moved | Expect | SenderEnded | AddReceivers | RetireReceivers | Heard
     | AskStacks
@@ -232,7 +244,7 @@ DECIDE_NOTHING = (Heard, AskStacks)
 """Messages from which nothing follows that a successor of the scheduler would have to know."""
 
 TO_SCHEDULER: Codec[FromWorker] = Codec(
-    "dataflow.from-worker", 1, Hello, Ready, Confirmed, Heartbeat, Stacks, Failed, Bye
+    "dataflow.from-worker", 1, Hello, Ready, Confirmed, Heartbeat, Stacks, Failed, Tried, Bye
 )
 TO_WORKER: Codec[ToWorker] = Codec(
     "dataflow.to-worker", 1, Wire, Moved, Start, Stop, NodeCommand, Expect, SenderEnded, AddReceivers, RetireReceivers,

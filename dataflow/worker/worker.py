@@ -26,12 +26,13 @@ from dataflow.system.clocks import AwakeClock
 from dataflow.system.log import log_to
 from dataflow.system.processes import machine
 from dataflow.system.security import RunKeys
-from dataflow.worker import messages, rank_host, weight_ports
+from dataflow.worker import messages, rank_host, swap_trial, weight_ports
 from dataflow.worker.cpu_watchdog import CpuWatchdog
 from dataflow.worker.host import Host, Settings
 from dataflow.worker.link import Link
 from dataflow.worker.ports import Ports
 from dataflow.worker.rank_line import RankLine
+from dataflow.worker.swapped import swapped
 
 M = TypeVar("M", messages.Wire, messages.Start)
 
@@ -60,12 +61,15 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         seek=partial(_seek, settings), patience_s=max(_LEAST_PATIENCE_S, settings.limits.adopt_s),
         keys=RunKeys.from_plain(settings.keys), clock=clock,
     )  # fmt: skip
-    worker = Worker(graph, plan, settings, link, left_alone, clock)
-    link.start(worker.heartbeat)
+    if settings.tries is not None:
+        return swap_trial.main(graph, plan, settings, link)
     try:
+        worker = Worker(swapped(graph, settings.swaps), plan, settings, link, left_alone, clock)
+        link.start(worker.heartbeat)
         worker.run()
     except BaseException as error:
         traceback.print_exc()
+        link.start()
         link.send(messages.Failed(
             attempt=settings.attempt, error=type(error).__name__, message=str(error), traceback=traceback.format_exc(),
             lasting=isinstance(error, DataflowError) and error.is_lasting,
@@ -138,6 +142,7 @@ class Worker:
         self._host.build()
         self._host.wire(self._ports.inlets, self._ports.open_outlets(self._host, wire.addresses))
         self._refresh(force=True)
+        self._host.record_swaps()
         self._link.send(messages.Ready(attempt=self._attempt))
         self._wait_for(messages.Start)
         log.info("started", nodes=self._nodes, threads=self._threads, pid=os.getpid())

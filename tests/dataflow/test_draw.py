@@ -505,6 +505,14 @@ def test_the_curve_has_axes_a_legend_and_a_dot_per_evaluation() -> None:
     assert svg.count("<circle") == 3
 
 
+def test_the_curve_has_a_line_with_its_words_where_something_changed() -> None:
+    metrics = [{"step": step, "reward_mean": step / 100} for step in range(1, 61)]
+    svg = reward_curve_svg(metrics, marks=[(0, "a < b"), (30, "reward = rewards:strict"), (999, "later")])
+    assert {"a < b", "reward = rewards:strict", "later"} <= set(texts(svg))
+    assert svg.count('class="grid changed"') == 3
+    assert ElementTree.fromstring(reward_curve_svg([], marks=[(3, "of no step")])).tag == f"{SVG}svg"
+
+
 @pytest.mark.parametrize(
     "metrics",
     [

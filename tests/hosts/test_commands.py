@@ -30,6 +30,8 @@ def test_commands_work_from_a_host_that_does_not_lead_the_run(
     scaled = dataflow(c, "scale", cluster, "generator=1")
     assert scaled.returncode == 0 and "generator:" in scaled.stdout, scaled.stderr
     wait_until(lambda: dataflow(c, "scale", cluster, "generator=1").stdout.strip() == "generator: 1 live", 60.0)
+    swapped = dataflow(c, "swap", cluster, "reward=rigs.graphs:reward")
+    assert swapped.returncode == 0 and "'reward' is 'rigs.graphs:reward' from now on" in swapped.stdout, swapped.stderr
     for command in ("verify", "show"):
         looked = dataflow(c, command, cluster)
         assert looked.returncode == 0 and "clean" in looked.stdout, looked.stdout + looked.stderr

@@ -87,7 +87,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     families: set[int] = set()
 
     def begin(*flags: str, command: tuple[str, ...] = (str(PROGRAM),), **limits: float) -> Under:
-        environment = os.environ | {"LIMITS": json.dumps(limits), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "LIMITS": json.dumps(limits),
+            "PYTHONPATH": f"{ROOT}:{tmp_path}",
+            "OMP_NUM_THREADS": "1",
+        }
         with (tmp_path / "output").open("a") as file:
             process = subprocess.Popen(
                 [sys.executable, *command, *flags], cwd=tmp_path, stdout=file, stderr=file, env=environment,
@@ -150,6 +154,43 @@ def test_a_host_whose_agent_is_killed_is_noticed_at_once_and_the_run_goes_on_els
     assert "ends after the step under way" in ask(run, "stop")
     run.process.wait(60)
     run.is_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_reward_is_swapped_on_its_host_and_goes_on_with_it_to_another_one(start: Start, tmp_path: Path) -> None:
+    module = tmp_path / "new_rewards.py"
+    module.write_text(
+        "from dataflow import scorer\n\n"
+        "@scorer(isolate=False)\ndef better(completion: str) -> float:\n    return 100.0\n"
+    )
+    run = start("--on", "local:3", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02")
+
+    def trains_new() -> bool:
+        rewards = run.folder.read_rollouts(run.steps()).column("reward").to_pylist()
+        return min(rewards) >= 100.0  # type: ignore[no-any-return]
+
+    run.further()
+    assert "reward-0     h1    ready" in ask(run, "doctor")
+    before = run.agents()
+    swap = [sys.executable, "-m", "dataflow", "swap", str(run.folder.path)]
+    said = [
+        subprocess.run([*swap, wish], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        for wish in ("reward=nowhere_at_all:better", "reward=new_rewards:better")
+    ]
+    assert [each.returncode for each in said] == [2, 0], [each.stdout + each.stderr for each in said]
+    assert "is not found where the run's program looks" in " ".join(said[0].stderr.split())
+    wait_until(trains_new, WAIT_S, "a step of the new reward")
+    assert run.faults() == [] and run.agents() == before
+    module.unlink()
+    os.kill(before["h1"], signal.SIGKILL)
+    wait_until(lambda: any(fault["worker"] == "reward-0" for fault in run.faults()), 30.0, "the loss of the host")
+    run.further(20)
+    assert trains_new()
+    ask(run, "stop")
+    run.process.wait(60)
+    run.is_clean()
+    assert "note: swapped: reward = new_rewards:better" in str(verify(run.folder.path))
 
 
 @pytest.mark.slow

@@ -176,6 +176,34 @@ SCHEDULER = (
         without("from_config"),
         "the model without weights",
     ),
+    Law(
+        "nothing of a run changes before an operator that is to be swapped in was tried",
+        "test_what_does_not_fit_is_refused_and_nothing_has_changed",
+        "dataflow.scheduler:Asking._judge",
+        never("message", "swap"),
+        "the look at what the trial says",
+    ),
+    Law(
+        "a run goes on with the text that was swapped in, whatever its file has become",
+        "test_what_was_kept_counts_and_not_what_the_file_has_become",
+        "dataflow.worker:_Kept.get_data",
+        returned("super().get_data(path)"),
+        "the text that was kept",
+    ),
+    Law(
+        "a swap that a scheduler has begun is brought to its end by its successor",
+        "test_a_scheduler_that_takes_over_in_the_midst_of_a_swap_brings_it_to_its_end[before it is told to end]",
+        "dataflow.scheduler:Table.take_up",
+        expression("self.swaps", "from_plain", "Swaps", kind=ast.Call),
+        "the swaps in the snapshot",
+    ),
+    Law(
+        "an operator that is swapped in is on record before it is at work",
+        "test_a_swap_is_taken_in_by_a_live_run_and_by_who_resumes_it",
+        "dataflow.worker:Worker.run",
+        without("record_swaps"),
+        "the record",
+    ),
 )
 
 TURNS = (

@@ -22,6 +22,7 @@ PARTS = {
         "operators/training/knobs.py", "operators/training/steps.py",
         "operators/training/parallel/*.py", "operators/training/learner/*.py",
     ),
+    "Operators in a live run": ("dataflow/worker/swapped.py", "dataflow/scheduler/swaps/*.py"),
     "References, judges and values": ("operators/forward_pass/knobs.py", "operators/forward_pass/build.py"),
 }  # fmt: skip
 """Where graphs, plans, knobs and models are refused, by heading of the page."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from .channels import ChannelWorld
 from .laws import Broken
-from .shape import FEATURES, HOSTS
+from .shape import FEATURES, HOSTS, SWAPS
 from .world import World
 
 
@@ -20,7 +20,7 @@ def main() -> int:
     asked.add_argument("--seed", type=int, help="repeat this one, with its log")
     asked.add_argument("--seeds", type=int, nargs=2, metavar=("FROM", "TO"), help="try these")
     asked.add_argument("--channels", action="store_true", help="senders and receivers alone")
-    asked.add_argument("--having", nargs="*", choices=[*FEATURES, HOSTS], help="instead of what the seed draws")
+    asked.add_argument("--having", nargs="*", choices=[*FEATURES, HOSTS, SWAPS], help="instead of what the seed draws")
     wishes = asked.parse_args()
     seeds = range(*wishes.seeds) if wishes.seeds else [wishes.seed or 0]
     more = "" if wishes.having is None else " ".join([" --having", *wishes.having])

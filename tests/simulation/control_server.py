@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.scheduler.control_server import Client
-from dataflow.scheduler.requests import Reply, Scale
+from dataflow.scheduler.requests import Reply, Scale, SwapNode
+from dataflow.worker import swap_trial
 from dataflow.worker.messages import TO_WORKER, FromWorker, Heard, ToWorker
 
 from .clock import Clock
 from .exchange import Exchange
 from .forks import Agents, Event, Forks
+from .guests import Swappers
 from .laws import Broken
 from .network import SCHEDULER, Machines
 from .process import Crash, Process
 
 Message = tuple[str, FromWorker]
-_SOMEBODY = Client(b"somebody")
+_SOMEBODY, _SWAPPER = Client(b"somebody"), Client(b"swapper")
 _LOOK_S = 0.1
 """Between two looks whether the ledger's service is there again."""
 
@@ -46,6 +48,8 @@ class Room:
     machines: Machines
     told: Callable[[ToWorker], None]
     """Hears every message to a worker."""
+    swappers: Callable[[], Swappers | None]
+    """Who asks for swaps."""
     asked: list[Scale] = field(default_factory=list)
     """Requests that nobody answered; whoever made them asks the next scheduler."""
 
@@ -86,7 +90,7 @@ class SimulatedControlServer:
         self.ahead: Callable[[], None] = lambda: None
         self._room, self._keeps = room, keeps
         self._received: deque[Message] = deque()
-        self._requested: deque[tuple[Client, Scale]] = deque()
+        self._requested: deque[tuple[Client, Scale | SwapNode]] = deque()
         self._events: deque[Event] = deque()
         self._outgoing: deque[Callable[[], None]] = deque()
         """What the scheduler decided; it happens when it waits next."""
@@ -95,11 +99,19 @@ class SimulatedControlServer:
         for request in room.asked:
             self.ask(request)
 
-    def ask(self, request: Scale) -> None:
+    def ask(self, request: Scale | SwapNode) -> None:
         """Somebody makes a request."""
-        self._requested.append((_SOMEBODY, request))
+        self._requested.append((_SOMEBODY if isinstance(request, Scale) else _SWAPPER, request))
 
-    def wait(self, wait_s: float) -> tuple[list[Message], list[tuple[Client, Scale]], list[Event]]:
+    def hear(self, name: str, message: FromWorker) -> None:
+        """A process that is no worker says something."""
+        self._received.append((name, message))
+
+    def note(self, event: Event) -> None:
+        """The forkserver tells something of such a one."""
+        self._events.append(event)
+
+    def wait(self, wait_s: float) -> tuple[list[Message], list[tuple[Client, Scale | SwapNode]], list[Event]]:
         """What is sent, and what the forkserver tells; the world goes on meanwhile."""
         if self._outgoing and self._keeps:
             self._room.point()
@@ -143,7 +155,10 @@ class SimulatedControlServer:
 
     def reply(self, to: Client, reply: Reply) -> None:
         """Answer a request."""
-        self._outgoing.append(self._answered)
+        if to == _SWAPPER:
+            self._swappers.hear(reply)
+        else:
+            self._outgoing.append(self._answered)
 
     def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
         """From now on workers outlive the scheduler, where this world has another one."""
@@ -151,7 +166,19 @@ class SimulatedControlServer:
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """Ask for a process."""
-        self._outgoing.append(lambda: self._room.forks.spawn(name, settings))
+        if name.startswith(f"{swap_trial.NAME}-"):
+            self._outgoing.append(lambda: self._swappers.try_(name, settings))
+        else:
+            self._outgoing.append(lambda: self._room.forks.spawn(name, settings))
+
+    @property
+    def _swappers(self) -> Swappers:
+        found = self._room.swappers()
+        assert found is not None, "nobody else asks for a swap"
+        return found
+
+    def dismiss(self, name: str) -> None:
+        """A trial's word may still come."""
 
     def kill(self, name: str, number: int) -> None:
         """Send a signal to a worker: all of them end it."""

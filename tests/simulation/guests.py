@@ -1,18 +1,29 @@
-"""Wishes for more or fewer replicas while a run goes on, from the seed; when all of them are fulfilled."""
+"""Wishes while a run goes on, from the seed: for more or fewer replicas, and when all of them are fulfilled; for other
+scorers, and which somebody was told to have got."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from random import Random
+from typing import TYPE_CHECKING, Any
 
+from dataflow.folder.swaps import Swap, recorded
 from dataflow.scheduler import scaling
-from dataflow.scheduler.requests import Scale
+from dataflow.scheduler.requests import Reply, Scale, SwapNode, Swapped
 from dataflow.scheduler.table import Table
+from dataflow.worker.messages import Tried
 
 from .clock import Clock
+from .laws import check
+
+if TYPE_CHECKING:
+    from .world import World
 
 MOST = 3
 """Replicas of a node."""
+UNBUILT = "rewards:unbuilt"
+"""An operator with which no worker can start, though it fits."""
 
 
 class Guests:
@@ -46,3 +57,54 @@ class Guests:
         now = self.wished.get(node, self._nodes[node])
         count = self._random.choice([count for count in range(1, MOST + 1) if count != now])
         self._ask(Scale({node: count}))
+
+
+class Swappers:
+    """Ask for other scorers, as somebody does with `dataflow swap`; play the processes that try them."""
+
+    def __init__(self, world: World, *, over_s: float) -> None:
+        """over_s: they come in time."""
+        self._world, self._random = world, Random(f"{world.seed} swaps")
+        self._told = 0
+        """The newest that somebody was told to have got."""
+        for number in range(self._random.randint(1, 4)):
+            reference = UNBUILT if self._random.random() < 0.15 else f"rewards:number{number}"
+            request = SwapNode("reward", reference, "somebody")
+            world.clock.after(self._random.random() * over_s, partial(self._ask, request))
+
+    def try_(self, name: str, settings: Mapping[str, Any]) -> None:
+        """A process tries an operator: in time or not, or it ends without a word."""
+        world, outcome, takes_s = self._world, self._random.random(), 3.0 * self._random.random() ** 4
+        exited = {"event": "exited", "name": name, "pid": 1, "status": -9}
+        fits, does_not = Swap(**settings["tries"]), Tried(attempt=0, swap=None, error="it does not fit")
+        if outcome < 0.1:
+            world.clock.after(takes_s, lambda: world.server.note(exited))
+        elif outcome < 0.95:
+            said = does_not if outcome < 0.2 else Tried(attempt=0, swap=fits, error="")
+            world.clock.after(takes_s, lambda: world.server.hear(name, said))
+
+    def hear(self, reply: Reply) -> None:
+        """Somebody hears what came of a wish: what is at work is on record."""
+        world = self._world
+        assert world.scheduler is not None
+        world.say("somebody", f"is told {reply}")
+        swaps = world.scheduler.table.swaps
+        if isinstance(reply, Swapped) and not swaps.worker:
+            self._told, numbers = swaps.made[-1].number, [swap.number for swap in recorded(world.ledger.facts())]
+            check(self._told in numbers, f"swap {self._told} is at work, but not on record, only {numbers}")
+
+    def start(self, name: str, settings: Mapping[str, Any]) -> None:
+        """A worker starts: with what somebody was told that it would, whoever has died since."""
+        world = self._world
+        assert world.scheduler is not None
+        if name.startswith("reward-") and settings["attempt"] == world.scheduler.table.workers[name].attempt:
+            runs = max((swap["number"] for swap in settings["swaps"]), default=0)
+            check(runs >= self._told, f"'{name}' starts with swap {runs}, but was told to have {self._told}")
+
+    def _ask(self, request: SwapNode) -> None:
+        world = self._world
+        if not world.begun or world.scheduler is None or world.scheduler.table.run.over:
+            return
+        world.say("somebody", f"asks for {request.reference}")
+        world.server.ask(request)
+        world.trouble_soon("reward")

@@ -11,10 +11,11 @@ from dataflow.folder.ledger import Ledger
 from dataflow.history import resume
 from dataflow.records import GROUP_ID
 from dataflow.scheduler import control
-from dataflow.worker import ports
+from dataflow.scheduler.swaps import policy
+from dataflow.worker import host, ports
 from operators.sources import prompt_runtime
 
-from .actors import TRAINED
+from .actors import TRAINED, SimulatedScorer
 from .worker import Touching
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def product(world: World) -> Iterator[None]:
         (control, "ControlServer", lambda *_, **__: world.server), (finished.Finished, "append", appended),
         (resume, "_ledger", lambda folder, _: opened(folder.ledger)),
         (prompt_runtime, "ROWS_AT_ONCE", world.at_once),
+        (policy, "Scorer", SimulatedScorer), (host, "Scorer", SimulatedScorer),
     ):  # fmt: skip
         yield
 

@@ -26,6 +26,8 @@ FEATURES = {"evaluation": 0.2, "scaling": 0.15, "resume": 0.2, "successor": 0.25
 """What a run may have beside its steps, and how many of all have it."""
 HOSTS, HOSTED = "hosts", 0.15
 """The feature of a run over several hosts, which no other seed draws for, and how many of all have it."""
+SWAPS = "swaps"
+"""The feature of a run whose scorer is swapped, which no seed draws: it has to be asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class Shape:
     """Whether the scheduler dies alone, and another one takes the workers over."""
     filters: bool
     """Whether most groups are dropped."""
+    swaps: bool = False
+    """Whether the scorer is swapped."""
     hosts: int = 0
     """Machines that the workers sit on; 0: the scheduler's own."""
 
@@ -74,7 +78,8 @@ class Shape:
             group_size=random.choice((1, 2, 3)), prompts_per_step=random.choice((1, 2, 3)) * (6 if filters else 1),
             max_staleness=random.choice((0, 1, 2)), steps=2 if filters else random.randint(2, 5),
             generators=random.choice((1, 1, 2)),
-            checkpoint_every=random.choice((1, 2, 3)), scorers=random.choice((1, 2)) if heavy else 0,
+            checkpoint_every=random.choice((1, 2, 3)),
+            scorers=random.choice((1, 2)) if heavy and SWAPS not in features else 0, swaps=SWAPS in features,
             every_steps=random.choice((1, 2, 3)) * evaluates, questions=random.randint(1, 5) * evaluates,
             answers=random.choice((1, 2)) * evaluates, scales=scales, resumes="resume" in features,
             succeeds="successor" in features, filters=filters,

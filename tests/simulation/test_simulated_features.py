@@ -13,8 +13,10 @@ from dataflow.folder.snapshot import Snapshot
 from dataflow.scheduler import addresses, failover, hosting, recovery, scaling
 from dataflow.scheduler.events import HostJoined, Process, Send
 from dataflow.scheduler.state_machine import RunStateMachine
+from dataflow.scheduler.swaps.state import Swaps
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
 from dataflow.worker import ports
+from dataflow.worker.host import Host
 from dataflow.worker.messages import SenderEnded
 from operators.evaluate import EvaluateRuntime
 from operators.generation.admission import Admission
@@ -23,7 +25,7 @@ from transport.data.outbox import Outbox
 
 from .control_server import Room
 from .running import having, hold, notice
-from .shape import FEATURES, HOSTS
+from .shape import FEATURES, HOSTS, SWAPS
 
 EVALUATION, SCALING, RESUME, SUCCESSOR, FILTER = [(name,) for name in FEATURES]
 TOGETHER = [EVALUATION, SCALING, RESUME, EVALUATION + SCALING, SCALING + RESUME, EVALUATION + RESUME]
@@ -33,6 +35,10 @@ TOGETHER += [SUCCESSOR, *(SUCCESSOR + features for features in TOGETHER)]
 OVER_HOSTS = (HOSTS,)
 TOGETHER += [OVER_HOSTS, *(OVER_HOSTS + features for features in (EVALUATION, SCALING, RESUME, SCALING + RESUME))]
 TOGETHER += [OVER_HOSTS + SUCCESSOR, OVER_HOSTS + SUCCESSOR + SCALING, OVER_HOSTS + SUCCESSOR + RESUME]
+
+SWAPPED = (SWAPS,)
+TOGETHER += [SWAPPED, SWAPPED + SUCCESSOR, SWAPPED + EVALUATION + RESUME, SWAPPED + SCALING + SUCCESSOR + RESUME]
+TOGETHER += [SWAPPED + OVER_HOSTS + SUCCESSOR + RESUME]
 
 Patch = pytest.MonkeyPatch
 
@@ -50,6 +56,10 @@ def test_all_laws_hold_in_20_seeds_over_hosts_whose_scheduler_dies_and_is_follow
 @pytest.mark.parametrize("features", TOGETHER, ids="-".join)
 def test_all_laws_hold_in_500_seeds_with(features: tuple[str, ...]) -> None:
     hold(having(*features), range(500))
+
+
+def test_all_laws_hold_in_10_seeds_whose_scorer_is_swapped_while_schedulers_and_all_others_die() -> None:
+    hold(having(SWAPS, *SUCCESSOR, *RESUME), range(10))
 
 
 # Evaluation
@@ -296,6 +306,17 @@ def groups_wait_for_those_that_they_travelled_with(patch: Patch) -> None:
     patch.setattr(Outbox, "_hear_early", lambda *_: None)
 
 
+# Swaps
+
+
+def what_was_swapped_in_is_not_put_down(patch: Patch) -> None:
+    patch.setattr(Host, "record_swaps", lambda self: None)
+
+
+def a_successor_knows_of_no_swap(patch: Patch) -> None:
+    patch.setattr(Swaps, "from_plain", classmethod(lambda cls, plain: cls()))
+
+
 Case = tuple[Callable[[Patch], None], tuple[str, ...], range, str]
 
 WITHOUT: list[Case] = [
@@ -333,6 +354,8 @@ WITHOUT: list[Case] = [
     (nobody_hears_where_a_worker_is_that_moved, OVER_HOSTS, range(100), "not over"),
     (what_a_lost_host_tells_counts, OVER_HOSTS, range(400), "."),
     (the_next_scheduler_does_not_meet_what_hosts_have, OVER_HOSTS + SUCCESSOR, range(50), "not over"),
+    (what_was_swapped_in_is_not_put_down, SWAPPED, range(50), "not on record"),
+    (a_successor_knows_of_no_swap, SWAPPED + SUCCESSOR, range(100), "was told to have"),
     (groups_wait_for_those_that_they_travelled_with, FILTER, range(400), "not over"),
 ]
 

@@ -12,6 +12,7 @@ from dataflow.worker.host import Host, Settings
 from dataflow.worker.messages import (
     TO_SCHEDULER,
     Bye,
+    Failed,
     FromWorker,
     Heartbeat,
     Hello,
@@ -29,6 +30,7 @@ from transport.weights.layout.flat import FlatLayout
 from transport.weights.reader import WeightReader
 from transport.weights.writer import WeightWriter
 
+from .guests import UNBUILT
 from .laws import Broken, check
 from .probe import Probe
 from .process import Crash, Process
@@ -199,6 +201,12 @@ class SimulatedWorker:
             yield False
         host.build()
         host.wire(ports.inlets, ports.open_outlets(host, wire.addresses))
+        if any(swap.reference == UNBUILT for swap in settings.swaps):
+            self.send(Failed(attempt=process.attempt, message="it is not to be built", lasting=True))
+            yield True
+            self.process.die()
+            raise Crash(self.name)
+        host.record_swaps()
         worker = Hearing(host, ports, self, process.attempt)
         self.send(Ready(attempt=process.attempt))
         while self._take(Start) is None:

@@ -16,6 +16,7 @@ import torch
 from dataflow.folder import snapshot
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.swaps import recorded
 from dataflow.history import resume
 from dataflow.limits import Patience
 from dataflow.scheduler.control import Limits, Scheduler
@@ -29,7 +30,7 @@ from .clock import Clock
 from .control_server import Room, SimulatedControlServer
 from .exchange import Exchange
 from .forks import Agents, Forks
-from .guests import Guests
+from .guests import Guests, Swappers
 from .laws import check
 from .nemesis import Blackouts, HostTrouble, Nemesis, SchedulerDeaths, Trouble
 from .network import SimulatedNetwork, Weather
@@ -85,6 +86,7 @@ class World:
         self._durable_before: set[int] = set()
         """Those of them that were it when the run was last taken up, so that everybody found them."""
         self._guests: Guests | None = None
+        self._swappers: Swappers | None = None
         self._checked = 0
 
     def _clear(self) -> None:
@@ -93,7 +95,7 @@ class World:
         self.site = Site(self.network)
         self.workers: dict[str, SimulatedWorker] = {}
         self.scheduler: Scheduler | None = None
-        self._begun = self._dark = False
+        self.begun = self._dark = False
         self.chair = Process("scheduler", self.clock, self.random, pace_s=0.0)
         """Of the scheduler: it takes no turns by itself, but may die."""
         self.chair.alive = True
@@ -105,7 +107,7 @@ class World:
         self.room = Room(
             clock=self.clock, folder=self.folder.path, exchange=Exchange(self.network), forks=forks, step=self._step,
             point=lambda: self.chair.point(), kill=self._kill, told=self._told, host_of=self._host_of,
-            machines=self.network.machines,
+            machines=self.network.machines, swappers=lambda: self._swappers,
         )  # fmt: skip
 
     def say(self, who: str, what: str) -> None:
@@ -154,11 +156,13 @@ class World:
         nodes = {"generator": shape.generators} | ({"reward": shape.scorers} if shape.scorers else {})
         if shape.scales:
             self._guests = Guests(clock, random, nodes, self._request, over_s=self._over_s)
+        if shape.swaps:
+            self._swappers = Swappers(self, over_s=self._over_s)
         if shape.resumes:
             Blackouts(clock, random, self._everybody, self._go_dark, self.say, over_s=2.0)
         if shape.hosts:
             self._host_trouble = HostTrouble(
-                clock, random, lambda: self.network, lambda: self._agents if self._begun else None,
+                clock, random, lambda: self.network, lambda: self._agents if self.begun else None,
                 self._everybody, self.say, over_s=self._over_s,
             )  # fmt: skip
         if shape.succeeds:
@@ -166,7 +170,7 @@ class World:
 
     def _victims(self) -> list[Process]:
         """Who may die alone: nobody before all are ready."""
-        return [worker.process for worker in self.workers.values()] if self._begun else []
+        return [worker.process for worker in self.workers.values()] if self.begun else []
 
     def _everybody(self) -> list[Process]:
         return [self.chair, *(worker.process for worker in self.workers.values())]
@@ -203,7 +207,9 @@ class World:
         begin = made(shape)
         self.graph, self.plan = begin.graph, begin.plan
         self.one_generator = shape.generators == 1 and not shape.scales
-        settings = Settings(folder=str(self.folder.path), seed=self.seed, steps=shape.steps)
+        settings = Settings(
+            folder=str(self.folder.path), seed=self.seed, steps=shape.steps, swaps=recorded(self.ledger.facts())
+        )  # fmt: skip
         limits = Limits(hang_s=4.0, host_s=60.0, patience=Patience(of_one=50))
         self.server = SimulatedControlServer(self.room, keeps=shape.succeeds)
         self.scheduler = Scheduler(self.graph, self.plan, settings, limits=limits, clock=self.clock)
@@ -224,7 +230,7 @@ class World:
         try:
             scheduler.start()
             self._law_of_adoption(scheduler, left)
-            self._begun = True
+            self.begun = True
             self.say("scheduler", "all are ready")
             while not scheduler.table.run.over:
                 scheduler.turn(0.25)
@@ -331,6 +337,8 @@ class World:
     def _fork(self, name: str, settings: Mapping[str, Any]) -> None:
         host = settings["host"]
         self.say(name, f"starts as attempt {settings['attempt']}{host and f' on host {host}'}")
+        if self._swappers is not None:
+            self._swappers.start(name, settings)
         key = f"{name}@{host}" if host else name
         if key not in self.workers:
             self.workers[key] = SimulatedWorker(self, name)
@@ -373,7 +381,7 @@ class World:
 
     def _request(self, request: Scale) -> None:
         """Somebody asks for replicas."""
-        if not self._begun or self.scheduler is None or self.scheduler.table.run.over:
+        if not self.begun or self.scheduler is None or self.scheduler.table.run.over:
             return
         assert self._guests is not None
         self.say("somebody", f"wishes for {dict(request.wishes)}")
@@ -385,6 +393,13 @@ class World:
             self.nemesis.strike_soon(0.3, self._on_the_way)
         if self.shape.succeeds and self.random.random() < 0.5:
             self._deaths.strike_soon(0.3)
+
+    def trouble_soon(self, *nodes: str) -> None:
+        """Something has begun with these nodes."""
+        if self.random.random() < 0.6:
+            self.nemesis.strike_soon(1.0, lambda: self._of(*nodes))
+        if self.shape.succeeds and self.random.random() < 0.5:
+            self._deaths.strike_soon(1.0)
 
     def who_waits(self) -> str:
         """Every worker, what its nodes say, what it is owed and what it holds."""

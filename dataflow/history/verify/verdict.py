@@ -12,6 +12,7 @@ from dataflow.errors import DataflowError
 from dataflow.folder.ledger.reads import Counts
 from dataflow.folder.ledger.writes import some
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.swaps import read_swaps
 from dataflow.history.verify.facts import NO_STEP, Facts, Findings, Sink, note_the_past, note_who_leads, read_facts
 from dataflow.history.verify.rollouts import judge_evaluations, judge_steps
 
@@ -73,6 +74,8 @@ def verify(run_path: str | Path) -> Verdict:
         return Verdict(faults=[*findings.faults, str(error)], notes=findings.notes, summary="")
     note_the_past(facts, findings)
     note_who_leads(folder, findings)
+    for swap in read_swaps(folder):
+        findings.note(f"swapped: {swap}")
     _groups_are_contiguous(facts, findings)
     parts = [_judge_trainer(facts, node, sink, findings) for node, sink in facts.trainers()]
     parts += [_judge_evaluation(facts, node, sink, findings) for node, sink in facts.evaluations()]

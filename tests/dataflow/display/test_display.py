@@ -67,6 +67,7 @@ SNAPSHOT = Snapshot(
 
 SUMMARY = Summary(
     faults=tuple(f"generator-{number} died (SIGKILL): not back" for number in range(7)),
+    swaps=("reward = rewards:strict after step 9", "reward = rewards:mild after step 20"),
     graph="sorting",
     steps=300,
     wall_s=171,
@@ -177,6 +178,8 @@ def test_the_summary_tells_the_outcome_and_what_to_look_at_next() -> None:
         "  faults      generator-2 died (SIGKILL): not back",
         *(f"              generator-{number} died (SIGKILL): not back" for number in range(3, 7)),
         "              and 2 before these",
+        "  swapped     reward = rewards:strict after step 9",
+        "              reward = rewards:mild after step 20",
         "  ledger      holds: issued 9,603 = trained 9,600 + dropped 3 + in flight 0",
         "  run folder  runs/sorting",
         "",
@@ -368,7 +371,7 @@ SNAPSHOTS = odd(
     edges=st.lists(odd(EdgeSnapshot), max_size=5).map(tuple),
 )
 SUMMARIES = odd(
-    Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple),
+    Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple), swaps=st.lists(ODD_TEXT, max_size=3).map(tuple),
     commands=st.lists(st.tuples(ODD_TEXT, ODD_TEXT), max_size=2).map(tuple),
 )  # fmt: skip
 SCREENS = st.builds(

@@ -1,11 +1,17 @@
 """What the scheduler replies to somebody who is no worker."""
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
+import zmq
 
-from dataflow.errors import GraphError
+from dataflow.errors import GraphError, RunError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.socket_folder import CONTROL
+from dataflow.scheduler import requests
 from dataflow.scheduler.requests import (
     REQUESTS,
     FactsTold,
@@ -18,6 +24,7 @@ from dataflow.scheduler.requests import (
     StopRun,
     TellFacts,
     answer,
+    ask_to_stop,
 )  # fmt: skip
 from dataflow.system.messages import MessageError
 
@@ -57,3 +64,23 @@ def test_anything_else_is_no_request(junk: Any) -> None:
     whole = [protocol, *junk] if isinstance(junk, list) and junk[:1] != ["TellFacts"] else junk
     with pytest.raises(MessageError):
         REQUESTS.decode(msgpack.packb(whole))
+
+
+def test_who_asks_a_scheduler_that_is_replaced_meanwhile_is_told_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "_LOOK_MS", 20)
+    folder, listening = RunFolder.create(tmp_path, "taken"), zmq.Context[zmq.Socket[bytes]]()
+    router = listening.socket(zmq.ROUTER)
+    router.bind(f"ipc://{tmp_path}/control")
+    address = {"address": f"ipc://{tmp_path}/control"}
+    folder.write_json(CONTROL, {**address, "pid": 1})
+    later = threading.Timer(0.1, lambda: folder.write_json(CONTROL, {**address, "pid": 2}))
+    later.start()
+    try:
+        with pytest.raises(RunError, match="was replaced while it was asked, so it may have done it or not"):
+            ask_to_stop(folder, timeout_s=20.0)
+    finally:
+        later.join()
+        router.close(0)
+        listening.term()

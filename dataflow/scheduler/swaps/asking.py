@@ -1,0 +1,164 @@
+"""Whoever asks for a swap: the operator is tried in a process of its own while the run goes on, then swapped in."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dataflow.errors import DataflowError
+from dataflow.folder.swaps import Swap
+from dataflow.scheduler.control_server import Client
+from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
+from dataflow.scheduler.swaps import policy
+from dataflow.scheduler.table import Life, Table, WorkerRecord
+from dataflow.worker import swap_trial
+from dataflow.worker.host import Settings
+from dataflow.worker.messages import FromWorker, Tried
+from dataflow.worker.swap_trial import TRIAL_S
+
+READY_S = 20.0
+"""For a worker to be ready with it; then who asked is told that it starts."""
+LAST_WORD_S = 1.0
+"""For what a trial said before it ended to arrive."""
+
+
+class Server(Protocol):
+    """What it uses of `ControlServer`."""
+
+    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool) -> None:
+        """Ask for a process."""
+
+    def dismiss(self, name: str) -> None:
+        """End a process that is no worker, and forget it."""
+
+
+@dataclass
+class _Asked:
+    """One swap that somebody waits for."""
+
+    client: Client
+    wanted: Swap
+    trial: str
+    """The process that tries it; empty: it has ended."""
+    until: float
+    gone_at: float | None = None
+    """When the trial ended without a word."""
+
+
+class Asking:
+    """The swap under way.
+
+    consumes: requests; what a trial says of an operator, and that its process has ended
+    produces: a process for each trial; what is to be swapped in; replies
+    waits for: the trial, then the worker that starts with the operator
+    unblocked by: their messages; a limit for each, after which whoever asked is answered
+    """
+
+    def __init__(
+        self, table: Table, server: Server, settings_of: Callable[[WorkerRecord], Settings],
+        swap_in: Callable[[Swap], None], reply: Callable[[Client, Reply], None], clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """settings_of: what a worker that starts now would be told. swap_in: takes an operator in that fits."""
+        self._table, self._server, self._settings_of = table, server, settings_of
+        self._swap_in, self._reply, self._clock = swap_in, reply, clock
+        self._asked: _Asked | None = None
+
+    def ask(self, client: Client, request: SwapNode) -> None:
+        """Begin with a request, or say at once why not."""
+        try:
+            policy.check(self._table, request.node)
+        except DataflowError as error:
+            self._reply(client, Refused(str(error)))
+            return
+        if self._asked is not None:
+            other = self._asked.wanted
+            self._reply(
+                client,
+                Refused(f"'{other.node}' is just being swapped for '{other.reference}'; ask again when that is done"),
+            )
+            return
+        wanted = Swap(
+            number=self._table.swaps.following, node=request.node, reference=request.reference, by=request.by,
+        )  # fmt: skip
+        self._table.last_ticket += 1
+        settings = dataclasses.replace(
+            self._settings_of(policy.worker_of(self._table, request.node)), worker=swap_trial.NAME,
+            replica=self._table.last_ticket, attempt=0, tries=wanted,
+        )  # fmt: skip
+        trial = f"{swap_trial.NAME}-{settings.replica}"
+        self._server.spawn(trial, settings.to_plain(), False, False)
+        self._asked = _Asked(client, wanted, trial, self._clock() + TRIAL_S)
+
+    def hear(self, name: str, message: FromWorker) -> bool:
+        """Take in what a trial says; whether it is one, be it that of a swap which is over."""
+        if name in self._table.workers or not name.startswith(f"{swap_trial.NAME}-"):
+            return False
+        if isinstance(message, Tried) and self._asked is not None and self._asked.trial == name:
+            self._judge(self._asked, message)
+        return True
+
+    def ended(self, name: str) -> None:
+        """A process has ended."""
+        if self._asked is not None and self._asked.trial == name and self._asked.gone_at is None:
+            self._asked.gone_at = self._clock()
+
+    def look(self) -> None:
+        """Answer whoever asked, when it is known what came of it, or the time is up."""
+        asked, now = self._asked, self._clock()
+        if asked is None:
+            return
+        swaps = self._table.swaps
+        if asked.trial:
+            if asked.gone_at is not None and now - asked.gone_at > LAST_WORD_S:
+                self._refuse(
+                    asked,
+                    f"importing '{asked.wanted.reference}' ended the process that tried it; mend it, and swap again",
+                )
+            elif now > asked.until:
+                self._refuse(asked, (
+                    f"'{asked.wanted.reference}' was not imported and checked within {TRIAL_S:.0f} s; have its "
+                    f"module do less where it is imported, and swap again"
+                ))  # fmt: skip
+        elif not swaps.worker and swaps.taken_back:
+            self._refuse(asked, f"{swaps.taken_back}; it goes on with the operator before")
+        elif not swaps.worker:
+            self._done(asked, Swapped(policy.told(asked.wanted)))
+        elif policy.worker_of(self._table, asked.wanted.node).life is Life.GONE:
+            self._done(asked, Refused(f"the run has ended before '{swaps.worker}' could start again"))
+        elif now > asked.until:
+            self._done(asked, Swapped(
+                f"'{asked.wanted.reference}' is taken in for '{asked.wanted.node}', but '{swaps.worker}' has not "
+                f"started within {READY_S:.0f} s (dataflow doctor says what it does)"
+            ))  # fmt: skip
+
+    def _judge(self, asked: _Asked, message: Tried) -> None:
+        self._dismiss(asked)
+        if message.swap is None:
+            self._refuse(asked, message.error)
+            return
+        try:
+            policy.check(self._table, asked.wanted.node)  # it has changed meanwhile
+        except DataflowError as error:
+            self._refuse(asked, str(error))
+            return
+        found = message.swap
+        asked.wanted = dataclasses.replace(
+            asked.wanted, file=found.file, source=found.source, digest=found.digest, step=self._table.run.step,
+            at=time.time(),
+        )  # fmt: skip
+        asked.until = self._clock() + READY_S
+        self._swap_in(asked.wanted)
+
+    def _refuse(self, asked: _Asked, why: str) -> None:
+        self._dismiss(asked)
+        self._done(asked, Refused(f"{why} (the run goes on as it was)"))
+
+    def _dismiss(self, asked: _Asked) -> None:
+        if asked.trial:
+            self._server.dismiss(asked.trial)
+            asked.trial = ""
+
+    def _done(self, asked: _Asked, reply: Reply) -> None:
+        self._asked = None
+        self._reply(asked.client, reply)

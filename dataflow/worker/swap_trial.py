@@ -1,0 +1,54 @@
+"""A process that finds out whether an operator can take another one's place: imports it, checks the graph, and ends.
+
+Nothing of the run has changed by then: neither a module that does not end, nor one that ends its process, does harm.
+"""
+
+import signal
+from typing import Any
+
+import structlog
+
+from dataflow.errors import GraphError, where
+from dataflow.folder.swaps import Swap
+from dataflow.graph import Graph
+from dataflow.node import Context
+from dataflow.planning.plan import Plan
+from dataflow.planning.wiring import context_facts
+from dataflow.worker import messages
+from dataflow.worker.host import Settings
+from dataflow.worker.link import Link
+from dataflow.worker.swapped import find, fit, load, swapped
+
+NAME = "swap.trial"
+"""The worker's, as the settings have it; no operator is called so."""
+TRIAL_S = 15.0
+"""For a module to be imported and its operator to be checked; then the scheduler refuses it."""
+
+
+def main(graph: Graph, plan: Plan, settings: Settings, link: Link) -> int:
+    """Run it, in a process that `worker.main` has set up; the exit status."""
+    signal.setitimer(signal.ITIMER_REAL, 2 * TRIAL_S)  # ends it also where its scheduler does not any more
+    link.start()
+    told = messages.Tried(attempt=settings.attempt, swap=None, error="")
+    try:
+        wanted = settings.tries
+        assert wanted is not None, "it was forked for one"
+        found = tried(swapped(graph, settings.swaps), plan, wanted)
+        told = messages.Tried(attempt=settings.attempt, swap=found, error="")
+    except GraphError as error:
+        told = messages.Tried(attempt=settings.attempt, swap=None, error=str(error))
+    except BaseException as error:
+        text = f"trying it failed: {type(error).__name__}: {error} (at {where(error)})"
+        told = messages.Tried(attempt=settings.attempt, swap=None, error=text)
+    link.send(told)
+    link.close()
+    return 0
+
+
+def tried(graph: Graph, plan: Plan, wanted: Swap) -> Swap:
+    """What is to be swapped in, with its text; it was built once. Errors: GraphError where it does not fit."""
+    found = find(wanted)
+    operator = fit(graph, found, load(found)).operators[found.node]
+    facts: dict[str, Any] = context_facts(graph, plan, found.node)
+    operator.build(Context(log=structlog.get_logger(), **facts)).close()
+    return found

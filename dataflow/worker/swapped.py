@@ -1,0 +1,183 @@
+"""Operators that take the place of others in a live run: found by name, checked against the graph, built of their text.
+
+A module is read anew, whatever the process has imported under its name, and of what was read the run keeps the text:
+`load` makes the same operator of it in every process that starts later. What the module imports is as that process has
+it.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import GraphError, nearest, where
+from dataflow.folder.swaps import Swap
+from dataflow.graph import Graph
+from dataflow.keep import Keep
+from dataflow.node import Operator
+from dataflow.planning.wiring import edges
+from dataflow.records import Columns
+from dataflow.scorer import Scorer
+
+MOST_BYTES = 256 << 10
+"""Of a module's text, which every snapshot of the scheduler and every start of a worker carries."""
+
+
+def swapped(graph: Graph, swaps: Iterable[Swap]) -> Graph:
+    """A graph with operators replaced, in order. Errors: GraphError."""
+    for swap in swaps:
+        graph = fit(graph, swap, load(swap))
+    return graph
+
+
+def find(swap: Swap) -> Swap:
+    """The same with its module's text, as it stands now. Errors: GraphError where there is none."""
+    module, colon, attribute = swap.reference.partition(":")
+    if not colon or not all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")]):
+        raise GraphError(
+            f"an operator is named by its module and what it is called there, but got '{swap.reference}'; write it as "
+            f"{swap.node}=rewards:strict"
+        )
+    if module == "__main__":
+        raise GraphError(
+            f"'{swap.reference}' names the program that is running, which cannot be read anew; name the module as one "
+            f"would import it"
+        )
+    importlib.invalidate_caches()
+    _import_package(swap)
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise GraphError(
+            f"'{swap.reference}' names module '{module}', which is not found where the run's program looks, in "
+            f"{_places()}; put its file there"
+        )
+    if not spec.has_location or not spec.origin or not spec.origin.endswith(".py"):
+        raise GraphError(
+            f"'{swap.reference}' names module '{module}', which has no Python file; put the operator into one"
+        )
+    try:
+        text = Path(spec.origin).read_bytes()
+    except OSError as error:
+        raise GraphError(f"'{spec.origin}' cannot be read: {error.strerror}; make it readable") from error
+    if len(text) > MOST_BYTES:
+        raise GraphError(
+            f"'{spec.origin}' has {len(text):,} bytes, and a run keeps a module of {MOST_BYTES:,} at most; put the "
+            f"operator into a smaller one"
+        )
+    try:
+        source = text.decode()
+    except UnicodeDecodeError as error:
+        raise GraphError(f"'{spec.origin}' is no UTF-8 text ({error}); save it as that") from error
+    return replace(swap, file=spec.origin, source=source, digest=hashlib.sha256(text).hexdigest())
+
+
+def load(swap: Swap) -> Any:
+    """What a reference names in its module's text. Errors: GraphError where that fails, or names nothing."""
+    module, _, attribute = swap.reference.partition(":")
+    _import_package(swap)
+    spec = importlib.util.spec_from_file_location(module, swap.file, loader=_Kept(module, swap))
+    assert spec is not None and spec.loader is not None, "it was given one"
+    found: Any = importlib.util.module_from_spec(spec)
+    sys.modules[module] = found
+    try:
+        spec.loader.exec_module(found)
+    except (Exception, SystemExit) as error:
+        raise _not_imported(swap, error) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            known = [name for name, value in vars(found).items() if isinstance(value, Operator)]
+            raise GraphError(
+                f"'{module}' ({swap.file}) has no '{attribute}'{nearest(attribute, known)}; its operators are {known}"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def fit(graph: Graph, swap: Swap, operator: Any) -> Graph:
+    """The graph with one scorer or filter replaced, where the rest of a live run can stay as it is. Errors: GraphError.
+
+    The new one is renamed to the node; its knobs are those that it has itself."""
+    old = graph.operators[swap.node]
+    if not isinstance(operator, Scorer):
+        hint = "decorate it with @scorer or @keep" if callable(operator) else "name one"
+        raise GraphError(
+            f"'{swap.reference}' is a {type(operator).__name__}, and no operator that a live run could take in; {hint}"
+        )
+    if isinstance(operator, Keep) != isinstance(old, Keep):
+        is_now, was = ("filter" if isinstance(each, Keep) else "scorer" for each in (operator, old))
+        raise GraphError(f"'{swap.node}' is a {was} and '{swap.reference}' is a {is_now}; swap like for like")
+    made = graph.swap(swap.node, operator)
+    if fault := _other_columns(swap, old, made.operators[swap.node]):
+        raise GraphError(fault)
+    before, now = ({edge.name: edge for edge in edges(each)} for each in (graph, made))
+    if changed := [name for name in before if before[name] != now.get(name)]:
+        raise GraphError(
+            f"with '{swap.reference}' in the place of '{swap.node}' other rows would travel over {changed}, and the "
+            f"workers there go on as they are; start another run"
+        )
+    return made
+
+
+def _other_columns(swap: Swap, old: Operator, new: Operator) -> str:
+    """How what it writes is not what the nodes behind it were built for; empty where it is."""
+    was, is_now = _written(old), _written(new)
+    if was == is_now:
+        return ""
+    return (
+        f"'{swap.node}' writes {was} and '{swap.reference}' would write {is_now}, but the nodes behind it were built "
+        f"for the former; annotate what its function returns so"
+    )
+
+
+def _written(operator: Operator) -> Mapping[str, str]:
+    columns: Columns = operator.provides({})
+    return {name: str(kind) for name, kind in columns.items()}
+
+
+def _import_package(swap: Swap) -> None:
+    """The packages that its module stands in."""
+    package = swap.reference.partition(":")[0].rpartition(".")[0]
+    if package:
+        try:
+            importlib.import_module(package)
+        except (Exception, SystemExit) as error:
+            raise _not_imported(swap, error) from error
+
+
+def _places() -> list[str]:
+    """Where this process finds modules, but for those of Python and of packages."""
+    packages = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    found = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
+    return [place for place in dict.fromkeys(found) if not any(place.startswith(each) for each in packages)]
+
+
+def _not_imported(swap: Swap, error: BaseException) -> GraphError:
+    return GraphError(
+        f"'{swap.reference}' cannot be imported: {type(error).__name__}: {error} (at {where(error)}); mend it, and "
+        f"swap again"
+    )
+
+
+class _Kept(SourceFileLoader):
+    """Loads a module from a text that was kept, wherever its file is now."""
+
+    def __init__(self, name: str, swap: Swap) -> None:
+        super().__init__(name, swap.file)
+        self._text = swap.source.encode()
+
+    def path_stats(self, path: Any) -> Any:
+        """None: no compiled file of its is looked for, or written."""
+        raise OSError("it is not read from there")
+
+    def get_data(self, path: Any) -> bytes:
+        """The text."""
+        return self._text
