@@ -23,7 +23,7 @@ from rich.console import Console
 
 from bench.foresight.constants import FITTED
 from bench.foresight.fit import by_costs, by_devices, by_mean, fitted, left_out
-from bench.foresight.published import PRACTICES, Practice, Run, by_system, read_models, read_rows, seen
+from bench.foresight.published import PRACTICES, Practice, by_system, read_models, read_rows, seen
 from bench.report import Report
 from dataflow.foresight.rates import ASSUMED, Rates
 
@@ -49,25 +49,28 @@ def main() -> int:
 def fit(rows: Path, models: Path, path: Path | None) -> int:
     """Fit to rows, and say how far each is off when it is left out."""
     report, console, known = Report("foresight", path), Console(width=150), read_models(models)
+    told = []
     for system, alike in by_system(read_rows(rows)).items():
-        runs = [seen(row, known, practice_of(system)) for row in alike]
+        practice = practice_of(system)
+        runs = [seen(row, known, practice) for row in alike]
         found = {way: left_out(runs, how) for way, how in WAYS.items()}
         for at, run in enumerate(runs):
             report.add(
-                case=system, system=run.row["model"], mode=run.row["mode"], devices=f"{run.row['gpus']} {run.row['gpu']}",
-                step_s=run.step_s, **{way: predicted[at] for way, predicted in found.items()},
-                off=found["costs"][at] / run.step_s - 1,
+                case=system, system=run.row["model"], mode=run.row["mode"],
+                devices=f"{run.row['gpus']} {run.row['gpu']}", step_s=run.step_s,
+                **{way: predicted[at] for way, predicted in found.items()}, off=found["costs"][at] / run.step_s - 1,
             )  # fmt: skip
-    report.show(console)
-    for system, alike in by_system(read_rows(rows)).items():
-        runs = [seen(row, known, practice_of(system)) for row in alike]
+        off = {
+            way: statistics.median(abs(each / run.step_s - 1) for each, run in zip(predicted, runs, strict=True))
+            for way, predicted in found.items()
+        }
         rates = fitted(runs)
-        off = {way: statistics.median(abs(p / r.step_s - 1) for p, r in zip(left_out(runs, how), runs, strict=True))
-               for way, how in WAYS.items()}  # fmt: skip
-        told = ", ".join(f"{way} {each:.0%}" for way, each in off.items())
-        console.print(f"{system}: off by, in the median, {told}", highlight=False)
-        console.print(f"  Rates(memory={rates.memory:.3f}, compute={rates.compute:.3f}); assumed: "
-                      f"{practice_of(system).assumption}", highlight=False)  # fmt: skip
+        told += [
+            f"{system}: off by, in the median, {', '.join(f'{way} {each:.0%}' for way, each in off.items())}",
+            f"  Rates(memory={rates.memory:.3f}, compute={rates.compute:.3f}); assumed: {practice.assumption}",
+        ]
+    report.show(console)
+    console.print(*told, sep="\n", highlight=False)
     return 0
 
 
@@ -84,7 +87,10 @@ def predict(rows: Path, models: Path, path: Path | None) -> int:
             failed = True
             line["failed"] = f"{type(error).__name__}: {error}"
         lines.append(line)
-        print(*(f"{row[each]}" for each in ("system", "model", "mode", "gpus")), line.get("predicted_s", line.get("failed")))
+        print(
+            *(f"{row[each]}" for each in ("system", "model", "mode", "gpus")),
+            line.get("predicted_s", line.get("failed")),
+        )
     if path is not None:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return int(failed)

@@ -12,7 +12,7 @@ from bench.foresight.published import Run
 from dataflow.foresight.rates import ASSUMED, Rates
 
 Predict = Callable[[Run], float]
-_MEMORY, _COMPUTE = np.geomspace(0.05, 1.0, 61), np.geomspace(0.01, 1.0, 81)
+_MEMORY, _COMPUTE = np.geomspace(0.03, 1.0, 61), np.geomspace(0.01, 1.0, 81)
 
 
 def fitted(runs: Sequence[Run]) -> Rates:
@@ -37,9 +37,7 @@ def by_devices(runs: Sequence[Run]) -> Predict:
     x = np.array([[1.0, math.log(float(run.row["gpus"])), float(run.overlaps)] for run in runs])
     y = np.array([math.log(run.step_s) for run in runs])
     weights = np.linalg.lstsq(x, y, rcond=None)[0]
-    return lambda run: math.exp(
-        float(np.array([1.0, math.log(float(run.row["gpus"])), float(run.overlaps)]) @ weights)
-    )
+    return lambda run: math.exp(float(np.array([1.0, math.log(float(run.row["gpus"])), float(run.overlaps)]) @ weights))
 
 
 def by_mean(runs: Sequence[Run]) -> Predict:

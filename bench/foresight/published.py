@@ -55,12 +55,14 @@ PRACTICES = {
         forward=1 + 1 + 1 + BACKWARD,
     ),
     "verl": Practice(
-        assumption="answers of 2,000 tokens in the mean", prompt_tokens=150, rollouts=512 * 16, mean_tokens=1200,
-        max_tokens=28000, forward=1 + 1 + 1 + BACKWARD, forward_overlapping=1 + 1 + BACKWARD,
+        assumption="answers of 800 tokens in the mean (searched)", prompt_tokens=150, rollouts=512 * 16,
+        mean_tokens=800, sigma=0.5, max_tokens=28000, forward=1 + 1 + 1 + BACKWARD,
+        forward_overlapping=1 + 1 + BACKWARD,
     ),
     "LlamaRL": Practice(
-        assumption="2,048 answers of 1,000 tokens in the mean, of at most 4,096", prompt_tokens=150, rollouts=2048,
-        mean_tokens=1000, max_tokens=4096, forward=1 + 1 + BACKWARD, generates="fp8", gathers=False,
+        assumption="1,024 answers of 500 tokens in the mean, of at most 2,048 (searched)", prompt_tokens=150,
+        rollouts=1024, mean_tokens=500, sigma=0.4, max_tokens=2048, forward=1 + 1 + BACKWARD, generates="fp8",
+        gathers=False,
     ),
 }  # fmt: skip
 
@@ -133,8 +135,8 @@ def seen(row: Mapping[str, str], models: Mapping[str, Counts], practice: Practic
     forward = (practice.forward_overlapping if overlaps else None) or practice.forward
     shares = overlaps and not practice.gathers
     replica = fitting(Replica(
-        model=model, kind=kind, dtype=practice.generates if overlaps else "bfloat16", tensor_parallel=int(number("generator_tp", 0)),
-        pipeline_parallel=int(number("generator_pp", 1)),
+        model=model, kind=kind, dtype=practice.generates if overlaps else "bfloat16",
+        tensor_parallel=int(number("generator_tp", 0)), pipeline_parallel=int(number("generator_pp", 1)),
     ), practice.prompt_tokens + mean, rates)  # fmt: skip
     learners = Learners(
         model=model, kind=kind, ranks=trains, tensor_parallel=int(number("trainer_tp", 1)),

@@ -36,7 +36,9 @@ class DeviceKind:
         """Operations per second. GraphError where the device has none for it."""
         if dtype not in self.operations_per_s:
             known = ", ".join(self.operations_per_s)
-            raise GraphError(f"{self.name} has no matrix products in {dtype}; found rates for {known}; take one of them")
+            raise GraphError(
+                f"{self.name} has no matrix products in {dtype}; found rates for {known}; take one of them"
+            )
         return self.operations_per_s[dtype]
 
 

@@ -49,7 +49,12 @@ class Counts:
 
     def touched(self, tokens: float) -> float:
         """Parameters that are read for so many tokens at once, where each goes to experts of its own, evenly."""
-        return self.attention + self.mlps + self.ends + self.experts * (1 - (1 - self.spread) ** tokens if self.routed else 0)
+        return (
+            self.attention
+            + self.mlps
+            + self.ends
+            + self.experts * (1 - (1 - self.spread) ** tokens if self.routed else 0)
+        )
 
     def forward(self, tokens: float, context: float) -> float:
         """Operations of a forward pass over tokens that look back, in the mean, at `context` others.
@@ -81,9 +86,10 @@ def counts(decoder: Decoder) -> Counts:
         cache, cuts, mixing = own.keys + own.rotated, 1, heads * (key + own.values) // 2
     mixtures = decoder.layers - experts.dense_layers if experts else 0
     one = 3 * width * experts.inner if experts else 0
+    shared = one * experts.shared if experts else 0
     return Counts(
         layers=decoder.layers, width=width, attention=decoder.layers * projections,
-        mlps=(decoder.layers - mixtures) * 3 * width * decoder.inner + mixtures * (experts.shared * one if experts else 0),
+        mlps=(decoder.layers - mixtures) * 3 * width * decoder.inner + mixtures * shared,
         experts=mixtures * experts.number * one if experts else 0,
         experts_per_token=mixtures * experts.per_token * one if experts else 0,
         mixtures=mixtures, routed=experts.per_token if experts else 0,

@@ -26,8 +26,11 @@ class Lengths:
         """Those that were seen. GraphError where there are none."""
         found = np.sort(np.asarray([*tokens], np.float64))
         if not len(found) or found[0] < 1:
-            raise GraphError("lengths of completions are one token or more; found " + (f"{found[0]:g}" if len(found) else
-                             "none") + "; give the lengths of a run, or a mean and a tail")  # fmt: skip
+            least = f"{found[0]:g}" if len(found) else "none"
+            raise GraphError(
+                f"lengths of completions are one token or more; found {least}; give the lengths of a run, or a mean "
+                f"and a tail"
+            )
         return cls(found)
 
     @classmethod
@@ -39,7 +42,7 @@ class Lengths:
             raise GraphError(f"a mean of {mean:g} tokens of at most {most:g} cannot be had; give 1 <= mean < most")
         normal = NormalDist()
         scores = np.array([normal.inv_cdf((i + 0.5) / _SAMPLES) for i in range(_SAMPLES)])
-        low, high = 0.0, math.log(most) + 10 * sigma + 1
+        low, high = -10 * sigma - 1, math.log(most) + 10 * sigma + 1
         for _ in range(60):
             middle = (low + high) / 2
             found = np.clip(np.exp(middle + sigma * scores), 1, most)

@@ -12,8 +12,8 @@ PER_LAYER = 2
 def all_reduces(model: Counts, kind: DeviceKind, ranks: int, tokens: float) -> float:
     """Of the hidden states of so many tokens, in all layers.
 
-    By rings: 2 (n - 1) / n of the bytes leave each rank (Patarasuk and Yuan, 2009); over nodes, all links of a node work
-    at once."""
+    By rings: 2 (n - 1) / n of the bytes leave each rank (Patarasuk and Yuan, 2009); over nodes, all links of a node
+    work at once."""
     if ranks == 1:
         return 0.0
     nbytes = PER_LAYER * model.layers * 2 * (ranks - 1) / ranks * tokens * model.width * 2

@@ -53,4 +53,3 @@ class Learners:
         if self.expert_parallel <= self.kind.per_node:
             return nbytes * (1 - 1 / self.expert_parallel) / self.kind.within_bytes_per_s
         return nbytes * (1 - self.kind.per_node / self.expert_parallel) / self.kind.between_bytes_per_s
-

@@ -23,6 +23,10 @@ STYLES = {
 """Their tensor-parallel plan in transformers; norms stay whole."""
 
 
+_NUMBER = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in configs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experts:
     """Layers whose MLP is a mixture: each token goes through some of its experts."""
@@ -142,7 +146,7 @@ class Decoder:
 
 def _experts(config: Mapping[str, Any]) -> Experts | None:
     """By the names that Qwen's and DeepSeek's configs have. ValueError where layers alternate, which is not counted."""
-    number = int(config.get("num_experts") or config.get("n_routed_experts") or 0)
+    number = int(next((config[each] for each in _NUMBER if config.get(each)), 0))
     if not number:
         return None
     if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) != 1:
