@@ -12,7 +12,7 @@ from bench.foresight.published import Run
 from dataflow.foresight.rates import ASSUMED, Rates
 
 Predict = Callable[[Run], float]
-_MEMORY, _COMPUTE = np.geomspace(0.03, 1.0, 61), np.geomspace(0.01, 1.0, 81)
+_LEAST, _GRID = 0.01, 41
 
 
 def fitted(runs: Sequence[Run]) -> Rates:
@@ -21,8 +21,18 @@ def fitted(runs: Sequence[Run]) -> Rates:
     def badness(rates: Rates) -> float:
         return sum(math.log(run.predicted_s(rates) / run.step_s) ** 2 for run in runs)
 
-    every = (replace(ASSUMED, memory=float(m), compute=float(c)) for m in _MEMORY for c in _COMPUTE)
-    best = min(every, key=badness)
+    best, wide = replace(ASSUMED, memory=_LEAST**0.5, compute=_LEAST**0.5), _LEAST**0.5
+    for _ in range(3):  # each time around the best so far, and finer
+        near = np.geomspace(wide, 1 / wide, _GRID)
+        best = min(
+            (
+                replace(best, memory=float(min(1.0, best.memory * m)), compute=float(min(1.0, best.compute * c)))
+                for m in near
+                for c in near
+            ),
+            key=badness,
+        )
+        wide = float(near[-2] / near[-1])
     return replace(best, source=f"fitted to {len(runs)} rows of {runs[0].row['system']}")
 
 
