@@ -27,6 +27,7 @@ MAY_IMPORT = {
 TRANSPORT_USERS = {
     "dataflow/worker/ports.py", "dataflow/worker/weight_ports.py", "dataflow/system/native.py",
     "dataflow/system/security.py", "dataflow/system/messages.py",
+    "dataflow/foresight/counts.py",  # dimensions of a model, which the costs of the weight plane have
 }  # fmt: skip
 """Those outside transport/ that import it: the ports open one, for worker and inline; those in `system` do not."""
 
