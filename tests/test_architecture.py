@@ -134,7 +134,7 @@ def imports_of(node: ast.stmt) -> list[str]:
 def test_building_and_planning_a_graph_leaves_torch_unimported() -> None:
     program = (
         "import sys; import dataflow, graphs.aipo, graphs.grpo, graphs.rloo, graphs.dapo, graphs.ppo, graphs.distill;"
-        "import graphs.sft, graphs.sorting, graphs.calculator;"
+        "import graphs.sft, graphs.sorting, graphs.calculator, dataflow.foresight.command;"
         "from dataflow.testing import FakePrompts, FakeGenerator, FakeTrainer;"
         "from dataflow import *;"
         "g, m = Graph('t'), Model('m'); gen, t = FakeGenerator(model=m), FakeTrainer(model=m);"

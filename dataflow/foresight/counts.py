@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
+from dataflow.errors import GraphError
 from transport.weights.costs.decoder import Decoder
 
 
@@ -62,6 +65,17 @@ class Counts:
         Two per parameter and token, and four per width and token looked at (Kaplan et al., arXiv 2001.08361, section
         2.1, where `context` is the whole length; here what a causal mask leaves)."""
         return tokens * (2 * self.active + 4 * self.mixing * context)
+
+
+def counts_of(source: str) -> Counts:
+    """Of the model in a folder, by its config.json alone. GraphError where that is not at hand or not known."""
+    try:
+        return counts(Decoder.from_config(json.loads((Path(source) / "config.json").read_text("utf-8"))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise GraphError(
+            f"the dimensions of model '{source}' are not at hand: {type(error).__name__}: {error}; put its config.json "
+            f"into a folder, whose name is the model's (weights are not needed)"
+        ) from None
 
 
 def counts(decoder: Decoder) -> Counts:
