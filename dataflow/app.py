@@ -14,6 +14,7 @@ from dataflow.agent.hosted import HOSTED
 from dataflow.display import say
 from dataflow.errors import DataflowError, GraphError
 from dataflow.folder.run_folder import RunFolder
+from dataflow.foresight.command import told as foreseen
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.launch import Launch, check_flags, recorded_launch, this_launch
@@ -115,6 +116,13 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     ),
     "inline": (bool, False, "one process, one thread, bit-exact"),
     "explain": (bool, False, "print the plan and stop"),
+    "foresee": (
+        str,
+        "",
+        "devices that one could rent, as in 16xH100: print what a step would take there, and stop; --gpus deals them "
+        "out, or the shortest step does",
+    ),
+    "lengths": (str, "", "tokens to foresee with, as in mean=800,prompt=200,sigma=0.8"),
     "draw": (Path | None, None, "draw the graph (.svg, .dot, .mmd or .html) and stop"),
     "quiet": (bool, False, "no live view"),
 }
@@ -130,6 +138,11 @@ def _act(
         "listen": flags["listen"], "message_bytes": flags["message_bytes"], "link_gbps": flags["link_gbps"],
         "place": _hosts(flags["place"]),
     }  # fmt: skip
+    if flags["foresee"]:
+        print(foreseen(
+            graph, flags["foresee"], gpus=how["gpus"], lengths=flags["lengths"], steps=flags["steps"],
+        ))  # fmt: skip
+        return
     if flags["explain"] or flags["draw"]:
         devices = Devices.of(known_hosts(launcher)) if launcher is not None else None
         planned = make_plan(graph, **how, devices=devices, one_process=flags["inline"])

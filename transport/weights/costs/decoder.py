@@ -13,12 +13,49 @@ from transport.weights.layout.layout import Shape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of a config's model_type whose tensors are known here."""
+MIXTURES = ("qwen3_moe", "deepseek_v3")
+"""Those whose dimensions are known, and not their tensors."""
 STYLES = {
     **{f"layers.*.self_attn.{each}_proj": "colwise" for each in "qkv"}, "layers.*.self_attn.o_proj": "rowwise",
     "layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise",
     "embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output",
 }  # fmt: skip
 """Their tensor-parallel plan in transformers; norms stay whole."""
+
+
+_NUMBER = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in configs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Layers whose MLP is a mixture: each token goes through some of its experts."""
+
+    number: int
+    """Of a layer."""
+    per_token: int
+    inner: int
+    """Width of one."""
+    shared: int = 0
+    """Experts through which every token goes besides."""
+    dense_layers: int = 0
+    """Layers, from the first, that have one MLP of the decoder's own width instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the cache holds one narrow vector per token."""
+
+    queries: int
+    """Rank of the queries' projection; 0: they have none."""
+    keys: int
+    """Rank of keys and values; what the cache holds, beside `rotated`."""
+    plain: int
+    """Of a head's width, without rotary position."""
+    rotated: int
+    """With it; shared by all heads among the keys."""
+    values: int
+    """Width of a head's value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +75,8 @@ class Decoder:
     """Whether the output layer is the embedding."""
     attention_bias: bool = False
     mlp_bias: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     @classmethod
     def of(cls, model: str) -> Decoder:
@@ -60,7 +99,7 @@ class Decoder:
     def from_config(cls, config: Mapping[str, Any]) -> Decoder:
         """By what stands in a config.json. ValueError, KeyError or TypeError where it does not say enough."""
         family = config["model_type"]
-        if family not in FAMILIES:
+        if family not in FAMILIES + MIXTURES:
             raise ValueError(f"model_type {family!r}")
         heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
         return cls(
@@ -69,10 +108,18 @@ class Decoder:
             head_width=int(config.get("head_dim") or width // heads), family=family,
             tied=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)), mlp_bias=bool(config.get("mlp_bias", False)),
+            experts=_experts(config), latent=_latent(config),
         )  # fmt: skip
 
     def tensors(self, dtype: str) -> dict[str, tuple[Shape, str]]:
-        """Name -> (shape, dtype) of every parameter; a tied output layer is none."""
+        """Name -> (shape, dtype) of every parameter; a tied output layer is none.
+
+        LayoutMismatch for mixtures of experts and latent attention: no run cuts them."""
+        if self.experts or self.latent:
+            raise LayoutMismatch(
+                f"tensors of a {self.family} are not known by name; found "
+                f"{'a mixture of experts' if self.experts else 'latent attention'}; take a family of {list(FAMILIES)}"
+            )
         queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
         layer: dict[str, Shape] = {
             "self_attn.q_proj.weight": (queries, self.width), "self_attn.k_proj.weight": (keys, self.width),
@@ -95,6 +142,29 @@ class Decoder:
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocabulary, self.width)
         return {name: (shape, dtype) for name, shape in shapes.items()}
+
+
+def _experts(config: Mapping[str, Any]) -> Experts | None:
+    """By the names that Qwen's and DeepSeek's configs have. ValueError where layers alternate, which is not counted."""
+    number = int(next((config[each] for each in _NUMBER if config.get(each)), 0))
+    if not number:
+        return None
+    if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) != 1:
+        raise ValueError("layers with experts that alternate with layers without")
+    return Experts(
+        number=number, per_token=int(config["num_experts_per_tok"]), inner=int(config["moe_intermediate_size"]),
+        shared=int(config.get("n_shared_experts") or 0), dense_layers=int(config.get("first_k_dense_replace") or 0),
+    )  # fmt: skip
+
+
+def _latent(config: Mapping[str, Any]) -> Latent | None:
+    if not config.get("kv_lora_rank"):
+        return None
+    return Latent(
+        queries=int(config.get("q_lora_rank") or 0), keys=int(config["kv_lora_rank"]),
+        plain=int(config["qk_nope_head_dim"]), rotated=int(config["qk_rope_head_dim"]),
+        values=int(config["v_head_dim"]),
+    )  # fmt: skip
 
 
 def _llama3(layers: int, width: int, inner: int) -> Decoder:

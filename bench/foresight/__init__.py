@@ -1,0 +1,1 @@
+"""How far predictions of step times are off: against published runs, and against our own."""

@@ -1,0 +1,119 @@
+"""Seconds of published reinforcement-learning steps, predicted by the cost model (dataflow/foresight).
+
+    python -m bench.foresight --fit rl_steps.csv                  # each row left out in turn
+    python -m bench.foresight --rows OTHER.csv --json OUT         # rows with the constants that are known
+
+A system has two constants, the shares of data-sheet rates that it reaches (memory and links, matrix products), and one
+stated assumption on what it does not publish (bench.foresight.published). With --fit they are fitted to all rows of a
+system but one, which is then predicted; beside it stand, on the same rows, a regression on the number of devices and
+the mean of the others. With --rows the constants are those of bench.foresight.constants, which --fit prints; a system
+that is not among them gets the mean of those. OUT has a line per row: its columns and predicted_s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.foresight.constants import FITTED
+from bench.foresight.fit import by_costs, by_devices, by_mean, fitted, left_out
+from bench.foresight.published import PRACTICES, Practice, by_system, read_models, read_rows, seen
+from bench.report import Report
+from dataflow.foresight.rates import ASSUMED, Rates
+
+MODELS = Path(__file__).with_name("models.json")
+WAYS = {"costs": by_costs, "regression on devices": by_devices, "mean of the others": by_mean}
+
+
+def main() -> int:
+    """Fit, or predict."""
+    parser = argparse.ArgumentParser(prog="python -m bench.foresight", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--fit", type=Path, help="rows with step_s: fit, leave each out, show how far off")
+    what.add_argument("--rows", type=Path, help="rows to predict")
+    parser.add_argument("--json", type=Path, help="file for the JSON lines")
+    parser.add_argument("--models", type=Path, default=MODELS, help="dimensions of models (default: those known here)")
+    options = parser.parse_args()
+    if options.rows:
+        return predict(options.rows, options.models, options.json)
+    return fit(options.fit, options.models, options.json)
+
+
+def fit(rows: Path, models: Path, path: Path | None) -> int:
+    """Fit to rows, and say how far each is off when it is left out."""
+    report, console, known = Report("foresight", path), Console(width=150), read_models(models)
+    told = []
+    for system, alike in by_system(read_rows(rows)).items():
+        practice = practice_of(system)
+        runs = [seen(row, known, practice) for row in alike]
+        found = {way: left_out(runs, how) for way, how in WAYS.items()}
+        for at, run in enumerate(runs):
+            report.add(
+                case=system, system=run.row["model"], mode=run.row["mode"],
+                devices=f"{run.row['gpus']} {run.row['gpu']}", step_s=run.step_s,
+                **{way: predicted[at] for way, predicted in found.items()}, off=found["costs"][at] / run.step_s - 1,
+            )  # fmt: skip
+        off = {
+            way: statistics.median(abs(each / run.step_s - 1) for each, run in zip(predicted, runs, strict=True))
+            for way, predicted in found.items()
+        }
+        rates = fitted(runs)
+        told += [
+            f"{system}: off by, in the median, {', '.join(f'{way} {each:.0%}' for way, each in off.items())}",
+            f"  Rates(memory={rates.memory:.3f}, compute={rates.compute:.3f}); assumed: {practice.assumption}",
+        ]
+    report.show(console)
+    console.print(*told, sep="\n", highlight=False)
+    return 0
+
+
+def predict(rows: Path, models: Path, path: Path | None) -> int:
+    """A line per row. Status 1 when one cannot be predicted: its line says why, and has no predicted_s."""
+    known, failed, lines = read_models(models), False, []
+    for row in read_rows(rows):
+        line: dict[str, object] = {**row}
+        try:
+            run = seen(row, known, practice_of(row["system"]))
+            rates = rates_of(row["system"])
+            line |= {"predicted_s": run.predicted_s(rates), "constants": rates.source}
+        except (ValueError, KeyError) as error:
+            failed = True
+            line["failed"] = f"{type(error).__name__}: {error}"
+        lines.append(line)
+        print(
+            *(f"{row[each]}" for each in ("system", "model", "mode", "gpus")),
+            line.get("predicted_s", line.get("failed")),
+        )
+    if path is not None:
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return int(failed)
+
+
+def practice_of(system: str) -> Practice:
+    """Of a system, or of the one whose name begins alike."""
+    near = [name for name in PRACTICES if name.split("-")[0] == system.split("-")[0]]
+    return PRACTICES.get(system) or (PRACTICES[near[-1]] if near else Practice(
+        assumption="as NeMo-RL", prompt_tokens=150, forward=6, rollouts=1024, mean_tokens=1500, max_tokens=8192
+    ))  # fmt: skip
+
+
+def rates_of(system: str, known: Mapping[str, Rates] = FITTED) -> Rates:
+    """Those fitted to a system; of one that is not known, the geometric means of all."""
+    if system in known:
+        return known[system]
+    return replace(
+        ASSUMED, memory=statistics.geometric_mean(each.memory for each in known.values()),
+        compute=statistics.geometric_mean(each.compute for each in known.values()),
+        source=f"means of {', '.join(known)}: {system} was not fitted",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What a placement will cost, on paper, from a model's dimensions and a device's rates."""

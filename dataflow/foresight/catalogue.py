@@ -1,0 +1,78 @@
+"""Kinds of devices, by their makers' data sheets: memory, its bandwidth, rates of matrix products, links."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dataflow.errors import GraphError
+
+GB, GB_PER_S, TERA = 10**9, 1e9, 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKind:
+    """One accelerator of a node.
+
+    >>> from dataflow.foresight.catalogue import device_kind
+    >>> device_kind("H100").per_node
+    8
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    operations_per_s: Mapping[str, float] = field(repr=False)
+    """Of dense matrix products, by the dtype of their operands; an addition and a multiplication are two."""
+    within_bytes_per_s: float
+    """To the other devices of its node, each way."""
+    between_bytes_per_s: float = 50 * GB_PER_S
+    """To other nodes, each way: a link of 400 Gb/s for each device, where the data sheet of a node says no other."""
+    per_node: int = 8
+    source: str = field(repr=False)
+
+    def rate(self, dtype: str) -> float:
+        """Operations per second. GraphError where the device has none for it."""
+        if dtype not in self.operations_per_s:
+            known = ", ".join(self.operations_per_s)
+            raise GraphError(
+                f"{self.name} has no matrix products in {dtype}; found rates for {known}; take one of them"
+            )
+        return self.operations_per_s[dtype]
+
+
+def _gpu(
+    name: str, memory: int, bandwidth: float, bfloat16: float, fp8: float | None, within: float, source: str,
+    **others: float,
+) -> DeviceKind:  # fmt: skip
+    """memory: GB. bandwidth: TB/s. bfloat16, fp8: tera-operations per second, dense. within: GB/s, each way."""
+    rates = {"bfloat16": bfloat16 * TERA, "float16": bfloat16 * TERA} | ({"fp8": fp8 * TERA} if fp8 else {})
+    return DeviceKind(
+        name=name, memory_bytes=memory * GB, memory_bytes_per_s=bandwidth * TERA, operations_per_s=rates,
+        within_bytes_per_s=within * GB_PER_S, between_bytes_per_s=others.get("between", 50) * GB_PER_S, source=source,
+    )  # fmt: skip
+
+
+CATALOGUE = {
+    kind.name: kind
+    for kind in (
+        _gpu("A100", 80, 2.039, 312, None, 300, "NVIDIA A100 80GB SXM data sheet; HDR InfiniBand", between=25),
+        _gpu("H100", 80, 3.35, 989, 1979, 450, "NVIDIA H100 SXM data sheet"),
+        _gpu("H200", 141, 4.8, 989, 1979, 450, "NVIDIA H200 SXM data sheet"),
+        _gpu("B200", 180, 8.0, 2250, 4500, 900, "NVIDIA DGX B200 data sheet, an eighth of the system"),
+        _gpu("L40S", 48, 0.864, 362, 733, 32, "NVIDIA L40S data sheet; PCIe 4.0 x16", between=25),
+        _gpu("H20", 96, 4.0, 148, 296, 450, "NVIDIA H20 data sheet as its vendors quote it"),
+        _gpu("MI300X", 192, 5.3, 1307, 2615, 448, "AMD Instinct MI300X data sheet"),
+    )
+}
+"""By name. No rate counts sparsity."""
+
+
+def device_kind(name: str) -> DeviceKind:
+    """The kind of that name. GraphError with the nearest one where there is none."""
+    if name not in CATALOGUE:
+        near = difflib.get_close_matches(name.upper(), CATALOGUE, n=1, cutoff=0.5)
+        do = f"did you mean {near[0]}?" if near else f"take one of {', '.join(CATALOGUE)}"
+        raise GraphError(f"a kind of device that nobody knows; found {name!r}; {do}")
+    return CATALOGUE[name]

@@ -1,0 +1,64 @@
+"""How long completions are: a sample of them, given or drawn from a mean and a tail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.errors import GraphError
+
+_SAMPLES = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """Tokens of completions, float64[n], ascending."""
+
+    tokens: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, tokens: Iterable[float]) -> Lengths:
+        """Those that were seen. GraphError where there are none."""
+        found = np.sort(np.asarray([*tokens], np.float64))
+        if not len(found) or found[0] < 1:
+            least = f"{found[0]:g}" if len(found) else "none"
+            raise GraphError(
+                f"lengths of completions are one token or more; found {least}; give the lengths of a run, or a mean "
+                f"and a tail"
+            )
+        return cls(found)
+
+    @classmethod
+    def drawn(cls, mean: float, most: float, sigma: float = 0.8) -> Lengths:
+        """Log-normal, cut at `most` tokens, with this mean after the cut. sigma: of the logarithm, before the cut.
+
+        GraphError where no such mean can be had."""
+        if not 1 <= mean < most or sigma < 0:
+            raise GraphError(f"a mean of {mean:g} tokens of at most {most:g} cannot be had; give 1 <= mean < most")
+        normal = NormalDist()
+        scores = np.array([normal.inv_cdf((i + 0.5) / _SAMPLES) for i in range(_SAMPLES)])
+        low, high = -10 * sigma - 1, math.log(most) + 10 * sigma + 1
+        for _ in range(60):
+            middle = (low + high) / 2
+            found = np.clip(np.exp(middle + sigma * scores), 1, most)
+            low, high = (middle, high) if found.mean() < mean else (low, middle)
+        return cls(found)
+
+    @property
+    def mean(self) -> float:
+        """Tokens."""
+        return float(self.tokens.mean())
+
+    @property
+    def most(self) -> float:
+        """Tokens of the longest."""
+        return float(self.tokens[-1])
+
+    def longer_than(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Share of completions that are longer, for each."""
+        return 1 - np.searchsorted(self.tokens, tokens, side="right") / len(self.tokens)

@@ -1,0 +1,39 @@
+"""Devices that one could rent, as text: `256xH100`, `192xH100+64xL40S`."""
+
+import re
+
+from dataflow.errors import GraphError
+from dataflow.foresight.catalogue import device_kind
+from dataflow.planning.hosts import Devices, Host
+
+_CORES_EACH, _MEMORY_EACH = 12, 128 * 10**9
+"""Cores and bytes of main memory beside each device: assumed, about what nodes of eight have."""
+
+
+def read_devices(text: str) -> Devices:
+    """Nodes of eight of one kind, the last one with what is left. GraphError for what cannot be read.
+
+    >>> from dataflow.foresight.spec import read_devices
+    >>> [(host.name, host.gpus) for host in read_devices("10xH100").hosts]
+    [('H100-0', 8), ('H100-1', 2)]
+    """
+    hosts: list[Host] = []
+    for part in text.split("+"):
+        match = re.fullmatch(r"\s*([1-9][0-9]{0,6})\s*x\s*(\w+)\s*", part)
+        if match is None:
+            raise GraphError(
+                f"devices to foresee are {text!r}, which cannot be read at {part!r}; write them as 16xH100, or as "
+                f"192xH100+64xL40S"
+            )
+        count, kind = int(match[1]), device_kind(match[2])
+        if any(host.kind == kind.name for host in hosts):
+            raise GraphError(f"devices to foresee are {text!r}, which names {kind.name} twice; add the numbers up")
+        for number in range(-(-count // kind.per_node)):
+            each = min(kind.per_node, count - number * kind.per_node)
+            hosts.append(
+                Host(
+                    name=f"{kind.name}-{number}", cpus=_CORES_EACH * each, gpus=each, kind=kind.name,
+                    memory_bytes=_MEMORY_EACH * each, gpu_memory_bytes=kind.memory_bytes,
+                )
+            )  # fmt: skip
+    return Devices.of(hosts)

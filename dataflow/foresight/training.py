@@ -1,0 +1,55 @@
+"""Seconds of a trainer's step: passes over its tokens, and what its ranks exchange meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dataflow.foresight.catalogue import DeviceKind
+from dataflow.foresight.counts import Counts
+from dataflow.foresight.links import all_reduces
+from dataflow.foresight.parts import Parts
+
+BACKWARD = 2
+"""Operations of a backward pass, in forward passes: a product for the inputs and one for the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learners:
+    """All ranks of a trainer."""
+
+    model: Counts
+    kind: DeviceKind
+    ranks: int
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    dtype: str = "bfloat16"
+
+    @property
+    def replicas(self) -> float:
+        """Ways in which a batch is dealt out."""
+        return self.ranks / (self.tensor_parallel * self.context_parallel * self.pipeline_parallel)
+
+    def passes(self, rollouts: float, tokens: float, *, forward: float, sequences: float) -> Parts:
+        """Over rollouts of so many tokens each; forward: forward passes that these operations come to.
+
+        sequences: that are trained between two updates. A pipeline of p stages is idle for p - 1 of m + p - 1 turns
+        (Huang et al., arXiv 1811.06965). Experts on other ranks are sent a token's hidden state and send it back, once
+        for each expert (Lepikhin et al., arXiv 2006.16668)."""
+        total = rollouts * tokens
+        compute = self.model.forward(total, tokens / 2) / (self.ranks * self.kind.rate(self.dtype))
+        turns = max(1.0, sequences / self.replicas)
+        idle = (turns + self.pipeline_parallel - 1) / turns
+        own = total * self.tensor_parallel / self.ranks  # tokens that go through a rank's layers, all of them
+        sums = all_reduces(self.model, self.kind, self.tensor_parallel, own)
+        return Parts(compute=compute, links=sums + self._to_experts(total)) * (forward * idle)
+
+    def _to_experts(self, tokens: float) -> float:
+        """Seconds of a forward pass."""
+        if not self.model.routed or self.expert_parallel == 1:
+            return 0.0
+        nbytes = 2 * tokens * self.model.routed * self.model.mixtures * self.model.width * 2 / self.ranks
+        if self.expert_parallel <= self.kind.per_node:
+            return nbytes * (1 - 1 / self.expert_parallel) / self.kind.within_bytes_per_s
+        return nbytes * (1 - self.kind.per_node / self.expert_parallel) / self.kind.between_bytes_per_s

@@ -1,0 +1,158 @@
+"""What a graph takes on devices that nobody has rented."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dataflow import Graph, GraphError, Model, main, scorer
+from dataflow.foresight.foresee import Workload, best_split, foresee, splits
+from dataflow.foresight.report import lines
+from dataflow.foresight.spec import read_devices
+from dataflow.foresight.staleness import mean_staleness
+from operators import Generator, Logprobs, Prompts, Trainer
+from operators.credit import advantage
+from operators.losses import aipo
+
+LLAMA_8B = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
+EIGHT_AND_EIGHT = {"generator": 8, "trainer": 8}
+
+
+@scorer
+def reward(completion: str) -> float:
+    return float(len(completion))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    """Of which there is a config.json alone."""
+    folder = tmp_path / "llama-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    return Model(str(folder), dtype="bfloat16")
+
+
+def graph(model: Model, max_staleness: int = 2, *, reference: bool = False, **knobs: int) -> Graph:
+    g = Graph("foreseen")
+    generator = Generator(model, group_size=16, max_tokens=2048, **knobs)
+    trainer = Trainer(model, loss=aipo, prompts_per_step=64, lr=1e-6, gradient_checkpointing=True)
+    rollouts = generator(g.source(Prompts(str(Path(model.source).parent / "prompts.jsonl"))))
+    if reference:
+        rollouts = Logprobs(model.frozen())(rollouts)
+    trainer(advantage(reward(rollouts)))
+    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return g
+
+
+def test_an_asynchronous_step_is_as_long_as_the_busiest_and_a_synchronous_one_as_all_together(model: Model) -> None:
+    room = read_devices("16xH100")
+    apart, in_turn = (foresee(graph(model, bound), room, gpus=EIGHT_AND_EIGHT) for bound in (2, 0))
+    busy = {each.node: each.seconds for each in apart.operations}
+    assert apart.step_s == max(busy.values()) and apart.idle(apart.bottleneck) == 0
+    assert 0 < min(apart.idle(each) for each in apart.operations if each is not apart.bottleneck) < 1
+    assert in_turn.step_s == sum(each.seconds for each in in_turn.operations) + in_turn.weights_s > apart.step_s
+    assert apart.rollouts == 1024 and 0 < apart.staleness <= 2 and in_turn.staleness == 0
+
+
+def test_a_step_with_twice_the_devices_takes_no_longer_and_costs_no_fewer_hours(model: Model) -> None:
+    few, many = (
+        foresee(graph(model), read_devices(f"{2 * n}xH100"), gpus={"generator": n, "trainer": n}, steps=100)
+        for n in (8, 16)
+    )
+    assert few.step_s / 2 <= many.step_s * 1.0001 <= few.step_s and few.gpu_hours and many.gpu_hours
+    assert few.gpu_hours <= many.gpu_hours * 1.0001 and few.gpu_hours == pytest.approx(100 * 16 * few.step_s / 3600)
+
+
+def test_no_way_to_deal_devices_out_is_shorter_than_the_one_that_is_chosen(model: Model) -> None:
+    made, room = graph(model, reference=True, tensor_parallel=2), read_devices("24xH100")
+    chosen, best = best_split(made, room)
+    assert sum(chosen.values()) == 24 and chosen["generator"] % 2 == 0 and set(chosen) == set(splits(made, room)[0])
+    tried = []
+    for gpus in splits(made, room):
+        try:
+            tried.append(foresee(made, room, gpus=gpus).step_s)
+        except GraphError as error:
+            assert "does not fit" in str(error) or "in a row on one host" in str(error)
+    assert len(tried) > 2 and best.step_s == min(tried)
+
+
+def test_rollouts_that_are_decoded_at_once_are_no_more_than_may_be_on_their_way(model: Model) -> None:
+    found = foresee(graph(model, 1), read_devices("72xH100"), gpus={"generator": 64, "trainer": 8})
+    generator = next(each for each in found.operations if each.node == "generator")
+    assert generator.at_once == pytest.approx(2 * 1024)
+
+
+def test_the_command_prints_what_is_foreseen_and_starts_nothing(
+    model: Model, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def build() -> Graph:
+        return graph(model)
+
+    main(build, args=["--foresee", "16xH100", "--steps", "1000", "--lengths", "mean=512,prompt=100"])
+    said = capsys.readouterr().out
+    for words in (
+        "operator ", "x H100", "GiB of 74.5 GiB", "a step of 1,024 rollouts takes", "is busy longest", "GPU hours",
+        "prompts of 100 tokens; completions of 512 tokens", "not fitted to any run", "--gpus generator=",
+    ):  # fmt: skip
+        assert words in said, words
+    assert not (tmp_path / "runs").exists()
+    main(build, args=["--foresee", "16xH100", "--gpus", "generator=8,trainer=8"])
+    assert "all ways" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["16xH10"], "a kind of device that nobody knows; found 'H10'; did you mean H100"),
+        (["lots"], "cannot be read at 'lots'; write them as 16xH100"),
+        (["4xH100+4xH100"], "names H100 twice"),
+        (["4xH100+4xL40S"], "devices of one kind are foreseen for now"),
+        (["2xH100"], "the plan does not fit"),
+        (["16xH100", "--gpus", "shared"], "not foreseen yet"),
+        (["16xH100", "--gpus", "generator=16"], "'trainer' and 'generator' need devices"),
+        (["16xH100", "--lengths", "mean=many"], "cannot be read at 'mean=many'"),
+        (["16xH100", "--lengths", "mean=-1"], "is no length"),
+        (["16xH100", "--lengths", "mean=5000"], "5,000 tokens in the mean, but have 2,048 at most"),
+    ],
+)
+def test_what_cannot_be_foreseen_is_refused(
+    model: Model, capsys: pytest.CaptureFixture[str], args: list[str], why: str
+) -> None:
+    def build() -> Graph:
+        return graph(model)
+
+    with pytest.raises(SystemExit):
+        main(build, args=["--foresee", *args])
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_model_whose_config_is_not_at_hand_is_refused(tmp_path: Path, model: Model) -> None:
+    (Path(model.source) / "config.json").unlink()
+    with pytest.raises(GraphError, match=r"dimensions of model '.*' are not at hand: FileNotFoundError"):
+        foresee(graph(model), read_devices("16xH100"), gpus=EIGHT_AND_EIGHT)
+
+
+def test_lengths_that_are_given_count(model: Model) -> None:
+    room = read_devices("16xH100")
+    short, long = (
+        foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, workload=Workload(mean_tokens=mean)) for mean in (256, 1024)
+    )
+    assert 2 < long.step_s / short.step_s < 5 and "1,024 tokens in the mean" in lines(long)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "batch", "ratio", "tail", "measured"),
+    [(120, 240, 0.63, 1.42, 1.26), (240, 120, 0.92, 1.43, 3.59), (128, 128, 1.07, 1.44, 3.09)],
+)
+def test_staleness_is_within_0_3_versions_of_runs_that_were_published(
+    in_flight: float, batch: float, ratio: float, tail: float, measured: float
+) -> None:
+    """Applied Compute, 2026-07."""
+    found = mean_staleness(in_flight=in_flight, batch=batch, ratio=ratio, tail=tail)
+    assert found == pytest.approx(measured, abs=0.3)
