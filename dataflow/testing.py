@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.model import Model
-from dataflow.node import Batch, Context, Generate, Learn, Runtime, Sink, Source
+from dataflow.node import Generate, Learn, Sink, Source, Traits
 from dataflow.records import GROUP_ID, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, arrow_type, schema
-from dataflow.traits import Traits
+from dataflow.runtime import Batch, Context, Runtime
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,10 @@ import pyarrow.compute as pc
 from dataflow.errors import OperatorError
 from dataflow.folder import retention
 from dataflow.folder.finished import Finished
-from dataflow.node import Batch, Context, Runtime, Sink
+from dataflow.node import Sink, Traits
 from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS, group_slices
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.system.files import RunFolderError
-from dataflow.traits import Traits
 
 
 @dataclass(frozen=True, eq=False)

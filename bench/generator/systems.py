@@ -135,7 +135,7 @@ class Driven:
 def ours(setting: Setting) -> System:
     """Our engine, made as the generator makes it."""
     from dataflow.model import Model
-    from dataflow.node import Context
+    from dataflow.runtime import Context
     from operators.engine.make import make_engine
     from operators.generator import Generator
 

@@ -21,8 +21,8 @@ from dataflow.graph import Graph
 from dataflow.history.describe import graph_facts
 from dataflow.history.resume import Recorded, check_same
 from dataflow.records import GROUP_ID
+from dataflow.structure import own_folder, trainers
 from dataflow.system.files import RunFolderError
-from dataflow.trainers import own_folder, trainers
 
 FLAG = "--replay"
 """Of every program that calls `main(build)`: what `dataflow replay` starts it with."""

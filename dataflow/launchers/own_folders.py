@@ -16,7 +16,7 @@ from dataflow.node import Generate
 from dataflow.planning.hosts import named
 from dataflow.planning.plan import Plan
 from dataflow.scoring.joining import Join
-from dataflow.trainers import own_folder, trainers
+from dataflow.structure import own_folder, trainers
 
 
 def check_own_folders(graph: Graph, plan: Plan) -> None:

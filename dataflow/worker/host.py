@@ -24,9 +24,10 @@ from dataflow.folder.trace import Trace
 from dataflow.folder.whereabouts import Whereabouts
 from dataflow.graph import Graph
 from dataflow.limits import Limits
-from dataflow.node import Context, Generate, Runtime
+from dataflow.node import Generate
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, context_facts, edges, marks
+from dataflow.runtime import Context, Runtime
 from dataflow.structure import readers_of, refreshes_of, sinks_of
 from dataflow.system.log import node_log
 from dataflow.system.rank_places import RankPlaces

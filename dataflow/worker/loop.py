@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 from dataflow.errors import boundary
 from dataflow.folder.finished import Finished
 from dataflow.group_bytes import MESSAGE_BYTES
-from dataflow.node import Batch, Runtime
 from dataflow.records import GROUP_ID, group_slices
+from dataflow.runtime import Batch, Runtime
 from dataflow.worker.acknowledgements import Acknowledgements
 from dataflow.worker.turns import Turns
 

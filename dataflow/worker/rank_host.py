@@ -19,9 +19,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dataflow.graph import Graph
-from dataflow.node import Context
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import context_facts
+from dataflow.runtime import Context
 from dataflow.system.child import Forked, fork
 from dataflow.system.log import node_log
 from dataflow.system.rank_places import RankPlaces, Spreads

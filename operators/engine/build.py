@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.weight_ends import WeightsIn
 from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.folder.partial_rollouts import PartialRollout
-from dataflow.node import Batch
 from dataflow.records import (
     COMPLETION,
     ERROR,
@@ -23,6 +22,7 @@ from dataflow.records import (
     AnyArray,
 )
 from dataflow.rollout_tokens import RolloutTokens
+from dataflow.runtime import Batch
 from dataflow.worker.acknowledgements import Share
 from operators.engine.finish_reasons import BROKEN, STOPPED
 from operators.engine.results import FinishedRow

@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 
 from dataflow.folder.partial_rollouts import PartialRollout, PartialRolloutFiles, PartialRow
-from dataflow.node import Context
 from dataflow.records import ROUND_SIZE
+from dataflow.runtime import Context
 from dataflow.worker.host import in_flight
 from operators.engine.interface import DecodingEngine
 from operators.engine.knobs import GeneratorKnobs

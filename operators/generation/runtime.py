@@ -9,8 +9,8 @@ import numpy as np
 import xxhash
 
 from dataflow.folder.partial_rollouts import PartialRollout
-from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.weight_ends import WeightsIn
 from operators.engine.decode import PREFILL_TOKENS
 from operators.engine.knobs import GeneratorKnobs

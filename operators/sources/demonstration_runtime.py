@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from dataflow.model import Model
-from dataflow.node import Batch, Runtime
 from dataflow.records import GROUP_ID, MIN_VERSION, PROMPT
 from dataflow.rollout_tokens import RolloutTokens
+from dataflow.runtime import Batch, Runtime
 from operators.engine.finish_reasons import STOPPED
 from operators.engine.stop_strings import end_tokens
 from operators.generation.groups import EndedRollout, PromptBatch, PromptGroup, rollouts

@@ -11,8 +11,8 @@ import pyarrow as pa
 from dataflow.errors import OperatorError, RecordError
 from dataflow.folder.ledger import MadeStep
 from dataflow.folder.rollback import take_out_abandoned
-from dataflow.node import Context
 from dataflow.records import GROUP_ID
+from dataflow.runtime import Context
 from dataflow.system.files import RunFolderError
 from operators.training.journal import Journal
 from operators.training.steps import StepMaker

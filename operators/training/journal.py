@@ -34,7 +34,7 @@ from dataflow.folder import retention
 from dataflow.folder.checkpoints import TEMPORARY, Checkpoints
 from dataflow.folder.copies.copier import Copier
 from dataflow.folder.ledger import BaseLedger, LedgerError
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.system.files import RunFolderError, disk
 from operators.training.checkpoints import checkpoint
 from operators.training.checkpoints.saving import Debt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.weight_ends import WeightsOut
 from operators.training.learner.learner import Learner, StepOutcome
 

@@ -11,8 +11,8 @@ import torch
 from dataflow.errors import GraphError, Unusable
 from dataflow.folder.ledger import MadeStep
 from dataflow.model import Model
-from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, MASK
+from dataflow.runtime import Batch, Context, Runtime
 from operators.training.catch_up import CatchUp
 from operators.training.checkpoints import checkpoint
 from operators.training.checkpoints.resuming import find_start

@@ -11,8 +11,8 @@ import pytest
 from dataflow import GraphError, join, keep
 from dataflow.graph import Graph
 from dataflow.keep import Keep
-from dataflow.node import Batch, Context
 from dataflow.records import DROP_REASON, ERROR, GROUP_ID, ROLLOUT_ID, Array, check_schema
+from dataflow.runtime import Batch, Context
 from dataflow.scorer import Scorer, scorer
 from dataflow.stream import Stream
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer

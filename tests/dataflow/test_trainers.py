@@ -17,8 +17,8 @@ from dataflow.planning.wiring import bounds_at, context_facts, edges
 from dataflow.records import Columns
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.staleness import Bound
+from dataflow.structure import feeding, leading, lines_of, own_folder
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.trainers import feeding, leading, lines_of, own_folder
 from dataflow.worker.messages import NodeCommand
 
 ACTOR, CRITIC = Model("actor"), Model("critic")

@@ -11,7 +11,7 @@ from trainer_rig import COLUMNS, FakeFolder, FakeLedger, group
 from dataflow.errors import OperatorError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
-from dataflow.node import Batch, Context
+from dataflow.runtime import Batch, Context
 from operators.evaluate import Evaluate, EvaluateRuntime, round_metrics
 
 

@@ -101,7 +101,7 @@ def test_groups_of_a_filter_that_raises_are_dropped_as_failed(policy: Path, tmp_
 
 
 def test_a_trainer_that_starts_again_finds_the_drops_of_its_filters(policy: Path, tmp_path: Path) -> None:
-    from dataflow.node import Batch, Context
+    from dataflow.runtime import Batch, Context
     from dataflow.staleness import Bound
     from operators.trainer import Trainer
 

@@ -18,8 +18,9 @@ from dataflow.folder.checkpoints import MARKER
 from dataflow.folder.copies.bringing_back import bring_back
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
-from dataflow.node import Batch, Context, Runtime, Transform
+from dataflow.node import Transform
 from dataflow.records import GROUP_ID, Columns
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.staleness import admit
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Generator, Prompts, Trainer

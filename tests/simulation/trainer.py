@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 
 from dataflow.model import Model
-from dataflow.node import Batch, Context, Learn, Runtime
+from dataflow.node import Learn, Traits
 from dataflow.records import GROUP_ID, VERSIONS
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.staleness import oldest_versions, sweep
-from dataflow.traits import Traits
 from operators.training.journal import expected
 from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
 

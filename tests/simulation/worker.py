@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.worker.host import Host, Settings
 from dataflow.worker.messages import (
     TO_SCHEDULER,

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.errors import RecordError
-from dataflow.node import Batch, Context
 from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Array, check_schema
+from dataflow.runtime import Batch, Context
 from dataflow.scorer import Scorer, scorer
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.runtime import Scoring

@@ -12,7 +12,7 @@ import pytest
 from dataflow.errors import OperatorError
 from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
-from dataflow.node import Batch, Runtime
+from dataflow.runtime import Batch, Runtime
 from dataflow.worker.host import settled_since
 from dataflow.worker.loop import NodeLoop
 

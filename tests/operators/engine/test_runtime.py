@@ -10,8 +10,8 @@ import torch
 from replaying import recomputed, replayed
 
 from dataflow.model import Model
-from dataflow.node import Batch, Context
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, check_schema
+from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.generator import Generator
 

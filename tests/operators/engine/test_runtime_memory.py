@@ -5,8 +5,8 @@ import pytest
 from test_runtime import FakePlane, letters, prompts, rows_of, run_dry
 
 from dataflow.model import Model
-from dataflow.node import Context
 from dataflow.records import PROMPT_COLUMNS, SAMPLING_MASK, check_schema
+from dataflow.runtime import Context
 from operators.generator import Generator
 from operators.models.errors import ModelError
 

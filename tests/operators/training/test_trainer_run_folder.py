@@ -20,7 +20,7 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import verify
 from dataflow.model import Model
-from dataflow.node import Batch, Context
+from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from dataflow.system.files import RunFolderError
 from dataflow.system.forking import fork

@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dataflow.model import Model
-from dataflow.node import Batch, Context
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, schema
+from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.trainer import Trainer
 from operators.training.learner.build import learner_of

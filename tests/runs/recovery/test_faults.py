@@ -26,7 +26,7 @@ from dataflow.folder.faults import FILE, STOPPED, restarts
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Patience
-from dataflow.node import Batch, Context, Runtime
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scheduler.control import Limits
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Prompts

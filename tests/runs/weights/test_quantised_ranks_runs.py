@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from dataflow import run
 from dataflow.folder.run_folder import RunFolder
-from dataflow.node import Batch, Runtime
+from dataflow.runtime import Batch, Runtime
 from operators.engine.precision import linear_weights, quantise
 from transport.weights.encoder import Encoder
 from transport.weights.encoding import SCALE, Encoding

@@ -16,7 +16,7 @@ from rigs.policy import tiny_policy
 from dataflow import Graph, LoRA, Model, inline, join, run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits, Patience
-from dataflow.node import Runtime
+from dataflow.runtime import Runtime
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Generator, Logprobs, Prompts, Trainer
 from operators.credit import advantage

@@ -11,7 +11,7 @@ import torch
 from replaying import drive
 from slices_rig import assert_slices, values
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.engine.finish_reasons import ABORTED
 from operators.engine.make import make_engine
 from operators.engine.parallel.launch import make_parallel
