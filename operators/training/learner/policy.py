@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dataflow.rollout_tokens import SamplingMask
-from operators.training.learner.head import Shape, Wanted, logprobs_of_hidden, logprobs_of_logits
+from operators.training.learner.head import Shape, logprobs_of_hidden
 from operators.training.learner.head_module import HeadModule
+from operators.training.learner.logprobs import Wanted, logprobs_of_logits
 from operators.training.learner.packed_attention import (
     PROBE_TOLERANCE,
     computing,
