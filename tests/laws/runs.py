@@ -434,7 +434,7 @@ LEDGER = (
         "a group's state is in the ledger before it is sent",
         "test_groups_are_marked_in_the_ledger_before_they_are_sent",
         "dataflow:NodeLoop._put",
-        without("_mark", "groups"),
+        without("_marks", "groups"),
         "the mark",
     ),
     Law(
