@@ -26,7 +26,7 @@ from operators.engine.prefill import Fused, NewRow, Prefix, lay_out
 from operators.engine.read_rows import finished_rows, new_tokens
 from operators.engine.results import FinishedRow, Row, Start, begun, finished_row
 from operators.engine.rows import Rows, put
-from operators.engine.sampler import Sampling
+from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.models.errors import ModelError
 from operators.models.heap import trim_memory

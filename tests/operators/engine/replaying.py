@@ -12,7 +12,8 @@ import torch
 
 from operators.engine.decode import Engine
 from operators.engine.results import FinishedRow, Start
-from operators.engine.sampler import Sampling, log_distribution
+from operators.engine.sampler import log_distribution
+from operators.engine.sampling import Sampling
 
 
 @torch.no_grad()

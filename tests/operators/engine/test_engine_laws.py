@@ -11,7 +11,8 @@ from replaying import drive, replayed
 from rigs.examples import examples
 
 from operators.engine.results import Start
-from operators.engine.sampler import Sampling, log_distribution
+from operators.engine.sampler import log_distribution
+from operators.engine.sampling import Sampling
 
 
 def many(count, seed=0, copies=4):

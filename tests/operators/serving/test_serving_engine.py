@@ -30,7 +30,8 @@ from starlette.testclient import TestClient
 
 from operators.engine import self_test
 from operators.engine.decode import Engine
-from operators.engine.sampler import Sampling, log_distribution
+from operators.engine.sampler import log_distribution
+from operators.engine.sampling import Sampling
 from operators.serving.app import make_app
 from operators.serving.sink import read_rollouts
 
