@@ -14,7 +14,7 @@ from dataflow.folder.rollback import take_out_abandoned
 from dataflow.records import GROUP_ID
 from dataflow.runtime import Context
 from dataflow.system.files import RunFolderError
-from operators.training.journal import Journal
+from operators.training.checkpoints.saving import CheckpointSaver
 from operators.training.steps import StepMaker
 
 LIKE = 0.05
@@ -35,9 +35,9 @@ class CatchUp:
     look what is: in one that goes on meanwhile it is an error.
     """
 
-    def __init__(self, context: Context, making: StepMaker, journal: Journal, steps: Sequence[MadeStep]) -> None:
+    def __init__(self, context: Context, making: StepMaker, saver: CheckpointSaver, steps: Sequence[MadeStep]) -> None:
         """steps: those after the weights that `making` has, in order."""
-        self._context, self._making, self._journal = context, making, journal
+        self._context, self._making, self._saver = context, making, saver
         self._unread, self._left = deque(steps), deque(steps)
         self.target = steps[-1].step if steps else making.step
         """The step that it ends at."""
@@ -112,9 +112,9 @@ class CatchUp:
                 "a step made again is not what it was", node=node, step=step.step, grad_norm=outcome.grad_norm,
                 grad_norm_was=was, loss=outcome.loss, loss_was=step.metrics.get("loss"),
             )  # fmt: skip
-        self._journal.made(self._making.seconds)
-        if self._journal.is_due(step.step):
-            self._journal.keep(step.step)
+        self._saver.made(self._making.seconds)
+        if self._saver.is_due(step.step):
+            self._saver.keep(step.step)
         self._making.rest(weights=False)
 
     def _take_back(self, to: int, why: str) -> None:

@@ -266,7 +266,7 @@ def test_a_program_that_reads_the_ledger_for_ever_holds_no_checkpoint_and_no_end
         return made
 
     monkeypatch.setattr(Ledger, "create", browsed)
-    monkeypatch.setattr("operators.training.journal.WAL_TOLD_BYTES", 1 << 15)
+    monkeypatch.setattr("operators.training.checkpoints.saving.WAL_TOLD_BYTES", 1 << 15)
     graph = tiny_graph(policy, max_staleness=0, eval_every=3, checkpoint_every=1)
     with capture_logs() as logs:
         result = run(graph, steps=3, on=inline(), runs=tmp_path, quiet=True)
