@@ -24,6 +24,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import verify
 from operators.losses import value_loss
 from operators.trainer import Trainer
+from operators.training.checkpoints import checkpoint, saving
 from operators.training.checkpoints.saving import DEAR, Debt
 from operators.training.learner import build
 from operators.training.learner.memory import Parked
