@@ -212,7 +212,7 @@ class _Count(_Sleeps):
         rows = [self._groups.pop(group) for group in wanted]
         context = self._context
         if context.folder is not None and context.ledger is not None:
-            context.folder.write_rollouts(self._step, rows, node=context.own_folder)
+            context.folder.rollouts_of(context.own_folder).write(self._step, rows)
             context.ledger.commit_step(
                 node=context.node, step=self._step, version=self._step, source=self._source, trained=list(wanted),
                 dropped={}, metrics={}, checkpoint=None,

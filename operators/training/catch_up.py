@@ -83,7 +83,7 @@ class CatchUp:
         context = self._context
         assert context.folder is not None, "a run with a ledger has a folder"
         try:
-            table = context.folder.read_rollouts(step.step, node=context.own_folder)
+            table = context.folder.rollouts_of(context.own_folder).read(step.step)
             check_groups(step, table)
         except RunFolderError as error:
             self._take_back(step.step - 1, str(error))

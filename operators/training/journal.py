@@ -49,7 +49,7 @@ class Journal:
         context = self.context
         if context.folder is not None:
             rows = [group.records for group in trained]
-            context.folder.write_rollouts(step, rows, node=context.own_folder)
+            context.folder.rollouts_of(context.own_folder).write(step, rows)
         if context.ledger is not None:
             context.ledger.commit_step(
                 context.node,

@@ -208,7 +208,7 @@ def test_an_evaluation_whose_file_is_gone_goes_on_without_its_line(crashing: Cra
     crashing.push(_held_out(0), _held_out(1))
     crashing.run()
     crashing.folder.metrics.unlink()
-    crashing.folder.evaluation_file(0).unlink()
+    crashing.folder.rollouts_of().evaluation_file(0).unlink()
     crashing.start()
     assert crashing.runtime.status()["round"] == 0
     assert crashing.folder.read_metrics() == []
@@ -229,7 +229,7 @@ def test_what_is_left_of_a_round_that_was_given_up_is_in_no_later_one(crashing: 
     assert crashing.runtime.status()["queue"] == 0
     crashing.push(_held_out(2, step=1), _held_out(3, step=1))
     crashing.run()
-    assert crashing.folder.read_evaluation(1).column("group_id").to_pylist() == [2, 3]
+    assert crashing.folder.rollouts_of().read_evaluation(1).column("group_id").to_pylist() == [2, 3]
     assert crashing.kept == []
 
 

@@ -155,7 +155,7 @@ def trained(result: Result) -> list[int]:
     """The group of every row that was trained, in order."""
     folder = RunFolder.open(result.folder)
     steps = range(1, result.steps + 1)
-    return [group for step in steps for group in folder.read_rollouts(step).column("group_id").to_pylist()]
+    return [group for step in steps for group in folder.rollouts_of().read(step).column("group_id").to_pylist()]
 
 
 def each_once(count: int) -> list[int]:

@@ -201,7 +201,7 @@ class CheckpointSaver:
             assert context.folder is not None
             try:
                 with committed:
-                    context.folder.flush_rollouts(trained, node=name)
+                    context.folder.rollouts_of(name).flush(trained)
                     if context.ledger is not None:
                         context.ledger.flush()
                         self._look_at(context.ledger)
