@@ -18,7 +18,7 @@ from rigs.operators import struck
 
 from dataflow import Devices, Result, inline, run, verify
 from dataflow.errors import OperatorError
-from dataflow.folder.arrow_log import File
+from dataflow.folder.finished import File
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 
