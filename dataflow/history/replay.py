@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.ledger import Ledger, MadeStep
-from dataflow.folder.ledger.writes import some
+from dataflow.folder.ledger.calls import some
 from dataflow.folder.retention import KNOB, gone
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph

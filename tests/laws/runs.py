@@ -350,14 +350,14 @@ LEDGER = (
         "a step and the entries of its groups commit together",
         "test_a_refused_step_leaves_no_trace",
         "dataflow.folder.ledger:CommitStep.run",
-        before("db.execute('COMMIT'); db.execute('BEGIN IMMEDIATE')", "end", "outcomes", "db"),
+        before("db.execute('COMMIT'); db.execute('BEGIN IMMEDIATE')", "_end", "outcomes", "db"),
         "the one transaction",
     ),
     Law(
         "a crash leaves a call of the ledger done or not begun",
         "test_a_crash_at_any_statement_leaves_a_call_done_or_not_begun",
         "dataflow.folder.ledger:CommitStep.run",
-        before("db.execute('COMMIT'); db.execute('BEGIN IMMEDIATE')", "end", "outcomes", "db"),
+        before("db.execute('COMMIT'); db.execute('BEGIN IMMEDIATE')", "_end", "outcomes", "db"),
         "the one transaction, seen by a crash",
     ),
     Law(

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 import pytest
 
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.calls import AddPlace, SetPlace
 from dataflow.folder.ledger.places import HOME
+from dataflow.folder.ledger.upkeep import AddPlace, SetPlace
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import report, verify
 from dataflow.system.files import RunFolderError
