@@ -47,7 +47,7 @@ WAITS = {"wait", "acquire", "result", "communicate", "get", "join"}
 """Methods that wait for ever when they are called with nothing."""
 MAY_WAIT = rf"\.({'|'.join(sorted(WAITS))})\(\)|select\.select|subprocess\."
 ENDLESS = {
-    ("dataflow/scoring/calls.py", "todo.get()"): "a pool's process: its owner has the deadline, and kills it",
+    ("dataflow/scoring/at_work.py", "todo.get()"): "a pool's process: its owner has the deadline, and kills it",
     ("transport/weights/sharded/epoch_thread.py", "self._jobs.get()"): "a daemon for one epoch: its owner's to end",
     ("transport/weights/sharded/process_group.py", "work.wait()"): "behind a loop with a deadline: it is completed",
     ("operators/engine/parallel/group.py", "work.wait()"): "has the time-out of its process group",
