@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from dataflow.annotations import arrow_type
 from dataflow.model import Model
 from dataflow.node import Generate, Learn, Sink, Source, Traits
-from dataflow.records import GROUP_ID, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, arrow_type, schema
+from dataflow.records import GROUP_ID, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, schema
 from dataflow.runtime import Batch, Context, Runtime
 
 

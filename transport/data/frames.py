@@ -1,9 +1,8 @@
-"""Bytes on the wire: sealed messages, and record batches as Arrow IPC streams with a checksum.
+"""Record batches as bytes on the wire: Arrow IPC streams with a checksum.
 
-A message is one header frame, and for `Data` one body frame. The header is what the codec makes of
-the message, followed by its own xxh3_64, so that no byte of it can change unnoticed; `checksum` inside it
-covers the body. The body is a whole Arrow stream: schema, dictionaries, one batch. (Sending the
-schema with every batch costs about 15 us; it spares dictionary columns a protocol of their own.)
+The body frame of a `Data` message is a whole Arrow stream: schema, dictionaries, one batch; `checksum` in its header
+covers it. (Sending the schema with every batch costs about 15 us; it spares dictionary columns a protocol of their
+own.)
 """
 
 import struct
@@ -12,35 +11,14 @@ from typing import Any
 import pyarrow as pa
 import xxhash
 
-from transport.codec import Codec
 from transport.data.compression import is_compressed
-from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
+from transport.data.messages import Data
 from transport.errors import FrameError, SchemaMismatch
 
-SEAL_BYTES = 8
-MAX_HEADER_BYTES = 1 << 20
 _ALIGNMENT_BYTES = 8
 _UNREADABLE = (
     pa.ArrowException, ValueError, TypeError, KeyError, IndexError, OSError, MemoryError, StopIteration, struct.error,
 )  # fmt: skip
-_CODEC: Codec[Message] = Codec("data", 1, Hello, Data, Welcome, Ack, Refusal, max_bytes=MAX_HEADER_BYTES - SEAL_BYTES)
-
-
-def encode_message(message: Message) -> bytes:
-    """The header frame of a message."""
-    packed = _CODEC.encode(message)
-    return packed + xxhash.xxh3_64_digest(packed)
-
-
-def decode_message(frame: Any) -> Message:
-    """The message of a header frame; FrameError for anything that `encode_message` did not make."""
-    data = bytes(frame)
-    if not SEAL_BYTES < len(data) <= MAX_HEADER_BYTES:
-        raise FrameError(f"a header frame has the wrong size; got {len(data)} bytes; use one protocol")
-    packed, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
-    if xxhash.xxh3_64_digest(packed) != seal:
-        raise FrameError(f"a header is damaged; its seal does not fit its {len(packed)} bytes; send it again")
-    return _CODEC.decode(packed)
 
 
 def encode_schema(schema: pa.Schema) -> bytes:
