@@ -18,11 +18,9 @@ from transport.data import frames
 from transport.data.channel import Arrival, ConnectionEvent, Junk, Packed
 from transport.data.messages import MAX_HEADER_BYTES, Data, Message, decode_message, encode_message
 from transport.errors import AddressError, FrameError
-from transport.reconnecting import give_up_soon
-from transport.security import HANDSHAKE_MS, Guard, Keys, check_address, present
+from transport.reconnecting import watch
+from transport.security import Guard, Keys, check_address, present
 
-_HEARTBEAT_MS = 2_000
-_HEARTBEAT_TIMEOUT_MS = 10_000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 20, 500
 _REPLY_LINGER_MS = 1_000
 _UNBIND_TIMEOUT_S = 2.0
@@ -65,7 +63,7 @@ class SocketConnection:
     def __init__(self, context: "zmq.Context[Any]", address: str, keys: Keys | None) -> None:
         self.address = address
         self._socket = context.socket(zmq.DEALER)
-        _prepare(self._socket, address)
+        watch(self._socket, address)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -135,7 +133,7 @@ class SocketListener:
         self._deaf: deque[Junk] = deque(maxlen=_SPARE_MESSAGES)
         self._guard = None if keys is None else Guard(keys)
         self._socket = (context if self._guard is None else self._guard.context).socket(zmq.ROUTER)
-        _prepare(self._socket, address)
+        watch(self._socket, address)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.RCVHWM, queue_messages + _SPARE_MESSAGES)
         self._socket.set(zmq.SNDHWM, queue_messages + _SPARE_MESSAGES)
@@ -235,14 +233,6 @@ def _part(content: zmq.Frame, message: Message) -> zmq.Frame:
         return content
     part = content.buffer[message.offset : message.offset + message.part_bytes]
     return zmq.Frame(part, copy=len(part) < _COPY_BELOW_BYTES)
-
-
-def _prepare(socket: "zmq.Socket[bytes]", address: str) -> None:
-    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-    socket.set(zmq.IPV6, "[" in address)
-    give_up_soon(socket, address)
 
 
 def _readable(socket: "zmq.Socket[bytes]") -> bool:
