@@ -23,7 +23,7 @@ from operators.training.knobs import TrainerKnobs
 from operators.training.learner import refreshed
 from operators.training.learner.build import check_gradients, make_learner
 from operators.training.learner.learner import Learner
-from operators.training.metrics import StepPace, step_metrics, weights_sent
+from operators.training.metrics import StepPace, step_metrics
 from operators.training.offers import Offers
 from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
 from operators.training.steps import StepMaker
@@ -320,7 +320,7 @@ class TrainerRuntime(Runtime):
         self._note()
         published = clock()
         metrics |= {"seconds_record": recorded - ended, "seconds_publish": published - recorded}
-        metrics |= {"weights_sent": weights_sent(self._offers.ends)}
+        metrics |= {"weights_sent": self._offers.by_reader()}
         if self._saver.is_due(step):
             self._saver.keep(step)
             metrics["seconds_checkpoint"] = clock() - published
