@@ -46,28 +46,6 @@ def uniform(seeds: Tensor, counts: Tensor) -> Tensor:
     return ((z >> 24) & 0xFFFFFFFFFF).double() * _UNIT
 
 
-def log_distribution(logits: Tensor, sampling: Sampling | RowSampling, seen: Tensor | None = None) -> Tensor:
-    """Log-probabilities that tokens are drawn with, float32 [n, V]; -inf where truncation left one out.
-
-    seen: bool [n, V], tokens that stand in each row; needed for a repetition penalty (ValueError without it).
-    """
-    knobs = _columns(sampling, logits)
-    scores = _scaled(logits, knobs, seen)
-    shares = torch.softmax(scores, dim=-1)
-    best, likeliest = scores.max(dim=-1, keepdim=True)
-    largest = shares.amax(dim=-1, keepdim=True)
-    gone = left_out(scores, shares, knobs)
-    if gone is not None:
-        scores = scores.masked_fill(gone, -torch.inf)
-        shares.masked_fill_(gone, 0)
-    total = block_sums(shares).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    found = scores - best + (largest / total).log().float()
-    if knobs.greedy is None:
-        return found
-    certain = torch.zeros_like(scores).masked_fill_(~_only(likeliest, scores), -torch.inf) + (best - best)
-    return torch.where(knobs.greedy, certain, found)
-
-
 def draw(
     logits: Tensor,
     sampling: Sampling | RowSampling,
@@ -77,9 +55,10 @@ def draw(
     seen: Tensor | None = None,
     keep: bool = False,
 ) -> Draw:
-    """The next token of each row of logits [n, V], as `log_distribution` says, without waiting for the device.
+    """The next token of each row of logits [n, V], without waiting for the device.
 
-    seeds, counts: int64 [n], of each rollout, and how many tokens it has drawn. seen: as for `log_distribution`.
+    seeds, counts: int64 [n], of each rollout, and how many tokens it has drawn. seen: bool [n, V], tokens that stand in
+    each row; needed for a repetition penalty (ValueError without it).
     keep: also return which tokens truncation left. Can be captured in a CUDA graph when one Sampling serves all rows.
     """
     knobs = _columns(sampling, logits)

@@ -46,7 +46,7 @@ class PartialRollouts:
         may_go_on: whether a rollout that has drawn this much, or ended with it, may still be trained.
         """
         files = self._files.get(group.source)
-        if files is None or group.arrival.batch.records.column(ROUND_SIZE)[group.row].as_py():
+        if files is None or group.batch.records.column(ROUND_SIZE)[group.row].as_py():
             return
         group.mark = mark_of(self._seed, group)
         group.written = [0] * group.size

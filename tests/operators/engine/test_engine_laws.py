@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from log_distribution import log_distribution
 from replaying import drive, replayed
 from rigs.examples import examples
 
 from operators.engine.results import Start
-from operators.engine.sampler import log_distribution
 from operators.engine.sampling import Sampling
 
 
