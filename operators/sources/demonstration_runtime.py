@@ -77,8 +77,8 @@ class DemonstrationRuntime(Runtime):
         ids, versions = (batch.records.column(name).to_pylist() for name in (GROUP_ID, MIN_VERSION))
         groups = [
             PromptGroup(
-                source=batch.source, group_id=group_id, size=1, min_version=min_version, batch=batch, share=share, row=row,
-                prompt=np.zeros(0, np.int64), unstarted=0, left=0,
+                source=batch.source, group_id=group_id, size=1, min_version=min_version, batch=batch, share=share,
+                row=row, prompt=np.zeros(0, np.int64), unstarted=0, left=0,
             )
             for row, (group_id, min_version) in enumerate(zip(ids, versions, strict=True))
         ]  # fmt: skip
