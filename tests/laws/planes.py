@@ -295,7 +295,7 @@ WEIGHT_PLANE = (
         "weights change when nobody reads them",
         "test_a_version_that_is_read_late_has_its_own_weights[3-Lending]",
         "operators.training.learner.learner:Learner.end",
-        assigned("settled", "True", "offers_weights"),
+        assigned("settled", "True", "changing"),
         "the wait for readers before an update",
     ),
     Law(
