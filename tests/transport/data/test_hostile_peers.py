@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from transport.data import Keys, Receiver, Sender, SocketNetwork, frames, make_keys, sockets
+from transport import reconnecting
+from transport.data import Keys, Receiver, Sender, SocketNetwork, frames, make_keys
 from transport.data.messages import Ack, Hello, Welcome, encode_message
 
 from .mutations import Mutator, fields_of, header
@@ -71,7 +72,7 @@ def check_that_silent_peers_are_cut_off(count: int, keyed: bool) -> None:
 def test_connections_that_say_nothing_are_cut_off_and_hold_nobody_up(
     monkeypatch: pytest.MonkeyPatch, keyed: bool
 ) -> None:
-    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 300)
+    monkeypatch.setattr(reconnecting, "HANDSHAKE_MS", 300)
     check_that_silent_peers_are_cut_off(60, keyed)
 
 
@@ -87,7 +88,7 @@ def test_a_thousand_connections_that_say_nothing_are_cut_off(keyed: bool) -> Non
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
 def test_a_receiver_that_silent_peers_leave_no_files_goes_on_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 500)
+    monkeypatch.setattr(reconnecting, "HANDSHAKE_MS", 500)
     receiver = listening(None)
     present = _sender_to(receiver)
     connect(present, to=receiver)
