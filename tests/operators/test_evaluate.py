@@ -10,6 +10,7 @@ from trainer_rig import COLUMNS, FakeFolder, FakeLedger, group
 
 from dataflow.errors import OperatorError
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.rollout_files import RolloutFiles
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runtime import Batch, Context
 from operators.evaluate import Evaluate, EvaluateRuntime, round_metrics
@@ -190,7 +191,8 @@ def test_metrics_tell_of_each_round_that_the_ledger_has_and_of_no_other_wherever
 
     crashing.push(_held_out(0), _held_out(1))
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger if dies_in == "commit_round" else RunFolder, dies_in, die)
+        keepers = {"write_evaluation": RolloutFiles, "commit_round": Ledger, "append_metrics": RunFolder}
+        patch.setattr(keepers[dies_in], dies_in, die)
         with pytest.raises(KeyboardInterrupt):
             crashing.run()
     recorded = crashing.ledger.last_round("eval")
